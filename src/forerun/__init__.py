@@ -1,0 +1,1 @@
+"""Forerun: the same text, faster."""

@@ -1,0 +1,1 @@
+"""What may come next: one drafter a file."""

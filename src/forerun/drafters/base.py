@@ -1,0 +1,47 @@
+"""The drafter's side of a step: propose a tree, then observe what became of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from forerun.request import Request
+from forerun.tree import DraftTree
+from forerun.verify import Outcome
+
+
+class Drafter(ABC):
+    """Proposes what may come next. One drafter serves all rows of an engine, keyed by ``request.id``.
+
+    The engine calls ``begin`` once per request, then ``propose`` and ``observe`` in turn, and ``finish`` however the
+    request ends (an error and a cancellation included). A drafter can never change the output, only the speed.
+    """
+
+    def begin(self, request: Request) -> None:  # noqa: B027
+        """A request starts; ``request.prompt`` is known."""
+
+    @abstractmethod
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """A tree of at most ``budget`` nodes that may be accepted (probes come on top), at most
+        ``request.max_draft_depth`` deep, to follow ``request.tokens``."""
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """One tree per row. Drafters that run a model override it to share the forward passes."""
+        return [self.propose(request, budget) for request in requests]
+
+    def observe(self, request: Request, outcome: Outcome) -> None:  # noqa: B027
+        """A step was committed; ``request.tokens`` ends with ``outcome.verdict.tokens`` already."""
+
+    def finish(self, request: Request) -> None:  # noqa: B027
+        """The request ended: forget what was private to it."""
+
+    def close(self) -> None:  # noqa: B027
+        """The engine ends: free what is held."""
+
+
+class NoDrafter(Drafter):
+    """Plain autoregression, through the same engine."""
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """The empty tree."""
+        return DraftTree.empty()

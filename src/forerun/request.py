@@ -1,0 +1,115 @@
+"""One row of a batch: its text so far, how its next token is chosen, and when it ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from forerun.sampling import Sampler
+from forerun.stats import Stats
+from forerun.tree import IntArray
+
+FinishReason = Literal["eos", "stop", "length"]
+Stopping = Callable[[torch.Tensor], bool]
+
+_ids = itertools.count()
+
+
+class Request:
+    """A prompt being continued. Rows of a batch share nothing but the forward pass.
+
+    Args:
+        prompt: token ids, at least one.
+        max_new_tokens: the most to generate, at least one.
+        eos_token_ids: a token of these ends the text and belongs to it.
+        sampler: how tokens are chosen.
+        stopping: called with the ids ``[1, t]`` after every token; true ends the text.
+        namespace: whose outputs may be drafted to this request, and who may be drafted its own.
+        padding: ids that logits processors and ``stopping`` see before the prompt; the model never does.
+
+    Raises:
+        ValueError: for an empty prompt or no room to generate.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        *,
+        eos_token_ids: frozenset[int] = frozenset(),
+        sampler: Sampler | None = None,
+        stopping: Stopping | None = None,
+        namespace: str = "default",
+        padding: Sequence[int] = (),
+    ) -> None:
+        if not len(prompt):
+            raise ValueError("the prompt is empty; at least one token is needed")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        self.id = next(_ids)
+        self.prompt_length = len(prompt)
+        self.max_new_tokens = max_new_tokens
+        self.eos_token_ids = eos_token_ids
+        self.sampler = sampler or Sampler()
+        self.stopping = stopping
+        self.namespace = namespace
+        self.finish_reason: FinishReason | None = None
+        self.stats = Stats()
+        self._padding = len(padding)
+        self._buffer = np.empty(len(padding) + len(prompt) + max_new_tokens, np.int64)
+        self._end = len(padding) + len(prompt)
+        self._buffer[: self._end] = [*padding, *prompt]
+        self._ids = torch.from_numpy(self._buffer)
+
+    def __len__(self) -> int:
+        """Tokens so far, prompt included."""
+        return self._end - self._padding
+
+    @property
+    def tokens(self) -> IntArray:
+        """Prompt and what was generated, int64 ``[len(self)]``; a view, not a copy."""
+        return self._buffer[self._padding : self._end]
+
+    @property
+    def prompt(self) -> IntArray:
+        """The prompt, int64 ``[prompt_length]``; a view."""
+        return self.tokens[: self.prompt_length]
+
+    @property
+    def generated(self) -> IntArray:
+        """What was generated, int64; a view."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.max_new_tokens - (len(self) - self.prompt_length)
+
+    @property
+    def max_draft_depth(self) -> int:
+        """The deepest node worth drafting: a step adds one token to the drafts it accepts."""
+        return self.remaining - 1
+
+    def choose(self, logits: torch.Tensor) -> int:
+        """The next token for logits ``[V]``."""
+        return self.sampler.choose(self.scores(logits), len(self))
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores ``[V]`` for the next token."""
+        return self.sampler.scores(self._ids[: self._end], logits)
+
+    def append(self, token: int) -> bool:
+        """Commit a token; true if the text ends with it."""
+        self._buffer[self._end] = token
+        self._end += 1
+        if token in self.eos_token_ids:
+            self.finish_reason = "eos"
+        elif self.stopping is not None and self.stopping(self._ids[None, : self._end]):
+            self.finish_reason = "stop"
+        elif self.remaining == 0:
+            self.finish_reason = "length"
+        return self.finish_reason is not None

@@ -1,0 +1,114 @@
+"""From logits to a token: greedy, coupled (Gumbel-max) or for rejection sampling, with noise that is a pure function.
+
+All noise derives from (seed, position, salt, token id) by a 64-bit counter hash, never from a generator's state. So
+the text for a seed does not depend on the drafter, on the batch a row is in, or on the device; and draft and target,
+drawing with the same noise, agree whenever their distributions are close. Gumbel-max: argmax(log p + g) samples p.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Method = Literal["greedy", "coupled", "rejection"]
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""What ``transformers`` calls a logits processor: (ids ``[1, t]``, scores ``[1, V]``) -> scores ``[1, V]``."""
+
+
+class Salt(enum.IntEnum):
+    """Keeps draws that must be independent of each other apart."""
+
+    TARGET = 0
+    DRAFT = 1
+    ACCEPT = 2
+    RESIDUAL = 3
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a row's next token is chosen.
+
+    Attributes:
+        method: ``greedy`` takes the best score; ``coupled`` adds Gumbel noise and takes the best, so that any tree
+            verifies by one walk; ``rejection`` does so too, and verifies a chain that carries ``q`` by Leviathan's test.
+        seed: of the noise; any integer.
+        processor: run on every node's logits with the ids that lead to it, or None.
+    """
+
+    method: Method = "greedy"
+    seed: int = 0
+    processor: Processor | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in ("greedy", "coupled", "rejection"):
+            raise ValueError(f"method is {self.method!r}; allowed are 'greedy', 'coupled' and 'rejection'")
+
+    def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Processed scores ``[V]`` in float32, as in ``transformers``, from logits ``[V]`` that follow ids ``[t]``."""
+        scores = logits.to(torch.float32, copy=self.processor is not None)
+        if self.processor is None:
+            return scores
+        return self.processor(ids[None].to(scores.device), scores[None])[0]
+
+    def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
+        """The token at ``position`` (its index in the sequence, prompt included) for processed scores ``[V]``."""
+        if self.method == "greedy":
+            return int(scores.argmax())
+        noise = gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
+        return int((scores.double() + noise).argmax())
+
+    def draft_salt(self) -> Salt:
+        """The noise a draft draws with: the target's own when coupled, independent of it for the rejection test."""
+        return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
+
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def uniform(seed: int, position: int, salt: Salt) -> float:
+    """One number in (0, 1)."""
+    return ((_mix(_key(seed, position, salt)) >> 11) + 0.5) * 2.0**-53
+
+
+def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; a longer vector starts with a shorter one."""
+    bits = torch.arange(size, dtype=torch.int64, device=device)
+    bits.mul_(_signed(_GOLDEN)).add_(_signed(_key(seed, position, salt)))
+    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+        bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
+    bits.bitwise_xor_(_shift_right(bits, 31))
+    u = _shift_right(bits, 11).double().add_(0.5).mul_(2.0**-53)
+    return u.log_().neg_().log_().neg_()
+
+
+def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
+    """A sample of an unnormalised distribution ``[V]``."""
+    noise = gumbel(seed, position, probability.shape[-1], salt, probability.device)
+    return int((probability.double().log() + noise).argmax())
+
+
+def _key(seed: int, position: int, salt: Salt) -> int:
+    return _mix(_mix(seed & _MASK64) + (position << 3 | int(salt)))
+
+
+def _mix(value: int) -> int:
+    """One round of splitmix64 on a Python integer."""
+    value = (value + _GOLDEN) & _MASK64
+    value = ((value ^ value >> 30) * _MIX1) & _MASK64
+    value = ((value ^ value >> 27) * _MIX2) & _MASK64
+    return value ^ value >> 31
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as a signed integer, as torch takes them."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift; torch's own keeps the sign."""
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)

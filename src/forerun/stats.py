@@ -1,0 +1,95 @@
+"""What happened in a generation: counted per step, summed up on demand.
+
+``tokens per step`` is the Lookahead paper's effective decoding length (EDL, definition 1): accepted drafts plus one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stats:
+    """One request's steps and times.
+
+    Attributes:
+        drafted: nodes proposed, per step.
+        accepted: of these accepted, per step.
+        emitted: tokens committed, per step: ``accepted`` plus one, but for a step that ends the text.
+        prefill_seconds: from the start to the first token.
+        propose_seconds, score_seconds, verify_seconds: drafting, forward passes, and walking with commits, after that.
+            Rows of a batch share their steps, so each row counts the whole step's time.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    propose_seconds: float = 0.0
+    score_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    def record(self, drafted: int, accepted: int, emitted: int) -> None:
+        """Add a step."""
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+        self.emitted.append(emitted)
+
+    @property
+    def steps(self) -> int:
+        """Verifying passes, the one that ends the prefill included."""
+        return len(self.emitted)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens generated."""
+        return sum(self.emitted)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Effective decoding length."""
+        return self.tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted per drafted token."""
+        drafted = sum(self.drafted)
+        return sum(self.accepted) / drafted if drafted else 0.0
+
+    @property
+    def decode_seconds(self) -> float:
+        """Time after the first step."""
+        return self.propose_seconds + self.score_seconds + self.verify_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed: tokens after the first step by the time after it."""
+        return sum(self.emitted[1:]) / self.decode_seconds if self.decode_seconds else 0.0
+
+    def drafted_mask(self) -> list[bool]:
+        """For every generated token, whether it was an accepted draft."""
+        return [
+            i < accepted for accepted, emitted in zip(self.accepted, self.emitted, strict=True) for i in range(emitted)
+        ]
+
+    def histogram(self) -> dict[int, int]:
+        """How many steps emitted 1, 2, ... tokens."""
+        return dict(sorted(Counter(self.emitted).items()))
+
+    def summary(self) -> dict[str, object]:
+        """Everything as plain values, for JSON."""
+        return {
+            "tokens": self.tokens,
+            "steps": self.steps,
+            "tokens_per_step": round(self.tokens_per_step, 4),
+            "drafted": sum(self.drafted),
+            "accepted": sum(self.accepted),
+            "acceptance": round(self.acceptance, 4),
+            "histogram": {str(k): v for k, v in self.histogram().items()},
+            "prefill_seconds": round(self.prefill_seconds, 6),
+            "propose_seconds": round(self.propose_seconds, 6),
+            "score_seconds": round(self.score_seconds, 6),
+            "verify_seconds": round(self.verify_seconds, 6),
+            "tokens_per_second": round(self.tokens_per_second, 2),
+        }

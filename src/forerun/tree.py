@@ -1,0 +1,152 @@
+"""Draft trees: the tokens that one verifying pass may accept, in one shape for every drafter.
+
+A tree hangs under the last committed token (the root, which is not a node of the tree). Nodes are stored parents first,
+so an index grows along every path. A chain is a tree, and an empty tree is plain autoregression. The hierarchical
+multi-branch draft of the Lookahead paper (section 4.2.2) is such a tree; its parallel form shares no prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+ROOT = -1
+"""Parent index of the nodes that follow the last committed token directly."""
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """Tokens with parents, and what a drafter knows about them.
+
+    Attributes:
+        tokens: token ids, int64 ``[n]``.
+        parents: index of each node's parent, or ``ROOT``; int64 ``[n]``, ``parents[i] < i``.
+        q: the distribution that each node was drawn from, ``[n, vocabulary]``; only rejection sampling reads it.
+        probe: nodes that verification passes over, bool ``[n]``: their logits go to ``Drafter.observe`` alone.
+        probability: the drafter's estimate that a node is on the accepted path, float64 ``[n]``.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    q: torch.Tensor | None = None
+    probe: BoolArray | None = None
+    probability: npt.NDArray[np.float64] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", np.ascontiguousarray(self.tokens, dtype=np.int64))
+        object.__setattr__(self, "parents", np.ascontiguousarray(self.parents, dtype=np.int64))
+        _check(self)
+
+    @classmethod
+    def empty(cls) -> DraftTree:
+        """A tree without nodes: the step is plain autoregression."""
+        return _EMPTY
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int] | IntArray, q: torch.Tensor | None = None) -> DraftTree:
+        """A single branch."""
+        return cls(np.asarray(tokens, np.int64), np.arange(-1, len(tokens) - 1), q=q)
+
+    @classmethod
+    def from_branches(cls, branches: Iterable[Sequence[int]], budget: int) -> DraftTree:
+        """Merge branches on their shared prefixes, in order, until ``budget`` nodes are used."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        index: dict[tuple[int, int], int] = {}
+        for branch in branches:
+            node = ROOT
+            for token in branch:
+                child = index.get((node, token))
+                if child is None:
+                    if len(tokens) == budget:
+                        break
+                    child = index[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = child
+        return cls(np.array(tokens, np.int64), np.array(parents, np.int64))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """Distance from the root, 1 for its children; int64 ``[n]``."""
+        depths = np.ones(len(self), np.int64)
+        for i, parent in enumerate(self.parents.tolist()):
+            if parent != ROOT:
+                depths[i] = depths[parent] + 1
+        return depths
+
+    @property
+    def drafted(self) -> int:
+        """Number of nodes that may be accepted."""
+        return len(self) if self.probe is None else int(len(self) - self.probe.sum())
+
+    @cached_property
+    def children(self) -> Mapping[tuple[int, int], int]:
+        """Node index by (parent index, token id); probes are left out. Of two equal siblings the first counts."""
+        found: dict[tuple[int, int], int] = {}
+        for i, key in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
+            if self.probe is None or not self.probe[i]:
+                found.setdefault(key, i)
+        return found
+
+    @cached_property
+    def ancestors(self) -> BoolArray:
+        """Which nodes a node attends to: itself and all above it, bool ``[n, n]``."""
+        mask = np.eye(len(self), dtype=np.bool_)
+        for i, parent in enumerate(self.parents.tolist()):
+            if parent != ROOT:
+                mask[i, : parent + 1] |= mask[parent, : parent + 1]
+        return mask
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node hangs under the one before it."""
+        return bool((self.parents == np.arange(-1, len(self) - 1)).all())
+
+    def select(self, keep: BoolArray) -> DraftTree:
+        """The tree of the nodes marked in ``keep``, which must hold the parent of each of its nodes."""
+        new_index = np.cumsum(keep) - 1
+        parents = self.parents[keep]
+        inner = parents != ROOT
+        if not keep[parents[inner]].all():
+            raise ValueError("a kept node's parent is not kept")
+        parents[inner] = new_index[parents[inner]]
+        return DraftTree(
+            self.tokens[keep],
+            parents,
+            q=None if self.q is None else self.q[torch.from_numpy(keep)],
+            probe=None if self.probe is None else self.probe[keep],
+            probability=None if self.probability is None else self.probability[keep],
+        )
+
+    def trim(self, max_depth: int) -> DraftTree:
+        """The tree without the nodes deeper than ``max_depth``."""
+        if len(self) <= max_depth or (self.depths <= max_depth).all():
+            return self
+        return self.select(self.depths <= max_depth)
+
+
+def _check(tree: DraftTree) -> None:
+    n = len(tree.tokens)
+    if tree.tokens.ndim != 1 or tree.parents.shape != tree.tokens.shape:
+        raise ValueError(f"tokens {tree.tokens.shape} and parents {tree.parents.shape} must be equally long vectors")
+    if n and (tree.parents.min() < ROOT or (tree.parents >= np.arange(n)).any()):
+        raise ValueError("parents must be ROOT (-1) or the index of an earlier node")
+    for name in ("q", "probe", "probability"):
+        value = getattr(tree, name)
+        if value is not None and len(value) != n:
+            raise ValueError(f"{name} has {len(value)} rows for {n} nodes")
+
+
+_EMPTY = DraftTree(np.empty(0, np.int64), np.empty(0, np.int64))

@@ -1,0 +1,111 @@
+"""Verification: a tree and the target's logits in, committed tokens out, and nothing changes in what is generated.
+
+Greedy and coupled sampling share one walk: choose the token at the node, follow the child that equals it, stop when
+none does (SpecInfer calls it naive sampling; with common noise it accepts nearly as much as the rejection test).
+Chains with ``q`` under ``rejection`` take the test of Leviathan et al. (2023) and Chen et al. (2023), whose residual
+is norm(max(p - q, 0)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from forerun.request import Request
+from forerun.sampling import Salt, draw, uniform
+from forerun.tree import ROOT, DraftTree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a step committed.
+
+    Attributes:
+        path: indices of the accepted nodes, from the root down.
+        tokens: the committed tokens; the first ``len(path)`` were drafted, at most one more follows.
+    """
+
+    path: list[int]
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A verified tree, as ``Drafter.observe`` receives it.
+
+    Attributes:
+        tree: what was scored.
+        verdict: what was committed of it.
+        logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
+    """
+
+    tree: DraftTree
+    verdict: Verdict
+    logits: torch.Tensor
+
+
+def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
+    """Commit to ``request`` the accepted path of ``tree`` and the token after it.
+
+    Args:
+        tree: the draft under the last committed token.
+        logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
+        request: supplies the sampler, receives the tokens, and ends the walk where the text ends.
+
+    Raises:
+        ValueError: if ``q`` comes with a tree that is not a chain, under rejection sampling.
+    """
+    if request.sampler.method == "rejection" and tree.q is not None:
+        return _rejection(tree, tree.q, logits, request)
+    return _walk(tree, _chooser(logits, request), request)
+
+
+def _chooser(logits: torch.Tensor, request: Request) -> Callable[[int], int]:
+    """A function from a node to the token chosen there; called along the walked path only."""
+    if request.sampler.method == "greedy" and request.sampler.processor is None:
+        rounded = logits.float() if logits.dtype == torch.float64 else logits
+        best: list[int] = rounded.argmax(-1).tolist()
+        return lambda node: best[node + 1]
+    return lambda node: request.choose(logits[node + 1])
+
+
+def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Verdict:
+    path: list[int] = []
+    tokens: list[int] = []
+    node: int | None = ROOT
+    while node is not None:
+        token = choose(node)
+        tokens.append(token)
+        node = tree.children.get((node, token))
+        if node is not None:
+            path.append(node)
+        if request.append(token):
+            break
+    return Verdict(path, tokens)
+
+
+def _rejection(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Request) -> Verdict:
+    if not tree.is_chain:
+        raise ValueError("rejection sampling with q needs a chain; this tree branches")
+    tokens: list[int] = []
+    for node, token in enumerate(tree.tokens.tolist()):
+        p = request.scores(logits[node]).double().softmax(-1)
+        if uniform(request.sampler.seed, len(request), Salt.ACCEPT) * q[node, token] >= p[token]:
+            tokens.append(_draw_residual(p, q[node], request))
+            request.append(tokens[-1])
+            return Verdict(list(range(node)), tokens)
+        tokens.append(token)
+        if request.append(token):
+            return Verdict(list(range(node + 1)), tokens)
+    tokens.append(request.choose(logits[len(tree)]))
+    request.append(tokens[-1])
+    return Verdict(list(range(len(tree))), tokens)
+
+
+def _draw_residual(p: torch.Tensor, q: torch.Tensor, request: Request) -> int:
+    residual = (p - q).clamp_min(0)
+    if not residual.any():  # p equals q to rounding, so rejecting was rounding too
+        residual = p
+    return draw(residual, request.sampler.seed, len(request), Salt.RESIDUAL)
