@@ -34,7 +34,7 @@ class Sampler:
 
     Attributes:
         method: ``greedy`` takes the best score; ``coupled`` adds Gumbel noise and takes the best, so that any tree
-            verifies by one walk; ``rejection`` does so too, and verifies a chain that carries ``q`` by Leviathan's test.
+            verifies by one walk; ``rejection`` does too, and verifies a chain that carries ``q`` by Leviathan's test.
         seed: of the noise; any integer.
         processor: run on every node's logits with the ids that lead to it, or None.
     """

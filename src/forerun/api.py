@@ -1,0 +1,140 @@
+"""The doors for users of transformers: ``generate`` and ``custom_generate``, over engines kept beside their models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from forerun.drafters.base import Drafter
+from forerun.engine import Engine, feed
+from forerun.model.prompts import Prompts
+from forerun.model.requests import Prepared, RowOptions, check_prompt, draw_seed, make_request, per_row
+from forerun.request import Request
+from forerun.result import GenerationResult
+from forerun.sampling import Method
+from forerun.stats import Stats
+
+
+def generate(
+    model: PreTrainedModel,
+    prompts: Prompts,
+    *,
+    drafter: Drafter | str = "trie",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    budget: int | None = None,
+    **options: Any,
+) -> GenerationResult:
+    """Continue prompts with ``model``: the text that ``model.generate`` gives, faster.
+
+    The engine, and with it what the drafter learned from earlier outputs, stays with the model from call to call.
+
+    Args:
+        model: a transformers decoder.
+        prompts: text (with ``tokenizer``), token ids, a list of either, or a tensor.
+        drafter: a name from ``forerun.recipes``, or an object.
+        tokenizer: for prompts and results as text, and for ``stop_strings``.
+        budget: see ``Engine``.
+        options: as for ``Engine.generate``.
+    """
+    engine = engine_of(model, drafter, budget)
+    engine.tokenizer = tokenizer
+    return engine.generate(prompts, **options)
+
+
+@dataclass
+class GenerateForerunOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """What ``custom_generate`` returns with ``return_dict_in_generate=True``.
+
+    Attributes:
+        stats: steps and times of each sequence.
+    """
+
+    stats: Sequence[Stats] = ()
+
+
+def custom_generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    *,
+    forerun_drafter: Drafter | str = "trie",
+    forerun_seed: int | None = None,
+    forerun_verification: Method = "coupled",
+    forerun_namespace: str = "default",
+    forerun_budget: int | None = None,
+    forerun_streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> torch.Tensor | GenerateForerunOutput:
+    """For ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="trie")``.
+
+    transformers drops ``streamer=`` and ``tokenizer=`` on this way: pass ``forerun_streamer=`` instead, and for stop
+    strings a ``StopStringCriteria`` in ``stopping_criteria``.
+
+    Returns:
+        As ``model.generate``: ids ``[B, t]``, or an output object with ``sequences`` and ``stats``.
+    """
+    engine = engine_of(model, forerun_drafter, forerun_budget)
+    prepared = Prepared(generation_config, logits_processor, stopping_criteria)
+    seed = draw_seed() if forerun_seed is None else forerun_seed
+    options = RowOptions(seed, forerun_verification, forerun_namespace)
+    requests = _rows(model, input_ids, model_kwargs.get("attention_mask"), prepared, options, seed)
+    with closing(engine.run(requests)) as commits:
+        feed(forerun_streamer, requests, commits, with_prompt=False)
+    sequences = _append(input_ids, requests, generation_config)
+    if not generation_config.return_dict_in_generate:
+        return sequences
+    return GenerateForerunOutput(sequences=sequences, stats=[request.stats for request in requests])
+
+
+def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int | None) -> Engine:
+    """The engine kept beside a model for this drafter, made at its first use."""
+    engines: dict[Any, Engine] = model.__dict__.setdefault("_forerun_engines", {})
+    key = (drafter, budget, model.dtype, model.device)
+    if key not in engines:
+        engines[key] = Engine(model, drafter, budget=budget)
+    return engines[key]
+
+
+def _rows(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    prepared: Prepared,
+    options: RowOptions,
+    seed: int,
+) -> list[Request]:
+    """One request per row; logits processors see the padding, as in transformers, and the model does not."""
+    returned = prepared.config.num_return_sequences or 1
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    requests = []
+    for row, (ids, keep) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):
+        start = keep.index(1) if 1 in keep else len(keep)
+        if 0 in keep[start:]:
+            raise ValueError(f"row {row} has padding inside or behind its text; pad on the left")
+        check_prompt(model, ids[start:])
+        parts = per_row(prepared, row)
+        requests.append(make_request(model, ids[start:], parts, options, seed + row % returned, ids[:start]))
+    return requests
+
+
+def _append(input_ids: torch.Tensor, requests: Sequence[Request], config: GenerationConfig) -> torch.Tensor:
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    new = input_ids.new_full((len(requests), max(len(r.generated) for r in requests)), pad)
+    for row, request in zip(new, requests, strict=True):
+        row[: len(request.generated)] = torch.from_numpy(request.generated)
+    return torch.cat((input_ids, new), 1)

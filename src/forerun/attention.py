@@ -1,0 +1,119 @@
+"""Attention as a state (output, log-sum-exp) that merges, and the kernels that compute it.
+
+The attention of a node over prefix and tree is the merge of two states: over the prefix, without any mask, and over the
+block being scored, under its ancestor mask. Merging is exact in real numbers (the recurrence of FlashAttention, Dao et
+al. 2022; ``merge_state`` in FlashInfer), so no mask of block x prefix is ever built and nothing is concatenated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionState(NamedTuple):
+    """Attention over some of the keys.
+
+    Attributes:
+        out: softmax-weighted values, ``[1, H, n, d]``.
+        lse: log-sum-exp of the scaled scores, ``[1, H, n]``.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a model's layer asks of its attention.
+
+    Attributes:
+        scaling: factor on query . key.
+        window: a key further back than this is not seen (``position - window < key position``), or None.
+        softcap: scores become softcap * tanh(score / softcap), or None (Gemma 2).
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
+) -> AttentionState:
+    """Attention of ``q`` over all of ``k`` with grouped query heads.
+
+    Args:
+        q: ``[1, H, n, d]``.
+        k, v: ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``; H is a multiple of Hkv.
+        spec: scaling and soft cap; the window is the caller's part.
+        bias: added to the scores, ``[n, m]``; minus infinity hides a key. Every query must see a key.
+    """
+    heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+    if group > 1:  # the queries of a group read the same keys once
+        q = q.reshape(1, k.shape[1], group * n, q.shape[3])
+        bias = None if bias is None else bias.repeat(group, 1)
+    out, lse = BACKENDS[select_backend(q, v, spec)](q, k, v, spec, bias)
+    return AttentionState(out.reshape(1, heads, n, v.shape[3]), lse.reshape(1, heads, n))
+
+
+def merge(a: AttentionState, b: AttentionState) -> torch.Tensor:
+    """Output of attention over the keys of both states, ``[1, H, n, d]``."""
+    weight = torch.sigmoid(a.lse - b.lse).unsqueeze(-1)
+    return torch.lerp(b.out.to(weight.dtype), a.out.to(weight.dtype), weight).to(a.out.dtype)
+
+
+def select_backend(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str:
+    """Name of the fastest kernel that can compute this."""
+    if spec.softcap is not None or q.shape[-1] != v.shape[-1]:
+        return "math"
+    if q.device.type == "cpu":
+        return "flash_cpu"
+    if q.device.type == "cuda" and q.dtype != torch.float64:
+        return "efficient"
+    return "math"
+
+
+def _math(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
+) -> AttentionState:
+    """The definition, in at least float32; the oracle of every other backend."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * spec.scaling
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    if bias is not None:
+        scores = scores + bias.to(wide)
+    lse = scores.logsumexp(-1)
+    return AttentionState(((scores - lse.unsqueeze(-1)).exp() @ v.to(wide)).to(q.dtype), lse)
+
+
+def _flash_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
+) -> AttentionState:
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return AttentionState(*kernel(q, k, v, attn_mask=bias, scale=spec.scaling))
+
+
+def _efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
+) -> AttentionState:
+    n, m = q.shape[2], k.shape[2]
+    if bias is not None:  # the kernel wants rows aligned to 16 bytes
+        padded = bias.new_zeros(n, math.ceil(m / 8) * 8)
+        padded[:, :m] = bias
+        bias = padded[:, :m].expand(1, q.shape[1], n, m)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = kernel(q, k, v, bias, compute_log_sumexp=True, scale=spec.scaling)
+    return AttentionState(out, lse[..., :n])
+
+
+BACKENDS: dict[str, Backend] = {"math": _math, "flash_cpu": _flash_cpu, "efficient": _efficient}
+"""Kernels by name. A new one is a function, an entry here, a line in ``select_backend`` and the parity test."""

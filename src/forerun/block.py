@@ -1,0 +1,87 @@
+"""What one row feeds to one forward pass: tokens not cached yet, and the draft tree under the last of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from forerun.tree import BoolArray, DraftTree, IntArray
+
+
+class Block:
+    """Pending tokens followed by a tree's nodes, as one small tree.
+
+    Args:
+        pending: committed tokens that the cache does not hold yet, int64 ``[m]``, at least one. In decoding it is the
+            last committed token alone; in prefill it is the end of the prompt.
+        tree: the draft under the last of them.
+        start: tokens that the cache holds; the position of ``pending[0]``.
+    """
+
+    def __init__(self, pending: IntArray, tree: DraftTree, start: int) -> None:
+        self.pending = pending
+        self.tree = tree
+        self.start = start
+        self._biases: dict[tuple[object, ...], torch.Tensor | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.pending) + len(self.tree)
+
+    @property
+    def tokens(self) -> IntArray:
+        """Token ids, int64 ``[m + n]``."""
+        return np.concatenate((self.pending, self.tree.tokens))
+
+    @cached_property
+    def offsets(self) -> IntArray:
+        """Position of each token relative to ``start``, int64 ``[m + n]``."""
+        m = len(self.pending)
+        return np.concatenate((np.arange(m), m - 1 + self.tree.depths))
+
+    @cached_property
+    def deepest(self) -> int:
+        """The largest offset."""
+        return int(self.offsets.max())
+
+    @property
+    def positions(self) -> IntArray:
+        """Position of each token in the text, int64 ``[m + n]``."""
+        return self.start + self.offsets
+
+    @cached_property
+    def visible(self) -> BoolArray:
+        """Which tokens of the block each of them attends to, bool ``[m + n, m + n]``."""
+        m = len(self.pending)
+        mask = np.zeros((len(self), len(self)), np.bool_)
+        mask[:m, :m] = np.tri(m, dtype=np.bool_)
+        mask[m:, :m] = True
+        mask[m:, m:] = self.tree.ancestors
+        return mask
+
+    def bias(self, window: int | None, edge: range, like: torch.Tensor) -> torch.Tensor | None:
+        """Additive mask over the keys of ``edge`` (positions in the cache) and of the block, or None if all are seen.
+
+        Args:
+            window: as in ``AttentionSpec``.
+            edge: cached positions that some of the block's tokens see and others do not.
+            like: a tensor whose dtype and device the mask takes.
+
+        Returns:
+            ``[m + n, len(edge) + m + n]``.
+        """
+        key = (window, edge, like.dtype, like.device)
+        if key not in self._biases:
+            self._biases[key] = self._make_bias(window, edge, like)
+        return self._biases[key]
+
+    def _make_bias(self, window: int | None, edge: range, like: torch.Tensor) -> torch.Tensor | None:
+        seen = np.concatenate((np.ones((len(self), len(edge)), np.bool_), self.visible), axis=1)
+        if window is not None:
+            keys = np.concatenate((np.array(edge, np.int64), self.positions))
+            seen &= keys[None] > self.positions[:, None] - window
+        if seen.all():
+            return None
+        bias = torch.zeros(seen.shape, dtype=like.dtype)
+        return bias.masked_fill_(torch.from_numpy(~seen), -torch.inf).to(like.device)

@@ -1,0 +1,52 @@
+"""The contract of a KV cache: one row of a batch, over one model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from forerun.attention import AttentionSpec
+from forerun.block import Block
+
+
+class Cache(ABC):
+    """Keys and values of one row's committed tokens, and its attention over them.
+
+    A forward pass calls ``attend`` once per layer, which also keeps the block's keys and values as a speculative tail;
+    ``commit`` then keeps the accepted part of the tail and drops the rest. Without it a pass leaves no trace.
+    """
+
+    length: int
+    """Committed tokens."""
+
+    @abstractmethod
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attention of the block's queries over the committed tokens and, by its mask, over the block itself.
+
+        Args:
+            layer: index of the layer.
+            q: queries with their position encoded, ``[1, H, n, d]``.
+            k, v: the block's keys (with their position) and values, ``[1, Hkv, n, d]``.
+            block: ``block.start`` equals ``length``.
+            spec: what the layer asks for.
+
+        Returns:
+            ``[1, H, n, dv]``.
+        """
+
+    @abstractmethod
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """Keep the block's pending tokens and the tree nodes of ``path``."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Forget the committed tokens from ``length`` on."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held."""

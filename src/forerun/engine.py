@@ -1,0 +1,258 @@
+"""The loop: propose, score, verify, commit, observe, yield. Plain autoregression is this loop with empty trees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.full import FullCache
+from forerun.drafters.base import Drafter
+from forerun.model import gate
+from forerun.model.prompts import Prompts, encode
+from forerun.model.requests import RowOptions, build_requests
+from forerun.model.scorer import Scorer
+from forerun.recipes import build_drafter
+from forerun.request import Request
+from forerun.result import GenerationResult
+from forerun.sampling import Method
+from forerun.tree import DraftTree, IntArray
+from forerun.verify import Outcome, Verdict, verify
+
+PREFILL_BLOCK = 512
+"""Prompt tokens in one pass."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Tokens that one step added to a request; the first ``drafted`` of them were accepted drafts."""
+
+    request: Request
+    tokens: list[int]
+    drafted: int
+
+
+@dataclass
+class Row:
+    """A request with its cache. ``pending`` are the tokens of its text that the cache does not hold."""
+
+    request: Request
+    cache: Cache
+    pending: IntArray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pending = self.request.prompt
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C during ``generate``; ``result`` holds what was generated until then."""
+
+    def __init__(self, result: GenerationResult) -> None:
+        super().__init__("generation was interrupted")
+        self.result = result
+
+
+class Engine:
+    """Continues texts with one target model and one drafter, whose memory lasts as long as the engine.
+
+    Args:
+        model: a transformers decoder; it decides what is generated.
+        drafter: proposes the trees; a name from ``forerun.recipes`` or an object.
+        tokenizer: for prompts and results as text, and for ``stop_strings``.
+        budget: nodes of a tree that may be accepted (the Lookahead paper's decoding length). By default what the
+            device scores at little more than the cost of one: 16 on a CPU, 64 elsewhere.
+        prefill_block: prompt tokens in one pass.
+
+    Raises:
+        UnsupportedModelError: if the model's output could change.
+        ValueError: for a wrong setting, or a tokenizer with more tokens than the model.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter | str = "trie",
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        budget: int | None = None,
+        prefill_block: int = PREFILL_BLOCK,
+    ) -> None:
+        for name, value in (("budget", budget), ("prefill_block", prefill_block)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        gate.check(model)
+        self.target = Scorer(model)
+        if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
+            raise ValueError(
+                f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
+            )
+        self.tokenizer = tokenizer
+        self.drafter = build_drafter(drafter) if isinstance(drafter, str) else drafter
+        self.budget = budget or (16 if self.target.device.type == "cpu" else 64)
+        self.prefill_block = prefill_block
+
+    def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:
+        """Continue one prompt or several, as one batch of ragged rows.
+
+        Args:
+            prompts: text, token ids, or a list of either; or a tensor ``[B, t]`` with ``attention_mask``.
+            streamer: a transformers streamer; for one sequence only.
+            options: ``seed``, ``verification`` and ``namespace`` (see ``RowOptions``), and everything that
+                ``model.generate`` takes: ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
+
+        Raises:
+            GenerationInterrupted: on Ctrl-C, with the result so far.
+        """
+        requests = self.requests(prompts, **options)
+        result = GenerationResult(requests, self._pad_token_id(), self.tokenizer)
+        try:
+            with closing(self.run(requests)) as commits:
+                feed(streamer, requests, commits)
+        except KeyboardInterrupt:
+            raise GenerationInterrupted(result) from None
+        return result
+
+    def stream(self, prompt: Prompts, on_prefill: Progress | None = None, **options: Any) -> Iterator[Commit]:
+        """Like ``generate``, yielding what each step commits; closing the iterator cancels."""
+        yield from self.run(self.requests(prompt, **options), on_prefill)
+
+    def requests(
+        self,
+        prompts: Prompts,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        seed: int | None = None,
+        verification: Method = "coupled",
+        namespace: str = "default",
+        **options: Any,
+    ) -> list[Request]:
+        """The checked requests that ``generate`` runs; options as there."""
+        row_options = RowOptions(seed, verification, namespace)
+        rows = encode(prompts, self.tokenizer, attention_mask)
+        built = [build_requests(self.target.model, row, row_options, self.tokenizer, **options) for row in rows]
+        return [request for group in built for request in group]
+
+    def run(self, requests: Sequence[Request], on_prefill: Progress | None = None) -> Generator[Commit, None, None]:
+        """Continue requests together until each has ended, yielding what each step commits.
+
+        Closing the iterator early leaves every request with the tokens committed so far.
+
+        Args:
+            requests: fresh ones.
+            on_prefill: called with prompt tokens done and to do.
+        """
+        begun: list[Request] = []
+        try:
+            for request in requests:
+                begun.append(request)
+                self.drafter.begin(request)
+            yield from self._run(self._start(requests, on_prefill))
+        finally:
+            for request in begun:
+                self.drafter.finish(request)
+
+    def _run(self, rows: list[Row]) -> Iterator[Commit]:
+        while rows:
+            yield from self.step(rows)
+            rows = [row for row in rows if row.request.finish_reason is None]
+
+    def step(self, rows: Sequence[Row]) -> list[Commit]:
+        """One draft and one verifying pass for every row."""
+        with torch.inference_mode():
+            clock = [time.perf_counter()]
+            trees = self._propose(rows)
+            clock.append(time.perf_counter())
+            blocks = [Block(row.pending, tree, row.cache.length) for row, tree in zip(rows, trees, strict=True)]
+            logits = self.target.score(blocks, [row.cache for row in rows])
+            clock.append(time.perf_counter())
+            commits = [self._verify(*parts) for parts in zip(rows, blocks, logits, strict=True)]
+            clock.append(time.perf_counter())
+        _record_times(rows, np.diff(clock).tolist())
+        return commits
+
+    def _start(self, requests: Sequence[Request], on_prefill: Progress | None) -> list[Row]:
+        """Caches that hold each prompt but for its last block, which the first step scores with its tree."""
+        begin = time.perf_counter()
+        total = sum(request.prompt_length for request in requests)
+        rows = [Row(request, FullCache(len(request) + request.remaining + self.budget)) for request in requests]
+        done = 0
+        for row in rows:
+            while len(row.pending) > self.prefill_block:
+                self._prefill(row)
+                done += self.prefill_block
+                if on_prefill is not None:
+                    on_prefill(done, total)
+        for row in rows:
+            row.request.stats.prefill_seconds = time.perf_counter() - begin
+        return rows
+
+    @torch.inference_mode()
+    def _prefill(self, row: Row) -> None:
+        block = Block(row.pending[: self.prefill_block], DraftTree.empty(), row.cache.length)
+        self.target.score([block], [row.cache])
+        row.cache.commit(block, [])
+        row.pending = row.pending[self.prefill_block :]
+
+    def _propose(self, rows: Sequence[Row]) -> list[DraftTree]:
+        requests = [row.request for row in rows]
+        trees = self.drafter.propose_batch(requests, self.budget)
+        return [tree.trim(request.max_draft_depth) for tree, request in zip(trees, requests, strict=True)]
+
+    def _verify(self, row: Row, block: Block, logits: torch.Tensor) -> Commit:
+        request, tree = row.request, block.tree
+        verdict = verify(tree, logits, request)
+        row.cache.commit(block, verdict.path)
+        row.pending = request.tokens[-1:].copy()
+        request.stats.record(tree.drafted, len(verdict.path), len(verdict.tokens))
+        self.drafter.observe(request, Outcome(tree, verdict, logits))
+        return _commit(request, verdict)
+
+    def _pad_token_id(self) -> int:
+        config = self.target.model.generation_config
+        eos = config.eos_token_id
+        pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
+        return int(pad or 0)
+
+
+def feed(
+    streamer: BaseStreamer | None, requests: Sequence[Request], commits: Iterable[Commit], with_prompt: bool = True
+) -> None:
+    """Run to the end, handing tokens to a streamer as transformers does."""
+    if streamer is None:
+        for _ in commits:
+            pass
+        return
+    if len(requests) != 1:
+        raise ValueError(f"a streamer takes one sequence; there are {len(requests)}")
+    if with_prompt:
+        streamer.put(torch.from_numpy(requests[0].prompt)[None])
+    for commit in commits:
+        for token in commit.tokens:
+            streamer.put(torch.tensor([token]))
+    streamer.end()
+
+
+def _commit(request: Request, verdict: Verdict) -> Commit:
+    return Commit(request, verdict.tokens, len(verdict.path))
+
+
+def _record_times(rows: Sequence[Row], seconds: Sequence[float]) -> None:
+    for row in rows:
+        stats = row.request.stats
+        if stats.steps == 1:
+            stats.prefill_seconds += sum(seconds)
+        else:
+            stats.propose_seconds += seconds[0]
+            stats.score_seconds += seconds[1]
+            stats.verify_seconds += seconds[2]

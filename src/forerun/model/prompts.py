@@ -1,0 +1,54 @@
+"""Prompts in the shapes users have them, to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | Mapping[str, Any]
+"""Text, token ids, several of either, a tensor ``[t]`` or ``[B, t]``, or a tokenizer's output."""
+
+
+def encode(
+    prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attention_mask: torch.Tensor | None = None
+) -> list[list[int]]:
+    """Token ids of each prompt, without padding.
+
+    Raises:
+        ValueError: for no prompt at all, text without a tokenizer, or a mask that does not fit.
+        TypeError: for anything else than a prompt.
+    """
+    if isinstance(prompts, Mapping):
+        return encode(prompts["input_ids"], tokenizer, prompts.get("attention_mask", attention_mask))
+    if isinstance(prompts, torch.Tensor):
+        return _from_tensor(prompts, attention_mask)
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        return [_encode_one(prompts, tokenizer)]
+    if not len(prompts):
+        raise ValueError("there is no prompt")
+    return [_encode_one(prompt, tokenizer) for prompt in prompts]
+
+
+def _encode_one(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("the prompt is text and there is no tokenizer; pass tokenizer= or token ids")
+        return [int(token) for token in tokenizer(prompt)["input_ids"]]
+    if isinstance(prompt, torch.Tensor):
+        return [int(token) for token in prompt.tolist()]
+    if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
+        return list(prompt)
+    raise TypeError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+
+
+def _from_tensor(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
+    ids = ids[None] if ids.dim() == 1 else ids
+    if mask is None:
+        return ids.tolist()
+    mask = mask[None] if mask.dim() == 1 else mask
+    if mask.shape != ids.shape:
+        raise ValueError(f"attention_mask is {tuple(mask.shape)} and the ids are {tuple(ids.shape)}")
+    return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]

@@ -1,0 +1,220 @@
+"""From what users pass to ``generate`` to requests, with transformers' own processors and stopping criteria.
+
+``transformers`` itself merges and validates the generation configuration: a prompt goes through ``model.generate`` with
+a ``custom_generate`` that only keeps what was prepared. So every option means here what it means there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationMode,
+    MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
+)
+
+from forerun.request import Request, Stopping
+from forerun.sampling import Method, Processor, Sampler
+
+SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+UNSUPPORTED_OPTIONS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "token_healing")
+SEEDS = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """What Forerun adds to transformers' options.
+
+    Attributes:
+        seed: of the sampling noise; None draws one from torch's global generator.
+        verification: ``coupled`` or ``rejection`` (see ``forerun.sampling``); greedy decoding ignores it.
+        namespace: whose outputs may be drafted to this text.
+    """
+
+    seed: int | None = None
+    verification: Method = "coupled"
+    namespace: str = "default"
+
+    def __post_init__(self) -> None:
+        if self.verification not in ("coupled", "rejection"):
+            raise ValueError(f"verification is {self.verification!r}; allowed are 'coupled' and 'rejection'")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What transformers hands to a ``custom_generate`` function."""
+
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+
+
+def build_requests(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    options: RowOptions,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **kwargs: Any,
+) -> list[Request]:
+    """One request per returned sequence (``num_return_sequences``) of a prompt.
+
+    Args:
+        model: the target.
+        prompt: token ids.
+        options: Forerun's own.
+        tokenizer: needed for ``stop_strings``.
+        kwargs: what ``model.generate`` takes: ``generation_config``, its fields, ``logits_processor``, ...
+
+    Raises:
+        ValueError: for a wrong value, an empty prompt, ids out of range or too long a text.
+        NotImplementedError: for what Forerun does not do, such as beam search.
+    """
+    check_prompt(model, prompt)
+    kwargs = _with_stop_strings(model, tokenizer, kwargs)
+    prepared = _prepare(model, prompt, kwargs)
+    count = prepared.config.num_return_sequences or 1
+    seed = options.seed if options.seed is not None else draw_seed()
+    return [
+        make_request(model, prompt, prepared if i == 0 else _prepare(model, prompt, kwargs), options, seed + i)
+        for i in range(count)
+    ]
+
+
+def make_request(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    prepared: Prepared,
+    options: RowOptions,
+    seed: int,
+    padding: Sequence[int] = (),
+) -> Request:
+    """A request for one row, from what transformers prepared for it."""
+    config = prepared.config
+    _check_mode(config)
+    max_new_tokens = config.max_length - len(prompt) - len(padding)
+    check_length(model, len(prompt), max_new_tokens)
+    eos = config._eos_token_tensor
+    processor: Processor | None = prepared.processors if len(prepared.processors) else None
+    return Request(
+        prompt,
+        max_new_tokens,
+        eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
+        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor),
+        stopping=_stopping(prepared.criteria, model.device),
+        namespace=options.namespace,
+        padding=padding,
+    )
+
+
+def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
+    """Refuse what the model cannot read."""
+    if not len(prompt):
+        raise ValueError("the prompt is empty; at least one token is needed")
+    rows = model.get_input_embeddings().weight.shape[0]
+    wrong = next((token for token in prompt if not 0 <= token < rows), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is out of range: this model's vocabulary has {rows} tokens")
+
+
+def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
+    """Refuse a text that outgrows the model's positions."""
+    limit = position_limit(model)
+    if limit is not None and prompt_length + max_new_tokens > limit:
+        raise ValueError(
+            f"the prompt's {prompt_length} tokens and max_new_tokens={max_new_tokens} exceed "
+            f"the model's {limit} positions; shorten the prompt or generate at most {max(0, limit - prompt_length)}"
+        )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The longest text the model can take, or None if its configuration sets no limit."""
+    config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this length all keys would change; transformers recomputes them
+        return int(rope["original_max_position_embeddings"])
+    limit = getattr(config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)
+
+
+def per_row(prepared: Prepared, row: int) -> Prepared:
+    """What transformers prepared for a padded batch, for one of its rows."""
+    processors = LogitsProcessorList()
+    for processor in prepared.processors:
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and processor.prompt_ignore_length is not None:
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        processors.append(processor)
+    return Prepared(prepared.config, processors, prepared.criteria)
+
+
+def draw_seed() -> int:
+    """A seed from torch's global generator, so that ``torch.manual_seed`` fixes it."""
+    return int(torch.randint(SEEDS, ()))
+
+
+def _prepare(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> Prepared:
+    def keep(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **_: Any,
+    ) -> Prepared:
+        return Prepared(generation_config, logits_processor, stopping_criteria)
+
+    ids = torch.tensor([list(prompt)], device=model.device)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=keep, **kwargs)  # type: ignore[no-any-return]
+
+
+def _with_stop_strings(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Turn ``stop_strings`` into the criterion itself: transformers passes no tokenizer on to custom functions."""
+    given = kwargs.get("generation_config")
+    in_config = given or model.generation_config
+    strings = kwargs.get("stop_strings") or in_config.stop_strings or model.generation_config.stop_strings
+    if not strings:
+        return kwargs
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
+    without = copy.deepcopy(given) if given is not None else None
+    if without is not None:
+        without.stop_strings = None
+    criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or [])])
+    criteria.append(StopStringCriteria(tokenizer, strings))
+    changed = {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
+    return {**changed, "generation_config": without} if without is not None else changed
+
+
+def _check_mode(config: GenerationConfig) -> None:
+    mode = config.get_generation_mode()
+    if mode not in SUPPORTED_MODES:
+        raise NotImplementedError(f"{mode.value} is not supported; Forerun does greedy decoding and sampling")
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise NotImplementedError(f"guidance_scale={config.guidance_scale} is not supported; only 1 is")
+    wanted = [name for name in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
+    if wanted:
+        raise NotImplementedError(f"{', '.join(wanted)} is not supported by Forerun")
+
+
+def _stopping(criteria: StoppingCriteriaList, device: torch.device) -> Stopping | None:
+    """All criteria but end-of-sequence and length, which requests check themselves without a tensor."""
+    rest = StoppingCriteriaList([c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)])
+    if not len(rest):
+        return None
+    return lambda ids: bool(rest(ids.to(device), None).all())

@@ -1,0 +1,138 @@
+"""A transformers decoder as a scorer: one forward pass gives logits at every node of every row's tree.
+
+Rows are packed into one sequence, each with its own positions, so ragged rows need no padding; attention, the only
+operation that mixes tokens, is Forerun's own and keeps them apart. It is registered once under transformers' attention
+interface and reached through a keyword argument that models pass down; no model code is changed, and a model keeps its
+own attention outside of a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from forerun.attention import AttentionSpec
+from forerun.block import Block
+from forerun.caches.base import Cache
+
+NAME = "forerun"
+"""Forerun's entry in transformers' attention interface."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the attention function needs to know of a forward pass: its rows, in their order in the packed sequence."""
+
+    blocks: Sequence[Block]
+    caches: Sequence[Cache]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Each row's attention over its own cache; ``[1, H, n, d]`` in and out."""
+        if len(self.blocks) == 1:
+            return self.caches[0].attend(layer, q, k, v, self.blocks[0], spec)
+        sizes = [len(block) for block in self.blocks]
+        split = [torch.split(t, sizes, 2) for t in (q, k, v)]
+        rows = zip(self.caches, *split, self.blocks, strict=True)
+        return torch.cat([cache.attend(layer, *qkv, block, spec) for cache, *qkv, block in rows], 2)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    forerun_pass: Pass | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function registered with transformers; shapes as there: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
+    if forerun_pass is None:
+        raise RuntimeError("the 'forerun' attention works only inside a Forerun pass; this model does not pass it on")
+    if attention_mask is not None or s_aux is not None:
+        raise RuntimeError("this model's attention has a mask or learned sinks of its own, which are not supported")
+    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    layer: Any = module.layer_idx
+    return forerun_pass.attend(layer, query, key, value, spec).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+
+
+class Scorer:
+    """One set of weights; the caches come with each call.
+
+    Args:
+        model: a decoder that ``forerun.model.gate`` lets through.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._keeps_logits = model._supports_logits_to_keep()
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go."""
+        return self.model.device  # type: ignore[no-any-return]
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids that the model can read: rows of its input embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        """One forward pass over all rows.
+
+        Args:
+            blocks: what each row feeds.
+            caches: each row's cache; it keeps the block as its speculative tail until ``commit``.
+
+        Returns:
+            For each row the logits after its last pending token (row 0) and at its tree's node i (row i + 1),
+            ``[len(tree) + 1, V]``.
+        """
+        ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
+        positions = torch.from_numpy(np.concatenate([block.positions for block in blocks]))
+        wanted = _wanted(blocks)
+        arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        with own_attention(self.model):
+            logits = self.model(
+                input_ids=ids[None].to(self.device),
+                position_ids=positions[None].to(self.device),
+                use_cache=False,
+                forerun_pass=Pass(blocks, caches),
+                **arguments,
+            ).logits[0]
+        if not self._keeps_logits and isinstance(wanted, torch.Tensor):
+            logits = logits[wanted.to(logits.device)]
+        return list(logits.split([len(block.tree) + 1 for block in blocks]))
+
+
+def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
+    """Which columns need logits: 0 for all of them, or their indices in the packed sequence."""
+    if all(len(block.pending) == 1 for block in blocks):
+        return 0
+    ends = np.cumsum([len(block) for block in blocks]).tolist()
+    return torch.cat([torch.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the model use Forerun's attention inside, and its own again after."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before

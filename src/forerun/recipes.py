@@ -1,0 +1,32 @@
+"""From a name, as the command line takes it, to a freshly built drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forerun.drafters.base import Drafter, NoDrafter
+from forerun.drafters.jacobi import JacobiDrafter
+from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.trie import TrieDrafter
+from forerun.trie import TrieConfig
+
+RECIPES: dict[str, Callable[[], Drafter]] = {
+    "none": NoDrafter,
+    "lookup": LookupDrafter,
+    "jacobi": JacobiDrafter,
+    "trie": TrieDrafter,
+    "trie-single": lambda: TrieDrafter(TrieConfig(form="single")),
+    "trie-parallel": lambda: TrieDrafter(TrieConfig(form="parallel")),
+}
+"""``trie`` is the paper's hierarchical form; ``none`` is plain autoregression."""
+
+
+def build_drafter(name: str) -> Drafter:
+    """A drafter of this name.
+
+    Raises:
+        ValueError: for an unknown name, listing the known ones.
+    """
+    if name not in RECIPES:
+        raise ValueError(f"drafter is {name!r}; known are {', '.join(RECIPES)}")
+    return RECIPES[name]()

@@ -1,0 +1,72 @@
+"""What a generation returns: texts with their statistics, one entry per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from forerun.request import FinishReason, Request
+from forerun.stats import Stats
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Prompts continued, in the order they were given (``num_return_sequences`` in a row for each).
+
+    Attributes:
+        requests: what was generated, and how.
+        pad_token_id: fills ``sequences`` behind an end.
+        tokenizer: decodes ``texts``, or None.
+    """
+
+    requests: Sequence[Request]
+    pad_token_id: int = 0
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    @property
+    def generated(self) -> list[list[int]]:
+        """The new token ids of each sequence."""
+        return [request.generated.tolist() for request in self.requests]
+
+    @property
+    def texts(self) -> list[str]:
+        """The new text of each sequence, without special tokens."""
+        if self.tokenizer is None:
+            raise ValueError("there is no tokenizer; give the engine one, or decode `generated` yourself")
+        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.generated]
+
+    @property
+    def text(self) -> str:
+        """The new text of the only sequence."""
+        if len(self.requests) != 1:
+            raise ValueError(f"there are {len(self.requests)} sequences; use `texts`")
+        return self.texts[0]
+
+    @property
+    def finish_reasons(self) -> list[FinishReason | None]:
+        """``eos``, ``stop`` or ``length``; None for a text that was interrupted."""
+        return [request.finish_reason for request in self.requests]
+
+    @property
+    def stats(self) -> list[Stats]:
+        """Steps and times of each sequence."""
+        return [request.stats for request in self.requests]
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """The seed of each sampled sequence, None for greedy ones."""
+        return [None if r.sampler.method == "greedy" else r.sampler.seed for r in self.requests]
+
+    @property
+    def sequences(self) -> torch.Tensor:
+        """Prompts and new tokens as ``transformers`` returns them: padding before ragged prompts and behind ends."""
+        left = max(request.prompt_length for request in self.requests)
+        new = max(len(request.generated) for request in self.requests)
+        rows = torch.full((len(self.requests), left + new), self.pad_token_id)
+        for row, request in zip(rows, self.requests, strict=True):
+            start = left - request.prompt_length
+            row[start : start + len(request)] = torch.from_numpy(request.tokens)
+        return rows
