@@ -62,7 +62,7 @@ class GenerateForerunOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
         stats: steps and times of each sequence.
     """
 
-    stats: Sequence[Stats] = ()
+    stats: Sequence[Stats] | None = None
 
 
 def custom_generate(

@@ -75,7 +75,7 @@ def compiled(function: F) -> F:
 @compiled
 def _bucket(index: Ngrams, parent: int, token: int) -> int:
     key = ((np.uint64(parent) << np.uint64(32)) | np.uint64(token)) * np.uint64(0x9E3779B97F4A7C15)
-    return np.int64((key >> np.uint64(32)) & np.uint64(len(index.table) - 1))  # type: ignore[return-value]
+    return int((key >> np.uint64(32)) & np.uint64(len(index.table) - 1))
 
 
 @compiled
@@ -85,7 +85,7 @@ def find(index: Ngrams, parent: int, token: int) -> int:
     node = index.table[_bucket(index, parent, token)]
     while node != 0 and (nodes[node, PARENT] != parent or nodes[node, TOKEN] != token):
         node = nodes[node, CHAIN]
-    return node
+    return int(node)
 
 
 @compiled
@@ -163,13 +163,13 @@ def _slot(index: Ngrams, cursors: Int32Array, decay: float) -> int:
     nodes, state = index.nodes, index.state
     if state[FREE] == 0 and state[TOP] < len(nodes):
         state[TOP] += 1
-        return state[TOP] - 1
+        return int(state[TOP]) - 1
     if state[FREE] == 0:
         _sweep(index, cursors, decay)
     slot = state[FREE]
     if slot != 0:
         state[FREE] = nodes[slot, NEXT]
-    return slot
+    return int(slot)
 
 
 @compiled
@@ -218,7 +218,7 @@ def insert(index: Ngrams, cursors: Int32Array, tokens: IntArray, decay: float) -
 
 
 @compiled
-def follow(index: Ngrams, cursors: Int32Array, recent: IntArray) -> None:
+def _follow(index: Ngrams, cursors: Int32Array, recent: IntArray) -> None:
     """Set the cursors behind ``recent`` anew, after nodes were removed."""
     for depth in range(1, len(cursors)):
         node = locate(index, recent[len(recent) - depth :]) if depth <= len(recent) else 0
@@ -226,12 +226,35 @@ def follow(index: Ngrams, cursors: Int32Array, recent: IntArray) -> None:
 
 
 @compiled
+def extend(
+    index: Ngrams, cursors: Int32Array, recent: IntArray, known: int, removed: int, tokens: IntArray, decay: float
+) -> None:
+    """``insert`` for a text that shares the index with others.
+
+    Args:
+        index: see ``insert``.
+        cursors: see ``insert``.
+        recent: the last tokens of the text, at its end, int64 ``[branch_length - 1]``; moves along.
+        known: length of the text so far.
+        removed: ``state[REMOVED]`` when the cursors were left.
+        tokens: see ``insert``.
+        decay: see ``insert``.
+    """
+    if index.state[REMOVED] != removed:
+        _follow(index, cursors, recent[max(0, len(recent) - known) :])
+    insert(index, cursors, tokens, decay)
+    for token in tokens:
+        recent[:-1] = recent[1:]
+        recent[-1] = token
+
+
+@compiled
 def valid(tokens: IntArray) -> bool:
     """Whether all ids are in [0, 2**31)."""
+    wrong = 0
     for token in tokens:
-        if token < 0 or token >= 1 << 31:
-            return False
-    return True
+        wrong += token < 0 or token >= 1 << 31
+    return wrong == 0
 
 
 @compiled
@@ -247,7 +270,7 @@ def dump(index: Ngrams) -> Int32Array:
         while child != 0 and nodes[child, NEXT] != 0:
             child = nodes[child, NEXT]
         while child != 0:  # last child first: inserting them again restores the order
-            rows[:, end - 1] = at, nodes[child, TOKEN], nodes[child, COUNT]
+            rows[0, end - 1], rows[1, end - 1], rows[2, end - 1] = at, nodes[child, TOKEN], nodes[child, COUNT]
             order[end] = child
             end += 1
             child = nodes[child, PREVIOUS]
@@ -263,7 +286,7 @@ def restore(index: Ngrams, rows: Int32Array, branch_length: int) -> bool:
     """
     depths = np.zeros(rows.shape[1] + 1, np.int64)
     for i in range(rows.shape[1]):
-        parent, token, count = rows[:, i]
+        parent, token, count = rows[0, i], rows[1, i], rows[2, i]
         if parent < 0 or parent > i or token < 0 or count < 0:
             return False
         depths[i + 1] = depths[parent] + 1

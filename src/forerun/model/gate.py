@@ -17,7 +17,7 @@ from forerun.caches.full import FullCache
 from forerun.model.scorer import Scorer
 from forerun.tree import DraftTree
 
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error (norms over the vocabulary) that rounding explains; many models normalise in float32 in any case."""
 
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -68,7 +68,7 @@ def _reason_in_numbers(model: PreTrainedModel) -> str | None:
         error = _tree_error(model)
     except (RuntimeError, TypeError, KeyError, AttributeError) as exception:
         return f"its forward pass fails with Forerun's attention ({type(exception).__name__}: {exception})"
-    limit = TOLERANCE.get(next(model.parameters()).dtype, 1e-3)
+    limit = TOLERANCE[next(model.parameters()).dtype]
     if not error <= limit:
         return f"its logits over a draft tree differ from its own by {error:.2g} (relative; {limit:g} is allowed)"
     return None

@@ -7,7 +7,7 @@ a ``custom_generate`` that only keeps what was prepared. So every option means h
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,15 @@ from forerun.sampling import Method, Processor, Sampler
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 UNSUPPORTED_OPTIONS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "token_healing")
 SEEDS = 2**63 - 1
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x >= 0, "positive (or 0 with do_sample=False)"),
+    "top_k": (lambda x: x >= 0, "0 (off) or more"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
+    "typical_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "repetition_penalty": (lambda x: x > 0, "positive"),
+}
+"""Values that make sense; transformers itself silently ignores some that do not."""
 
 
 @dataclass(frozen=True)
@@ -202,6 +211,10 @@ def _with_stop_strings(
 
 
 def _check_mode(config: GenerationConfig) -> None:
+    for name, (fits, allowed) in RANGES.items():
+        value = getattr(config, name, None)
+        if value is not None and not fits(value):
+            raise ValueError(f"{name} is {value}; it must be {allowed}")
     mode = config.get_generation_mode()
     if mode not in SUPPORTED_MODES:
         raise NotImplementedError(f"{mode.value} is not supported; Forerun does greedy decoding and sampling")

@@ -1,0 +1,31 @@
+# The first two targets are what a new user runs; both make the local environment they need.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench reference clean
+
+demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
+	$(BIN)/forerun demo
+
+test: $(READY) ## all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## format check, ruff, mypy
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+reference: $(READY) ## train the bundled models anew: make reference BOOKS=folder MATHS=file.jsonl
+	$(BIN)/python -m forerun.reference.train --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference
+
+# torch first and alone: its CPU build would otherwise be replaced by one with gigabytes of CUDA
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

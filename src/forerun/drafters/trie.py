@@ -1,0 +1,52 @@
+"""Lookahead's drafter: branches of the trie that continue the last tokens, as a tree (sections 4.2 and 4.3)."""
+
+from __future__ import annotations
+
+from forerun.drafters.base import Drafter
+from forerun.request import Request
+from forerun.tree import DraftTree
+from forerun.trie import Trie, TrieConfig
+from forerun.verify import Outcome
+
+
+class TrieDrafter(Drafter):
+    """Drafts from the request's prompt and from all that was generated in its namespace.
+
+    Args:
+        config: of the trie that is made here.
+        trie: one to use instead, shared or loaded from a file; it brings its own configuration.
+
+    Raises:
+        ValueError: if both are given.
+    """
+
+    def __init__(self, config: TrieConfig | None = None, trie: Trie | None = None) -> None:
+        if config is not None and trie is not None:
+            raise ValueError("config and trie are both given; a trie brings its own configuration")
+        self.trie = trie or Trie(config)
+
+    def warm_up(self) -> None:
+        """Compile, or load, what drafting runs, so that no user's answer waits for it."""
+        trie = Trie(self.trie.config)
+        trie.begin(0, "", [1, 2, 1])
+        trie.extend(0, [2, 1, 2])
+        trie.retrieve(0, [1, 2], 4, 4)
+        trie.finish(0)
+
+    def begin(self, request: Request) -> None:
+        """Index the prompt, for this request alone."""
+        self.trie.begin(request.id, request.namespace, request.prompt)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """The heaviest branches, merged, at most ``budget`` nodes."""
+        context = request.tokens[-self.trie.config.max_prefix :]
+        draft = self.trie.retrieve(request.id, context, budget, request.max_draft_depth)
+        return DraftTree(draft.tokens, draft.parents, probability=draft.probability)
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        """Index what was committed."""
+        self.trie.extend(request.id, outcome.verdict.tokens)
+
+    def finish(self, request: Request) -> None:
+        """Free the prompt's index; what was generated stays."""
+        self.trie.finish(request.id)

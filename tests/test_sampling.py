@@ -1,0 +1,212 @@
+"""The noise is what it claims to be, and a sampler's choices follow the distribution they are given."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.sampling import Salt, Sampler, draw, gumbel, uniform
+
+MASK = (1 << 64) - 1
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+SIZE = 100_000
+
+
+def splitmix(value: int) -> int:
+    """Vigna's splitmix64, one round, in plain integers."""
+    value = (value + GOLDEN) & MASK
+    value = ((value ^ (value >> 30)) * MIX1) & MASK
+    value = ((value ^ (value >> 27)) * MIX2) & MASK
+    return value ^ (value >> 31)
+
+
+def unsplitmix(value: int) -> int:
+    """The inverse of ``splitmix``: every 64-bit value comes from exactly one."""
+    value = unshift(value, 31) * pow(MIX2, -1, 1 << 64) & MASK
+    value = unshift(value, 27) * pow(MIX1, -1, 1 << 64) & MASK
+    return (unshift(value, 30) - GOLDEN) & MASK
+
+
+def unshift(value: int, count: int) -> int:
+    """The inverse of ``value ^ (value >> count)``."""
+    result = value
+    while value := value >> count:
+        result ^= value
+    return result
+
+
+def seed_for_key(key: int, position: int, salt: Salt) -> int:
+    """The seed whose noise at a position starts from ``key``."""
+    return unsplitmix((unsplitmix(key) - (position << 3 | salt)) & MASK)
+
+
+def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Probability of a chi-square statistic at least as large, if the counts follow the probabilities."""
+    expected = counts.sum() * probabilities
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((counts.size - 1) / 2.0).double(), torch.tensor(statistic / 2)))
+
+
+def uniforms(noise: torch.Tensor) -> np.ndarray:
+    """The uniform numbers that Gumbel noise was made from."""
+    return noise.neg().exp().neg().exp().numpy()
+
+
+@pytest.mark.parametrize("salt", list(Salt))
+def test_gumbel_noise_has_the_distribution_of_its_name(salt: Salt) -> None:
+    noise = gumbel(1, 5, SIZE, salt)
+    assert noise.dtype == torch.float64 and noise.shape == (SIZE,) and bool(noise.isfinite().all())
+    standard_error = math.pi / math.sqrt(6 * SIZE)
+    assert abs(float(noise.mean()) - np.euler_gamma) < 4 * standard_error
+    assert abs(float(noise.var()) - math.pi**2 / 6) < 4 * math.pi**2 / 6 * math.sqrt(4.4 / SIZE)  # kurtosis 5.4
+    counts = np.histogram(uniforms(noise), 1000, (0, 1))[0]
+    assert chi_square_p(counts, np.full(1000, 1e-3)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param((0, 4, Salt.TARGET), id="another seed"),
+        pytest.param((1 << 32, 4, Salt.TARGET), id="a large seed"),
+        pytest.param((-1, 4, Salt.TARGET), id="a negative seed"),
+        pytest.param((1, 5, Salt.TARGET), id="the next position"),
+        pytest.param((1, 4 + (1 << 20), Salt.TARGET), id="a far position"),
+        pytest.param((1, 4, Salt.DRAFT), id="the draft's noise"),
+        pytest.param((1, 4, Salt.ACCEPT), id="the acceptance noise"),
+        pytest.param((1, 4, Salt.RESIDUAL), id="the residual's noise"),
+    ],
+)
+def test_noise_is_independent_of_noise_for(other: tuple[int, int, Salt]) -> None:
+    u, v = uniforms(gumbel(1, 4, SIZE, Salt.TARGET)), uniforms(gumbel(other[0], other[1], SIZE, other[2]))
+    counts = np.histogram2d(u, v, 20, ((0, 1), (0, 1)))[0].ravel()
+    assert chi_square_p(counts, np.full(400, 1 / 400)) > 1e-4
+    assert abs(np.corrcoef(u, v)[0, 1]) < 4 / math.sqrt(SIZE)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 64])
+def test_noise_is_independent_between_tokens(lag: int) -> None:
+    u = uniforms(gumbel(1, 4, SIZE, Salt.TARGET))
+    counts = np.histogram2d(u[lag:], u[:-lag], 20, ((0, 1), (0, 1)))[0].ravel()
+    assert chi_square_p(counts, np.full(400, 1 / 400)) > 1e-4
+
+
+@pytest.mark.parametrize("axis", ["seed", "position"])
+def test_one_tokens_noise_is_uniform_and_independent_along(axis: str) -> None:
+    noise = [gumbel(i, 9, 4, Salt.TARGET) if axis == "seed" else gumbel(9, i, 4, Salt.TARGET) for i in range(4000)]
+    u = uniforms(torch.stack(noise))[:, 3]
+    assert chi_square_p(np.histogram(u, 50, (0, 1))[0], np.full(50, 1 / 50)) > 1e-4
+    assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 4 / math.sqrt(4000)
+
+
+@pytest.mark.parametrize("axis", ["seed", "position"])
+def test_uniform_is_uniform_and_independent_along(axis: str) -> None:
+    u = np.array([uniform(i, 9, Salt.ACCEPT) if axis == "seed" else uniform(9, i, Salt.ACCEPT) for i in range(20_000)])
+    assert u.min() > 0 and u.max() < 1
+    assert chi_square_p(np.histogram(u, 100, (0, 1))[0], np.full(100, 1 / 100)) > 1e-4
+    assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 4 / math.sqrt(20_000)
+
+
+def test_a_longer_vector_of_noise_starts_with_a_shorter_one() -> None:
+    longest = gumbel(3, 2, 1000, Salt.DRAFT)
+    for size in (0, 1, 2, 33, 999):
+        assert torch.equal(gumbel(3, 2, size, Salt.DRAFT), longest[:size])
+
+
+def test_noise_is_a_pure_function_whatever_the_global_generators_do() -> None:
+    torch.manual_seed(0)
+    first = gumbel(1, 2, 50, Salt.TARGET), uniform(1, 2, Salt.ACCEPT)
+    torch.manual_seed(1)
+    torch.rand(3)
+    assert torch.equal(gumbel(1, 2, 50, Salt.TARGET), first[0])
+    assert uniform(1, 2, Salt.ACCEPT) == first[1]
+
+
+def test_noise_is_splitmix_of_seed_position_salt_and_token() -> None:
+    for seed, position, salt in ((0, 0, Salt.TARGET), (7, 3, Salt.DRAFT), (-5, 1 << 40, Salt.RESIDUAL), (MASK, 1, 2)):
+        key = splitmix((splitmix(seed & MASK) + (position << 3 | salt)) & MASK)
+        bits = [splitmix((key + (token - 1) * GOLDEN) & MASK) for token in range(20)]
+        expected = [-math.log(-math.log(((b >> 11) + 0.5) / 2**53)) for b in bits]
+        np.testing.assert_allclose(gumbel(seed, position, 20, Salt(salt)).numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_the_text_of_a_seed_stays_the_same_from_release_to_release() -> None:
+    pinned = [-0.0827620479679592, -0.38531298400347297, 0.9726933906887145]
+    assert gumbel(7, 3, 3, Salt.TARGET).tolist() == pytest.approx(pinned, abs=1e-12)
+    assert uniform(7, 3, Salt.ACCEPT) == pytest.approx(0.8745622744221331, abs=1e-12)
+
+
+@pytest.mark.parametrize("bits", [0, 1, MASK, MASK - (1 << 11), 1 << 63, (1 << 63) - 1])
+def test_noise_is_finite_for_every_hash_value(bits: int) -> None:
+    key = unsplitmix(bits)
+    assert 0 < uniform(seed_for_key(key, 4, Salt.ACCEPT), 4, Salt.ACCEPT) < 1
+    noise = gumbel(seed_for_key((key + GOLDEN) & MASK, 4, Salt.TARGET), 4, 2, Salt.TARGET)
+    assert math.isfinite(noise[0])
+
+
+def test_greedy_takes_the_best_score_and_the_first_of_equals() -> None:
+    sampler = Sampler("greedy", seed=3)
+    assert sampler.choose(torch.tensor([0.5, 2.0, 2.0, -1.0]), 5) == 1
+    assert sampler.choose(torch.tensor([-math.inf, -math.inf, -3.0]), 0) == 2
+
+
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+@pytest.mark.parametrize("salt", [Salt.TARGET, Salt.DRAFT])
+def test_choices_follow_the_softmax_of_the_scores(method: str, salt: Salt) -> None:
+    scores = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4])
+    counts = np.zeros(5)
+    for seed in range(3000):
+        counts[Sampler(method, seed=seed).choose(scores, 6, salt)] += 1
+    assert chi_square_p(counts, scores.double().softmax(-1).numpy()) > 1e-4
+
+
+def test_a_masked_token_is_never_chosen() -> None:
+    scores = torch.full((50,), -math.inf)
+    scores[[7, 30]] = 0.0
+    assert {Sampler("coupled", seed=seed).choose(scores, 0) for seed in range(100)} == {7, 30}
+
+
+def test_equal_distributions_choose_equal_tokens_whatever_the_dtype_and_offset() -> None:
+    scores = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    sampler = Sampler("coupled", seed=2)
+    for position in range(50):
+        assert sampler.choose(scores, position) == sampler.choose(scores.double() + 4, position)
+
+
+def test_draw_follows_an_unnormalised_distribution() -> None:
+    weights = torch.tensor([3.0, 0.0, 1.0, 0.5, 2.0])
+    counts = np.zeros(5)
+    for seed in range(3000):
+        token = draw(weights, seed, 3, Salt.RESIDUAL)
+        assert token == draw(weights.double() * 1e-9, seed, 3, Salt.RESIDUAL)
+        counts[token] += 1
+    assert counts[1] == 0
+    possible = weights.numpy() > 0
+    assert chi_square_p(counts[possible], weights.double().numpy()[possible] / 6.5) > 1e-4
+
+
+def test_drafts_share_the_targets_noise_unless_the_rejection_test_needs_its_own() -> None:
+    assert Sampler("greedy").draft_salt() is Salt.TARGET
+    assert Sampler("coupled").draft_salt() is Salt.TARGET
+    assert Sampler("rejection").draft_salt() is Salt.DRAFT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_scores_are_float32_and_processed_with_the_ids_before(dtype: torch.dtype) -> None:
+    def ban_the_last(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert ids.tolist() == [[4, 1, 2]] and scores.shape == (1, 3) and scores.dtype == torch.float32
+        scores[:, ids[0, -1]] = -math.inf  # in place, as some of transformers' own do
+        return scores / 2
+
+    logits = torch.tensor([1.0, 2.0, 3.0], dtype=dtype)
+    assert Sampler().scores(torch.tensor([4, 1, 2]), logits).dtype == torch.float32
+    scores = Sampler(processor=ban_the_last).scores(torch.tensor([4, 1, 2]), logits)
+    assert scores.tolist() == [0.5, 1.0, -math.inf]
+    assert logits.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^method is 'beam'; allowed are 'greedy', 'coupled' and 'rejection'$"):
+        Sampler("beam")  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""DraftTree against a brute-force reading of its parent list."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forerun.tree import ROOT, DraftTree
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_size: int = 12) -> DraftTree:
+    """Any tree over four tokens, with ``q``, ``probe`` and ``probability`` that tell its nodes apart, or without."""
+    n = draw(st.integers(0, max_size))
+    parents = [draw(st.integers(ROOT, i - 1)) for i in range(n)]
+    tokens = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
+    if draw(st.booleans()):
+        return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
+    return DraftTree(
+        np.array(tokens, np.int64),
+        np.array(parents, np.int64),
+        q=torch.arange(4 * n, dtype=torch.float64).reshape(n, 4),
+        probe=np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)), np.bool_),
+        probability=np.arange(n) / 16,
+    )
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    """The node and all above it, from the top."""
+    path = []
+    while node != ROOT:
+        path.append(node)
+        node = int(tree.parents[node])
+    return path[::-1]
+
+
+def is_probe(tree: DraftTree, node: int) -> bool:
+    return tree.probe is not None and bool(tree.probe[node])
+
+
+def assert_same_nodes(part: DraftTree, whole: DraftTree, nodes: list[int]) -> None:
+    """``part`` consists of the ``nodes`` of ``whole``, in order, with everything known of them."""
+    assert part.tokens.tolist() == [whole.tokens[i] for i in nodes]
+    assert [path_to(part, i) for i in range(len(part))] == [[nodes.index(j) for j in path_to(whole, i)] for i in nodes]
+    for name in ("q", "probe", "probability"):
+        value, all_values = getattr(part, name), getattr(whole, name)
+        assert (value is None) == (all_values is None)
+        if all_values is not None:
+            assert value.tolist() == [all_values[i].tolist() for i in nodes]
+
+
+@given(trees())
+def test_depths_and_ancestors_follow_the_parents(tree: DraftTree) -> None:
+    paths = [path_to(tree, i) for i in range(len(tree))]
+    assert tree.depths.tolist() == [len(path) for path in paths]
+    assert tree.ancestors.shape == (len(tree), len(tree))
+    assert [np.flatnonzero(row).tolist() for row in tree.ancestors] == paths
+
+
+@given(trees())
+def test_children_are_the_first_verifiable_nodes_with_their_token(tree: DraftTree) -> None:
+    for node in range(ROOT, len(tree)):
+        for token in range(5):
+            found = [
+                i
+                for i in range(len(tree))
+                if tree.parents[i] == node and tree.tokens[i] == token and not is_probe(tree, i)
+            ]
+            assert tree.children.get((node, token)) == (found[0] if found else None)
+
+
+@given(trees())
+def test_drafted_counts_what_is_not_a_probe(tree: DraftTree) -> None:
+    assert tree.drafted == sum(not is_probe(tree, i) for i in range(len(tree)))
+
+
+@given(trees())
+def test_a_chain_is_recognised(tree: DraftTree) -> None:
+    assert tree.is_chain == all(len(path_to(tree, i)) == i + 1 for i in range(len(tree)))
+    assert DraftTree.chain([1, 1, 2]).is_chain
+    assert not DraftTree.from_branches([[1, 2], [1, 3]], 9).is_chain
+
+
+@given(trees(), st.data())
+def test_select_keeps_the_marked_nodes_and_what_is_known_of_them(tree: DraftTree, data: st.DataObject) -> None:
+    keep = np.zeros(len(tree), np.bool_)
+    for i in range(len(tree)):
+        keep[i] = (tree.parents[i] == ROOT or keep[tree.parents[i]]) and data.draw(st.booleans())
+    assert_same_nodes(tree.select(keep), tree, np.flatnonzero(keep).tolist())
+
+
+@given(trees(), st.data())
+def test_select_refuses_to_orphan_a_node(tree: DraftTree, data: st.DataObject) -> None:
+    keep = np.array([data.draw(st.booleans()) for _ in range(len(tree))], np.bool_)
+    if all(keep[path_to(tree, i)].all() for i in np.flatnonzero(keep)):
+        tree.select(keep)
+    else:
+        with pytest.raises(ValueError, match=r"^a kept node's parent is not kept$"):
+            tree.select(keep)
+
+
+@given(trees(), st.integers(0, 6))
+def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -> None:
+    nodes = [i for i in range(len(tree)) if len(path_to(tree, i)) <= max_depth]
+    trimmed = tree.trim(max_depth)
+    assert_same_nodes(trimmed, tree, nodes)
+    assert (trimmed is tree) == (len(nodes) == len(tree))
+
+
+@given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.integers(0, 12))
+def test_from_branches_shares_prefixes_until_the_budget_is_used(branches: list[list[int]], budget: int) -> None:
+    prefixes = dict.fromkeys(tuple(b[:k]) for b in branches for k in range(1, len(b) + 1))
+    expected = []
+    for prefix in prefixes:  # a prefix whose own prefix found no room has none either, as the budget stays used up
+        if len(expected) < budget:
+            expected.append(prefix)
+    tree = DraftTree.from_branches(branches, budget)
+    assert [tuple(tree.tokens[path_to(tree, i)].tolist()) for i in range(len(tree))] == expected
+    assert tree.q is None and tree.probe is None and tree.probability is None
+
+
+def test_from_branches_takes_a_generator_and_numpy_branches() -> None:
+    tree = DraftTree.from_branches((np.array([1, token]) for token in (2, 3)), 8)
+    assert tree.tokens.tolist() == [1, 2, 3]
+    assert tree.parents.tolist() == [ROOT, 0, 0]
+
+
+def test_an_empty_tree_is_plain_autoregression() -> None:
+    for tree in (DraftTree.empty(), DraftTree.chain([]), DraftTree.from_branches([[1]], 0)):
+        assert len(tree) == tree.drafted == 0
+        assert tree.is_chain
+        assert tree.depths.shape == (0,) and tree.ancestors.shape == (0, 0) and not tree.children
+        assert tree.trim(0) is tree
+
+
+def test_a_chain_is_one_branch_and_carries_q() -> None:
+    q = torch.ones(3, 5) / 5
+    tree = DraftTree.chain(np.array([4, 0, 4], np.int32), q)
+    assert tree.tokens.dtype == tree.parents.dtype == np.int64
+    assert tree.parents.tolist() == [ROOT, 0, 1]
+    assert tree.q is q
+
+
+def test_a_tree_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DraftTree.empty().tokens = np.zeros(1, np.int64)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "message"),
+    [
+        ([1, 2], [-1], r"tokens \(2,\) and parents \(1,\) must be equally long vectors"),
+        ([[1, 2]], [[-1, 0]], r"tokens \(1, 2\) and parents \(1, 2\) must be equally long vectors"),
+        ([1, 2], [-1, 1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+        ([1, 2], [1, -1], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+        ([1, 2], [-2, 0], r"parents must be ROOT \(-1\) or the index of an earlier node"),
+    ],
+)
+def test_malformed_parents_are_refused(tokens: list[int], parents: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        DraftTree(np.array(tokens), np.array(parents))
+
+
+@pytest.mark.parametrize("name", ["q", "probe", "probability"])
+def test_per_node_values_must_match_the_nodes(name: str) -> None:
+    values = {"q": torch.ones(3, 5), "probe": np.zeros(3, np.bool_), "probability": np.zeros(3)}
+    with pytest.raises(ValueError, match=f"^{name} has 3 rows for 2 nodes$"):
+        DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: values[name]})

@@ -1,0 +1,126 @@
+"""The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun import multibranch, ngrams
+from forerun.drafters.trie import TrieDrafter
+from forerun.request import Request
+from forerun.tree import DraftTree
+from forerun.trie import Form, Trie, TrieConfig
+from forerun.verify import Outcome, verify
+
+VOCABULARY = 32
+
+
+def step(drafter: TrieDrafter, request: Request, answer: list[int], budget: int) -> DraftTree:
+    """One engine step with a target that always continues ``answer``."""
+    tree = drafter.propose(request, budget)
+    at = len(request.generated)
+    following = [at, *(at + tree.depths)]
+    logits = torch.zeros(len(following), VOCABULARY)
+    for row, position in enumerate(following):
+        logits[row, answer[position % len(answer)]] = 1.0
+    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
+    return tree
+
+
+def generate(drafter: TrieDrafter, prompt: list[int], answer: list[int], new: int, budget: int = 8) -> int:
+    """Generate ``new`` tokens of a repeated ``answer``; the steps it took."""
+    request = Request(prompt, new)
+    drafter.begin(request)
+    steps = 0
+    while not request.finish_reason:
+        step(drafter, request, answer, budget)
+        steps += 1
+    assert request.generated.tolist() == [answer[i % len(answer)] for i in range(new)]
+    drafter.finish(request)
+    return steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.integers(0, 12),
+    st.sampled_from(["hierarchical", "parallel", "single"]),
+)
+def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
+    prompt: list[int], answer: list[int], new: int, budget: int, form: Form
+) -> None:
+    drafter = TrieDrafter(TrieConfig(branch_length=6, max_prefix=3, form=form))
+    request = Request(prompt, new)
+    drafter.begin(request)
+    while not request.finish_reason:
+        deepest = request.max_draft_depth
+        tree = step(drafter, request, answer, budget)
+        assert len(tree) <= budget
+        assert tree.depths.max(initial=0) <= deepest
+        assert tree.probability is not None
+        assert ((tree.probability > 0) & (tree.probability <= 1)).all()
+    assert request.generated.tolist() == [answer[i % len(answer)] for i in range(new)]
+
+
+def test_a_repetitive_answer_takes_few_steps() -> None:
+    assert generate(TrieDrafter(), [9, 9], [1, 2, 3, 4, 5], 100) < 25
+
+
+def test_an_answer_copied_from_the_prompt_takes_few_steps() -> None:
+    answer = list(range(1, 31))
+    assert generate(TrieDrafter(), [0, *answer, 0], answer, 30) < 7
+
+
+def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing() -> None:
+    answer = list(range(1, 31))
+    drafter = TrieDrafter()
+    assert generate(drafter, [0], answer, 30) == 30
+    assert generate(drafter, [0], answer, 30) < 8
+    other = Request([1], 9, namespace="other")
+    drafter.begin(other)
+    assert not len(drafter.propose(other, 8))
+
+
+def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
+    drafter = TrieDrafter()
+    request = Request([1, 2, 1], 5)
+    drafter.finish(request)
+    drafter.begin(request)
+    assert len(drafter.propose(request, 4))
+    drafter.finish(request)
+    drafter.finish(request)
+    assert drafter.trie.nbytes == 0
+
+
+def test_no_draft_is_made_for_the_last_token() -> None:
+    drafter = TrieDrafter()
+    request = Request([1, 2, 1], 1)
+    drafter.begin(request)
+    assert not len(drafter.propose(request, 4))
+
+
+@pytest.mark.parametrize("form", ["hierarchical", "parallel", "single"])
+def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed(form: Form) -> None:
+    drafter = TrieDrafter(TrieConfig(branch_length=4, max_prefix=2, capacity=16, decay=0, prompt_weight=1, form=form))
+    drafter.warm_up()
+    assert drafter.trie.nbytes == 0
+    functions = (multibranch.retrieve, multibranch.unmerge, ngrams.insert, ngrams.extend, ngrams.valid)
+    before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
+    generate(drafter, [1, 2, 3, 1], [1, 2, 3, 4, 5], 40)
+    frozen = np.arange(9)
+    frozen.flags.writeable = False
+    drafter.trie.begin(-1, "default", frozen)
+    drafter.trie.retrieve(-1, frozen[::2], np.int64(4), np.int64(4))  # type: ignore[arg-type]
+    assert [len(function.signatures) for function in functions] == before  # type: ignore[attr-defined]
+
+
+def test_a_given_trie_is_used_with_its_own_configuration() -> None:
+    trie = Trie(TrieConfig(branch_length=4, max_prefix=1))
+    assert TrieDrafter(trie=trie).trie is trie
+    with pytest.raises(ValueError, match="config and trie are both given"):
+        TrieDrafter(TrieConfig(), trie)
