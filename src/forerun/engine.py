@@ -99,6 +99,7 @@ class Engine:
             )
         self.tokenizer = tokenizer
         self.drafter = build_drafter(drafter) if isinstance(drafter, str) else drafter
+        self.drafter.warm_up()
         self.budget = budget or (16 if self.target.device.type == "cpu" else 64)
         self.prefill_block = prefill_block
 

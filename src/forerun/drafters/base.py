@@ -35,8 +35,8 @@ class Drafter(ABC):
     def finish(self, request: Request) -> None:  # noqa: B027
         """The request ended: forget what was private to it."""
 
-    def close(self) -> None:  # noqa: B027
-        """The engine ends: free what is held."""
+    def warm_up(self) -> None:  # noqa: B027
+        """Compile, or load, what drafting needs; an engine calls it once, so that no user's answer waits for it."""
 
 
 class NoDrafter(Drafter):

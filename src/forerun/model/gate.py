@@ -91,10 +91,12 @@ def _tree_error(model: PreTrainedModel) -> float:
 
 
 def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> float:
+    """Over each branch written out: the model's own logits from the prompt's last token on, against the tree's."""
     errors = []
-    for node in range(-1, len(tree)):
-        branch = tree.tokens[tree.ancestors[node]].tolist() if node >= 0 else []
-        ids = torch.tensor([[*prompt, *branch]], device=model.device)
-        own = model(input_ids=ids, use_cache=False).logits[0, -1].double()
-        errors.append(float((logits[node + 1].double() - own).norm() / own.norm().clamp_min(1e-12)))
-    return max(errors)
+    for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
+        path = tree.ancestors[leaf].nonzero()[0]
+        ids = torch.tensor([[*prompt, *tree.tokens[path].tolist()]], device=model.device)
+        own = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].double()
+        scored = logits[[0, *(path + 1).tolist()]].double()
+        errors.append(((scored - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-12)).max())
+    return float(torch.stack(errors).max())
