@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_verify import PROMPT, SAMPLERS, MockTarget, generate, oracle, paths, step
+from mocks import PROMPT, SAMPLERS, MockTarget, generate, oracle, paths, step
 
 from forerun.drafters.jacobi import JacobiConfig, JacobiDrafter
 from forerun.request import Request
@@ -175,16 +175,13 @@ def test_the_window_starts_with_tokens_of_the_prompt_as_a_function_of_prompt_and
     assert first == again != other
 
 
-def test_the_window_is_left_out_when_the_text_ends_before_it() -> None:
-    config = JacobiConfig(window=4, ngram=3, guesses=2)  # the window's deepest node is at depth 4
-    target, drafter = MockTarget(vocabulary=50, order=1, peak=3, seed=1), JacobiDrafter(config)
-    request = Request([1, 2, 3], 60)
-    drafter.begin(request)
-    while request.finish_reason is None:
-        fits = request.max_draft_depth >= 4
-        tree = step(target, drafter, request).tree
-        assert (tree.probe is not None) == fits
-    assert not fits and len(tree) <= 1
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_window_is_left_out_exactly_when_the_text_ends_before_it(config: JacobiConfig) -> None:
+    deepest = config.window + config.ngram - 3
+    for limit in range(1, deepest + 4):
+        drafter, request = JacobiDrafter(config), Request(PROMPT, limit)
+        drafter.begin(request)
+        assert (drafter.propose(request, 8).probe is not None) == (request.max_draft_depth >= deepest)
 
 
 def test_nothing_is_sent_without_budget_and_the_window_waits() -> None:
@@ -229,7 +226,7 @@ def test_the_first_step_of_an_engine_observes_what_was_not_proposed() -> None:
     tree = DraftTree.empty()
     logits = target.score(PROMPT, tree)
     drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
-    assert drafter.propose(request, 8).drafted == 0
+    assert not drafter._states[request.id].pool._rests
 
 
 @pytest.mark.parametrize("guesses", [1, 2, 5])

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_verify import SAMPLERS, MockTarget, generate, oracle, step
+from mocks import SAMPLERS, MockTarget, generate, oracle, step
 
 from forerun.drafters.lookup import LookupConfig, LookupDrafter
 from forerun.request import Request
@@ -36,6 +36,7 @@ def scan(text: list[int], config: LookupConfig, length: int) -> list[int]:
     return []
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=12),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=8),

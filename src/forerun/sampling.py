@@ -72,7 +72,7 @@ _GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 def uniform(seed: int, position: int, salt: Salt) -> float:
     """One number in (0, 1)."""
-    return ((_mix(_key(seed, position, salt)) >> 11) + 0.5) * 2.0**-53
+    return ((_mix(_key(seed, position, salt)) >> 12) + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -82,7 +82,7 @@ def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31))
-    u = _shift_right(bits, 11).double().add_(0.5).mul_(2.0**-53)
+    u = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # 52 bits, as with 53 the half could round up to 1
     return u.log_().neg_().log_().neg_()
 
 

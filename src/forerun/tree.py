@@ -66,7 +66,7 @@ class DraftTree:
             for token in branch:
                 child = index.get((node, token))
                 if child is None:
-                    if len(tokens) == budget:
+                    if len(tokens) >= budget:
                         break
                     child = index[node, token] = len(tokens)
                     tokens.append(token)

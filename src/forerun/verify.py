@@ -55,7 +55,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
         request: supplies the sampler, receives the tokens, and ends the walk where the text ends.
 
     Raises:
-        ValueError: if ``q`` comes with a tree that is not a chain, under rejection sampling.
+        ValueError: if ``q`` comes with a tree that is not a chain, or has probes, under rejection sampling.
     """
     if request.sampler.method == "rejection" and tree.q is not None:
         return _rejection(tree, tree.q, logits, request)
@@ -87,12 +87,12 @@ def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Ve
 
 
 def _rejection(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Request) -> Verdict:
-    if not tree.is_chain:
-        raise ValueError("rejection sampling with q needs a chain; this tree branches")
+    if not tree.is_chain or tree.drafted < len(tree):
+        raise ValueError("rejection sampling with q needs a chain; this tree branches or has probes")
     tokens: list[int] = []
     for node, token in enumerate(tree.tokens.tolist()):
         p = request.scores(logits[node]).double().softmax(-1)
-        if uniform(request.sampler.seed, len(request), Salt.ACCEPT) * q[node, token] >= p[token]:
+        if uniform(request.sampler.seed, len(request), Salt.ACCEPT) * float(q[node, token]) >= float(p[token]):
             tokens.append(_draw_residual(p, q[node], request))
             request.append(tokens[-1])
             return Verdict(list(range(node)), tokens)
