@@ -17,7 +17,7 @@ LAYERS = [
     ["caches"],
     ["model"],
     ["drafters"],
-    ["recipes"],
+    ["planner", "recipes"],
     ["result"],
     ["engine"],
     ["api", "audit"],

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from forerun.drafters.base import Drafter
-from forerun.engine import Engine, feed
+from forerun.engine import BUDGET, Engine, feed
 from forerun.model.prompts import Prompts
 from forerun.model.requests import Prepared, RowOptions, check_prompt, draw_seed, make_request, per_row
 from forerun.request import Request
@@ -34,7 +34,7 @@ def generate(
     *,
     drafter: Drafter | str = "trie",
     tokenizer: PreTrainedTokenizerBase | None = None,
-    budget: int | None = None,
+    budget: int = BUDGET,
     **options: Any,
 ) -> GenerationResult:
     """Continue prompts with ``model``: the text that ``model.generate`` gives, faster.
@@ -76,7 +76,7 @@ def custom_generate(
     forerun_seed: int | None = None,
     forerun_verification: Method = "coupled",
     forerun_namespace: str = "default",
-    forerun_budget: int | None = None,
+    forerun_budget: int = BUDGET,
     forerun_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateForerunOutput:
@@ -101,7 +101,7 @@ def custom_generate(
     return GenerateForerunOutput(sequences=sequences, stats=[request.stats for request in requests])
 
 
-def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int | None) -> Engine:
+def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int) -> Engine:
     """The engine kept beside a model for this drafter, made at its first use."""
     engines: dict[Any, Engine] = model.__dict__.setdefault("_forerun_engines", {})
     key = (drafter, budget, model.dtype, model.device)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,13 +21,16 @@ from forerun.model import gate
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests
 from forerun.model.scorer import Scorer
+from forerun.planner import Planner
 from forerun.recipes import build_drafter
 from forerun.request import Request
 from forerun.result import GenerationResult
 from forerun.sampling import Method
 from forerun.tree import DraftTree, IntArray
-from forerun.verify import Outcome, Verdict, verify
+from forerun.verify import Outcome, verify
 
+BUDGET = 64
+"""Nodes of a tree, at most."""
 PREFILL_BLOCK = 512
 """Prompt tokens in one pass."""
 
@@ -70,8 +73,9 @@ class Engine:
         model: a transformers decoder; it decides what is generated.
         drafter: proposes the trees; a name from ``forerun.recipes`` or an object.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
-        budget: nodes of a tree that may be accepted (the Lookahead paper's decoding length). By default what the
-            device scores at little more than the cost of one: 16 on a CPU, 64 elsewhere.
+        budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
+        planner: cuts each tree to what is worth scoring; by default with a critical length of 32 tokens on a CPU and
+            256 elsewhere. ``None`` scores all that is drafted.
         prefill_block: prompt tokens in one pass.
 
     Raises:
@@ -85,11 +89,12 @@ class Engine:
         drafter: Drafter | str = "trie",
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        budget: int | None = None,
+        budget: int = BUDGET,
+        planner: Planner | Literal["auto"] | None = "auto",
         prefill_block: int = PREFILL_BLOCK,
     ) -> None:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
-            if value is not None and value < 1:
+            if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         gate.check(model)
         self.target = Scorer(model)
@@ -100,7 +105,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.drafter = build_drafter(drafter) if isinstance(drafter, str) else drafter
         self.drafter.warm_up()
-        self.budget = budget or (16 if self.target.device.type == "cpu" else 64)
+        self.budget = budget
+        self.planner = Planner(32 if self.target.device.type == "cpu" else 256) if planner == "auto" else planner
         self.prefill_block = prefill_block
 
     def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:
@@ -177,10 +183,15 @@ class Engine:
             blocks = [Block(row.pending, tree, row.cache.length) for row, tree in zip(rows, trees, strict=True)]
             logits = self.target.score(blocks, [row.cache for row in rows])
             clock.append(time.perf_counter())
-            commits = [self._verify(*parts) for parts in zip(rows, blocks, logits, strict=True)]
+            outcomes = [self._verify(*parts) for parts in zip(rows, blocks, logits, strict=True)]
+            if self.planner is not None:
+                self.planner.observe(outcomes)
             clock.append(time.perf_counter())
         _record_times(rows, np.diff(clock).tolist())
-        return commits
+        return [
+            Commit(row.request, outcome.verdict.tokens, len(outcome.verdict.path))
+            for row, outcome in zip(rows, outcomes, strict=True)
+        ]
 
     def _start(self, requests: Sequence[Request], on_prefill: Progress | None) -> list[Row]:
         """Caches that hold each prompt but for its last block, which the first step scores with its tree."""
@@ -207,17 +218,19 @@ class Engine:
 
     def _propose(self, rows: Sequence[Row]) -> list[DraftTree]:
         requests = [row.request for row in rows]
-        trees = self.drafter.propose_batch(requests, self.budget)
-        return [tree.trim(request.max_draft_depth) for tree, request in zip(trees, requests, strict=True)]
+        proposed = self.drafter.propose_batch(requests, self.budget)
+        trees = [tree.trim(request.max_draft_depth) for tree, request in zip(proposed, requests, strict=True)]
+        return trees if self.planner is None else self.planner.plan(trees)
 
-    def _verify(self, row: Row, block: Block, logits: torch.Tensor) -> Commit:
+    def _verify(self, row: Row, block: Block, logits: torch.Tensor) -> Outcome:
         request, tree = row.request, block.tree
         verdict = verify(tree, logits, request)
         row.cache.commit(block, verdict.path)
         row.pending = request.tokens[-1:].copy()
         request.stats.record(tree.drafted, len(verdict.path), len(verdict.tokens))
-        self.drafter.observe(request, Outcome(tree, verdict, logits))
-        return _commit(request, verdict)
+        outcome = Outcome(tree, verdict, logits)
+        self.drafter.observe(request, outcome)
+        return outcome
 
     def _pad_token_id(self) -> int:
         config = self.target.model.generation_config
@@ -242,10 +255,6 @@ def feed(
         for token in commit.tokens:
             streamer.put(torch.tensor([token]))
     streamer.end()
-
-
-def _commit(request: Request, verdict: Verdict) -> Commit:
-    return Commit(request, verdict.tokens, len(verdict.path))
 
 
 def _record_times(rows: Sequence[Row], seconds: Sequence[float]) -> None:

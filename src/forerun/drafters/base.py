@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from forerun.request import Request
 from forerun.tree import DraftTree
@@ -34,6 +34,19 @@ class Drafter(ABC):
 
     def finish(self, request: Request) -> None:  # noqa: B027
         """The request ended: forget what was private to it."""
+
+    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
+        """Learn from token ids as if they had been generated in ``namespace``.
+
+        Raises:
+            ValueError: for a drafter that keeps nothing from earlier texts.
+        """
+        raise ValueError(f"{type(self).__name__} keeps nothing from earlier texts and cannot be warmed")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept from one request to the next."""
+        return 0
 
     def warm_up(self) -> None:  # noqa: B027
         """Compile, or load, what drafting needs; an engine calls it once, so that no user's answer waits for it."""

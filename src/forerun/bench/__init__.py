@@ -1,0 +1,1 @@
+"""Measurement: what drafts are worth, and what generation takes."""
