@@ -202,13 +202,27 @@ def test_prompt_branches_weigh_more_than_those_of_outputs() -> None:
     assert trie.retrieve(0, [1], 2, 1).tokens.tolist() == [8, 7]
 
 
-def test_probabilities_fall_along_paths_and_are_relative_frequencies() -> None:
+def test_probabilities_are_discounted_relative_frequencies_that_fall_along_paths() -> None:
     trie = Trie()
     trie.warm("a", [[1, 2, 3], [1, 2, 4], [1, 2, 3], [1, 5]])
     trie.begin(0, "a", [9])
     draft = trie.retrieve(0, [1], 10, 5)
     probability = dict(zip(paths(draft), draft.probability.tolist(), strict=True))
-    assert probability == {(2,): 0.75, (2, 3): 0.5, (2, 4): 0.25, (5,): 0.25}
+    expected = {(2,): 2.25 / 4.5, (2, 3): 0.8 * 1.25 / 4.5, (2, 4): 0.8 * 0.25 / 4.5, (5,): 0.25 / 4.5}
+    assert probability == pytest.approx(expected)
+
+
+@quick
+@given(prompts, text, st.floats(0.01, 9))
+def test_no_node_is_likelier_than_its_parent_or_impossible(
+    prompt: list[int], output: list[int], prompt_weight: float
+) -> None:
+    trie = Trie(dataclasses.replace(SMALL, prompt_weight=prompt_weight, min_matches=99))
+    trie.begin(0, "a", prompt)
+    trie.extend(0, output)
+    draft = trie.retrieve(0, prompt + output, 99, 9)
+    above = np.where(draft.parents == ROOT, 1.0, draft.probability[draft.parents])
+    assert ((draft.probability > 0) & (draft.probability <= above)).all()
 
 
 def test_equally_frequent_branches_come_latest_first() -> None:
@@ -326,6 +340,21 @@ def test_capacity_is_never_exceeded_and_counts_only_decay(operations: list[Any],
         assert live.private.state[LIVE] <= 40
         check_structure(live.private)
         assert all(count <= oracle.private(request)[path] for path, count in private(trie, request).items())
+
+
+@pytest.mark.parametrize("capacity", [20, 60, 200])
+def test_requests_that_share_a_full_trie_never_count_what_none_of_them_said(capacity: int) -> None:
+    config = dataclasses.replace(SMALL, capacity=capacity)
+    trie, oracle, dice = Trie(config), Oracle(config), random.Random(capacity)
+    for request in range(4):
+        play(trie, oracle, [("begin", request, "a", [dice.randrange(5)])])
+    for _ in range(60):
+        operations = [("extend", dice.randrange(4), [dice.randrange(5) for _ in range(1 + dice.randrange(3))])]
+        play(trie, oracle, operations * 3)
+        exact = oracle.shared("a")
+        assert all(count <= exact[path] for path, count in shared(trie, "a").items())
+    check_structure(trie._shared["a"])
+    assert trie.nodes("a") == capacity
 
 
 def test_a_full_trie_keeps_what_is_frequent_and_learns_what_is_new() -> None:

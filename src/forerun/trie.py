@@ -133,7 +133,7 @@ class Trie:
 
         Returns:
             Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
-            ``[n]`` and probability float64 ``[n]``, the weighted relative frequency of the path from the context.
+            ``[n]`` and probability of acceptance float64 ``[n]``, estimated from weighted relative frequencies.
 
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31).

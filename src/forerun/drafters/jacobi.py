@@ -164,5 +164,5 @@ def _new_level(levels: IntArray, outcome: Outcome) -> IntArray | None:
 
 def _random_tokens(request: Request, count: int) -> IntArray:
     """Tokens of the prompt, drawn with replacement: a pure function of the prompt and the request's seed."""
-    picks = [int(uniform(request.sampler.seed, i, Salt.DRAFT) * 2**53) % len(request.prompt) for i in range(count)]
+    picks = [int(uniform(request.sampler.seed, i, Salt.DRAFT) * 2**32) % len(request.prompt) for i in range(count)]
     return request.prompt[picks]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from forerun.drafters.base import Drafter
 from forerun.request import Request
 from forerun.tree import DraftTree
@@ -24,6 +26,15 @@ class TrieDrafter(Drafter):
         if config is not None and trie is not None:
             raise ValueError("config and trie are both given; a trie brings its own configuration")
         self.trie = trie or Trie(config)
+
+    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
+        """Learn from token ids as if they had been generated in ``namespace``; see ``Trie.warm``."""
+        self.trie.warm(namespace, sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the trie reserves."""
+        return self.trie.nbytes
 
     def warm_up(self) -> None:
         """Compile, or load, what drafting runs, so that no user's answer waits for it."""
