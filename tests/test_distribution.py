@@ -302,7 +302,7 @@ def test_a_residual_lost_to_rounding_falls_back_to_the_target() -> None:
 def test_rejection_refuses_q_on_a_tree_that_branches() -> None:
     tree = DraftTree(np.array([1, 2]), np.array([ROOT, ROOT]), q=torch.full((2, 3), 1 / 3))
     request = Request([0], 4, sampler=Sampler("rejection"))
-    with pytest.raises(ValueError, match=r"^rejection sampling with q needs a chain; this tree branches or has probes$"):
+    with pytest.raises(ValueError, match=r"^rejection sampling with q needs a chain; it branches or has probes$"):
         verify(tree, torch.zeros(3, 3), request)
     assert verify(tree, torch.zeros(3, 3), Request([0], 4, sampler=Sampler("coupled"))).tokens
 

@@ -24,6 +24,7 @@ from transformers import (
 import forerun
 from forerun.drafters.base import NoDrafter
 from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.trie import TrieDrafter
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
@@ -334,3 +335,26 @@ def test_a_failing_step_still_finishes_every_request() -> None:
     with pytest.raises(RuntimeError, match="observe failed"):
         forerun.Engine(MODEL, Failing()).generate(list(PROMPTS), max_new_tokens=4)
     assert len(finished) == 3
+
+
+def test_drafts_that_the_vocabulary_lacks_are_harmless() -> None:
+    drafter = TrieDrafter()
+    drafter.warm("default", [[PROMPT[-1], VOCABULARY + 5, 3], [PROMPT[-1], FREE_RUN[0], VOCABULARY]] * 3)
+    result = forerun.Engine(MODEL, drafter).generate(PROMPT, max_new_tokens=10, eos_token_id=None, do_sample=False)
+    assert result.generated == [FREE_RUN[:10]]
+
+
+def test_an_engine_drafts_from_texts_it_was_warmed_with_in_their_namespace_only() -> None:
+    options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
+    engine = forerun.Engine(MODEL, "trie")
+    engine.warm([[*PROMPT, *FREE_RUN]], namespace="a")
+    same, other = (engine.generate(PROMPT, namespace=name, **options) for name in ("a", "b"))
+    assert same.generated == other.generated
+    assert same.stats[0].steps < other.stats[0].steps
+    with pytest.raises(ValueError, match="keeps nothing from earlier texts"):
+        forerun.Engine(MODEL, "lookup").warm([PROMPT])
+
+
+def test_an_empty_stop_string_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="holds an empty one"):
+        forerun.Engine(MODEL, "none", tokenizer=tokenizer).generate(PROMPT, max_new_tokens=4, stop_strings=[""])

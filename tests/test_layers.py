@@ -9,6 +9,7 @@ import forerun
 
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
+    ["reference"],
     ["tree", "sampling", "stats", "request", "verify"],
     ["ngrams"],
     ["multibranch", "trie_file"],
@@ -21,7 +22,6 @@ LAYERS = [
     ["result"],
     ["engine"],
     ["api", "audit"],
-    ["reference"],
     ["cli", "bench"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

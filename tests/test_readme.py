@@ -34,7 +34,11 @@ def test_commands_run(line: str) -> None:
     assert command[0] == "forerun"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "forerun.cli", *command[1:]], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-m", "forerun.cli", *command[1:]],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -114,7 +114,7 @@ def test_select_refuses_to_orphan_a_node(tree: DraftTree, data: st.DataObject) -
 @given(trees(), st.integers(0, 6))
 def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -> None:
     nodes = [i for i in range(len(tree)) if len(path_to(tree, i)) <= max_depth]
-    trimmed = tree.trim(max_depth)
+    trimmed = tree.trim(max_depth, 1 << 31)
     assert_same_nodes(trimmed, tree, nodes)
     assert (trimmed is tree) == (len(nodes) == len(tree))
 
@@ -143,7 +143,7 @@ def test_an_empty_tree_is_plain_autoregression() -> None:
         assert len(tree) == tree.drafted == 0
         assert tree.is_chain
         assert tree.depths.shape == (0,) and tree.ancestors.shape == (0, 0) and not tree.children
-        assert tree.trim(0) is tree
+        assert tree.trim(0, 1 << 31) is tree
 
 
 def test_a_chain_is_one_branch_and_carries_q() -> None:
@@ -179,3 +179,10 @@ def test_per_node_values_must_match_the_nodes(name: str) -> None:
     values = {"q": torch.ones(3, 5), "probe": np.zeros(3, np.bool_), "probability": np.zeros(3)}
     with pytest.raises(ValueError, match=f"^{name} has 3 rows for 2 nodes$"):
         DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: values[name]})
+
+
+def test_trim_drops_tokens_that_the_vocabulary_lacks_with_all_under_them() -> None:
+    tree = DraftTree(np.array([3, 9, 2, -1, 4]), np.array([ROOT, 0, 1, ROOT, 0]))
+    assert tree.trim(5, 9).tokens.tolist() == [3, 4]
+    assert tree.trim(1, 10).tokens.tolist() == [3]
+    assert tree.trim(5, 10).tokens.tolist() == [3, 9, 2, 4]

@@ -134,6 +134,15 @@ class Engine:
         """Like ``generate``, yielding what each step commits; closing the iterator cancels."""
         yield from self.run(self.requests(prompt, **options), on_prefill)
 
+    def warm(self, texts: Sequence[Prompts], namespace: str = "default") -> None:
+        """Let the drafter learn from texts as if the model had generated them in ``namespace``.
+
+        Raises:
+            ValueError: for a drafter that keeps nothing from earlier texts.
+        """
+        if texts:
+            self.drafter.warm(namespace, [row for text in texts for row in encode(text, self.tokenizer)])
+
     def requests(
         self,
         prompts: Prompts,
@@ -160,11 +169,12 @@ class Engine:
             on_prefill: called with prompt tokens done and to do.
         """
         begun: list[Request] = []
+        start = time.perf_counter()
         try:
             for request in requests:
                 begun.append(request)
                 self.drafter.begin(request)
-            yield from self._run(self._start(requests, on_prefill))
+            yield from self._run(self._start(requests, start, on_prefill))
         finally:
             for request in begun:
                 self.drafter.finish(request)
@@ -193,9 +203,8 @@ class Engine:
             for row, outcome in zip(rows, outcomes, strict=True)
         ]
 
-    def _start(self, requests: Sequence[Request], on_prefill: Progress | None) -> list[Row]:
+    def _start(self, requests: Sequence[Request], start: float, on_prefill: Progress | None) -> list[Row]:
         """Caches that hold each prompt but for its last block, which the first step scores with its tree."""
-        begin = time.perf_counter()
         total = sum(request.prompt_length for request in requests)
         rows = [Row(request, FullCache(len(request) + request.remaining + self.budget)) for request in requests]
         done = 0
@@ -206,7 +215,7 @@ class Engine:
                 if on_prefill is not None:
                     on_prefill(done, total)
         for row in rows:
-            row.request.stats.prefill_seconds = time.perf_counter() - begin
+            row.request.stats.prefill_seconds = time.perf_counter() - start
         return rows
 
     @torch.inference_mode()
@@ -219,7 +228,8 @@ class Engine:
     def _propose(self, rows: Sequence[Row]) -> list[DraftTree]:
         requests = [row.request for row in rows]
         proposed = self.drafter.propose_batch(requests, self.budget)
-        trees = [tree.trim(request.max_draft_depth) for tree, request in zip(proposed, requests, strict=True)]
+        known = self.target.vocabulary
+        trees = [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
         return trees if self.planner is None else self.planner.plan(trees)
 
     def _verify(self, row: Row, block: Block, logits: torch.Tensor) -> Outcome:

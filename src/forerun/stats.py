@@ -17,7 +17,7 @@ class Stats:
         drafted: nodes proposed, per step.
         accepted: of these accepted, per step.
         emitted: tokens committed, per step: ``accepted`` plus one, but for a step that ends the text.
-        prefill_seconds: from the start to the first token.
+        prefill_seconds: from the start to the first token; the drafter reads the prompt in it, too.
         propose_seconds, score_seconds, verify_seconds: drafting, forward passes, and walking with commits, after that.
             Rows of a batch share their steps, so each row counts the whole step's time.
     """

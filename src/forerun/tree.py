@@ -130,11 +130,13 @@ class DraftTree:
             probability=None if self.probability is None else self.probability[keep],
         )
 
-    def trim(self, max_depth: int) -> DraftTree:
-        """The tree without the nodes deeper than ``max_depth``."""
-        if len(self) <= max_depth or (self.depths <= max_depth).all():
-            return self
-        return self.select(self.depths <= max_depth)
+    def trim(self, max_depth: int, vocabulary: int) -> DraftTree:
+        """The tree without nodes deeper than ``max_depth`` or under a token that is not in 0..vocabulary-1."""
+        keep = self.depths <= max_depth
+        unknown = (self.tokens < 0) | (self.tokens >= vocabulary)
+        if unknown.any():
+            keep &= ~(self.ancestors & unknown).any(1)
+        return self if keep.all() else self.select(keep)
 
 
 def _check(tree: DraftTree) -> None:

@@ -88,7 +88,7 @@ def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Ve
 
 def _rejection(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Request) -> Verdict:
     if not tree.is_chain or tree.drafted < len(tree):
-        raise ValueError("rejection sampling with q needs a chain; this tree branches or has probes")
+        raise ValueError("rejection sampling with q needs a chain; it branches or has probes")
     tokens: list[int] = []
     for node, token in enumerate(tree.tokens.tolist()):
         p = request.scores(logits[node]).double().softmax(-1)

@@ -199,6 +199,8 @@ def _with_stop_strings(
     strings = kwargs.get("stop_strings") or in_config.stop_strings or model.generation_config.stop_strings
     if not strings:
         return kwargs
+    if "" in ([strings] if isinstance(strings, str) else strings):
+        raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
     without = copy.deepcopy(given) if given is not None else None

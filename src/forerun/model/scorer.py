@@ -79,17 +79,14 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        """Token ids that the model can read: rows of its input embedding."""
         self._keeps_logits = model._supports_logits_to_keep()
 
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
         return self.model.device  # type: ignore[no-any-return]
-
-    @property
-    def vocabulary(self) -> int:
-        """Token ids that the model can read: rows of its input embedding."""
-        return int(self.model.get_input_embeddings().weight.shape[0])
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         """One forward pass over all rows.

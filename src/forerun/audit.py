@@ -1,0 +1,299 @@
+"""The promise, checked on a user's own model: drafting, sampling with noise and batching change no token.
+
+Three checks for each drafter: its greedy text is that of ``transformers``' own ``generate``, its sampled text that of
+plain sampling for the same seed, and its text in a batch its text alone. Where a text differs, the scores that the
+diverging step saw are compared with those of the model's own forward pass over the same tokens:
+
+- ``error`` is how far the step's logits are off, relative (norms over the vocabulary, as in ``forerun.model.gate``);
+- ``margin`` is the gap between the two tokens in the model's own processed scores, noise included when sampled;
+- ``allowance`` is four times the larger of the largest difference between the two sets of scores and one unit of
+  rounding at their magnitude. (If a token is the best by scores that are off by d, its margin is 2d at most; the
+  reference was rounded too, hence four. Scores are processed in float32 whatever the model's dtype.)
+
+A divergence is rounding if its margin is within the allowance and the error within the gate's tolerance for the dtype.
+A wrong verification fails the first, a wrong forward pass the second. Everything else is a failure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from forerun.drafters.base import Drafter, NoDrafter
+from forerun.engine import BUDGET, Engine
+from forerun.model.gate import TOLERANCE
+from forerun.recipes import RECIPES
+from forerun.request import Request
+from forerun.sampling import Salt, gumbel
+from forerun.tree import DraftTree
+from forerun.verify import Outcome
+
+Check = Literal["greedy", "coupled", "batch"]
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to audit.
+
+    Attributes:
+        drafters: names from ``forerun.recipes``.
+        max_new_tokens: per text.
+        seeds: sampled texts per prompt; 0 leaves sampling out.
+        temperature: of these.
+        budget: see ``Engine``.
+    """
+
+    drafters: Sequence[str] = tuple(name for name in RECIPES if name != "none")
+    max_new_tokens: int = 64
+    seeds: int = 1
+    temperature: float = 1.0
+    budget: int = BUDGET
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.drafters if name not in RECIPES]
+        if unknown or not self.drafters:
+            raise ValueError(f"drafters are {list(self.drafters)}; known are {', '.join(RECIPES)}, at least one")
+        if self.max_new_tokens < 1 or self.seeds < 0 or self.temperature <= 0:
+            raise ValueError(f"{self} needs max_new_tokens of at least 1, seeds of at least 0, temperature above 0")
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token, at index ``position``, at which a generated text differs; None where one text has ended."""
+
+    position: int
+    expected: int | None
+    got: int | None
+    margin: float
+    allowance: float
+    error: float
+    tolerance: float
+
+    @property
+    def rounding(self) -> bool:
+        """Whether rounding explains it."""
+        return self.margin <= self.allowance and self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One text against its reference.
+
+    Attributes:
+        prompt: index of the prompt.
+        tokens, drafted, accepted: of the text; drafts that nobody accepted prove little.
+        divergence: None if the texts are equal.
+    """
+
+    check: Check
+    drafter: str
+    prompt: int
+    seed: int | None
+    tokens: int
+    drafted: int
+    accepted: int
+    divergence: Divergence | None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the text differs by more than rounding."""
+        return self.divergence is not None and not self.divergence.rounding
+
+
+@dataclass(frozen=True)
+class Report:
+    """All comparisons of an audit."""
+
+    dtype: str
+    comparisons: Sequence[Comparison]
+
+    @property
+    def divergences(self) -> list[Comparison]:
+        """Those whose texts differ, rounding included."""
+        return [comparison for comparison in self.comparisons if comparison.divergence is not None]
+
+    @property
+    def failures(self) -> list[Comparison]:
+        """Those whose texts differ by more than rounding."""
+        return [comparison for comparison in self.comparisons if comparison.failed]
+
+
+def audit(
+    model: PreTrainedModel,
+    prompts: Sequence[Tokens],
+    plan: Plan | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Report:
+    """Compare every drafter's texts with their references.
+
+    Args:
+        model: a supported decoder.
+        prompts: token ids of each.
+        plan: what to compare.
+        progress: called with runs done, runs to do, and what is being done.
+
+    Raises:
+        ValueError: if there is no prompt, or one is too long for the model.
+    """
+    plan = plan or Plan()
+    if not prompts:
+        raise ValueError("there is no prompt to audit with")
+    jobs = _jobs(len(prompts), plan)
+    comparisons: list[Comparison] = []
+    bench = _Bench(model, prompts, plan)
+    for done, (drafter, seed, rows) in enumerate(jobs):
+        if progress is not None:
+            progress(done, len(jobs), f"{drafter}, {'greedy' if seed is None else f'seed {seed}'}")
+        comparisons += bench.compare(drafter, seed, rows)
+    return Report(str(model.dtype).removeprefix("torch."), comparisons)
+
+
+def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:
+    """Drafter, seed and prompts of every run: each prompt alone, then all together."""
+    runs = [*([i] for i in range(prompts)), list(range(prompts)) if prompts > 1 else [0, 0]]
+    return [(drafter, seed, rows) for drafter in plan.drafters for seed in (None, *range(plan.seeds)) for rows in runs]
+
+
+class _Bench:
+    """Runs drafters against references, which it makes once and keeps."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[Tokens], plan: Plan) -> None:
+        self.model = model
+        self.prompts = prompts
+        self.plan = plan
+        self._plain = Engine(model, NoDrafter())
+        self._references: dict[tuple[int, int | None], Tokens] = {}
+        self._alone: dict[tuple[str, int | None, int], Tokens] = {}
+        self._engines = {name: Engine(model, name, budget=plan.budget) for name in plan.drafters}
+
+    def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:
+        """Generate the prompts ``rows`` together and compare each text with its reference."""
+        batch = len(rows) > 1
+        check: Check = "batch" if batch else "greedy" if seed is None else "coupled"
+        expected = [self._alone[drafter, seed, row] if batch else self._reference(row, seed) for row in rows]
+        requests, seen = self._generate(drafter, seed, rows, expected)
+        for row, request, text in zip(rows, requests, expected, strict=True):
+            got, stats = request.generated.tolist(), request.stats
+            if not batch:
+                self._alone[drafter, seed, row] = got
+            position = first_difference(text, got)
+            weighed = None if position is None else weigh(self.model, request, text, position, seen.get(request.id))
+            counts = len(got), sum(stats.drafted), sum(stats.accepted)
+            yield Comparison(check, drafter, row, seed, *counts, weighed)
+
+    def _generate(
+        self, drafter: str, seed: int | None, rows: Sequence[int], expected: Sequence[Tokens]
+    ) -> tuple[Sequence[Request], dict[int, torch.Tensor]]:
+        """Finished requests, and the logits at which they left the expected texts, by their ids."""
+        engine = self._engines[drafter]  # one for all texts: what it learns from one is drafted in the next
+        watch = _Watch(engine.drafter, expected)
+        engine.drafter = watch
+        try:
+            requests = engine.generate([self.prompts[row] for row in rows], **self._options(seed)).requests
+        finally:
+            engine.drafter = watch.inner
+        return requests, watch.seen
+
+    def _reference(self, row: int, seed: int | None) -> Tokens:
+        if (row, seed) not in self._references:
+            self._references[row, seed] = self._make_reference(self.prompts[row], seed)
+        return self._references[row, seed]
+
+    def _make_reference(self, prompt: Tokens, seed: int | None) -> Tokens:
+        if seed is not None:
+            return self._plain.generate(prompt, **self._options(seed)).generated[0]
+        self._plain.requests(prompt, **self._options(None))  # for its checks of the prompt
+        ids = torch.tensor([prompt], device=self.model.device)
+        text = self.model.generate(ids, attention_mask=torch.ones_like(ids), **self._options(None))
+        return [int(token) for token in text[0, len(prompt) :].tolist()]
+
+    def _options(self, seed: int | None) -> dict[str, Any]:
+        greedy = {"do_sample": False, "max_new_tokens": self.plan.max_new_tokens}
+        sampled = {"do_sample": True, "temperature": self.plan.temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
+        return greedy if seed is None else {**greedy, **sampled}
+
+
+class _Watch(Drafter):
+    """A drafter as it is, and the logits of the first token at which a row leaves its expected text."""
+
+    def __init__(self, inner: Drafter, expected: Sequence[Tokens]) -> None:
+        self.inner = inner
+        self.seen: dict[int, torch.Tensor] = {}
+        self._waiting = list(expected)
+        self._expected: dict[int, Tokens] = {}
+
+    def begin(self, request: Request) -> None:
+        self._expected[request.id] = self._waiting.pop(0)
+        self.inner.begin(request)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        return self.inner.propose(request, budget)
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        return self.inner.propose_batch(requests, budget)
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        self._look(request, outcome)
+        self.inner.observe(request, outcome)
+
+    def finish(self, request: Request) -> None:
+        self.inner.finish(request)
+
+    def _look(self, request: Request, outcome: Outcome) -> None:
+        if request.id in self.seen:
+            return
+        tokens = outcome.verdict.tokens
+        start = len(request.generated) - len(tokens)
+        i = first_difference(self._expected[request.id][start : start + len(tokens)], tokens)
+        nodes = [-1, *outcome.verdict.path]
+        if i is not None and i < len(nodes):
+            self.seen[request.id] = outcome.logits[nodes[i] + 1].clone()
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
+    """Where two texts part; None if they are equal."""
+    pairs = zip(expected, got, strict=False)
+    different = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if different is None and len(expected) != len(got):
+        return min(len(expected), len(got))
+    return different
+
+
+@torch.inference_mode()
+def weigh(
+    model: PreTrainedModel, request: Request, expected: Sequence[int], position: int, logits: torch.Tensor | None
+) -> Divergence:
+    """Measure a divergence of ``request`` from ``expected``, where the step saw ``logits`` ``[V]`` (see the module)."""
+    a = expected[position] if position < len(expected) else None
+    b = int(request.generated[position]) if position < len(request.generated) else None
+    tolerance = TOLERANCE[model.dtype]
+    if a is None or b is None or logits is None:
+        return Divergence(position, a, b, math.inf, 0.0, math.inf, tolerance)
+    ids = torch.from_numpy(request.tokens[: request.prompt_length + position].copy()).to(model.device)
+    own = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+    error = float((logits.double() - own.double()).norm() / own.double().norm().clamp_min(1e-12))
+    reference, seen = (_scores(request, ids, row) for row in (own, logits))
+    margin = abs(float(reference[a] - reference[b]))
+    return Divergence(position, a, b, margin, _allowance(reference, seen, model.dtype), error, tolerance)
+
+
+def _scores(request: Request, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Processed scores plus noise, float64 ``[V]``: what the next token is the best of."""
+    sampler = request.sampler
+    scores = sampler.scores(ids, logits.clone()).double()
+    if sampler.method == "greedy":
+        return scores
+    return scores + gumbel(sampler.seed, len(ids), len(scores), Salt.TARGET, scores.device)
+
+
+def _allowance(reference: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> float:
+    finite = reference.isfinite() & seen.isfinite()
+    difference = float((reference - seen)[finite].abs().max())
+    unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return 4 * max(difference, unit * float(reference[finite].abs().max()))

@@ -1,0 +1,46 @@
+"""The command line. Nothing here imports torch or transformers before a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from forerun import __version__
+from forerun.cli.options import AuditOptions, BenchOptions, DemoOptions, GenerateOptions, ReplayOptions, command
+
+app = typer.Typer(
+    name="forerun",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"forerun {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _forerun(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Hugging Face language models generate exactly the same text, faster."""
+
+
+command(app, "generate", GenerateOptions)
+command(app, "audit", AuditOptions)
+command(app, "demo", DemoOptions)
+command(app, "replay", ReplayOptions)
+command(app, "bench", BenchOptions)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

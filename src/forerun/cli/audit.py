@@ -1,0 +1,205 @@
+"""``forerun audit``: the library's promise, checked on the user's own model, as a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun import __version__
+from forerun.audit import Comparison, Plan, Report, audit
+from forerun.cli.options import AuditOptions
+from forerun.cli.prompts import read_prompts
+from forerun.cli.terminal import stderr, stdout, working
+from forerun.engine import BUDGET
+from forerun.model.load import BUNDLED, load, quiet
+from forerun.model.prompts import encode
+from forerun.reference import demo_prompts
+
+SMALL = 100_000_000
+"""Parameters up to which float64 is affordable."""
+
+REFERENCES = {"greedy": "transformers' generate", "coupled": "plain sampling", "batch": "each prompt alone"}
+FAILED = 1
+
+
+def run(options: AuditOptions) -> None:
+    """Audit as ``options`` say; exit status 1 if a text differs by more than rounding."""
+    texts = read_prompts(options.prompt, options.prompt_file)
+    if not texts and options.model == BUNDLED:
+        texts = [prompt["prompt"] for prompt in demo_prompts()]
+    plan = _plan(options)
+    with quiet():
+        model, tokenizer = _load(options)
+        prompts = encode(texts, tokenizer)
+        report = _audit(model, prompts, plan)
+    if options.json:
+        typer.echo(json.dumps(_as_json(options, plan, texts, report, tokenizer), ensure_ascii=False))
+    else:
+        show(stdout(), report, texts, tokenizer)
+    if report.failures:
+        raise typer.Exit(FAILED)
+
+
+def _plan(options: AuditOptions) -> Plan:
+    return Plan(
+        drafters=options.drafter or Plan.drafters,
+        max_new_tokens=options.max_new_tokens,
+        seeds=options.seeds,
+        temperature=options.temperature,
+        budget=BUDGET if options.budget is None else options.budget,
+    )
+
+
+def _load(options: AuditOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with working(stderr(), f"loading {options.model}"):
+        model, tokenizer = load(
+            options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code
+        )
+        if options.dtype is None and model.num_parameters() < SMALL:
+            model = model.to(torch.float64)
+    return model, tokenizer
+
+
+def _audit(model: PreTrainedModel, prompts: Sequence[list[int]], plan: Plan) -> Report:
+    console = stderr()
+    what = TextColumn("{task.fields[what]}", style="dim")
+    columns = (TextColumn("auditing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), what)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("audit", total=None, what="")
+        return audit(
+            model, prompts, plan, lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
+        )
+
+
+def show(console: Console, report: Report, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print the table, every divergence, and the verdict."""
+    console.print(_table(report))
+    for comparison in report.divergences:
+        console.print(_describe(comparison, texts, tokenizer))
+    failed, differing = len(report.failures), len(report.divergences)
+    if failed:
+        console.print(f"[bold red]✗ {failed} of {len(report.comparisons)} texts differ.[/]")
+    elif differing:
+        console.print(f"[bold yellow]✓ No text differs by more than rounding ({differing} by rounding).[/]")
+    else:
+        console.print(f"[bold green]✓ All {len(report.comparisons)} texts are equal, token for token.[/]")
+
+
+def _table(report: Report) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, title=f"audit in {report.dtype}", title_style="bold", pad_edge=False)
+    table.caption = "; ".join(f"{check}: against {what}" for check, what in REFERENCES.items())
+    for name in ("drafter", "check", "texts", "tokens", "accepted", "equal", "rounding", "different"):
+        table.add_column(name, justify="left" if name in ("drafter", "check") else "right", no_wrap=True)
+    before = None
+    for (drafter, check), group in _grouped(report.comparisons):
+        if before not in (None, drafter):
+            table.add_section()
+        table.add_row("" if before == drafter else drafter, check, *_cells(group))
+        before = drafter
+    return table
+
+
+def _grouped(comparisons: Sequence[Comparison]) -> list[tuple[tuple[str, str], list[Comparison]]]:
+    """Comparisons by drafter and check, in the order of the table."""
+    drafters = list(dict.fromkeys(comparison.drafter for comparison in comparisons))
+
+    def key(comparison: Comparison) -> tuple[int, int]:
+        return drafters.index(comparison.drafter), list(REFERENCES).index(comparison.check)
+
+    groups = [list(group) for _, group in groupby(sorted(comparisons, key=key), key)]
+    return [((group[0].drafter, group[0].check), group) for group in groups]
+
+
+def _cells(group: Sequence[Comparison]) -> list[str]:
+    failed = sum(comparison.failed for comparison in group)
+    differing = sum(comparison.divergence is not None for comparison in group)
+    accepted, drafted = sum(c.accepted for c in group), sum(c.drafted for c in group)
+    return [
+        str(len(group)),
+        str(sum(comparison.tokens for comparison in group)),
+        f"{accepted}/{drafted}",
+        f"[green]{len(group) - differing}[/]",
+        f"[yellow]{differing - failed}[/]" if differing > failed else "·",
+        f"[bold red]{failed}[/]" if failed else "·",
+    ]
+
+
+def _describe(comparison: Comparison, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
+    divergence = comparison.divergence
+    assert divergence is not None
+    verdict = "[yellow]rounding[/]" if divergence.rounding else "[bold red]different[/]"
+    seed = "" if comparison.seed is None else f", seed {comparison.seed}"
+    tokens = (_token(tokenizer, token) for token in (divergence.expected, divergence.got))
+    return (
+        f"{verdict}  {comparison.drafter}, {comparison.check}{seed}, prompt {comparison.prompt + 1} "
+        f"[dim]({escape(_shortened(texts[comparison.prompt]))})[/], token {divergence.position + 1}: "
+        f"expected {escape(next(tokens))}, got {escape(next(tokens))}\n"
+        f"          [dim]margin {divergence.margin:.3g} (rounding allows {divergence.allowance:.2g}), "
+        f"scores off by {divergence.error:.2g} relative ({divergence.tolerance:g} is allowed)[/]"
+    )
+
+
+def _token(tokenizer: PreTrainedTokenizerBase, token: int | None) -> str:
+    return "the end" if token is None else f"{tokenizer.decode([token])!r} ({token})"
+
+
+def _shortened(text: str, length: int = 32) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def _as_json(
+    options: AuditOptions, plan: Plan, texts: Sequence[str], report: Report, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    return {
+        "forerun": __version__,
+        "model": options.model,
+        "dtype": report.dtype,
+        "plan": asdict(plan),
+        "prompts": list(texts),
+        "lossless": not report.failures,
+        "texts": len(report.comparisons),
+        "rounding": len(report.divergences) - len(report.failures),
+        "different": len(report.failures),
+        "groups": [_group_as_json(*group) for group in _grouped(report.comparisons)],
+        "divergences": [_divergence_as_json(comparison, tokenizer) for comparison in report.divergences],
+    }
+
+
+def _group_as_json(key: tuple[str, str], group: Sequence[Comparison]) -> dict[str, Any]:
+    failed = sum(comparison.failed for comparison in group)
+    differing = sum(comparison.divergence is not None for comparison in group)
+    sums = {name: sum(getattr(c, name) for c in group) for name in ("tokens", "drafted", "accepted")}
+    counts = {"texts": len(group), "equal": len(group) - differing, "rounding": differing - failed, "different": failed}
+    return {"drafter": key[0], "check": key[1], **counts, **sums}
+
+
+def _divergence_as_json(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    divergence = comparison.divergence
+    assert divergence is not None
+    finite = {
+        name: value if isinstance(value, int) or value is None or value != float("inf") else None
+        for name, value in asdict(divergence).items()
+    }
+    return {
+        "drafter": comparison.drafter,
+        "check": comparison.check,
+        "prompt": comparison.prompt,
+        "seed": comparison.seed,
+        **finite,
+        "expected_text": _token(tokenizer, divergence.expected),
+        "got_text": _token(tokenizer, divergence.got),
+        "rounding": divergence.rounding,
+    }

@@ -1,0 +1,156 @@
+"""``forerun generate``: continue a prompt, showing the text while it is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from forerun import __version__
+from forerun.cli.detokenize import Detokenizer
+from forerun.cli.errors import INTERRUPTED
+from forerun.cli.options import GenerateOptions
+from forerun.cli.prompts import check_text, read_prompt
+from forerun.cli.tables import stats_table
+from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
+from forerun.engine import BUDGET, Engine
+from forerun.model.load import load, quiet
+from forerun.recipes import build_drafter
+from forerun.request import Request
+
+
+@dataclass
+class Output:
+    """The text of one request, handed to ``show`` as it grows."""
+
+    detokenizer: Detokenizer
+    show: Callable[[str, bool], None]
+    drafted: list[bool] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+
+    def extend(self, tokens: list[int], drafted: int) -> None:
+        """Take in tokens, of which the first ``drafted`` were accepted drafts."""
+        for i, token in enumerate(tokens):
+            self.drafted.append(i < drafted)
+            self._show(self.detokenizer.add(token, i < drafted))
+
+    def finish(self, request: Request) -> None:
+        """Take in what an interrupted step committed without handing it over, and the end of the text."""
+        self.extend(request.generated[len(self.drafted) :].tolist(), 0)
+        self._show(self.detokenizer.flush())
+
+    def _show(self, pieces: Iterator[Any]) -> None:
+        for piece in pieces:
+            self.pieces.append(piece.text)
+            self.show(piece.text, piece.drafted)
+
+
+def run(options: GenerateOptions) -> None:
+    """Generate as ``options`` say."""
+    prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
+    drafter = build_drafter(options.drafter)
+    with quiet():
+        engine = _engine(options, drafter)
+        engine.warm([read_prompt(str(path)) for path in options.warm or []], options.namespace)
+        (request,) = engine.requests(prompt, **sampling(options))
+        with _trie_kept(options, drafter):
+            interrupted = _generate(options, engine, request)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _generate(options: GenerateOptions, engine: Engine, request: Request) -> bool:
+    """Generate and print; true if interrupted."""
+    writer = TextWriter(options.color)
+    output = Output(Detokenizer(engine.tokenizer, request.prompt.tolist()), _nothing if options.json else writer.write)
+    interrupted = _stream(engine, request, output)
+    if not options.json:
+        writer.end()
+    if options.stats:
+        stderr().print(stats_table(request.stats, options.drafter, _seed(request)))
+    if options.json:
+        typer.echo(json.dumps(_report(options, request, output), ensure_ascii=False))
+    return interrupted
+
+
+def sampling(options: GenerateOptions) -> dict[str, Any]:
+    """What the engine is asked for; what the command line leaves open is left to the model's configuration."""
+    asked: dict[str, Any] = {
+        "max_new_tokens": options.max_new_tokens,
+        "namespace": options.namespace,
+        "verification": options.verification,
+        "do_sample": options.temperature > 0,
+        "repetition_penalty": options.repetition_penalty,
+        "stop_strings": options.stop or None,
+    }
+    if options.temperature > 0:
+        asked |= {"temperature": options.temperature, "top_k": options.top_k or 0, "min_p": options.min_p}
+        asked |= {"top_p": 1.0 if options.top_p is None else options.top_p, "seed": options.seed}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _engine(options: GenerateOptions, drafter: Any) -> Engine:
+    with working(stderr(), f"loading {options.model}"):
+        model, tokenizer = load(
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        )
+        budget = BUDGET if options.budget is None else options.budget
+        return Engine(model, drafter, tokenizer=tokenizer, budget=budget)
+
+
+@contextmanager
+def _trie_kept(options: GenerateOptions, drafter: Any) -> Iterator[None]:
+    """Load the trie from its file before, and save it after, however the generation ends."""
+    path = options.trie_file
+    if path is None:
+        yield
+        return
+    if path.exists():
+        drafter.trie.load(path)
+    try:
+        yield
+    finally:
+        drafter.trie.save(path)
+
+
+def _stream(engine: Engine, request: Request, output: Output) -> bool:
+    """Generate to the end, or until Ctrl-C; true if interrupted."""
+    bar = PrefillBar(stderr())
+    try:
+        with closing(engine.run([request], bar)) as commits:
+            for commit in commits:
+                bar.close()
+                output.extend(commit.tokens, commit.drafted)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        bar.close()
+        output.finish(request)
+    return False
+
+
+def _report(options: GenerateOptions, request: Request, output: Output) -> dict[str, Any]:
+    return {
+        "forerun": __version__,
+        "model": options.model,
+        "drafter": options.drafter,
+        "seed": _seed(request),
+        "prompt_tokens": request.prompt_length,
+        "text": "".join(output.pieces),
+        "token_ids": request.generated.tolist(),
+        "drafted": output.drafted,
+        "finish_reason": request.finish_reason or "interrupted",
+        "stats": request.stats.summary(),
+    }
+
+
+def _seed(request: Request) -> int | None:
+    return None if request.sampler.method == "greedy" else request.sampler.seed
+
+
+def _nothing(text: str, drafted: bool) -> None:
+    """Show nothing."""

@@ -1,0 +1,215 @@
+"""Every command's options as a frozen dataclass: one declaration for the command line, its help and the checks."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from forerun.cli.errors import user_errors
+
+Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+
+_MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
+_DRAFTER = "How to draft: none, lookup, jacobi, trie, trie-single or trie-parallel."
+_SOURCE = "A model's folder, a hub name that is in the local cache, or 'bundled'."
+
+
+def _option(*names: str, panel: str, help: str, **more: Any) -> Any:  # noqa: A002
+    return typer.Option(*names, rich_help_panel=panel, help=help, **more)
+
+
+Model = Annotated[str, _option("--model", "-m", panel=_MODEL, help=_SOURCE, metavar="PATH|NAME")]
+Device = Annotated[str, _option("--device", panel=_MODEL, help="auto, cpu, cuda, cuda:1, ...")]
+Trust = Annotated[bool, _option("--trust-remote-code", panel=_MODEL, help="Run code that comes with the model.")]
+Budget = Annotated[int | None, _option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)]
+Seed = Annotated[int | None, _option("--seed", panel=_SAMPLING, help="Of the noise; drawn and reported by default.")]
+Json = Annotated[bool, _option("--json", panel=_OUTPUT, help="One JSON object on stdout and nothing else.")]
+Debug = Annotated[bool, _option("--debug", panel=_OUTPUT, help="Show the traceback of an error.")]
+Colour = Annotated[
+    bool | None, _option("--color/--no-color", panel=_OUTPUT, help="Colour drafted text; by default in a terminal.")
+]
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a prompt; what was drafted and accepted is shown in colour.
+
+    Temperature 0, the default, is greedy decoding. The text is the one that the model gives without any drafter.
+    """
+
+    model: Model = "bundled"
+    drafter: Annotated[str, _option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = "trie"
+    budget: Budget = None
+    dtype: Annotated[Dtype, _option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")] = "auto"
+    device: Device = "auto"
+    trust_remote_code: Trust = False
+    trie_file: Annotated[
+        Path | None, _option("--trie-file", panel=_MODEL, help="Load the trie, if the file is there; save it after.")
+    ] = None
+    warm: Annotated[
+        list[Path] | None, _option("--warm", panel=_MODEL, help="A text file to draft from; may be repeated.")
+    ] = None
+    namespace: Annotated[str, _option("--namespace", panel=_MODEL, help="Whose outputs may be drafted.")] = "default"
+    prompt: Annotated[str | None, _option("--prompt", "-p", panel=_TEXT, help="The text to continue.")] = None
+    prompt_file: Annotated[
+        str | None,
+        _option("--prompt-file", "-f", panel=_TEXT, help="Its file, or - for stdin; a final newline is dropped."),
+    ] = None
+    max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Most tokens.", min=1)] = 256
+    stop: Annotated[list[str] | None, _option("--stop", panel=_TEXT, help="End behind this text; may be repeated.")] = (
+        None
+    )
+    repetition_penalty: Annotated[
+        float | None, _option("--repetition-penalty", panel=_TEXT, help="Above 1: repeat less.")
+    ] = None
+    temperature: Annotated[float, _option("--temperature", "-t", panel=_SAMPLING, help="0 is greedy.", min=0.0)] = 0.0
+    top_k: Annotated[int | None, _option("--top-k", panel=_SAMPLING, help="Keep the k likeliest.", min=0)] = None
+    top_p: Annotated[float | None, _option("--top-p", panel=_SAMPLING, help="Keep the likeliest with mass p.")] = None
+    min_p: Annotated[float | None, _option("--min-p", panel=_SAMPLING, help="Keep p times the best and up.")] = None
+    seed: Seed = None
+    verification: Annotated[
+        Literal["coupled", "rejection"], _option("--verification", panel=_SAMPLING, help="How samples are verified.")
+    ] = "coupled"
+    stats: Annotated[bool, _option("--stats", panel=_OUTPUT, help="A table of steps and times, on stderr.")] = False
+    json: Json = False
+    color: Colour = None
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) is not None]
+        if self.temperature == 0 and given:
+            listed = ", ".join("--" + name.replace("_", "-") for name in given)
+            raise ValueError(f"{listed} has no effect at temperature 0, which is greedy; add --temperature")
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise ValueError("give either --prompt or --prompt-file (- reads stdin)")
+        if self.trie_file is not None:
+            _check_trie_file(self.trie_file, self.drafter)
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """Check on your own model that drafting changes nothing.
+
+    Greedy text is compared with transformers' own generate, sampled text with plain sampling for the same seeds, and
+    a batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding.
+    """
+
+    model: Model = "bundled"
+    drafter: Annotated[
+        list[str] | None, _option("--drafter", "-d", panel=_MODEL, help=f"{_DRAFTER} May be repeated; default: all.")
+    ] = None
+    budget: Budget = None
+    dtype: Annotated[
+        Dtype | None,
+        _option("--dtype", panel=_MODEL, help="Default: float64 under 100 million parameters, else the file's."),
+    ] = None
+    device: Device = "auto"
+    trust_remote_code: Trust = False
+    prompt: Annotated[list[str] | None, _option("--prompt", "-p", panel=_TEXT, help="May be repeated.")] = None
+    prompt_file: Annotated[
+        list[str] | None, _option("--prompt-file", "-f", panel=_TEXT, help="A file with one prompt; may be repeated.")
+    ] = None
+    max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=1)] = 64
+    seeds: Annotated[int, _option("--seeds", panel=_SAMPLING, help="Sampled texts per prompt.", min=0)] = 1
+    temperature: Annotated[float, _option("--temperature", "-t", panel=_SAMPLING, help="Of these, above 0.")] = 1.0
+    json: Json = False
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"--temperature is {self.temperature}; it must be above 0 (greedy is audited in any case)")
+        if self.model != "bundled" and not self.prompt and not self.prompt_file:
+            raise ValueError("give --prompt or --prompt-file: only the bundled model has prompts of its own")
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """One prompt of each kind, by plain decoding and with the trie: the same text, timed side by side."""
+
+    kind: Annotated[
+        list[str] | None, _option("--kind", "-k", panel=_TEXT, help="rag, code, json, maths or prose; default: all.")
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, _option("--max-new-tokens", "-n", panel=_TEXT, help="At most this many for each.", min=1)
+    ] = None
+    repeats: Annotated[int, _option("--repeats", panel=_TEXT, help="Runs; the medians count.", min=1)] = 3
+    warm: Annotated[
+        bool, _option("--warm", panel=_TEXT, help="Let the trie remember earlier runs; else each starts empty.")
+    ] = False
+    json: Json = False
+    color: Colour = None
+    debug: Debug = False
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Forerun's drafters beside transformers' greedy, prompt lookup and assisted generation, on the bundled models.
+
+    One process, interleaved, medians; every drafter cold, and the trie warm as well. Writes JSON, Markdown and plots.
+    """
+
+    model: Model = "bundled"
+    drafter: Annotated[
+        list[str] | None, _option("--drafter", "-d", panel=_MODEL, help="May be repeated; default: all but the forms.")
+    ] = None
+    task: Annotated[
+        list[str] | None,
+        _option("--task", "-k", panel=_TEXT, help="copy, json, rag, code, maths or prose; may be repeated."),
+    ] = None
+    books: Annotated[Path | None, _option("--books", panel=_TEXT, help="A folder of books not trained on.")] = None
+    maths: Annotated[Path | None, _option("--maths", panel=_TEXT, help="JSON lines of {prompt, answer}.")] = None
+    prompts: Annotated[int, _option("--prompts", panel=_TEXT, help="Per task.", min=1)] = 4
+    warm_prompts: Annotated[int, _option("--warm-prompts", panel=_TEXT, help="Answers seen when warm.", min=0)] = 20
+    rounds: Annotated[int, _option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 5
+    max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=1)] = 160
+    out: Annotated[Path, _option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/bench")
+    json: Json = False
+    debug: Debug = False
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """How many tokens of recorded answers each step would have accepted: drafts measured with no model.
+
+    FILE is JSON lines of {prompt, answer, author} and may be followed by :author=A:from=I:to=J, I and J counting the
+    rows of that author.
+    """
+
+    file: Annotated[str, typer.Argument(metavar="FILE", help="What to replay.")]
+    tokenizer: Annotated[Path, _option("--tokenizer", panel=_TEXT, help="A tokenizer.json.")]
+    drafter: Annotated[str, _option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = "trie"
+    budget: Annotated[int, _option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)] = 64
+    warm: Annotated[
+        list[str] | None, _option("--warm", panel=_TEXT, metavar="FILE", help="Seen before; may be repeated.")
+    ] = None
+    json: Json = False
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        if self.drafter == "jacobi":
+            raise ValueError("--drafter is 'jacobi', which drafts from a model's logits; replay has no model")
+
+
+def command(app: typer.Typer, name: str, options: type[Any]) -> None:
+    """Add a command: its ``run(options)`` is in the module of its name, which is imported when it is called."""
+
+    def invoke(**given: Any) -> None:
+        with user_errors(given["debug"]):
+            checked = options(**given)
+            importlib.import_module(f"forerun.cli.{name}").run(checked)
+
+    invoke.__doc__ = options.__doc__
+    invoke.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
+    app.command(name)(invoke)
+
+
+def _check_trie_file(path: Path, drafter: str) -> None:
+    if not drafter.startswith("trie"):
+        raise ValueError(f"--trie-file needs a trie drafter, and --drafter is {drafter!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--trie-file is {path}: there is no folder {path.parent}")

@@ -1,0 +1,42 @@
+"""Prompts from the command line, from files and from stdin."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def read_prompt(file: str) -> str:
+    """The text in a file, or on stdin for ``-``, without its final line break.
+
+    Raises:
+        ValueError: if it is not UTF-8, or empty.
+        OSError: if it cannot be read.
+    """
+    data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {file} is not UTF-8 text (byte {error.start})") from None
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise ValueError(f"prompt file {file} is empty")
+    return text
+
+
+def check_text(text: str) -> str:
+    """The text, if it can be encoded; an argument of broken bytes cannot.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 text (character {error.start + 1})") from None
+    return text
+
+
+def read_prompts(given: list[str] | None, files: list[str] | None) -> list[str]:
+    """Prompts given as text, then those in files."""
+    return [*map(check_text, given or []), *(read_prompt(file) for file in files or [])]

@@ -1,0 +1,37 @@
+"""``forerun replay``: what drafts are worth on recorded answers, with no model."""
+
+from __future__ import annotations
+
+import json
+
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from forerun.bench.replay import Recorded, Selection, replay
+from forerun.cli.options import ReplayOptions
+from forerun.cli.terminal import stderr, stdout, working
+from forerun.recipes import build_drafter
+
+
+def run(options: ReplayOptions) -> None:
+    """Replay, and print the figures."""
+    if not options.tokenizer.is_file():
+        raise ValueError(f"--tokenizer is {options.tokenizer}; there is no such file (a tokenizer.json)")
+    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+
+    def read(text: str) -> list[Recorded]:
+        return Selection.parse(text).read(lambda part: list(tokenizer.encode(part).ids))
+
+    with working(stderr(), "reading"):
+        rows = read(options.file)
+        warm = [row for text in options.warm or [] for row in read(text)]
+    with working(stderr(), f"replaying {len(rows)} answers"):
+        summary = replay(build_drafter(options.drafter), rows, options.budget, warm).summary()
+    if options.json:
+        print(json.dumps({"drafter": options.drafter, "budget": options.budget, **summary}))  # noqa: T201
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in summary.items():
+        shown = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        table.add_row(name, shown)
+    stdout().print(table)

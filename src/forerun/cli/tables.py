@@ -1,0 +1,65 @@
+"""Statistics as tables."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from forerun.stats import Stats
+
+BAR_WIDTH = 28
+
+
+def stats_table(stats: Stats, drafter: str, seed: int | None = None) -> RenderableType:
+    """One generation: what it took, and how many tokens its steps gave."""
+    table = Table(
+        box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title=f"drafter {drafter}", title_style="bold"
+    )
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    rows = _rows(stats, seed)
+    for left, right in zip(rows[::2], rows[1::2], strict=True):
+        table.add_row(*left, *right)
+    return Group(table, histogram(stats)) if stats.steps else table
+
+
+def _rows(stats: Stats, seed: int | None) -> list[tuple[str, str]]:
+    return [
+        ("tokens", str(stats.tokens)),
+        ("prefill", seconds(stats.prefill_seconds)),
+        ("steps", str(stats.steps)),
+        ("propose", seconds(stats.propose_seconds)),
+        ("tokens per step", f"{stats.tokens_per_step:.2f}"),
+        ("score", seconds(stats.score_seconds)),
+        ("accepted drafts", f"{sum(stats.accepted)} of {sum(stats.drafted)} ({stats.acceptance:.0%})"),
+        ("verify", seconds(stats.verify_seconds)),
+        ("seed", "none (greedy)" if seed is None else str(seed)),
+        ("tokens per second", f"{stats.tokens_per_second:.1f}"),
+    ]
+
+
+def histogram(stats: Stats) -> Table:
+    """How many steps gave 1, 2, ... tokens."""
+    table = Table(box=None, pad_edge=False, show_header=False, title="tokens per step", title_style="dim")
+    table.add_column(justify="right")
+    table.add_column(width=BAR_WIDTH)
+    table.add_column(justify="right", style="dim")
+    counts = stats.histogram()
+    for tokens, steps in counts.items():
+        table.add_row(str(tokens), bar(steps / max(counts.values())), f"{steps} step{'s' * (steps != 1)}")
+    return table
+
+
+def bar(share: float) -> Text:
+    """A bar of up to ``BAR_WIDTH`` cells, in eighths."""
+    eighths = max(1, round(share * BAR_WIDTH * 8))
+    return Text("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip(), style="green")
+
+
+def seconds(value: float) -> str:
+    """A time to read: milliseconds below one second."""
+    return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"

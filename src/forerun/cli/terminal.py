@@ -1,0 +1,108 @@
+"""Where things are written: generated text to stdout as it is, everything else to stderr."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.style import Style
+
+PATIENCE = 2.0
+"""Seconds before something that takes long says so."""
+
+DRAFTED = Style(color="green", bold=True)
+"""Accepted drafts."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def stdout(colour: bool | None = None) -> Console:
+    """The console for results; without a choice, colours in a terminal unless ``NO_COLOR`` is set."""
+    return Console(force_terminal=colour, no_color=_no_colour(colour), highlight=False)
+
+
+def stderr() -> Console:
+    """The console for progress and statistics."""
+    return Console(stderr=True, highlight=False)
+
+
+def _no_colour(colour: bool | None) -> bool:
+    return not colour if colour is not None else bool(os.environ.get("NO_COLOR"))
+
+
+def printable(text: str) -> str:
+    """Generated text for a terminal: control characters must not move its cursor or rename its window."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+class TextWriter:
+    """Writes generated text to stdout at once: byte for byte into a pipe, with drafts coloured in a terminal."""
+
+    def __init__(self, colour: bool | None) -> None:
+        console = stdout(colour)
+        self._plain = not console.is_terminal
+        self._style = DRAFTED if console.color_system and not console.no_color else Style.null()
+        self._colours = console._color_system
+        self._ended = True
+
+    def write(self, text: str, drafted: bool) -> None:
+        """Write a piece of text."""
+        if not self._plain:
+            style = self._style if drafted else Style.null()
+            sys.stdout.write(style.render(printable(text), color_system=self._colours))
+        else:
+            sys.stdout.write(text)
+        sys.stdout.flush()
+        self._ended = text.endswith("\n")
+
+    def end(self) -> None:
+        """End the line, if it has not ended."""
+        if not self._ended:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+@contextmanager
+def working(console: Console, what: str) -> Iterator[None]:
+    """Show a spinner, in a terminal, once the work inside takes longer than ``PATIENCE``."""
+    status = console.status(what)
+    timer = threading.Timer(PATIENCE, status.start)
+    timer.daemon = True
+    if console.is_terminal:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if timer.ident is not None:
+            timer.join()
+            status.stop()
+
+
+class PrefillBar:
+    """A bar for the reading of a long prompt; call it with tokens done and to do, and ``close`` it."""
+
+    def __init__(self, console: Console) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("reading the prompt", total=None)
+        self._begin = time.monotonic()
+        self._shows = console.is_terminal
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show how far it is, after ``PATIENCE``."""
+        if self._shows and time.monotonic() - self._begin > PATIENCE:
+            self._bar.start()
+            self._bar.update(self._task, completed=done, total=total)
+
+    def close(self) -> None:
+        """Take the bar away, if it was shown."""
+        if self._bar.live.is_started:
+            self._bar.stop()

@@ -1,0 +1,169 @@
+"""From a folder to a model and its tokenizer: safe weights only, no download, no code of the model's unless allowed.
+
+What transformers would pass over in silence is an error here: weights that are missing and would be random, an encoder
+loaded as if it were a decoder, a tokenizer of another model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from forerun.reference import bundled
+
+BUNDLED = "bundled"
+DTYPES = ("auto", "float32", "bfloat16", "float64")
+
+
+def load(
+    name_or_path: str, dtype: str = "auto", *, device: str = "auto", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A decoder in evaluation mode and its tokenizer.
+
+    Args:
+        name_or_path: ``bundled``, a folder, or a hub name that is in this computer's Hugging Face cache.
+        dtype: one of ``DTYPES``; ``auto`` is what the file holds, and float32 for the bundled model.
+        device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ValueError: naming what is missing or does not fit.
+        FileNotFoundError: if the bundled model has no weights.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    place = _device(device)
+    folder = find(name_or_path)
+    if name_or_path == BUNDLED and dtype == "auto":
+        dtype = "float32"
+    with quiet():
+        _check_config(folder, trust_remote_code)
+        _check_weights(folder)
+        tokenizer = _tokenizer(folder, trust_remote_code)
+        model = _model(folder, dtype, trust_remote_code)
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) > rows:
+        raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} tokens and the model {rows}: not a pair")
+    return model.eval().to(place), tokenizer
+
+
+def find(name_or_path: str) -> Path:
+    """The folder that holds a model.
+
+    Raises:
+        ValueError: if there is none, or it has no ``config.json``.
+        FileNotFoundError: if the bundled model has no weights.
+    """
+    if name_or_path == BUNDLED:
+        return bundled("target")
+    folder = Path(name_or_path).expanduser()
+    if not folder.is_dir():
+        folder = _cached(name_or_path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no model: it has no config.json")
+    return folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Neither log lines, warnings nor progress bars from transformers inside."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _cached(name: str) -> Path:
+    """The snapshot of a hub repository on this computer."""
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        raise ValueError(
+            f"model {name!r} is neither a folder nor in the Hugging Face cache; "
+            f"give a folder, 'bundled', or download it first (hf download {name})"
+        ) from None
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; allowed are auto, cpu, cuda, cuda:0, ...") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, and torch finds no CUDA device here; use cpu")
+    return device
+
+
+def _check_config(folder: Path, trust_remote_code: bool) -> None:
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{folder} holds an encoder-decoder ({kind}); only decoders are supported")
+    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if encoder or not (kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or own_code):
+        raise ValueError(f"{folder} holds no decoder: model type {kind!r} does not generate text")
+
+
+def _check_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ValueError(
+            f"{folder} has pickled weights only, which can run code when they are loaded; "
+            "convert them to safetensors (model.save_pretrained writes it)"
+        )
+    raise ValueError(f"{folder} has no weights: there is no .safetensors file in it")
+
+
+def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    if not any(any(folder.glob(pattern)) for pattern in ("*token*.json", "*.model", "vocab.*", "*.tiktoken")):
+        raise ValueError(f"{folder} has no tokenizer (tokenizer.json or the like)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    if len(tokenizer) == 0:
+        raise ValueError(f"the tokenizer in {folder} is empty; tokenizer.json or the like is missing")
+    return tokenizer
+
+
+def _model(folder: Path, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
+    options: dict[str, Any] = {
+        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
+        "use_safetensors": True,
+        "local_files_only": True,
+        "trust_remote_code": trust_remote_code,
+        "output_loading_info": True,
+    }
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"the weights in {folder} cannot be loaded: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ValueError(f"the weights in {folder} are incomplete and would be random: {listed}")
+    return model

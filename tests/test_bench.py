@@ -1,0 +1,138 @@
+"""The bench measures the same texts for every contestant, and reports what it measured; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from tiny import PROMPTS, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from forerun.bench import report
+from forerun.bench.prompts import build_jobs
+from forerun.bench.replay import Recorded, Selection, replay
+from forerun.bench.speed import BASELINE, Bench, Job, Run, Series
+from forerun.cli import app
+from forerun.recipes import build_drafter
+from forerun.reference.tasks import Material
+
+
+@pytest.fixture(scope="module")
+def series() -> list[Series]:
+    job = Job("copy", PROMPTS[:2], PROMPTS[2:], 12)
+    return Bench(tiny("llama"), ["none", "lookup", "trie"], tiny("llama")).run([job], rounds=2)
+
+
+def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> None:
+    rows = report.summarise(series)
+    assert {row["contestant"] for row in rows} == {
+        BASELINE,
+        "transformers prompt lookup",
+        "transformers assisted",
+        "forerun none",
+        "forerun lookup",
+        "forerun trie",
+        "forerun trie, warm",
+    }
+    assert all(row["same_output"] == 1 for row in rows)
+    by_name = {row["contestant"]: row for row in rows}
+    assert by_name["forerun none"]["tokens_per_pass"] == by_name[BASELINE]["tokens_per_pass"] == 1
+    assert by_name["forerun trie"]["tokens_per_pass"] > 1
+
+
+def test_speed_is_the_median_and_spread_the_extremes() -> None:
+    runs = [[Run([1] * 10, seconds, 5) for seconds in (1.0, 2.0, 4.0)]]
+    one = Series("x", "t", runs)
+    assert one.tokens_per_second == 5
+    assert one.spread == (2.5, 10)
+    assert one.tokens_per_pass == 2
+
+
+def test_a_report_is_written_in_three_forms(series: list[Series], tmp_path: Path) -> None:
+    paths = report.write(report.summarise(series), {"rounds": 2}, tmp_path / "new", "speed")
+    assert json.loads(paths[0].read_text())["rows"][0]["contestant"] == BASELINE
+    assert "| forerun trie, warm |" in paths[1].read_text()
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_table_goes_between_the_readme_s_markers(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n")
+    report.into_readme(readme, "| new |\n", "bench")
+    report.into_readme(readme, "| newer |\n", "bench")
+    assert readme.read_text() == "a\n<!-- bench:begin -->\n\n| newer |\n\n<!-- bench:end -->\nb\n"
+    with pytest.raises(ValueError, match="has no"):
+        report.into_readme(readme, "", "other")
+
+
+def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:
+    jobs, skipped = build_jobs(["json", "prose"], Material(), lambda text: list(text.encode()), 2, 1, 8)
+    again, _ = build_jobs(["json"], Material(), lambda text: list(text.encode()), 2, 1, 8)
+    assert [job.task for job in jobs] == ["json"]
+    assert jobs == again
+    assert len(jobs[0].prompts) == 2 and len(jobs[0].warm_prompts) == 1
+    assert skipped == {"prose": "needs a text for prose"}
+    with pytest.raises(ValueError, match="known are copy, json"):
+        build_jobs(["verse"], Material(), lambda text: [1], 1, 0, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "selection"),
+    [
+        ("a.jsonl", Selection(Path("a.jsonl"))),
+        ("a.jsonl:author=llm:gpt3:from=3:to=7", Selection(Path("a.jsonl"), "llm:gpt3", 3, 7)),
+        ("dir/a:b.jsonl:to=2", Selection(Path("dir/a:b.jsonl"), None, 0, 2)),
+        ("a.jsonl:author=human", Selection(Path("a.jsonl"), "human")),
+    ],
+)
+def test_selections_are_parsed(text: str, selection: Selection) -> None:
+    assert Selection.parse(text) == selection
+
+
+def test_replay_of_an_answer_that_stands_in_the_prompt_takes_few_steps() -> None:
+    text = [Random(0).randrange(1000) for _ in range(60)]
+    report = replay(build_drafter("lookup"), [Recorded([*text, 5000], text)], budget=10)
+    assert report.tokens == 59
+    assert len(report.drafted) == 6  # ten drafted and one more, from the second token on
+    summary = report.summary()
+    assert summary["edl"] == round(59 / 6, 4)
+    assert summary["hit_rate"] == 1
+
+
+def test_replay_without_drafts_has_one_token_a_step() -> None:
+    summary = replay(build_drafter("none"), [Recorded([1, 2], [3, 4, 5])], budget=8).summary()
+    assert summary["edl"] == 1
+    assert summary["hit_rate"] == summary["drafted_per_step"] == 0
+
+
+def test_a_warm_trie_replays_what_it_has_seen_in_fewer_steps() -> None:
+    rows = [Recorded([1], list(range(10, 40)))]
+    cold, warm = (replay(build_drafter("trie"), rows, 16, seen) for seen in ([], rows))
+    assert len(cold.drafted) == 29
+    assert len(warm.drafted) < 5
+
+
+def test_the_replay_command_prints_one_json_object(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["unk", "a", "b", "c", "d", "e"])}, "unk"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    rows = [{"prompt": "a b c", "answer": "a b c d e", "author": author} for author in ("x", "y", "x")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["replay", f"{file}:author=x:from=1", "--tokenizer", str(tmp_path / "tokenizer.json"), "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--warm", f"{file}:author=y", "--budget", "8"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert {"edl", "drafted_per_step", "hit_rate", "retrieve_us", "update_us", "bytes_per_token"} <= set(summary)
+    assert set(summary["retrieve_us"]) == {"p50", "p99", "max"}
+    assert summary["edl"] == 4
+    missing = CliRunner().invoke(app, ["replay", f"{file}:author=z", *arguments[2:]])
+    assert missing.exit_code == 2
+    assert "no row with author=z" in missing.stderr
+    file.write_text('{"prompt": 1')
+    broken = CliRunner().invoke(app, ["replay", str(file), *arguments[2:]])
+    assert broken.exit_code == 2
+    assert "rows.jsonl:1 is no JSON object" in broken.stderr
