@@ -17,6 +17,9 @@ lint: $(READY) ## format check, ruff, mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+bench: $(READY) ## Forerun beside transformers; for code, maths and prose: make bench BOOKS=folder MATHS=file.jsonl
+	$(BIN)/forerun bench $(if $(BOOKS),--books "$(BOOKS)") $(if $(MATHS),--maths "$(MATHS)")
+
 reference: $(READY) ## train the bundled models anew: make reference BOOKS=folder MATHS=file.jsonl
 	$(BIN)/python -m forerun.reference.train --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference
 
