@@ -1,4 +1,4 @@
-"""Put the table of the latest ``forerun bench`` into the README: python benchmarks/update_readme.py [runs/bench/speed.md]"""
+"""Put the table of a ``forerun bench`` into the README: python benchmarks/update_readme.py [runs/bench/speed.md]"""
 
 import sys
 from pathlib import Path
