@@ -358,3 +358,21 @@ def test_an_engine_drafts_from_texts_it_was_warmed_with_in_their_namespace_only(
 def test_an_empty_stop_string_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="holds an empty one"):
         forerun.Engine(MODEL, "none", tokenizer=tokenizer).generate(PROMPT, max_new_tokens=4, stop_strings=[""])
+
+
+def test_all_doors_give_the_same_sample_for_a_seed() -> None:
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 9, "max_new_tokens": 20, "num_return_sequences": 2}
+    ids = torch.tensor([PROMPT])
+    engine = forerun.Engine(MODEL, "trie").generate(PROMPT, seed=5, **options)
+    function = forerun.generate(MODEL, ids, seed=5, **options)
+    custom = MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_seed=5, **options)
+    assert engine.generated == function.generated
+    rows = custom[:, len(PROMPT) :].tolist()
+    assert [row[: len(text)] for row, text in zip(rows, engine.generated, strict=True)] == engine.generated
+
+
+def test_rejection_without_q_gives_the_sample_of_plain_generation() -> None:
+    options = {"do_sample": True, "max_new_tokens": 25, "seed": 2, "verification": "rejection"}
+    plain = forerun.Engine(MODEL, "none").generate(list(PROMPTS), **options)
+    for drafter in ("trie", OracleDrafter([request.tokens for request in plain.requests])):
+        assert forerun.Engine(MODEL, drafter).generate(list(PROMPTS), **options).generated == plain.generated
