@@ -74,7 +74,7 @@ class Engine:
         drafter: proposes the trees; a name from ``forerun.recipes`` or an object.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
-        planner: cuts each tree to what is worth scoring; by default with a critical length of 32 tokens on a CPU and
+        planner: cuts each tree to what is worth scoring; by default with a critical length of 24 tokens on a CPU and
             256 elsewhere. ``None`` scores all that is drafted.
         prefill_block: prompt tokens in one pass.
 
@@ -106,7 +106,7 @@ class Engine:
         self.drafter = build_drafter(drafter) if isinstance(drafter, str) else drafter
         self.drafter.warm_up()
         self.budget = budget
-        self.planner = Planner(32 if self.target.device.type == "cpu" else 256) if planner == "auto" else planner
+        self.planner = Planner(24 if self.target.device.type == "cpu" else 256) if planner == "auto" else planner
         self.prefill_block = prefill_block
 
     def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:

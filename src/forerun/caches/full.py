@@ -31,6 +31,10 @@ class FullCache(Cache):
     ) -> torch.Tensor:
         """See ``Cache.attend``."""
         keys, values = self._store(layer, k, v)
+        if len(block) == 1:  # one token sees all that is kept, itself included: no mask, and nothing to merge
+            first = 0 if spec.window is None else max(0, self.length - spec.window + 1)
+            seen = slice(first, self.length + 1)
+            return attend(q, keys[:, :, seen], values[:, :, seen], spec).out
         edge, prefix = _split(self.length, block, spec.window)
         if edge:
             k = torch.cat((keys[:, :, edge.start : edge.stop], k), 2)
