@@ -198,7 +198,7 @@ def test_a_window_that_did_not_come_back_whole_is_not_used() -> None:
         step(target, drafter, request)
     tree = drafter.propose(request, 8)
     window = window_of(tree)
-    for cut in (tree.trim(3), DraftTree.empty()):
+    for cut in (tree.trim(3, 1 << 31), DraftTree.empty()):
         logits = target.score(request.tokens.tolist(), cut)
         drafter.observe(request, Outcome(cut, verify(cut, logits, request), logits))
         tree = drafter.propose(request, 8)

@@ -120,7 +120,7 @@ def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> 
             tokens = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
             probe = data.draw(st.lists(st.sampled_from([False, False, True]), min_size=n, max_size=n))
             tree = DraftTree(np.array(tokens), np.array(parents), probe=np.array(probe, np.bool_))
-            return tree.trim(request.max_draft_depth)
+            return tree.trim(request.max_draft_depth, 1 << 31)
 
     target = MockTarget(vocabulary=3, seed=4)
     request = Request((1, 2), 6, sampler=SAMPLERS[name], eos_token_ids=frozenset({0}))

@@ -41,13 +41,19 @@ def machine() -> Row:
     import transformers
 
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -79,7 +85,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     contestants = list(dict.fromkeys(row["contestant"] for row in rows))
     figure, axes = plt.subplots(2, 1, figsize=(2.2 + 1.6 * len(tasks), 8), sharex=True, layout="constrained")
-    colours = plt.get_cmap("tab10")
+    theirs = [name for name in contestants if name.startswith("transformers")]
+    ours = [name for name in contestants if name not in theirs]
+    colours = dict(zip(theirs, plt.get_cmap("Greys")(_spaced(len(theirs), 0.7, 0.3)), strict=True))
+    colours |= dict(zip(ours, plt.get_cmap("viridis")(_spaced(len(ours), 0.9, 0.1)), strict=True))
     width = 0.86 / len(contestants)
     for i, contestant in enumerate(contestants):
         mine = {row["task"]: row for row in rows if row["contestant"] == contestant}
@@ -90,8 +99,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             [row["tokens_per_second"] - row["slowest"] for row in found],
             [row["fastest"] - row["tokens_per_second"] for row in found],
         ]
-        axes[0].bar(at, speeds, width * 0.92, yerr=spread, label=contestant, color=colours(i), error_kw={"lw": 0.8})
-        axes[1].bar(at, [row["tokens_per_pass"] for row in found], width * 0.92, color=colours(i))
+        axes[0].bar(
+            at, speeds, width * 0.92, yerr=spread, label=contestant, color=colours[contestant], error_kw={"lw": 0.8}
+        )
+        axes[1].bar(at, [row["tokens_per_pass"] for row in found], width * 0.92, color=colours[contestant])
     axes[0].set_ylabel("tokens per second")
     axes[1].set_ylabel("tokens per forward pass")
     axes[1].set_xticks(range(len(tasks)), tasks)
@@ -102,6 +113,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         axis.set_axisbelow(True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _spaced(count: int, first: float, last: float) -> list[float]:
+    return [first + (last - first) * i / max(count - 1, 1) for i in range(count)]
 
 
 def write(rows: Sequence[Row], settings: Row, folder: Path, name: str) -> list[Path]:
