@@ -6,7 +6,6 @@ import copy
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import PreTrainedTokenizerBase
 
 from forerun import __version__
-from forerun.cli.demo_view import show_prompt, show_summary
+from forerun.cli.demo_view import Pair, Timed, show_prompt, show_summary
 from forerun.cli.detokenize import Detokenizer, Piece
 from forerun.cli.options import DemoOptions
 from forerun.cli.terminal import stderr, stdout, working
@@ -30,41 +29,6 @@ from forerun.request import Request
 DIFFERENT = 1
 WARM_UP_TOKENS = 8
 Run = tuple[Request, float]
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One way to decode a prompt: what came out, and the median of the times.
-
-    Attributes:
-        pieces: the text.
-        seconds: for the whole generation, the prompt included.
-    """
-
-    token_ids: list[int]
-    pieces: list[Piece]
-    seconds: float
-    tokens_per_step: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens by the whole time."""
-        return len(self.token_ids) / self.seconds
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A prompt decoded both ways; ``equal`` if every repeat of both gave the same tokens."""
-
-    prompt: DemoPrompt
-    plain: Timed
-    trie: Timed
-    equal: bool
-
-    @property
-    def speed_up(self) -> float:
-        """How many times faster the trie was."""
-        return self.plain.seconds / self.trie.seconds
 
 
 class Stage:

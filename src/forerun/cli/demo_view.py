@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
@@ -11,13 +11,47 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from forerun.cli.detokenize import Piece
 from forerun.cli.terminal import DRAFTED, printable
-
-if TYPE_CHECKING:
-    from forerun.cli.demo import Pair, Timed
+from forerun.reference import DemoPrompt
 
 WIDE = 96
 """Columns from which two texts fit side by side."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One way to decode a prompt: what came out, and the median of the times.
+
+    Attributes:
+        pieces: the text.
+        seconds: for the whole generation, the prompt included.
+    """
+
+    token_ids: list[int]
+    pieces: list[Piece]
+    seconds: float
+    tokens_per_step: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens by the whole time."""
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt decoded both ways; ``equal`` if every repeat of both gave the same tokens."""
+
+    prompt: DemoPrompt
+    plain: Timed
+    trie: Timed
+    equal: bool
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster the trie was."""
+        return self.plain.seconds / self.trie.seconds
 
 
 def show_prompt(console: Console, pair: Pair) -> None:
