@@ -1,102 +1,65 @@
-"""Multi-stage retrieval and the multi-branch draft (Lookahead, sections 4.2 and 4.3.2), compiled.
+"""The Lookahead paper's multi-stage retrieval and its forms of a draft (sections 4.2 and 4.3.2), over the same index.
 
-A stage matches a context of one length in two indexes, the request's private one and the shared one, and takes nodes
-of the two subtries, merged, by weighted frequency. A node never outweighs its parent, so a frontier that yields the
-heaviest node next finds them parents first and visits nothing else.
+A stage takes a context of one length and adds the branches behind it by weighted frequency, heaviest first; branches
+longer than the index counts go on from their last ``ORDERS`` tokens. A stage that yields too little is followed by
+that of the next shorter context.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
-import numpy.typing as npt
 
-from forerun.ngrams import CHILD, COUNT, NEXT, TOKEN, Int32Array, Ngrams, compiled, find, locate
-from forerun.tree import ROOT, IntArray
+from forerun.bestfirst import DEPTH, Desk, Draft, Place, _least, _offer, _stand
+from forerun.contexts import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, compiled, find, mix
+from forerun.mixing import LIKELY, NONE, SIZE, TOKEN, WIDTH, Board, candidate, clear
+from forerun.tree import ROOT
 
-WIDTH = 96
-"""Children looked at per node and index, most recently seen first; wider nodes are slow to read whole, and reading 256
-made no draft better."""
 DISCOUNT, DOUBT, FADE = 0.75, 0.5, 0.8
 """Taken off a weight, added to the context's, and the factor per level: the estimate that ``_chance`` makes."""
-P, S, ABOVE, DEPTH = range(4)
-"""Columns of ``Frontier.entries``: private node, shared node (0: none), parent in the draft, depth there."""
-HEAD, TAIL = range(2)
-"""Entries of ``Frontier.ends``."""
 
 
-class Draft(NamedTuple):
-    """The draft so far: int64, int64 and float64, ``[budget]``; ``ROOT`` marks what follows the context directly."""
+@compiled
+def _chance(weight: float, total: float, depth: int) -> float:
+    """Estimate that a node of ``weight`` under a context of weight ``total`` is accepted.
 
-    tokens: IntArray
-    parents: IntArray
-    probability: npt.NDArray[np.float64]
-
-
-def cut(draft: Draft, size: int) -> Draft:
-    """The first ``size`` nodes."""
-    return Draft(draft.tokens[:size], draft.parents[:size], draft.probability[:size])
-
-
-class Frontier(NamedTuple):
-    """Candidates by weight, heaviest first, earlier ones before equal ones; at most ``bound`` of them are kept.
-
-    Attributes:
-        weights: float64 ``[4 * budget]``.
-        entries: int32 ``[4 * budget, 4]``.
-        ends: first candidate and the end, int64 ``[2]``.
-        bound: what has this many candidates before it is never reached.
+    A relative frequency, absolutely discounted and fading with depth; the plain one was three to six times too high.
     """
-
-    weights: npt.NDArray[np.float64]
-    entries: Int32Array
-    ends: IntArray
-    bound: int
+    share = max(weight - DISCOUNT, weight * (1 - DISCOUNT))
+    return share / (max(total, weight) + DOUBT) * FADE ** (depth - 1)
 
 
 @compiled
-def _offer(frontier: Frontier, weight: float, p: int, s: int, parent: int, depth: int) -> None:
-    """Sort a candidate in."""
-    weights, entries, ends = frontier.weights, frontier.entries, frontier.ends
-    at = ends[TAIL]
-    if weight <= 0:
-        return
-    if at - ends[HEAD] == frontier.bound:
-        at -= 1
-        if weight <= weights[at]:
-            return
-    else:
-        ends[TAIL] += 1
-    while at > ends[HEAD] and weights[at - 1] < weight:
-        weights[at] = weights[at - 1]
-        entries[at] = entries[at - 1]
-        at -= 1
-    weights[at] = weight
-    entries[at, P], entries[at, S], entries[at, ABOVE], entries[at, DEPTH] = p, s, parent, depth
+def _followers(index: Index, slot: int, factor: float, found: Board) -> float:
+    """Add what followed a context, weighted; the context's weight."""
+    if slot == 0:
+        return 0.0
+    value, total = index.slots[slot, VALUE], index.slots[slot, TOTAL]
+    block = -1 - value
+    for entry in range(1, 2 if value >= 0 else min(index.blocks[block, FOLLOWER], WIDTH) + 1):
+        token = value if value >= 0 else index.blocks[block + entry, FOLLOWER]
+        before = found.seen[SIZE]
+        number = candidate(found, token, True)
+        if number != NONE:
+            weight = 0.0 if number == before else found.result[number, LIKELY]
+            found.result[number, LIKELY] = weight + factor * (total if value >= 0 else index.blocks[block + entry, COUNT])
+    return factor * total
 
 
 @compiled
-def _expand(
-    private: Ngrams, shared: Ngrams, prompt_weight: float, frontier: Frontier, p: int, s: int, parent: int, depth: int
-) -> None:
-    """Offer the children of private node ``p`` and shared node ``s``, equal tokens as one."""
-    own, common = private.nodes, shared.nodes
-    child = own[p, CHILD] if p != 0 else 0
-    for _ in range(WIDTH):
-        if child == 0:
-            break
-        twin = find(shared, s, own[child, TOKEN]) if s != 0 else 0
-        weight = prompt_weight * own[child, COUNT] + (common[twin, COUNT] if twin != 0 else 0)
-        _offer(frontier, weight, child, twin, parent, depth)
-        child = own[child, NEXT]
-    child = common[s, CHILD] if s != 0 else 0
-    for _ in range(WIDTH):
-        if child == 0:
-            break
-        if p == 0 or find(private, p, common[child, TOKEN]) == 0:
-            _offer(frontier, common[child, COUNT], 0, child, parent, depth)
-        child = common[child, NEXT]
+def _expand(own: Index, shared: Index, weight: float, desk: Desk, at: int, order: int, chance: float) -> float:
+    """Offer what followed a node's last ``order`` tokens; the context's weight.
+
+    ``chance`` is the node's own weight, or 0 for a stage's context, whose followers weigh what they count.
+    """
+    found = desk.found
+    clear(found)
+    total = _followers(own, find(own, desk.hashes[at, 0, order]), weight, found)
+    total += _followers(shared, find(shared, desk.hashes[at, 1, order]), 1.0, found)
+    factor = chance / total if chance > 0 else 1.0
+    bound = len(desk.chances) // 2
+    for number in range(found.seen[SIZE]):
+        _offer(desk, bound, factor * found.result[number, LIKELY], found.names[number, TOKEN] << 26 | at << 6)
+    return total
 
 
 @compiled
@@ -109,117 +72,101 @@ def _known(draft: Draft, size: int, parent: int, token: int) -> int:
 
 
 @compiled
-def _chance(weight: float, total: float, depth: int) -> float:
-    """Estimate that a node of ``weight`` under a context of weight ``total`` is accepted.
-
-    A relative frequency, absolutely discounted and fading with depth. On replayed answers (GSM8K by GPT-3 6B, MT-bench
-    by Vicuna-7B; budgets 64 and 8) it met the rate of acceptance within a third in every class above 0.05; the plain
-    relative frequency was three to six times too high.
-    """
-    share = max(weight - DISCOUNT, weight * (1 - DISCOUNT))
-    return share / (max(total, weight) + DOUBT) * FADE ** (depth - 1)
+def _enter(desk: Desk, above: int, at: int, token: int) -> None:
+    """The contexts of a new node."""
+    for source in range(2):
+        for order in range(1, ORDERS + 1):
+            desk.hashes[at, source, order] = mix(desk.hashes[above, source, order - 1], token)
+        desk.hashes[at, source, 0] = np.uint64(0)
+    desk.copies[at, 0, DEPTH] = desk.copies[above, 0, DEPTH] + 1
 
 
 @compiled
 def _stage(
-    private: Ngrams,
-    shared: Ngrams,
-    prompt_weight: float,
-    frontier: Frontier,
-    draft: Draft,
-    size: int,
-    max_depth: int,
-    p: int,
-    s: int,
+    own: Index, shared: Index, weight: float, desk: Desk, draft: Draft, size: int, length: int, deepest: int, single: bool
 ) -> int:
-    """Add the subtries of private node ``p`` and shared node ``s`` to the draft; its new size."""
-    weights, entries, ends = frontier.weights, frontier.entries, frontier.ends
-    total = prompt_weight * private.nodes[p, COUNT] + shared.nodes[s, COUNT]
-    ends[:] = 0
-    first = size
-    _expand(private, shared, prompt_weight, frontier, p, s, ROOT, 1)
-    while ends[HEAD] < ends[TAIL] and size < len(draft.tokens):
-        at = ends[HEAD]
-        ends[HEAD] += 1
-        p, s, parent, depth = entries[at]
-        token = private.nodes[p, TOKEN] if p != 0 else shared.nodes[s, TOKEN]
-        node = _known(draft, first, parent, token) if parent < first else ROOT
+    """Add the branches behind the last ``length`` tokens to the draft; its new size."""
+    ends = desk.ends
+    ends[0], ends[1] = 0, 0
+    total = _expand(own, shared, weight, desk, 0, length, 0.0)
+    while ends[0] < ends[1] and size < len(draft.tokens):
+        heavy, entry = desk.chances[ends[0]], desk.entries[ends[0]]
+        ends[0] = ends[1] if single else ends[0] + 1
+        if ends[0] > len(desk.chances) // 2:
+            break
+        token, above = entry >> 26, entry >> 6 & 0xFFFFF
+        depth = desk.copies[above, 0, DEPTH] + 1
+        node = _known(draft, size, above - 1, token)
         if node == ROOT:
             node = size
             size += 1
-            above = 1.0 if parent == ROOT else draft.probability[parent]
-            draft.tokens[node], draft.parents[node] = token, parent
-            draft.probability[node] = min(_chance(weights[at], total, depth), above)
-        if depth < max_depth:
-            _expand(private, shared, prompt_weight, frontier, p, s, node, depth + 1)
+            draft.tokens[node], draft.parents[node] = token, above - 1
+            limit = 1.0 if above == 0 else draft.probability[above - 1]
+            draft.probability[node] = min(_chance(heavy, total, depth), limit)
+            _enter(desk, above, node + 1, token)
+        if depth < deepest:
+            if single:
+                ends[0], ends[1] = 0, 0
+            _expand(own, shared, weight, desk, node + 1, min(length + depth, ORDERS), heavy)
     return size
 
 
 @compiled
 def retrieve(
-    private: Ngrams,
-    shared: Ngrams,
-    prompt_weight: float,
-    context: IntArray,
+    own: Index,
+    shared: Index,
+    place: Place,
+    weight: float,
+    desk: Desk,
     draft: Draft,
-    bound: int,
+    longest: int,
     enough: int,
     max_depth: int,
     branch_length: int,
+    single: bool,
 ) -> int:
     """Fill a draft, from the longest context that matches to shorter ones until it has ``enough`` nodes.
 
     Args:
-        private: index of the request's prompt, its counts weighted by ``prompt_weight``.
+        own: index of the request's text, its counts weighted by ``weight``.
         shared: index of the namespace.
-        prompt_weight: see ``private``.
-        context: the last tokens before the draft, int64 ``[longest context to match]``.
+        place: where the request's text stands.
+        weight: see ``own``.
+        desk: to work on.
         draft: receives the nodes; its length is the budget, at least one.
-        bound: candidates to keep: the budget for a tree, 1 for the likeliest chain.
+        longest: context to match, in tokens.
         enough: the paper's N_m.
         max_depth: of the draft, in tokens, at least one.
-        branch_length: depth of the indexes.
+        branch_length: the most tokens of a context and a branch together (the paper's L_b).
+        single: the likeliest branch only.
 
     Returns:
         The number of nodes in the draft.
     """
-    room = 4 * len(draft.tokens)
-    frontier = Frontier(np.empty(room), np.empty((room, 4), np.int32), np.zeros(2, np.int64), bound)
+    _stand(own, shared, place, desk)
     size = 0
-    for length in range(len(context), 0, -1):
-        tail = context[len(context) - length :]
-        p, s = locate(private, tail), locate(shared, tail)
-        if p != 0 or s != 0:
+    for length in range(longest, 0, -1):
+        if desk.slots[0, 0, length] != 0 or desk.slots[0, 1, length] != 0:
             deepest = min(max_depth, branch_length - length)
-            size = _stage(private, shared, prompt_weight, frontier, draft, size, deepest, p, s)
-        if size >= enough:
+            size = _stage(own, shared, weight, desk, draft, size, length, deepest, single)
+        if size >= enough or (single and size > 0):
             break
     return size
 
 
-@compiled
-def unmerge(draft: Draft, size: int) -> Draft:
+def unmerge(draft: Draft) -> Draft:
     """The draft's branches side by side, likeliest leaf first, as far as the budget goes (section 4.2.1)."""
-    tokens, parents, probability = draft
-    inner = np.zeros(size, np.bool_)
-    for node in range(size):
-        if parents[node] != ROOT:
-            inner[parents[node]] = True
-    leaves = np.flatnonzero(~inner)
-    leaves = leaves[np.argsort(-probability[leaves], kind="mergesort")]
-    out = Draft(np.empty_like(tokens), np.empty_like(parents), np.empty_like(probability))
-    path = np.empty(size, np.int64)
-    end = 0
+    tokens, parents, probability = (part.tolist() for part in draft)
+    leaves = sorted(set(range(len(tokens))) - set(parents), key=lambda leaf: -probability[leaf])
+    copied: list[int] = []
+    above: list[int] = []
     for leaf in leaves:
-        length = 0
-        node = int(leaf)
+        path, node = [], leaf
         while node != ROOT:
-            path[length] = node
-            length += 1
-            node = int(parents[node])
-        for step in range(min(length, len(tokens) - end)):
-            node = int(path[length - 1 - step])
-            out.tokens[end], out.probability[end] = tokens[node], probability[node]
-            out.parents[end] = ROOT if step == 0 else end - 1
-            end += 1
-    return Draft(out.tokens[:end], out.parents[:end], out.probability[:end])
+            path.append(node)
+            node = parents[node]
+        room = len(tokens) - len(copied)
+        above += [ROOT if step == 0 else len(copied) + step - 1 for step in range(min(len(path), room))]
+        copied += path[::-1][:room]
+    order = np.array(copied, np.int64)
+    return Draft(draft.tokens[order], np.array(above, np.int64), draft.probability[order])
