@@ -19,7 +19,7 @@ RECIPES: dict[str, Callable[[], Drafter]] = {
     "trie-single": lambda: TrieDrafter(TrieConfig(form="single")),
     "trie-parallel": lambda: TrieDrafter(TrieConfig(form="parallel")),
 }
-"""``trie`` merges all it knows by probability, the others are the Lookahead paper's forms; ``none`` is plain autoregression."""
+"""``trie`` merges all it knows by probability; the others are the Lookahead paper's forms; ``none`` drafts nothing."""
 
 
 def build_drafter(name: str) -> Drafter:

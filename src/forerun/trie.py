@@ -16,11 +16,13 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from forerun import bestfirst, mixing, multibranch, trie_file
-from forerun.bestfirst import Desk, Draft, Place
-from forerun.contexts import CHUNK, ORDERS, Index
-from forerun.history import UNWRITTEN
-from forerun.mixing import Mixer
+from forerun import trie_file
+from forerun.index import arrays, bestfirst, learning, mixing, multibranch, place
+from forerun.index.arrays import CHUNK, ORDERS, Index
+from forerun.index.desk import Desk, Draft
+from forerun.index.history import UNWRITTEN
+from forerun.index.learning import OWN_HINTS, OWN_TIGHT
+from forerun.index.place import Place
 from forerun.tree import IntArray
 from forerun.trie_file import TrieFileError
 
@@ -107,7 +109,7 @@ class Trie:
         self.config = config or TrieConfig()
         self._shared: dict[str, _Namespace] = {}
         self._live: dict[int, _Live] = {}
-        self._mixer = mixing.trained()
+        self._mixer = mixing.untrained()
         self._desk = Desk.allocate(64)
 
     def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
@@ -127,10 +129,8 @@ class Trie:
         tokens = _checked(prompt)
         kept = tokens[-self.config.prompt_capacity :]
         live = _Live(namespace, Index.for_tokens(len(kept) + min(expected, 4096)), Place.start(), len(tokens))
-        for start in range(0, len(kept), 4 * PIECE if len(kept) < 4096 else 4096):
-            piece = kept[start : start + (4 * PIECE if len(kept) < 4096 else 4096)]
-            live.own = live.own.with_hints()
-            bestfirst.ingest(live.own, live.place, piece)
+        live.own = live.own.with_hints(len(kept))
+        place.ingest(live.own, live.place, kept)
         self._live[request_id] = live
 
     def extend(self, request_id: int, tokens: Tokens) -> None:
@@ -144,12 +144,18 @@ class Trie:
         rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
         for start in range(0, len(new), PIECE):
             piece = new[start : start + PIECE]
-            self._make_room(space, len(piece))
-            if live.own.tight:
-                live.own = live.own.grown()
-            live.own = live.own.with_hints()
-            bestfirst.extend(live.own, space.index, live.place, self._mixer, self._desk, piece, rate)
+            needs = learning.extend(live.own, space.index, live.place, self._mixer, self._desk, piece, rate)
+            if needs:
+                self._supply(live, space, needs, len(piece))
         live.length += len(new)
+
+    def _supply(self, live: _Live, space: _Namespace, needs: int, tokens: int) -> None:
+        """Make the room that an extension by so many tokens asked for."""
+        if needs & OWN_TIGHT:
+            live.own = live.own.grown()
+        if needs & OWN_HINTS:
+            live.own = live.own.with_hints()
+        self._make_room(space, tokens)
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
@@ -178,14 +184,14 @@ class Trie:
         draft = Draft(draft.tokens[:size], draft.parents[:size], draft.probability[:size])
         return multibranch.unmerge(draft) if self.config.form == "parallel" else draft
 
-    def _fill(self, live: _Live, place: Place, draft: Draft, max_depth: int) -> int:
+    def _fill(self, live: _Live, where: Place, draft: Draft, max_depth: int) -> int:
         config, shared = self.config, self._index(live)
         if config.form == "merged":
-            return bestfirst.grow(live.own, shared, place, self._mixer, self._desk, draft, max_depth)
+            return bestfirst.grow(live.own, shared, where, self._mixer, self._desk, draft, max_depth)
         return multibranch.retrieve(
             live.own,
             shared,
-            place,
+            where,
             float(config.prompt_weight),
             self._desk,
             draft,
@@ -212,18 +218,18 @@ class Trie:
             self._publish(self._namespace(namespace), _checked(sequence))
 
     def _publish(self, space: _Namespace, tokens: IntArray) -> None:
-        place = Place.start()
+        where = Place.start()
         for start in range(0, len(tokens), PIECE):
             piece = tokens[start : start + PIECE]
             self._make_room(space, len(piece))
-            bestfirst.publish(space.index, place, piece)
-        if place.ends[3]:
-            space.outputs.append(int(place.ends[3]))
+            place.publish(space.index, where, piece)
+        if where.ends[3]:
+            space.outputs.append(int(where.ends[3]))
 
     def _make_room(self, space: _Namespace, tokens: int) -> None:
         """Let the oldest outputs go while the namespace is nearly full, a few tokens for each new one."""
         patience = PATIENCE * tokens
-        while space.index.tight and patience > 0 and (space.leaving or space.outputs):
+        while arrays.tight(space.index) and patience > 0 and (space.leaving or space.outputs):
             self._withdraw(space)
             patience -= PIECE
         space.index = space.index.with_hints()
@@ -233,7 +239,7 @@ class Trie:
         if space.leaving is None:
             space.leaving = Place.start()
             space.leaving.ends[1] = space.outputs.popleft() * CHUNK
-        done = bestfirst.withdraw(space.index, space.leaving, PIECE)
+        done = place.withdraw(space.index, space.leaving, PIECE)
         if done:
             space.leaving = None
         return done
@@ -318,9 +324,9 @@ def _moved(live: _Live, shared: Index, pending: Tokens) -> Place:
     """Where the text stands behind tokens that are not taken in."""
     if not len(pending):
         return live.place
-    place = Place(*(part.copy() for part in live.place))
-    bestfirst.skip(live.own, shared, place, _checked(pending))
-    return place
+    where = Place(live.place.hashes.copy(), live.place.copies.copy(), live.place.ends.copy())
+    place.skip(live.own, shared, where, _checked(pending))
+    return where
 
 
 def _text(index: Index, chunk: int) -> IntArray:
@@ -330,7 +336,8 @@ def _text(index: Index, chunk: int) -> IntArray:
         parts.append(index.text[chunk, :CHUNK])
         chunk = int(index.text[chunk, CHUNK])
     tokens = np.concatenate(parts).astype(np.int64)
-    return tokens[tokens != UNWRITTEN]
+    written: IntArray = tokens[tokens != UNWRITTEN]
+    return written
 
 
 def _checked(tokens: Tokens) -> IntArray:
@@ -339,7 +346,7 @@ def _checked(tokens: Tokens) -> IntArray:
         array = array.copy()
     if array.ndim != 1:
         raise ValueError(f"tokens have shape {array.shape}; allowed: a vector")
-    wrong = (array < 0) | (array >= 1 << 31)
-    if wrong.any():
-        raise ValueError(f"token id is {array[wrong][0]}; allowed: 0 to 2**31 - 1")
+    if not arrays.valid(array):
+        wrong = array[(array < 0) | (array >= 1 << 31)][0]
+        raise ValueError(f"token id is {wrong}; allowed: 0 to 2**31 - 1")
     return array

@@ -30,9 +30,7 @@ class TrieFileError(ValueError):
     """The file is no trie of this version, or it is damaged."""
 
 
-def write(
-    path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArray]], learned: FloatArray
-) -> None:
+def write(path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArray]], learned: FloatArray) -> None:
     """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
 
     Raises:

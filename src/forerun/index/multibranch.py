@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from forerun.bestfirst import DEPTH, Desk, Draft, Place, _least, _offer, _stand
-from forerun.contexts import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, compiled, find, mix
-from forerun.mixing import LIKELY, NONE, SIZE, TOKEN, WIDTH, Board, candidate, clear
+from forerun.index.arrays import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, compiled, find, mix
+from forerun.index.bestfirst import offer
+from forerun.index.desk import Desk, Draft, stand
+from forerun.index.evidence import NONE, SIZE, TOKEN, WIDTH, Board, candidate, clear
+from forerun.index.mixing import LIKELY
+from forerun.index.place import DEPTH, Place
 from forerun.tree import ROOT
 
 DISCOUNT, DOUBT, FADE = 0.75, 0.5, 0.8
@@ -41,8 +44,10 @@ def _followers(index: Index, slot: int, factor: float, found: Board) -> float:
         number = candidate(found, token, True)
         if number != NONE:
             weight = 0.0 if number == before else found.result[number, LIKELY]
-            found.result[number, LIKELY] = weight + factor * (total if value >= 0 else index.blocks[block + entry, COUNT])
-    return factor * total
+            found.result[number, LIKELY] = weight + factor * (
+                total if value >= 0 else index.blocks[block + entry, COUNT]
+            )
+    return float(factor * total)
 
 
 @compiled
@@ -58,7 +63,7 @@ def _expand(own: Index, shared: Index, weight: float, desk: Desk, at: int, order
     factor = chance / total if chance > 0 else 1.0
     bound = len(desk.chances) // 2
     for number in range(found.seen[SIZE]):
-        _offer(desk, bound, factor * found.result[number, LIKELY], found.names[number, TOKEN] << 26 | at << 6)
+        offer(desk, bound, factor * found.result[number, LIKELY], found.names[number, TOKEN] << 26 | at << 6)
     return total
 
 
@@ -83,7 +88,15 @@ def _enter(desk: Desk, above: int, at: int, token: int) -> None:
 
 @compiled
 def _stage(
-    own: Index, shared: Index, weight: float, desk: Desk, draft: Draft, size: int, length: int, deepest: int, single: bool
+    own: Index,
+    shared: Index,
+    weight: float,
+    desk: Desk,
+    draft: Draft,
+    size: int,
+    length: int,
+    deepest: int,
+    single: bool,
 ) -> int:
     """Add the branches behind the last ``length`` tokens to the draft; its new size."""
     ends = desk.ends
@@ -143,7 +156,7 @@ def retrieve(
     Returns:
         The number of nodes in the draft.
     """
-    _stand(own, shared, place, desk)
+    stand(own, shared, place, desk)
     size = 0
     for length in range(longest, 0, -1):
         if desk.slots[0, 0, length] != 0 or desk.slots[0, 1, length] != 0:

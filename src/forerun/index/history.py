@@ -7,13 +7,28 @@ from __future__ import annotations
 
 import numpy as np
 
-from forerun.contexts import AFTER, BEFORE, CHUNK, CHUNKS, TEXT_FREE, TEXT_TOP, HashArray, Index, Int32Array, compiled, mix
+from forerun.index.arrays import (
+    AFTER,
+    BEFORE,
+    CHUNK,
+    CHUNKS,
+    TEXT_FREE,
+    TEXT_TOP,
+    HashArray,
+    Index,
+    Int32Array,
+    compiled,
+    mix,
+)
 
 REACH = 5
 """Tokens that must agree before a copy starts."""
+
 FAR = 32
 """Agreement beyond this many tokens is not counted."""
+
 UNWRITTEN = -1
+
 START = -1
 """Stands before a text's first token in its contexts."""
 
@@ -70,10 +85,8 @@ def _chunk(index: Index, before: int) -> int:
 @compiled
 def append(index: Index, end: int, token: int) -> int:
     """Write a token behind the one at ``end`` (0: a text's first); its position, or 0 if there is no room."""
-    if end != 0 and end % CHUNK < CHUNK - 1:
-        position = end + 1
-    else:
-        position = _chunk(index, end // CHUNK) * CHUNK
+    inside = end != 0 and end % CHUNK < CHUNK - 1
+    position = end + 1 if inside else _chunk(index, end // CHUNK) * CHUNK
     if position != 0:
         index.text[position // CHUNK, position % CHUNK] = token
     return position
@@ -137,4 +150,3 @@ def advance(hashes: HashArray, source: int, token: int) -> None:
     """The hashes of a source after one more token."""
     for length in range(REACH, 0, -1):
         hashes[source, length] = mix(hashes[source, length - 1], token)
-
