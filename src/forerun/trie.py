@@ -55,7 +55,7 @@ class TrieConfig:
 
     capacity: int = 1 << 27
     prompt_capacity: int = 1 << 20
-    learning_rate: float = 0.002
+    learning_rate: float = 0.003
     form: Form = "merged"
     branch_length: int = 12
     max_prefix: int = ORDERS

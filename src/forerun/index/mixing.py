@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from forerun.index.arrays import ORDERS, FloatArray, compiled
 from forerun.index.evidence import (
@@ -22,6 +23,7 @@ from forerun.index.evidence import (
     COPY,
     COPY_CELLS,
     ELSE,
+    MISSES,
     NONE,
     OWN,
     SAID,
@@ -56,12 +58,12 @@ class Mixer(NamedTuple):
     """What was learned.
 
     Attributes:
-        cells: log-odds, probability and uses of each piece of evidence, and a stamp; float64 ``[4, CELLS]``.
+        cells: log-odds, probability and uses of each piece of evidence, and a stamp; float32 ``[4, CELLS]``.
         weights: float64 ``[SETS, INPUTS]``.
         correction: probability at each knot, float64 ``[SETS + 1, KNOTS]``; the last row is the logistic function.
     """
 
-    cells: FloatArray
+    cells: npt.NDArray[np.float32]
     weights: FloatArray
     correction: FloatArray
 
@@ -180,12 +182,13 @@ def untrained() -> Mixer:
     contexts = np.where(counts > 0, (counts - 0.6) / (totals + 0.3), 0.03 / (totals + 1)).clip(0.002, 0.95)
     cells = np.full((4, CELLS), 0.01)
     cells[CHANCE, :COPY_CELLS] = np.tile(np.repeat(contexts.ravel(), STATES), 2 * ORDERS)
-    says = np.where(np.arange(TOKEN_CELLS - COPY_CELLS) % 2, 0.7, 0.005)
-    cells[CHANCE, COPY_CELLS:TOKEN_CELLS] = says
+    agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
+    says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
+    cells[CHANCE, COPY_CELLS:TOKEN_CELLS] = np.tile(says.ravel(), 2)
     cells[STRETCHED] = np.log(cells[CHANCE] / (1 - cells[CHANCE]))
     cells[SEEN:] = 0
     weights = np.full((SETS, INPUTS), 0.3)
     weights[:, BIAS] = 0
-    weights[:, ALONE:BIAS] = 0.3
+    weights[2::3, COPY:ALONE] = 0.9  # a long copy says the candidate
     correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))
-    return Mixer(cells, weights, correction)
+    return Mixer(cells.astype(np.float32), weights, correction)
