@@ -10,8 +10,7 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     ["tree", "sampling", "stats", "request", "verify"],
-    ["ngrams"],
-    ["multibranch", "trie_file"],
+    ["index", "trie_file"],
     ["trie"],
     ["attention", "block"],
     ["caches"],

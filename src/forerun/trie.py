@@ -18,10 +18,10 @@ import numpy as np
 
 from forerun import trie_file
 from forerun.index import arrays, bestfirst, learning, mixing, multibranch, place
-from forerun.index.arrays import CHUNK, ORDERS, Index
+from forerun.index.arrays import CHUNK, ORDERS, TOKENS, Index
 from forerun.index.desk import Desk, Draft
 from forerun.index.history import UNWRITTEN
-from forerun.index.learning import OWN_HINTS, OWN_TIGHT
+from forerun.index.learning import OWN_HINTS
 from forerun.index.place import Place
 from forerun.tree import IntArray
 from forerun.trie_file import TrieFileError
@@ -90,12 +90,13 @@ class _Namespace:
 
 @dataclass
 class _Live:
-    """A request."""
+    """A request: its text, where it stands, its length, and the tokens that there is room for."""
 
     namespace: str
     own: Index
     place: Place
     length: int
+    room: int
 
 
 class Trie:
@@ -128,7 +129,8 @@ class Trie:
             raise ValueError(f"request {request_id} has begun already")
         tokens = _checked(prompt)
         kept = tokens[-self.config.prompt_capacity :]
-        live = _Live(namespace, Index.for_tokens(len(kept) + min(expected, 4096)), Place.start(), len(tokens))
+        room = len(kept) + min(expected, 4096)
+        live = _Live(namespace, Index.for_tokens(room), Place.start(), len(tokens), room)
         live.own = live.own.with_hints(len(kept))
         place.ingest(live.own, live.place, kept)
         self._live[request_id] = live
@@ -142,6 +144,8 @@ class Trie:
         live, new = self._of(request_id), _checked(tokens)
         space = self._namespace(live.namespace)
         rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
+        while live.room < live.own.state[TOKENS] + len(new):
+            live.own, live.room = live.own.grown(), 2 * live.room
         for start in range(0, len(new), PIECE):
             piece = new[start : start + PIECE]
             needs = learning.extend(live.own, space.index, live.place, self._mixer, self._desk, piece, rate)
@@ -151,8 +155,6 @@ class Trie:
 
     def _supply(self, live: _Live, space: _Namespace, needs: int, tokens: int) -> None:
         """Make the room that an extension by so many tokens asked for."""
-        if needs & OWN_TIGHT:
-            live.own = live.own.grown()
         if needs & OWN_HINTS:
             live.own = live.own.with_hints()
         self._make_room(space, tokens)
@@ -182,7 +184,7 @@ class Trie:
                 self._desk = Desk.allocate(budget)
             size = self._fill(live, _moved(live, self._index(live), pending), draft, max_depth)
         draft = Draft(draft.tokens[:size], draft.parents[:size], draft.probability[:size])
-        return multibranch.unmerge(draft) if self.config.form == "parallel" else draft
+        return multibranch.unmerge(draft, budget) if self.config.form == "parallel" else draft
 
     def _fill(self, live: _Live, where: Place, draft: Draft, max_depth: int) -> int:
         config, shared = self.config, self._index(live)

@@ -26,7 +26,7 @@ def learn(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, tok
     teach(mixer, found, token, rate)
 
 
-OWN_TIGHT, SHARED_TIGHT, OWN_HINTS, SHARED_HINTS = 1, 2, 4, 8
+OWN_HINTS, SHARED_TIGHT, SHARED_HINTS = 1, 2, 4
 
 
 @compiled
@@ -34,13 +34,13 @@ def extend(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, to
     """Take in generated tokens: learn from them, count them in both texts, follow the copies.
 
     Returns:
-        Which of the two need room before the next call, or larger tables of hints; a sum of the names above.
+        Which of the two need larger tables of hints, or room, before the next call; a sum of the names above.
     """
     for token in tokens:
         if rate > 0:
             learn(own, shared, place, mixer, desk, token, rate)
         take(own, 0, own, place, token)
         take(shared, 1, own, place, token)
-    needs = (OWN_TIGHT if tight(own) else 0) + (SHARED_TIGHT if tight(shared) else 0)
-    needs += OWN_HINTS if own.state[TOKENS] > len(own.hints) else 0
+    needs = OWN_HINTS if own.state[TOKENS] > len(own.hints) else 0
+    needs += SHARED_TIGHT if tight(shared) else 0
     return needs + (SHARED_HINTS if shared.state[TOKENS] > len(shared.hints) else 0)

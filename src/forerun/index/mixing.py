@@ -22,6 +22,7 @@ from forerun.index.evidence import (
     CELLS,
     COPY,
     COPY_CELLS,
+    COUNTS,
     ELSE,
     MISSES,
     NONE,
@@ -32,6 +33,7 @@ from forerun.index.evidence import (
     STATES,
     TOKEN,
     TOKEN_CELLS,
+    TOTALS,
     Board,
     Facts,
 )
@@ -178,10 +180,13 @@ def restore(learned: FloatArray) -> Mixer | None:
 def untrained() -> Mixer:
     """A mixer that expects what relative frequencies suggest."""
     counts = np.array([0, 1, 2, 3, 4.5, 8, 20, 60, 0])[:, None]
-    totals = np.maximum(np.array([0, 1, 2, 3, 4, 5.5, 8, 15, 40, 150]), np.maximum(counts, 1))
-    contexts = np.where(counts > 0, (counts - 0.6) / (totals + 0.3), 0.03 / (totals + 1)).clip(0.002, 0.95)
+    totals = np.maximum(np.array([0.5, 1, 2, 3, 4, 5.5, 8, 15, 40, 150]), np.maximum(counts, 1))
     cells = np.full((4, CELLS), 0.01)
-    cells[CHANCE, :COPY_CELLS] = np.tile(np.repeat(contexts.ravel(), STATES), 2 * ORDERS)
+    contexts = cells[CHANCE, :COPY_CELLS].reshape(2, ORDERS, COUNTS, TOTALS, STATES)
+    for order, discount in enumerate((0.58, 0.45, 0.4, 0.33)):
+        share = np.where(counts > 0, (counts - discount) / (totals + 0.2), 0.03 * (order + 1) / (totals + 1))
+        share[-1] = 0.015 / (totals[-1] + 1)
+        contexts[:, order] = share.clip(0.002, 0.95)[..., None]
     agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     cells[CHANCE, COPY_CELLS:TOKEN_CELLS] = np.tile(says.ravel(), 2)
@@ -189,6 +194,8 @@ def untrained() -> Mixer:
     cells[SEEN:] = 0
     weights = np.full((SETS, INPUTS), 0.3)
     weights[:, BIAS] = 0
+    weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens
+    weights[0, ALONE:BIAS] = 0.5
     weights[2::3, COPY:ALONE] = 0.9  # a long copy says the candidate
     correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))
     return Mixer(cells.astype(np.float32), weights, correction)

@@ -167,7 +167,7 @@ def retrieve(
     return size
 
 
-def unmerge(draft: Draft) -> Draft:
+def unmerge(draft: Draft, budget: int) -> Draft:
     """The draft's branches side by side, likeliest leaf first, as far as the budget goes (section 4.2.1)."""
     tokens, parents, probability = (part.tolist() for part in draft)
     leaves = sorted(set(range(len(tokens))) - set(parents), key=lambda leaf: -probability[leaf])
@@ -178,7 +178,7 @@ def unmerge(draft: Draft) -> Draft:
         while node != ROOT:
             path.append(node)
             node = parents[node]
-        room = len(tokens) - len(copied)
+        room = budget - len(copied)
         above += [ROOT if step == 0 else len(copied) + step - 1 for step in range(min(len(path), room))]
         copied += path[::-1][:room]
     order = np.array(copied, np.int64)
