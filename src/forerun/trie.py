@@ -53,7 +53,7 @@ class TrieConfig:
         prompt_weight: in the paper's forms, what an occurrence in the request's own text counts for, against 1.
     """
 
-    capacity: int = 1 << 27
+    capacity: int = 1 << 26
     prompt_capacity: int = 1 << 20
     learning_rate: float = 0.003
     form: Form = "merged"

@@ -180,6 +180,8 @@ def _followers(index: Index, slot: int, source: int, order: int, facts: Facts, b
     last = blocks[block, COUNT]
     for entry in range(1, min(blocks[block, FOLLOWER], WIDTH) + 1):
         count = blocks[block + entry, COUNT]
+        if count <= least * total and entry != last:  # those behind are rarer still
+            break
         cell = _cell(number, _count_class(count), total_class, 1 if entry == last else 0)
         _note(board, source, order, blocks[block + entry, FOLLOWER], cell, count > least * total)
     if last > WIDTH:
