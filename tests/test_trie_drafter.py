@@ -94,7 +94,8 @@ def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
     assert len(drafter.propose(request, 4))
     drafter.finish(request)
     drafter.finish(request)
-    assert drafter.nbytes == 0
+    assert drafter.trie.tokens("default") == 0
+    assert drafter.nbytes < 4096
 
 
 def test_warming_teaches_one_namespace_an_answer() -> None:

@@ -130,6 +130,7 @@ class Trie:
         tokens = _checked(prompt)
         kept = tokens[-self.config.prompt_capacity :]
         room = len(kept) + min(expected, 4096)
+        self._namespace(namespace)
         live = _Live(namespace, Index.for_tokens(room), Place.start(), len(tokens), room)
         live.own = live.own.with_hints(len(kept))
         place.ingest(live.own, live.place, kept)

@@ -11,6 +11,8 @@ file only: who edits one of this folder deletes its ``__pycache__``.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -45,6 +47,7 @@ in use; from the last on, the first free block of 1, 2, 4, ... rows."""
 CLASSES = 26
 
 FIRST_HINTS = 1 << 8
+LARGE = 1 << 20
 
 BYTES_PER_TOKEN = 72
 """Reserved for each token of a namespace's capacity; what is used is less, and depends on the text."""
@@ -86,7 +89,7 @@ class Index(NamedTuple):
         state = np.zeros(BLOCK_FREE + CLASSES, np.int64)
         state[MASK], state[TOP], state[BLOCK_TOP], state[TEXT_TOP] = 15, 1, 1, 1
         shapes = ((slots + 1, 4), (slots + 16,), (rows + 1, 2), (chunks + 1, CHUNK + 2), (FIRST_HINTS,))
-        slots_, heads, blocks, text, hints = (np.zeros(shape, np.int32) for shape in shapes)
+        slots_, heads, blocks, text, hints = (_zeros(shape) for shape in shapes)
         return cls(slots_, heads, blocks, text, hints, np.full(RECENT, -1, np.int32), state)
 
     @classmethod
@@ -119,6 +122,14 @@ class Index(NamedTuple):
         """Twice the room, the same content."""
         more = [np.concatenate([part, np.zeros_like(part)]) for part in self[:4]]
         return self._replace(slots=more[0], heads=more[1], blocks=more[2], text=more[3])
+
+
+def _zeros(shape: tuple[int, ...]) -> Int32Array:
+    """An int32 array of zeros; a large one is mapped, for what ``calloc`` takes from the heap is cleared at once."""
+    size = 4 * math.prod(shape)
+    if size < LARGE:
+        return np.zeros(shape, np.int32)
+    return np.frombuffer(mmap.mmap(-1, size), np.int32).reshape(shape)
 
 
 def compiled(function: F) -> F:

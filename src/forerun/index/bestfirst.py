@@ -28,7 +28,7 @@ from forerun.index.evidence import (
 from forerun.index.mixing import LIKELY, STRETCHED, Mixer, corrected, odds_alone, weigh
 from forerun.index.place import DEPTH, POSITION, Place, follow_copy
 
-CUT_ALONE, CUT_SHORT, CUT = 0.03, 0.2, 0.6
+CUT_ALONE, CUT_SHORT, CUT = 0.02, 0.15, 0.5
 """A node is expanded without the tokens that only their frequency speaks for, without contexts of one token, or not at
 all, when the least of the nodes that the draft would take otherwise is likelier than this share of it."""
 
@@ -65,7 +65,7 @@ def _expand(own: Index, shared: Index, mixer: Mixer, desk: Desk, at: int, bound:
         return
     hear(own, 0, desk.copies, at, facts)
     hear(shared, 1, desk.copies, at, facts)
-    gather(own, shared, desk.slots, at, facts, found, 2 if share > CUT_SHORT else 1, share)
+    gather(own, shared, desk.slots, at, facts, found, 2 if share > CUT_SHORT else 1, 2 * share)
     for number in range(found.seen[SIZE]):
         complete(found, number, facts)
         likely = chance * weigh(mixer, found, number, facts)

@@ -51,7 +51,7 @@ COPY, ALONE, BIAS = 2 * ORDERS, 2 * ORDERS + 2, 2 * ORDERS + 4
 ROOM = 64
 """Candidates of one position at most."""
 
-WIDTH = 32
+WIDTH = 24
 """Followers of one context that are looked at."""
 
 ENOUGH = 24
