@@ -9,19 +9,18 @@ requests. What evidence is worth (``mixing``) is learned over all namespaces; it
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from forerun import trie_file
 from forerun.index import arrays, bestfirst, learning, mixing, multibranch, place
-from forerun.index.arrays import CHUNK, ORDERS, TOKENS, Index
+from forerun.index.arrays import ORDERS, TOKENS, Index
 from forerun.index.desk import Desk, Draft
-from forerun.index.history import UNWRITTEN
 from forerun.index.learning import OWN_HINTS
+from forerun.index.namespace import PIECE, Namespace
 from forerun.index.place import Place
 from forerun.tree import IntArray
 from forerun.trie_file import TrieFileError
@@ -30,11 +29,6 @@ __all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
 
 Form = Literal["merged", "hierarchical", "parallel", "single"]
 Tokens = Sequence[int] | IntArray
-
-PIECE = 32
-"""Tokens that are taken in between two looks at the capacity."""
-PATIENCE = 4
-"""Tokens that an old output gives up for each new one, once a namespace is full."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +74,6 @@ def _demand(name: str, value: object, holds: bool, allowed: str) -> None:
 
 
 @dataclass
-class _Namespace:
-    """Outputs, oldest first, by their first chunk of text; and where the one that is on its way out stands."""
-
-    index: Index
-    outputs: deque[int] = field(default_factory=deque)
-    leaving: Place | None = None
-
-
-@dataclass
 class _Live:
     """A request: its text, where it stands, its length, and the tokens that there is room for."""
 
@@ -108,7 +93,7 @@ class Trie:
 
     def __init__(self, config: TrieConfig | None = None) -> None:
         self.config = config or TrieConfig()
-        self._shared: dict[str, _Namespace] = {}
+        self._shared: dict[str, Namespace] = {}
         self._live: dict[int, _Live] = {}
         self._mixer = mixing.untrained()
         self._desk = Desk.allocate(64)
@@ -154,11 +139,11 @@ class Trie:
                 self._supply(live, space, needs, len(piece))
         live.length += len(new)
 
-    def _supply(self, live: _Live, space: _Namespace, needs: int, tokens: int) -> None:
+    def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
         """Make the room that an extension by so many tokens asked for."""
         if needs & OWN_HINTS:
             live.own = live.own.with_hints()
-        self._make_room(space, tokens)
+        space.make_room(tokens)
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
@@ -208,8 +193,8 @@ class Trie:
     def finish(self, request_id: int) -> None:
         """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
         live = self._live.pop(request_id, None)
-        if live is not None and live.place.ends[3]:
-            self._shared[live.namespace].outputs.append(int(live.place.ends[3]))
+        if live is not None:
+            self._namespace(live.namespace).close(live.place)
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
         """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
@@ -218,41 +203,11 @@ class Trie:
             ValueError: if a token is not in [0, 2**31); the sequences before it are counted.
         """
         for sequence in sequences:
-            self._publish(self._namespace(namespace), _checked(sequence))
-
-    def _publish(self, space: _Namespace, tokens: IntArray) -> None:
-        where = Place.start()
-        for start in range(0, len(tokens), PIECE):
-            piece = tokens[start : start + PIECE]
-            self._make_room(space, len(piece))
-            place.publish(space.index, where, piece)
-        if where.ends[3]:
-            space.outputs.append(int(where.ends[3]))
-
-    def _make_room(self, space: _Namespace, tokens: int) -> None:
-        """Let the oldest outputs go while the namespace is nearly full, a few tokens for each new one."""
-        patience = PATIENCE * tokens
-        while arrays.tight(space.index) and patience > 0 and (space.leaving or space.outputs):
-            self._withdraw(space)
-            patience -= PIECE
-        space.index = space.index.with_hints()
-
-    def _withdraw(self, space: _Namespace) -> bool:
-        """Take a piece of the oldest output back; whether that was its last."""
-        if space.leaving is None:
-            space.leaving = Place.start()
-            space.leaving.ends[1] = space.outputs.popleft() * CHUNK
-        done = place.withdraw(space.index, space.leaving, PIECE)
-        if done:
-            space.leaving = None
-        return done
+            self._namespace(namespace).publish(_checked(sequence))
 
     def withdraw(self, namespace: str) -> None:
         """Take the namespace's oldest finished output back, in time proportional to its length."""
-        space = self._namespace(namespace)
-        if space.leaving or space.outputs:
-            while not self._withdraw(space):
-                pass
+        self._namespace(namespace).withdraw()
 
     def length(self, request_id: int) -> int:
         """Tokens of a live request that were taken in, its prompt included."""
@@ -301,7 +256,7 @@ class Trie:
         if space is None:
             return []
         growing = [int(live.place.ends[3]) for live in self._live.values() if live.namespace == name]
-        return [_text(space.index, chunk) for chunk in (*space.outputs, *growing) if chunk]
+        return [space.text(chunk) for chunk in (*space.outputs, *growing) if chunk]
 
     def _of(self, request_id: int) -> _Live:
         live = self._live.get(request_id)
@@ -313,10 +268,10 @@ class Trie:
         space = self._shared.get(live.namespace)
         return _NOTHING if space is None else space.index
 
-    def _namespace(self, name: str) -> _Namespace:
+    def _namespace(self, name: str) -> Namespace:
         space = self._shared.get(name)
         if space is None:
-            space = self._shared[name] = _Namespace(Index.for_bytes(self.config.capacity))
+            space = self._shared[name] = Namespace(self.config.capacity)
         return space
 
 
@@ -330,17 +285,6 @@ def _moved(live: _Live, shared: Index, pending: Tokens) -> Place:
     where = Place(live.place.hashes.copy(), live.place.copies.copy(), live.place.ends.copy())
     place.skip(live.own, shared, where, _checked(pending))
     return where
-
-
-def _text(index: Index, chunk: int) -> IntArray:
-    """The tokens of a text by its first chunk."""
-    parts = []
-    while chunk:
-        parts.append(index.text[chunk, :CHUNK])
-        chunk = int(index.text[chunk, CHUNK])
-    tokens = np.concatenate(parts).astype(np.int64)
-    written: IntArray = tokens[tokens != UNWRITTEN]
-    return written
 
 
 def _checked(tokens: Tokens) -> IntArray:
