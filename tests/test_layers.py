@@ -11,8 +11,7 @@ SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     ["reference"],
     ["tree", "sampling", "stats", "request", "verify"],
-    ["ngrams"],
-    ["multibranch", "trie_file"],
+    ["index", "trie_file"],
     ["trie"],
     ["attention", "block"],
     ["caches"],

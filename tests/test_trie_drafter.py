@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun import multibranch, ngrams
 from forerun.drafters.trie import TrieDrafter
+from forerun.index import arrays, bestfirst, learning, multibranch, place
 from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.trie import Form, Trie, TrieConfig
@@ -49,12 +49,12 @@ def generate(drafter: TrieDrafter, prompt: list[int], answer: list[int], new: in
     st.lists(st.integers(0, 3), min_size=1, max_size=6),
     st.integers(1, 20),
     st.integers(0, 12),
-    st.sampled_from(["hierarchical", "parallel", "single"]),
+    st.sampled_from(["merged", "hierarchical", "parallel", "single"]),
 )
 def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
     prompt: list[int], answer: list[int], new: int, budget: int, form: Form
 ) -> None:
-    drafter = TrieDrafter(TrieConfig(branch_length=6, max_prefix=3, form=form))
+    drafter = TrieDrafter(TrieConfig(branch_length=6, max_prefix=3, capacity=1 << 16, form=form))
     request = Request(prompt, new)
     drafter.begin(request)
     while not request.finish_reason:
@@ -79,11 +79,11 @@ def test_an_answer_copied_from_the_prompt_takes_few_steps() -> None:
 def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing() -> None:
     answer = list(range(1, 31))
     drafter = TrieDrafter()
-    assert generate(drafter, [0], answer, 30) == 30
+    assert generate(drafter, [0], answer, 30) > 20
     assert generate(drafter, [0], answer, 30) < 8
     other = Request([1], 9, namespace="other")
     drafter.begin(other)
-    assert not len(drafter.propose(other, 8))
+    assert not set(answer) - {1} & set(drafter.propose(other, 8).tokens.tolist())
 
 
 def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
@@ -94,7 +94,8 @@ def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
     assert len(drafter.propose(request, 4))
     drafter.finish(request)
     drafter.finish(request)
-    assert drafter.nbytes == 0
+    assert drafter.trie.tokens("default") == 0
+    assert drafter.nbytes < 4096
 
 
 def test_warming_teaches_one_namespace_an_answer() -> None:
@@ -104,7 +105,7 @@ def test_warming_teaches_one_namespace_an_answer() -> None:
     drafter.warm("other", [[40, 41]])
     assert generate(drafter, [0], answer, 30) < 8
     assert drafter.nbytes == drafter.trie.nbytes > 0
-    assert drafter.trie.nodes("other") == 3
+    assert drafter.trie.tokens("other") == 2
 
 
 def test_no_draft_is_made_for_the_last_token() -> None:
@@ -114,18 +115,21 @@ def test_no_draft_is_made_for_the_last_token() -> None:
     assert not len(drafter.propose(request, 4))
 
 
-@pytest.mark.parametrize("form", ["hierarchical", "parallel", "single"])
+@pytest.mark.parametrize("form", ["merged", "hierarchical", "parallel", "single"])
 def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed(form: Form) -> None:
-    drafter = TrieDrafter(TrieConfig(branch_length=4, max_prefix=2, capacity=16, decay=0, prompt_weight=1, form=form))
+    drafter = TrieDrafter(TrieConfig(capacity=1 << 16, learning_rate=0, prompt_weight=1, form=form))
     drafter.warm_up()
     assert drafter.trie.nbytes == 0
-    functions = (multibranch.retrieve, multibranch.unmerge, ngrams.insert, ngrams.extend, ngrams.valid)
+    functions = [bestfirst.grow, multibranch.retrieve, learning.extend, arrays.valid, arrays.tight]
+    functions += [place.ingest, place.publish, place.withdraw, place.skip]
     before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
-    generate(drafter, [1, 2, 3, 1], [1, 2, 3, 4, 5], 40)
+    for _ in range(60):
+        generate(drafter, [1, 2, 3, 1], list(range(1, 30)), 40)
+    drafter.warm("default", [range(200)] * 30)
     frozen = np.arange(9)
     frozen.flags.writeable = False
     drafter.trie.begin(-1, "default", frozen)
-    drafter.trie.retrieve(-1, frozen[::2], np.int64(4), np.int64(4))  # type: ignore[arg-type]
+    drafter.trie.retrieve(-1, np.int64(4), np.int64(4), frozen[::2])  # type: ignore[arg-type]
     assert [len(function.signatures) for function in functions] == before  # type: ignore[attr-defined]
 
 

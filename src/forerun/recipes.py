@@ -15,10 +15,11 @@ RECIPES: dict[str, Callable[[], Drafter]] = {
     "lookup": LookupDrafter,
     "jacobi": JacobiDrafter,
     "trie": TrieDrafter,
+    "trie-hierarchical": lambda: TrieDrafter(TrieConfig(form="hierarchical")),
     "trie-single": lambda: TrieDrafter(TrieConfig(form="single")),
     "trie-parallel": lambda: TrieDrafter(TrieConfig(form="parallel")),
 }
-"""``trie`` is the paper's hierarchical form; ``none`` is plain autoregression."""
+"""``trie`` merges all it knows by probability; the others are the Lookahead paper's forms; ``none`` drafts nothing."""
 
 
 def build_drafter(name: str) -> Drafter:

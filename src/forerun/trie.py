@@ -1,9 +1,9 @@
-"""The trie of the Lookahead paper (section 4.3): what was generated, and what was asked, drafts what may come.
+"""What was generated, and what was asked, drafts what may come: the index behind the trie drafter.
 
-Each namespace has one shared index of the tokens generated in it. Each live request has a private index of the
-branches that hold a token of its prompt; no other request reads it, and it is freed as a whole when the request ends
-("branch eliminating"). Branches grow as tokens arrive: after every token, all of its last ``branch_length`` suffixes
-count. The indexes are ``ngrams.Ngrams``; ``multibranch`` reads them. Not thread-safe.
+Each namespace has one shared index of the outputs generated in it; each live request has an index of its own text,
+prompt included, which no other request reads and which is freed as a whole when the request ends ("branch
+eliminating", Lookahead paper, section 4.3). A namespace that reaches its capacity gives up its oldest outputs, as whole
+requests. What evidence is worth (``mixing``) is learned over all namespaces; it holds no text. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -15,54 +15,57 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from forerun import multibranch, ngrams, trie_file
-from forerun.multibranch import Draft
-from forerun.ngrams import LIVE, REMOVED, Int32Array, Ngrams
+from forerun import trie_file
+from forerun.index import arrays, bestfirst, learning, mixing, multibranch, place
+from forerun.index.arrays import ORDERS, TOKENS, Index
+from forerun.index.desk import Desk, Draft
+from forerun.index.learning import OWN_HINTS
+from forerun.index.namespace import PIECE, Namespace
+from forerun.index.place import Place
 from forerun.tree import IntArray
 from forerun.trie_file import TrieFileError
 
 __all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
 
-Form = Literal["hierarchical", "parallel", "single"]
+Form = Literal["merged", "hierarchical", "parallel", "single"]
 Tokens = Sequence[int] | IntArray
-
-_NOTHING = Ngrams.allocate(1)
 
 
 @dataclass(frozen=True)
 class TrieConfig:
-    """How branches are kept and drafted.
+    """How texts are kept and drafted.
 
     Attributes:
-        branch_length: tokens of a branch, context included (the paper's L_b).
-        max_prefix: longest context matched; less than ``branch_length``.
-        min_matches: a context that yields fewer nodes is joined by the next shorter one (the paper's N_m).
-        capacity: most nodes in a namespace; when it is reached, counts decay and nodes below one give way.
-        prompt_capacity: most nodes for a prompt; of a longer one the latest part is indexed.
-        prompt_weight: what an occurrence in the prompt counts for, one in the outputs counting 1.
-        decay: factor of the decay.
-        form: the draft's: branches merged on shared prefixes, side by side, or the likeliest alone.
+        capacity: most bytes of a namespace; when it is reached, the oldest outputs give way.
+        prompt_capacity: most tokens of a prompt; of a longer one the latest part is indexed.
+        learning_rate: of the weights of the merged form's evidence; 0 keeps them as they are.
+        form: the draft's: all contexts and both texts merged by estimated probability, or one of the paper's, by
+            frequency behind the longest context: branches merged on shared prefixes, side by side, or the likeliest.
+        branch_length: tokens of a branch in the paper's forms, context included (the paper's L_b).
+        max_prefix: longest context matched in the paper's forms.
+        min_matches: in the paper's forms, a context that yields fewer nodes is joined by the next shorter one (N_m).
+        prompt_weight: in the paper's forms, what an occurrence in the request's own text counts for, against 1.
     """
 
+    capacity: int = 1 << 26
+    prompt_capacity: int = 1 << 20
+    learning_rate: float = 0.003
+    form: Form = "merged"
     branch_length: int = 12
-    max_prefix: int = 6
+    max_prefix: int = ORDERS
     min_matches: int = 64
-    capacity: int = 1 << 20
-    prompt_capacity: int = 1 << 21
     prompt_weight: float = 2.0
-    decay: float = 0.5
-    form: Form = "hierarchical"
 
     def __post_init__(self) -> None:
-        _demand("branch_length", self.branch_length, 2 <= self.branch_length <= 256, "2 to 256")
-        _demand("max_prefix", self.max_prefix, 1 <= self.max_prefix < self.branch_length, "1 to branch_length - 1")
-        _demand("min_matches", self.min_matches, self.min_matches >= 1, "at least 1")
-        for name in ("capacity", "prompt_capacity"):
-            least, value = 4 * self.branch_length, getattr(self, name)
-            _demand(name, value, least <= value < 1 << 31, f"4 * branch_length ({least}) to 2**31 - 1")
-        _demand("prompt_weight", self.prompt_weight, 0 < self.prompt_weight <= 1e6, "above 0, to 1e6")
-        _demand("decay", self.decay, 0 <= self.decay <= 0.9, "0 to 0.9")
+        _demand("capacity", self.capacity, 1 << 16 <= self.capacity <= 1 << 36, "2**16 to 2**36")
+        _demand("prompt_capacity", self.prompt_capacity, 1 <= self.prompt_capacity <= 1 << 24, "1 to 2**24")
+        _demand("learning_rate", self.learning_rate, 0 <= self.learning_rate <= 0.1, "0 to 0.1")
         _demand("form", self.form, self.form in get_args(Form), f"one of {', '.join(get_args(Form))}")
+        _demand("branch_length", self.branch_length, 2 <= self.branch_length <= 256, "2 to 256")
+        _demand("max_prefix", self.max_prefix, 1 <= self.max_prefix <= ORDERS, f"1 to {ORDERS}")
+        _demand("max_prefix", self.max_prefix, self.max_prefix < self.branch_length, "less than branch_length")
+        _demand("min_matches", self.min_matches, self.min_matches >= 1, "at least 1")
+        _demand("prompt_weight", self.prompt_weight, 0 < self.prompt_weight <= 1e6, "above 0, to 1e6")
 
 
 def _demand(name: str, value: object, holds: bool, allowed: str) -> None:
@@ -72,19 +75,17 @@ def _demand(name: str, value: object, holds: bool, allowed: str) -> None:
 
 @dataclass
 class _Live:
-    """A request: its private index, and where its suffixes stand in both indexes (see ``ngrams.start``)."""
+    """A request: its text, where it stands, its length, and the tokens that there is room for."""
 
     namespace: str
-    private: Ngrams
-    border: Int32Array
-    cursors: Int32Array
-    recent: IntArray
-    removed: int = -1
-    generated: int = 0
+    own: Index
+    place: Place
+    length: int
+    room: int
 
 
 class Trie:
-    """N-gram index over namespaces and live requests.
+    """Index over namespaces and live requests.
 
     Args:
         config: see ``TrieConfig``.
@@ -92,122 +93,170 @@ class Trie:
 
     def __init__(self, config: TrieConfig | None = None) -> None:
         self.config = config or TrieConfig()
-        self._decay = float(self.config.decay)  # numbers of one type, or the functions would be compiled twice
-        self._shared: dict[str, Ngrams] = {}
+        self._shared: dict[str, Namespace] = {}
         self._live: dict[int, _Live] = {}
+        self._mixer = mixing.untrained()
+        self._desk = Desk.allocate(64)
 
-    def begin(self, request_id: int, namespace: str, prompt: Tokens) -> None:
+    def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
         """Start a request and index its prompt for it alone.
+
+        Args:
+            request_id: any number that is not live.
+            namespace: whose outputs it may be drafted and joins.
+            prompt: token ids.
+            expected: tokens that may be generated; room for them is made at once.
 
         Raises:
             ValueError: if the request is live already, or a token is not in [0, 2**31).
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id} has begun already")
-        config = self.config
-        tokens = _checked(prompt)[-(config.prompt_capacity // config.branch_length) :]
-        most = (len(tokens) + config.branch_length) * config.branch_length
-        private = Ngrams.allocate(min(most, config.prompt_capacity))
-        border = ngrams.start(config.branch_length)
-        ngrams.insert(private, border, tokens, self._decay)
-        border[0] = ngrams.DEAD  # what starts behind the prompt is not private
-        recent = np.zeros(config.branch_length - 1, np.int64)
-        self._live[request_id] = _Live(namespace, private, border, ngrams.start(config.branch_length), recent)
+        tokens = _checked(prompt)
+        kept = tokens[-self.config.prompt_capacity :]
+        room = len(kept) + min(expected, 4096)
+        self._namespace(namespace)
+        live = _Live(namespace, Index.for_tokens(room), Place.start(), len(tokens), room)
+        live.own = live.own.with_hints(len(kept))
+        place.ingest(live.own, live.place, kept)
+        self._live[request_id] = live
 
     def extend(self, request_id: int, tokens: Tokens) -> None:
-        """Count the generated ``tokens``; those that complete a branch with prompt tokens stay private.
+        """Take in generated ``tokens``: learn from them, count them.
 
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31); nothing is counted then.
         """
-        config, live, new = self.config, self._of(request_id), _checked(tokens)
-        if live.generated < config.branch_length - 1:
-            ngrams.insert(live.private, live.border, new, self._decay)
-        shared = self._namespace(live.namespace)
-        ngrams.extend(shared, live.cursors, live.recent, live.generated, live.removed, new, self._decay)
-        live.removed = int(shared.state[REMOVED])
-        live.generated += len(new)
+        live, new = self._of(request_id), _checked(tokens)
+        space = self._namespace(live.namespace)
+        rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
+        while live.room < live.own.state[TOKENS] + len(new):
+            live.own, live.room = live.own.grown(), 2 * live.room
+        for start in range(0, len(new), PIECE):
+            piece = new[start : start + PIECE]
+            needs = learning.extend(live.own, space.index, live.place, self._mixer, self._desk, piece, rate)
+            if needs:
+                self._supply(live, space, needs, len(piece))
+        live.length += len(new)
 
-    def retrieve(self, request_id: int, context_tail: Tokens, budget: int, max_depth: int) -> Draft:
-        """What may follow ``context_tail``, the last tokens of the request's text.
+    def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
+        """Make the room that an extension by so many tokens asked for."""
+        if needs & OWN_HINTS:
+            live.own = live.own.with_hints()
+        space.make_room(tokens)
+
+    def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
+        """What may follow the request's text.
+
+        Args:
+            request_id: a live request.
+            budget: most nodes.
+            max_depth: of the tree, in tokens.
+            pending: tokens behind the text that ``extend`` was not given yet.
 
         Returns:
             Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
-            ``[n]`` and probability of acceptance float64 ``[n]``, estimated from weighted relative frequencies.
+            ``[n]`` and estimated probability of acceptance float64 ``[n]``.
 
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31).
         """
-        config, live = self.config, self._of(request_id)
-        budget, single = max(budget, 0), config.form == "single"
+        live = self._of(request_id)
+        budget = max(budget, 0)
         draft = Draft(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget, np.float64))
-        context = _checked(context_tail[-config.max_prefix :])
-        if budget == 0 or max_depth < 1 or not len(context):
-            return multibranch.cut(draft, 0)
-        size = multibranch.retrieve(
-            live.private,
-            self._shared.get(live.namespace, _NOTHING),
+        size = 0
+        if budget and max_depth >= 1:
+            if len(self._desk.chances) <= 2 * budget:
+                self._desk = Desk.allocate(budget)
+            size = self._fill(live, _moved(live, self._index(live), pending), draft, max_depth)
+        draft = Draft(draft.tokens[:size], draft.parents[:size], draft.probability[:size])
+        return multibranch.unmerge(draft, budget) if self.config.form == "parallel" else draft
+
+    def _fill(self, live: _Live, where: Place, draft: Draft, max_depth: int) -> int:
+        config, shared = self.config, self._index(live)
+        if config.form == "merged":
+            return bestfirst.grow(live.own, shared, where, self._mixer, self._desk, draft, max_depth)
+        return multibranch.retrieve(
+            live.own,
+            shared,
+            where,
             float(config.prompt_weight),
-            context,
+            self._desk,
             draft,
-            1 if single else budget,
-            1 if single else config.min_matches,
+            config.max_prefix,
+            config.min_matches,
             max_depth,
             config.branch_length,
+            config.form == "single",
         )
-        if config.form == "parallel":
-            return multibranch.unmerge(draft, size)
-        return multibranch.cut(draft, size)
 
     def finish(self, request_id: int) -> None:
         """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
-        self._live.pop(request_id, None)
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._namespace(live.namespace).close(live.place)
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
-        """Count sequences as if they had been generated in ``namespace``.
+        """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
 
         Raises:
             ValueError: if a token is not in [0, 2**31); the sequences before it are counted.
         """
         for sequence in sequences:
-            tokens = _checked(sequence)
-            cursors = ngrams.start(self.config.branch_length)
-            ngrams.insert(self._namespace(namespace), cursors, tokens, self._decay)
+            self._namespace(namespace).publish(_checked(sequence))
 
-    def nodes(self, namespace: str) -> int:
-        """Nodes in use by the outputs of ``namespace``."""
-        shared = self._shared.get(namespace)
-        return 0 if shared is None else int(shared.state[LIVE])
+    def withdraw(self, namespace: str) -> None:
+        """Take the namespace's oldest finished output back, in time proportional to its length."""
+        self._namespace(namespace).withdraw()
+
+    def length(self, request_id: int) -> int:
+        """Tokens of a live request that were taken in, its prompt included."""
+        return self._of(request_id).length
+
+    def tokens(self, namespace: str) -> int:
+        """Tokens that the index of ``namespace`` holds."""
+        return sum(map(len, self._texts(namespace)))
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved for all namespaces and live requests."""
-        indexes = [*self._shared.values(), *(live.private for live in self._live.values())]
+        """Bytes in use for the texts of all namespaces and live requests, which is what grows."""
+        indexes = [*(space.index for space in self._shared.values()), *(live.own for live in self._live.values())]
         return sum(index.nbytes for index in indexes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the namespaces to ``path``, in one atomic step; prompts are never written.
+        """Write the namespaces and what was learned to ``path``, in one atomic step; prompts are never written.
 
         Raises:
             OSError: if it cannot be written, as on a full disk; what ``path`` held before is still there.
         """
-        trie_file.write(path, {name: ngrams.dump(index) for name, index in self._shared.items()})
+        trie_file.write(path, {name: self._texts(name) for name in self._shared}, mixing.dump(self._mixer))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the namespaces by those of a file; nodes beyond the capacity or branch length are left out.
+        """Replace the namespaces, and what was learned, by those of a file; beyond the capacity the latest are kept.
 
         Raises:
             TrieFileError: if the file is truncated, damaged, of another version or no trie; nothing changes then.
             OSError: if it cannot be read.
         """
-        loaded = {}
-        for name, rows in trie_file.read(path).items():
-            loaded[name] = Ngrams.allocate(self.config.capacity)
-            if not ngrams.restore(loaded[name], rows, self.config.branch_length):
-                raise TrieFileError(f"{path} has no valid content: namespace {name!r} is not a trie")
-        self._shared = loaded
+        namespaces, learned = trie_file.read(path)
+        mixer = mixing.restore(learned)
+        if mixer is None:
+            raise TrieFileError(f"{path} has no valid content: what was learned is not of this program")
+        self._mixer, self._shared = mixer, {}
+        for name, texts in namespaces.items():
+            self.warm(name, texts)
         for live in self._live.values():
-            live.removed = -1  # their cursors belong to what was replaced
+            live.place = live.place._replace(copies=np.zeros((1, 2, 3), np.int64))
+            live.place.ends[1] = -1  # the rest of a text without its beginning would be another text
+            live.place.ends[3] = 0
+
+    def _texts(self, name: str) -> list[IntArray]:
+        """The outputs of a namespace, oldest first, those that still grow last."""
+        space = self._shared.get(name)
+        if space is None:
+            return []
+        growing = [int(live.place.ends[3]) for live in self._live.values() if live.namespace == name]
+        return [space.text(chunk) for chunk in (*space.outputs, *growing) if chunk]
 
     def _of(self, request_id: int) -> _Live:
         live = self._live.get(request_id)
@@ -215,11 +264,27 @@ class Trie:
             raise ValueError(f"request {request_id} is not live; begin it first")
         return live
 
-    def _namespace(self, name: str) -> Ngrams:
-        index = self._shared.get(name)
-        if index is None:
-            index = self._shared[name] = Ngrams.allocate(self.config.capacity)
-        return index
+    def _index(self, live: _Live) -> Index:
+        space = self._shared.get(live.namespace)
+        return _NOTHING if space is None else space.index
+
+    def _namespace(self, name: str) -> Namespace:
+        space = self._shared.get(name)
+        if space is None:
+            space = self._shared[name] = Namespace(self.config.capacity)
+        return space
+
+
+_NOTHING = Index.for_tokens(1)
+
+
+def _moved(live: _Live, shared: Index, pending: Tokens) -> Place:
+    """Where the text stands behind tokens that are not taken in."""
+    if not len(pending):
+        return live.place
+    where = Place(live.place.hashes.copy(), live.place.copies.copy(), live.place.ends.copy())
+    place.skip(live.own, shared, where, _checked(pending))
+    return where
 
 
 def _checked(tokens: Tokens) -> IntArray:
@@ -228,7 +293,7 @@ def _checked(tokens: Tokens) -> IntArray:
         array = array.copy()
     if array.ndim != 1:
         raise ValueError(f"tokens have shape {array.shape}; allowed: a vector")
-    if not ngrams.valid(array):
+    if not arrays.valid(array):
         wrong = array[(array < 0) | (array >= 1 << 31)][0]
         raise ValueError(f"token id is {wrong}; allowed: 0 to 2**31 - 1")
     return array

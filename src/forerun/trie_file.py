@@ -1,7 +1,8 @@
 """Tries on disk: versioned, checksummed, written atomically, and without pickle.
 
-Layout: ``MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: names and
-node counts of the namespaces), then one little-endian int32 ``[3, nodes]`` per namespace, as ``ngrams.dump`` gives it.
+Layout: ``MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: how many
+numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what was learned (float64),
+and per namespace the lengths of its outputs and their tokens (int32). The index is built anew from the texts.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import json
 import os
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from forerun.ngrams import Int32Array
+from forerun.tree import IntArray
 
 MAGIC = b"forerun trie\n"
-VERSION = 1
+VERSION = 2
+FloatArray = npt.NDArray[np.float64]
 _PREFIX = struct.Struct(f"<{len(MAGIC)}sI32sI")
 
 
@@ -27,15 +30,19 @@ class TrieFileError(ValueError):
     """The file is no trie of this version, or it is damaged."""
 
 
-def write(path: str | os.PathLike[str], namespaces: Mapping[str, Int32Array]) -> None:
+def write(path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArray]], learned: FloatArray) -> None:
     """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
 
     Raises:
         OSError: for example on a full disk; what ``path`` held before is still there.
     """
     path = Path(path)
-    header = json.dumps([[name, rows.shape[1]] for name, rows in namespaces.items()]).encode()
-    parts = [header, *(rows.astype("<i4").tobytes() for rows in namespaces.values())]
+    sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]
+    header = json.dumps([len(learned), *sizes]).encode()
+    parts = [header, learned.astype("<f8").tobytes()]
+    for texts in namespaces.values():
+        parts.append(np.array([len(text) for text in texts], "<i4").tobytes())
+        parts += [text.astype("<i4").tobytes() for text in texts]
     size = struct.pack("<I", len(header))
     digest = hashlib.sha256(b"".join([size, *parts])).digest()
     try:
@@ -70,7 +77,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Int32Array]:
+def read(path: str | os.PathLike[str]) -> tuple[dict[str, list[IntArray]], FloatArray]:
     """What ``write`` was given.
 
     Raises:
@@ -93,13 +100,18 @@ def read(path: str | os.PathLike[str]) -> dict[str, Int32Array]:
         raise TrieFileError(f"{path} has no valid content: {error}") from error
 
 
-def _parse(body: bytes, length: int) -> dict[str, Int32Array]:
-    namespaces: dict[str, Int32Array] = {}
-    offset = length
-    for name, nodes in json.loads(body[:length]):
-        rows = np.frombuffer(body, "<i4", 3 * nodes, offset).reshape(3, nodes)
-        namespaces[str(name)] = rows.astype(np.int32)
-        offset += rows.nbytes
+def _parse(body: bytes, length: int) -> tuple[dict[str, list[IntArray]], FloatArray]:
+    count, *sizes = json.loads(body[:length])
+    learned = np.frombuffer(body, "<f8", count, length).astype(np.float64)
+    offset = length + learned.nbytes
+    namespaces: dict[str, list[IntArray]] = {}
+    for name, outputs, tokens in sizes:
+        lengths = np.frombuffer(body, "<i4", outputs, offset)
+        text = np.frombuffer(body, "<i4", tokens, offset + lengths.nbytes).astype(np.int64)
+        if (lengths < 0).any() or lengths.sum() != tokens or (text < 0).any():
+            raise ValueError(f"namespace {name!r} is no list of texts")
+        namespaces[str(name)] = np.split(text, np.cumsum(lengths)[:-1]) if outputs else []
+        offset += lengths.nbytes + 4 * tokens
     if offset != len(body):
         raise ValueError(f"{len(body) - offset} bytes too many")
-    return namespaces
+    return namespaces, learned

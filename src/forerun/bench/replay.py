@@ -78,7 +78,8 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-                row["prompt"], row["answer"]
+                if not isinstance(row["prompt"], str) or not isinstance(row["answer"], str):
+                    raise TypeError
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}:{number} is no JSON object with 'prompt' and 'answer'") from error
             yield row
@@ -128,7 +129,7 @@ def replay(drafter: Drafter, rows: Sequence[Recorded], budget: int, warm: Iterab
 
     Args:
         drafter: any that needs no logits.
-        rows: what to replay, in order.
+        rows: what to replay, in order; those without a prompt, or of one token, have no step and are left out.
         budget: nodes of a tree.
         warm: rows whose answers the drafter has seen before.
     """
@@ -139,10 +140,33 @@ def replay(drafter: Drafter, rows: Sequence[Recorded], budget: int, warm: Iterab
         drafter.warm("default", seen)
     report.indexed = sum(map(len, seen))
     for row in rows:
-        if len(row.answer) > 1:
+        if row.prompt and len(row.answer) > 1:
             _replay_row(drafter, row, budget, report)
     report.nbytes = drafter.nbytes
     return report
+
+
+def replay_files(
+    selection: str, encode: Encode, drafter: Drafter, budget: int, warm: Sequence[str] = ()
+) -> dict[str, object]:
+    """``forerun replay``: the figures for ``FILE[:author=A][:from=I][:to=J]``.
+
+    Args:
+        selection: what to replay.
+        encode: text to token ids, without special tokens.
+        drafter: any that needs no logits.
+        budget: nodes of a tree, at least one.
+        warm: selections whose answers the drafter has seen before.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: for a wrong budget, a line that is no row, a selection without rows, or ``warm`` with a drafter that
+            keeps nothing.
+    """
+    if budget < 1:
+        raise ValueError(f"budget is {budget}; it must be at least 1")
+    seen = [row for text in warm for row in Selection.parse(text).read(encode)]
+    return replay(drafter, Selection.parse(selection).read(encode), budget, seen).summary()
 
 
 def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayReport) -> None:

@@ -1,4 +1,4 @@
-"""Lookahead's drafter: branches of the trie that continue the last tokens, as a tree (sections 4.2 and 4.3)."""
+"""Lookahead's drafter: what continued the last tokens before, as a tree (sections 4.2 and 4.3)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TrieDrafter(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the trie reserves."""
+        """Bytes in use for the texts of all namespaces and live requests."""
         return self.trie.nbytes
 
     def warm_up(self) -> None:
@@ -41,17 +41,19 @@ class TrieDrafter(Drafter):
         trie = Trie(self.trie.config)
         trie.begin(0, "", [1, 2, 1])
         trie.extend(0, [2, 1, 2])
-        trie.retrieve(0, [1, 2], 4, 4)
+        trie.retrieve(0, 4, 4, [1])
         trie.finish(0)
+        trie.warm("", [[1, 2, 3]])
+        trie.withdraw("")
 
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""
-        self.trie.begin(request.id, request.namespace, request.prompt)
+        self.trie.begin(request.id, request.namespace, request.prompt, request.max_new_tokens)
 
     def propose(self, request: Request, budget: int) -> DraftTree:
-        """The heaviest branches, merged, at most ``budget`` nodes."""
-        context = request.tokens[-self.trie.config.max_prefix :]
-        draft = self.trie.retrieve(request.id, context, budget, request.max_draft_depth)
+        """The likeliest branches, merged, at most ``budget`` nodes."""
+        pending = request.tokens[self.trie.length(request.id) :]
+        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, pending)
         return DraftTree(draft.tokens, draft.parents, probability=draft.probability)
 
     def observe(self, request: Request, outcome: Outcome) -> None:

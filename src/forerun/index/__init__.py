@@ -1,0 +1,1 @@
+"""The index behind the trie drafter, in flat arrays and compiled functions."""
