@@ -15,7 +15,7 @@ from forerun.cli.errors import user_errors
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 _MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
-_DRAFTER = "How to draft: none, lookup, jacobi, trie, trie-single or trie-parallel."
+_DRAFTER = "How to draft: none, lookup, jacobi, trie, trie-hierarchical, trie-parallel or trie-single."
 _SOURCE = "A model's folder, a hub name that is in the local cache, or 'bundled'."
 
 

@@ -7,7 +7,7 @@ import json
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from forerun.bench.replay import Recorded, Selection, replay
+from forerun.bench.replay import replay_files
 from forerun.cli.options import ReplayOptions
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.recipes import build_drafter
@@ -19,14 +19,11 @@ def run(options: ReplayOptions) -> None:
         raise ValueError(f"--tokenizer is {options.tokenizer}; there is no such file (a tokenizer.json)")
     tokenizer = Tokenizer.from_file(str(options.tokenizer))
 
-    def read(text: str) -> list[Recorded]:
-        return Selection.parse(text).read(lambda part: list(tokenizer.encode(part).ids))
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
-    with working(stderr(), "reading"):
-        rows = read(options.file)
-        warm = [row for text in options.warm or [] for row in read(text)]
-    with working(stderr(), f"replaying {len(rows)} answers"):
-        summary = replay(build_drafter(options.drafter), rows, options.budget, warm).summary()
+    with working(stderr(), f"replaying {options.file}"):
+        summary = replay_files(options.file, encode, build_drafter(options.drafter), options.budget, options.warm or [])
     if options.json:
         print(json.dumps({"drafter": options.drafter, "budget": options.budget, **summary}))  # noqa: T201
         return
