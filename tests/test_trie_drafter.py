@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import forerun
 from forerun.drafters.trie import TrieDrafter
 from forerun.index import arrays, bestfirst, learning, multibranch, place
 from forerun.request import Request
@@ -138,3 +145,23 @@ def test_a_given_trie_is_used_with_its_own_configuration() -> None:
     assert TrieDrafter(trie=trie).trie is trie
     with pytest.raises(ValueError, match="config and trie are both given"):
         TrieDrafter(TrieConfig(), trie)
+
+
+def test_kept_machine_code_is_thrown_away_when_any_source_of_the_index_changes(tmp_path: Path) -> None:
+    package = tmp_path / "forerun"
+    shutil.copytree(Path(forerun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "weights"))
+    script = "from forerun.drafters.trie import TrieDrafter; TrieDrafter().warm_up()"
+    script += "; from forerun.index import bestfirst as b; print(sum(b.grow.stats.cache_hits.values()))"
+
+    def cache_hits() -> int:
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert cache_hits() == 0
+    assert cache_hits() == 1
+    other = package / "index" / "history.py"
+    other.write_text(other.read_text() + "\n# changed\n")
+    assert cache_hits() == 0

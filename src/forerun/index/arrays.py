@@ -5,21 +5,19 @@ all there is; of several, tokens and counts lie side by side in a block, most fr
 neighbours keeps them so. Slots are found by linear hashing (Litwin, 1980), which grows by one bucket at a time, and
 blocks come in powers of two, so nothing here ever stops to move the whole index.
 
-The functions are compiled; 0 stands for "none" in every link. The compiler's cache sees changes in a function's own
-file only: who edits one of this folder deletes its ``__pycache__``.
+The functions are compiled; 0 stands for "none" in every link.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from forerun.index.compiling import compiled
 from forerun.tree import IntArray
 
 Int32Array = npt.NDArray[np.int32]
@@ -27,8 +25,6 @@ Int32Array = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 HashArray = npt.NDArray[np.uint64]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 ORDERS = 4
 """Tokens of the longest context that is counted."""
@@ -130,17 +126,6 @@ def _zeros(shape: tuple[int, ...]) -> Int32Array:
     if size < LARGE:
         return np.zeros(shape, np.int32)
     return np.frombuffer(mmap.mmap(-1, size), np.int32).reshape(shape)
-
-
-def compiled(function: F) -> F:
-    """Compile on the first call and keep the machine code beside the module, or for the process where none can be.
-
-    Without numba's reference counts (``_nrt``), which took more time than the work: such functions allocate nothing.
-    """
-    try:
-        return cast(F, numba.njit(cache=True, _nrt=False, error_model="numpy")(function))
-    except RuntimeError:  # no folder for the cache can be written
-        return cast(F, numba.njit(function, _nrt=False, error_model="numpy"))
 
 
 @compiled

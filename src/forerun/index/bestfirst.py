@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from forerun.index.arrays import ORDERS, Index, compiled, mix
+from forerun.index.arrays import ORDERS, Index, mix
+from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, hear, look, stand
 from forerun.index.evidence import (
     ALONE,

@@ -19,10 +19,10 @@ from forerun.index.arrays import (
     VALUE,
     Index,
     add_slot,
-    compiled,
     drop_slot,
     find,
 )
+from forerun.index.compiling import compiled
 
 
 @compiled

@@ -21,10 +21,10 @@ from forerun.index.arrays import (
     FloatArray,
     Index,
     Int32Array,
-    compiled,
     find,
     mix,
 )
+from forerun.index.compiling import compiled
 from forerun.index.history import FAR, UNWRITTEN
 from forerun.tree import IntArray
 

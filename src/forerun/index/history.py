@@ -17,9 +17,9 @@ from forerun.index.arrays import (
     HashArray,
     Index,
     Int32Array,
-    compiled,
     mix,
 )
+from forerun.index.compiling import compiled
 
 REACH = 5
 """Tokens that must agree before a copy starts."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from forerun.index.arrays import TOKENS, Index, compiled, tight
+from forerun.index.arrays import TOKENS, Index, tight
+from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, hear, stand
 from forerun.index.evidence import ENOUGH, SIZE, complete, gather, gather_alone
 from forerun.index.mixing import Mixer, teach, weigh

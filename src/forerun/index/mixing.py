@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from forerun.index.arrays import ORDERS, FloatArray, compiled
+from forerun.index.arrays import ORDERS, FloatArray
+from forerun.index.compiling import compiled
 from forerun.index.evidence import (
     AGREED,
     ALONE,

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from forerun.index.arrays import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, compiled, find, mix
+from forerun.index.arrays import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, find, mix
 from forerun.index.bestfirst import offer
+from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, stand
 from forerun.index.evidence import NONE, SIZE, TOKEN, WIDTH, Board, candidate, clear
 from forerun.index.mixing import LIKELY

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.index.arrays import CHUNK, ORDERS, TOKENS, HashArray, Index, compiled
+from forerun.index.arrays import CHUNK, ORDERS, TOKENS, HashArray, Index
+from forerun.index.compiling import compiled
 from forerun.index.contexts import count, uncount
 from forerun.index.history import (
     FAR,

@@ -1,0 +1,38 @@
+"""Compilation: machine code that is kept between runs, and thrown away when any source of the index changes.
+
+A compiled function holds the code of those it calls and the layout of the arrays it reads, from other files. Numba
+looks for changes in the function's own file only, and old machine code over a new layout loops for ever or crashes. So
+the stamp on what is kept is a digest of all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Compile on the first call and keep the machine code beside the module, or for the process where none can be.
+
+    Without numba's reference counts (``_nrt``), which took more time than the work: such functions allocate nothing.
+    """
+    try:
+        dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
+    except RuntimeError:  # no folder for the cache can be written
+        return cast(F, numba.njit(function, _nrt=False, error_model="numpy"))
+    dispatcher._cache._cache_file._source_stamp = sources()
+    return cast(F, dispatcher)
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of the sources that compiled code may come from."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
