@@ -54,13 +54,13 @@ class TextWriter:
 
     def write(self, text: str, drafted: bool) -> None:
         """Write a piece of text."""
+        self._ended = text.endswith("\n")  # first: Ctrl-C may come while it is written
         if not self._plain:
             style = self._style if drafted else Style.null()
             sys.stdout.write(style.render(printable(text), color_system=self._colours))
         else:
             sys.stdout.write(text)
         sys.stdout.flush()
-        self._ended = text.endswith("\n")
 
     def end(self) -> None:
         """End the line, if it has not ended."""
