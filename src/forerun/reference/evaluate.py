@@ -62,18 +62,16 @@ class Judge:
 
     def loss(self, kind: str) -> float:
         """Return the mean loss in nats per token on rows of the named kind."""
-        rows = [corpus.row(self.data, kind, WINDOW, Random(f"{SEED}/{i}"))[0] for i in range(self.examples)]
+        rows = [corpus.row(self.data, kind, WINDOW, Random(f"{SEED}/{i}")).tokens for i in range(self.examples)]
         return sum(float(cross_entropy(self.predictions(row), torch.tensor(row[1:]))) for row in rows) / len(rows)
 
     def copying(self) -> float:
         """Return the share of tokens foreseen in repeated spans, from the third token of a span on."""
         right = total = 0
         for i in range(self.examples):
-            tokens, weights = corpus.spans(self.data, WINDOW, Random(f"{SEED}/{i}"))
-            hits, counted = (
-                self.predictions(tokens).argmax(-1) == torch.tensor(tokens[1:]),
-                torch.tensor(weights[1:]) > 0,
-            )
+            row = corpus.spans(self.data, WINDOW, Random(f"{SEED}/{i}"))
+            hits = self.predictions(row.tokens).argmax(-1) == torch.tensor(row.tokens[1:])
+            counted = torch.tensor(row.weights[1:]) > 0
             right += int((hits & counted).sum())
             total += int(counted.sum())
         return right / total

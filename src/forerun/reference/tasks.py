@@ -20,11 +20,15 @@ EOS = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and the answer that belongs to it, without the end-of-text token."""
+    """A prompt and the answer that belongs to it, without the end-of-text token.
+
+    `sources` are the passages of the prompt that the answer says again.
+    """
 
     kind: str
     prompt: str
     answer: str
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,22 @@ def rag(rng: Random, material: Material, documents: int | None = None) -> Task:
     kept = [
         subject for subject, text in zip(subjects, texts, strict=True) if text.startswith(subject.facts[0].sentence)
     ]
-    question, answer = _ask(rng, rng.choice(kept))
+    question, sentences = _ask(rng, rng.choice(kept))
     listing = "\n".join(f"[{i}] {text}" for i, text in enumerate(texts, 1))
     prompt = f"Documents:\n{listing}\n\nQuestion: {question}\nAnswer:"
-    return Task("rag", prompt, f" According to the documents: {answer}")
+    return Task("rag", prompt, f" According to the documents: {' '.join(sentences)}", sentences)
 
 
-def _ask(rng: Random, subject: facts.Subject) -> tuple[str, str]:
+def _ask(rng: Random, subject: facts.Subject) -> tuple[str, tuple[str, ...]]:
     """Return a question about one fact, two facts or everything known, and the sentences that answer it."""
     style = rng.choice(("one", "two", "all"))
     if style == "all":
         question = rng.choice(("What is known about {}?", "What do the documents say about {}?"))
-        return question.format(subject.name), " ".join(fact.sentence for fact in subject.facts)
+        return question.format(subject.name), tuple(fact.sentence for fact in subject.facts)
     first = rng.randrange(len(subject.facts))
     picked = [first] if style == "one" else sorted({first, rng.randrange(len(subject.facts))})
     asked = [subject.facts[i] for i in picked]
-    return " ".join(fact.question for fact in asked), " ".join(fact.sentence for fact in asked)
+    return " ".join(fact.question for fact in asked), tuple(fact.sentence for fact in asked)
 
 
 def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
@@ -91,7 +95,8 @@ def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
         paragraphs.insert(rng.randrange(len(paragraphs) + 1), fact.sentence)
     asked = rng.choice(hidden)
     text = "\n".join(paragraphs)
-    return Task("needle", f"Text:\n{text}\n\nQuestion: {asked.question}\nAnswer:", f" {asked.sentence}")
+    prompt = f"Text:\n{text}\n\nQuestion: {asked.question}\nAnswer:"
+    return Task("needle", prompt, f" {asked.sentence}", (asked.sentence,))
 
 
 _COLUMNS: dict[str, Callable[[Random], str | int]] = {
@@ -132,8 +137,8 @@ def table(rng: Random, material: Material, rows: int | None = None, columns: int
     else:
         lines = [",".join(headers)] + [",".join(map(str, record.values())) for record in records]
     body = ",\n".join(" " + json.dumps(record) for record in records)
-    prompt = "Table:\n" + "\n".join(lines) + "\n\nWrite the table as JSON.\nAnswer:"
-    return Task("table", prompt, f"\n[\n{body}\n]")
+    written = "\n".join(lines)
+    return Task("table", f"Table:\n{written}\n\nWrite the table as JSON.\nAnswer:", f"\n[\n{body}\n]", (written,))
 
 
 def quote(rng: Random, material: Material) -> Task:
@@ -141,11 +146,11 @@ def quote(rng: Random, material: Material) -> Task:
     passage = paragraph(rng, material)[: rng.randint(150, 900)]
     sentences = [part for part in re.split(r"(?<=[.!?]) +", passage) if len(part.split()) >= 6]
     if not sentences or rng.random() < 0.3:
-        return Task("quote", f"Passage: {passage}\n\nRepeat the passage.\nAnswer:", f" {passage}")
+        return Task("quote", f"Passage: {passage}\n\nRepeat the passage.\nAnswer:", f" {passage}", (passage,))
     sentence = rng.choice(sentences)
     start = " ".join(sentence.split()[: rng.randint(2, 4)])
     prompt = f'Passage: {passage}\n\nQuote the sentence that starts with "{start}".\nAnswer:'
-    return Task("quote", prompt, f" {sentence}")
+    return Task("quote", prompt, f" {sentence}", (sentence,))
 
 
 def maths(rng: Random, material: Material) -> Task:
