@@ -104,6 +104,7 @@ class Engine:
             )
         self.tokenizer = tokenizer
         self.drafter = build_drafter(drafter) if isinstance(drafter, str) else drafter
+        self.drafter.bind(self.target)
         self.drafter.warm_up()
         self.budget = budget
         self.planner = Planner(24 if self.target.device.type == "cpu" else 256) if planner == "auto" else planner
@@ -214,6 +215,8 @@ class Engine:
                 done += self.prefill_block
                 if on_prefill is not None:
                     on_prefill(done, total)
+        for row in rows:
+            self.drafter.prefilled(row.request, row.cache)
         for row in rows:
             row.request.stats.prefill_seconds = time.perf_counter() - start
         return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -60,6 +60,11 @@ class Sampler:
             return int(scores.argmax())
         noise = gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
         return int((scores.double() + noise).argmax())
+
+    def inner(self) -> Sampler:
+        """How a drafter that verifies drafts itself chooses: with the same noise, or noise independent of this level's
+        under rejection sampling, where the outer test must not know how the draft came about."""
+        return replace(self, seed=_mix(self.seed & _MASK64)) if self.method == "rejection" else self
 
     def draft_salt(self) -> Salt:
         """The noise a draft draws with: the target's own when coupled, independent of it for the rejection test."""

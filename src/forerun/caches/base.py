@@ -9,6 +9,7 @@ import torch
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
+from forerun.tree import IntArray
 
 
 class Cache(ABC):
@@ -20,6 +21,11 @@ class Cache(ABC):
 
     length: int
     """Committed tokens."""
+
+    def positions(self, block: Block) -> IntArray:
+        """The position that the model is told of each token of the block: its place in the text, unless a cache
+        numbers tokens anew."""
+        return block.positions
 
     @abstractmethod
     def attend(

@@ -25,12 +25,15 @@ class FullCache(Cache):
         self.length = 0
         self._capacity = capacity
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.queries: dict[int, torch.Tensor] = {}
+        """The queries of the last pass, by layer, ``[1, H, n, d]``: what a sparse cache chooses its keys by."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
         """See ``Cache.attend``."""
         keys, values = self._store(layer, k, v)
+        self.queries[layer] = q
         if len(block) == 1:  # one token sees all that is kept, itself included: no mask, and nothing to merge
             first = 0 if spec.window is None else max(0, self.length - spec.window + 1)
             seen = slice(first, self.length + 1)
@@ -60,6 +63,16 @@ class FullCache(Cache):
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         self.length = length
+
+    def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the committed keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
+        keys, values = self._layers[layer]
+        return keys[:, :, first:last], values[:, :, first:last]
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that a pass has filled, in order."""
+        return sorted(self._layers)
 
     @property
     def nbytes(self) -> int:
