@@ -276,6 +276,4 @@ def _record_times(rows: Sequence[Row], seconds: Sequence[float]) -> None:
         if stats.steps == 1:
             stats.prefill_seconds += sum(seconds)
         else:
-            stats.propose_seconds += seconds[0]
-            stats.score_seconds += seconds[1]
-            stats.verify_seconds += seconds[2]
+            stats.add_seconds(*seconds)

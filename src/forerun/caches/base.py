@@ -44,6 +44,14 @@ class Cache(ABC):
             ``[1, H, n, dv]``.
         """
 
+    def next_read(self, goal: int) -> int:
+        """How many tokens to read next on the way to a length of ``goal``; a cache may skip some that it would forget.
+
+        Returns:
+            At least 1 where ``length < goal``; the tokens are those from ``length`` on, which skipping has moved.
+        """
+        return goal - self.length
+
     @abstractmethod
     def commit(self, block: Block, path: Sequence[int]) -> None:
         """Keep the block's pending tokens and the tree nodes of ``path``."""

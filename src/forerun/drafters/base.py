@@ -15,9 +15,9 @@ from forerun.verify import Outcome
 class Drafter(ABC):
     """Proposes what may come next. One drafter serves all rows of an engine, keyed by ``request.id``.
 
-    The engine calls ``bind`` once; for every request ``begin``, ``prefilled``, then ``propose`` and ``observe`` in turn,
-    and ``finish`` however it ends (an error and a cancellation included). A drafter can never change the output, only
-    the speed.
+    The engine calls ``bind`` once; for every request ``begin``, ``prefilled``, then ``propose`` and ``observe`` in
+    turn, and ``finish`` however it ends (an error and a cancellation included). A drafter can never change the output,
+    only the speed.
 
     A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets a fork of the request whose last tokens
     are on trial: they may be gone at the next call, and ``observe`` tells which of them came true.
