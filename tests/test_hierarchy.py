@@ -128,10 +128,10 @@ def test_the_authors_inner_loop_is_off_by_a_fifth(monkeypatch: pytest.MonkeyPatc
     """What TriForce's published code does when the small model's token x ~ q is rejected by the middle level: it draws
     anew from p-hat, not from norm(max(p-hat - q, 0)), and still tells the target that the token was drawn from p-hat.
 
-    The small model is sure of token 0, the middle level of nothing, the target again of token 0. Then the middle level
-    keeps token 0 with probability 1/2 and, having rejected it, draws it once more with probability 1/2: it hands on 0 in
-    3/4 of the cases and says 1/2. The target, of p = (7/10, 3/10), accepts every 0 (it believes it is rare), and of the
-    1s 3/5, so it gives (3/4 + 1/4 * 2/5, ...) = (17/20, 3/20). With the sharper target below it is off by 0.20.
+    The small model is sure of token 0, the middle level of nothing. So the middle level keeps token 0 with probability
+    1/2 and, having rejected it, draws it once more with probability 1/2: it hands on 0 in 3/4 of the cases and says
+    1/2. A target of p = (7/10, 3/10) accepts every 0 (it believes it is rare), and of the 1s 3/5, so it gives 0 with
+    probability 3/4 + 1/4 * 2/5 = 17/20. With p = (51/100, 49/100) it is off by more than 0.20 in total variation.
     """
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
 
@@ -149,11 +149,10 @@ def test_the_authors_inner_loop_is_off_by_a_fifth(monkeypatch: pytest.MonkeyPatc
         target.table[:] = torch.tensor([p, 1 - p]).log()
         middle.table[:] = 0.0
         small.table[:] = torch.tensor([0.0, -40.0])
-        sampler = Sampler("rejection")
 
         def step(decide: Decide) -> tuple[int, ...]:
             Noise(decide, set(), redraw=True).install(monkeypatch)
-            request = Request((1, 0), 2, sampler=sampler)
+            request = Request((1, 0), 2, sampler=Sampler("rejection"))
             drafter = two_levels(1, 2, small, middle)
             start(drafter, request, target)
             one_step(drafter, request, target)

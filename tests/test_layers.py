@@ -9,7 +9,7 @@ import forerun
 
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
-    ["reference"],
+    ["reference", "settings"],
     ["tree", "sampling", "stats", "request", "verify"],
     ["index", "trie_file"],
     ["trie"],

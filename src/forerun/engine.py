@@ -26,6 +26,7 @@ from forerun.recipes import build_drafter
 from forerun.request import Request
 from forerun.result import GenerationResult
 from forerun.sampling import Method
+from forerun.settings import Settings
 from forerun.tree import DraftTree, IntArray
 from forerun.verify import Outcome, verify
 
@@ -72,6 +73,7 @@ class Engine:
     Args:
         model: a transformers decoder; it decides what is generated.
         drafter: proposes the trees; a name from ``forerun.recipes`` or an object.
+        settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
         planner: cuts each tree to what is worth scoring; by default with a critical length of 24 tokens on a CPU and
@@ -88,6 +90,7 @@ class Engine:
         model: PreTrainedModel,
         drafter: Drafter | str = "trie",
         *,
+        settings: Settings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         budget: int = BUDGET,
         planner: Planner | Literal["auto"] | None = "auto",
@@ -103,12 +106,20 @@ class Engine:
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
         self.tokenizer = tokenizer
-        self.drafter = build_drafter(drafter) if isinstance(drafter, str) else drafter
-        self.drafter.bind(self.target)
-        self.drafter.warm_up()
+        self.use(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
         self.budget = budget
         self.planner = Planner(24 if self.target.device.type == "cpu" else 256) if planner == "auto" else planner
         self.prefill_block = prefill_block
+
+    def use(self, drafter: Drafter) -> None:
+        """Draft with this drafter from now on.
+
+        Raises:
+            ValueError: if it does not fit the target.
+        """
+        drafter.bind(self.target)
+        drafter.warm_up()
+        self.drafter = drafter
 
     def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:
         """Continue one prompt or several, as one batch of ragged rows.

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from forerun.engine import Engine
 from forerun.recipes import build_drafter
+from forerun.settings import Settings
 
 BASELINE = "transformers greedy"
 Tokens = list[int]
@@ -90,10 +91,11 @@ class Bench:
     """
 
     def __init__(self, model: PreTrainedModel, drafters: Sequence[str], draft: PreTrainedModel | None = None) -> None:
+        self.settings = Settings(draft_model=draft)
         self.model = model
         self.draft = draft
         self.drafters = list(drafters)
-        self._engines = {name: Engine(model, name) for name in self.drafters}
+        self._engines = {name: Engine(model, name, settings=self.settings) for name in self.drafters}
 
     def run(self, jobs: Sequence[Job], rounds: int, progress: Progress | None = None) -> list[Series]:
         """Measure every contestant on every job."""
@@ -155,7 +157,7 @@ class Bench:
         engine = self._engines[name]
 
         def prepare() -> None:
-            engine.drafter = build_drafter(name)
+            engine.use(build_drafter(name, self.settings))
             if answers:
                 engine.drafter.warm("default", answers)
 

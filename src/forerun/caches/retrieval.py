@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -22,9 +21,9 @@ from forerun.block import Block
 from forerun.caches.buffer import Buffer
 from forerun.caches.full import FullCache
 from forerun.caches.view import View
+from forerun.settings import Policy
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-Policy = Literal["stride", "acceptance", "verify"]
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,11 @@ def run(options: AuditOptions) -> None:
     texts = read_prompts(options.prompt, options.prompt_file)
     if not texts and options.model == BUNDLED:
         texts = [prompt["prompt"] for prompt in demo_prompts()]
-    plan = _plan(options)
+    for name in options.drafter or []:
+        check_drafter(name)
     with quiet():
         model, tokenizer = _load(options)
+        plan = _plan(options, model, tokenizer)
         prompts = encode(texts, tokenizer)
         report = _audit(model, prompts, plan)
     if options.json:
@@ -52,9 +54,11 @@ def run(options: AuditOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def _plan(options: AuditOptions) -> Plan:
+def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Plan:
+    wanted = options.drafter or list(RECIPES)
     return Plan(
-        drafters=options.drafter or Plan.drafters,
+        drafters=options.drafter or (),
+        settings=settings(options, options.model, wanted, model, tokenizer, options.trust_remote_code),
         max_new_tokens=options.max_new_tokens,
         seeds=options.seeds,
         temperature=options.temperature,

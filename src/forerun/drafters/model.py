@@ -1,4 +1,4 @@
-"""A model drafts: a small one (Leviathan et al., 2023), or the target itself over a sparse cache (TriForce, section 4)."""
+"""A model drafts: a small one (Leviathan et al., 2023), or the target itself over a sparse cache (TriForce)."""
 
 from __future__ import annotations
 
