@@ -54,7 +54,7 @@ class FullCache(Cache):
         self.length = length
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the committed keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
+        """Views of the committed keys and values of positions ``first`` to ``last - 1``, ``[1, Hkv, m, d]``."""
         keys, values = self._layers[layer]
         return keys[:, :, first:last], values[:, :, first:last]
 

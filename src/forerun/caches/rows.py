@@ -10,7 +10,7 @@ from forerun.attention import AttentionSpec, attend, merge
 from forerun.block import Block
 
 Rows = tuple[torch.Tensor, ...]
-"""Keys, values and whatever else a cache keeps of each token, with the tokens along dimension 2: ``[1, Hkv, m, ...]``."""
+"""Keys, values and what else a cache keeps of each token, with the tokens along dimension 2: ``[1, Hkv, m, ...]``."""
 
 
 def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
