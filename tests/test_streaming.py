@@ -53,12 +53,7 @@ class Oracle(Cache):
         if spec.window is not None:
             places = np.concatenate((np.arange(held), held + block.offsets))
             seen &= places > held + block.offsets[:, None] - spec.window
-        group = q.shape[1] // k.shape[1]
-        scores = (q @ k.repeat_interleave(group, 1).transpose(-1, -2)) * spec.scaling
-        if spec.softcap is not None:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        weights = scores.masked_fill(torch.from_numpy(~seen), -torch.inf).softmax(-1)
-        return weights @ v.repeat_interleave(group, 1)
+        return toy.softmax_weights(q, k, seen, spec) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def move(self, layer: int, key: torch.Tensor, by: int) -> torch.Tensor:
         return key if self.rotation is None else self.rotation(layer, key, by)

@@ -35,14 +35,12 @@ def feed(cache: Cache, block: Block, spec: AttentionSpec) -> torch.Tensor:
     return cache.attend(0, q, k, VALUES[:, :, tokens], block, spec)
 
 
-def softmax_weights(
-    q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor | np.ndarray, spec: AttentionSpec
-) -> torch.Tensor:
-    """By definition, ``[1, H, n, m]``; ``seen`` is ``[n, m]`` or ``[1, H, n, m]``."""
-    scores = (q @ k.repeat_interleave(HEADS // KV_HEADS, 1).transpose(-1, -2)) * spec.scaling
+def softmax_weights(q: torch.Tensor, k: torch.Tensor, seen: np.ndarray, spec: AttentionSpec) -> torch.Tensor:
+    """By definition, ``[1, H, n, m]``, with the keys marked in ``seen`` ``[n, m]``."""
+    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)) * spec.scaling
     if spec.softcap is not None:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    return scores.masked_fill(~torch.as_tensor(seen), -torch.inf).softmax(-1)
+    return scores.masked_fill(torch.from_numpy(~seen), -torch.inf).softmax(-1)
 
 
 def chain(tokens: Sequence[int], start: int) -> Block:
