@@ -105,9 +105,7 @@ def custom_generate(
     return GenerateForerunOutput(sequences=sequences, stats=[request.stats for request in requests])
 
 
-def engine_of(
-    model: PreTrainedModel, drafter: Drafter | str, budget: int, settings: Settings | None = None
-) -> Engine:
+def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int, settings: Settings | None = None) -> Engine:
     """The engine kept beside a model for this drafter, made at its first use."""
     engines: dict[Any, Engine] = model.__dict__.setdefault("_forerun_engines", {})
     key = (drafter, settings, budget, model.dtype, model.device)

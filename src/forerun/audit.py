@@ -175,7 +175,9 @@ class _Bench:
         self._plain = Engine(model, NoDrafter())
         self._references: dict[tuple[int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
-        self._engines = {name: Engine(model, name, settings=plan.settings, budget=plan.budget) for name in plan.drafters}
+        self._engines = {
+            name: Engine(model, name, settings=plan.settings, budget=plan.budget) for name in plan.drafters
+        }
 
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:
         """Generate the prompts ``rows`` together and compare each text with its reference."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forerun.caches.full import FullCache
 from forerun.caches.heavy_hitter import HeavyHitterCache
 from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
+from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
 from forerun.caches.topk import TopKCache
 from forerun.drafters.base import Drafter, NoDrafter
@@ -15,9 +17,11 @@ from forerun.drafters.jacobi import JacobiDrafter
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.merged import MergedDrafter
 from forerun.drafters.model import ModelDrafter
+from forerun.drafters.paced import PacedDrafter
 from forerun.drafters.trie import TrieDrafter
 from forerun.model import gate
 from forerun.model.level import CacheFactory
+from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
 from forerun.settings import Settings
 from forerun.trie import Form, TrieConfig
@@ -52,7 +56,20 @@ def _small(settings: Settings, gamma: int) -> ModelDrafter:
 
 
 def _streaming(sinks: int, window: int) -> CacheFactory:
-    return lambda scorer, source: StreamingCache(sinks, window, rotation=scorer.rotation)
+    rotations: dict[Scorer, Rotation | None] = {}
+
+    def make(scorer: Scorer, source: FullCache) -> StreamingCache:
+        if scorer not in rotations:
+            rotations[scorer] = find_rotation(scorer.model)
+        return StreamingCache(window, sinks, rotation=rotations[scorer])
+
+    return make
+
+
+def _heavy_hitter(settings: Settings) -> CacheFactory:
+    """Half of the budget for heavy hitters, half for recent tokens, as in H2O's experiments."""
+    recent = max(1, settings.cache_budget // 2)
+    return lambda scorer, source: HeavyHitterCache(settings.cache_budget - recent, recent)
 
 
 def _self_streaming(settings: Settings) -> CacheFactory:
@@ -68,6 +85,11 @@ def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
     return HierarchyDrafter(inner, _retrieval(settings), nodes, settings.gamma2)
 
 
+def _long(build: Callable[[Settings], Drafter], small: bool = False) -> Recipe:
+    """For long contexts: drafts at most ``gamma2`` tokens, and if the settings say so only as many as pay."""
+    return Recipe(lambda s: PacedDrafter(build(s), s.gamma2) if s.paced else build(s), small)
+
+
 def _trie(form: Form) -> Recipe:
     return Recipe(lambda s: TrieDrafter(TrieConfig(form=form)))
 
@@ -80,19 +102,19 @@ RECIPES: dict[str, Recipe] = {
     "trie-hierarchical": _trie("hierarchical"),
     "trie-single": _trie("single"),
     "trie-parallel": _trie("parallel"),
-    "triforce": Recipe(lambda s: _triforce(s, _small(s, s.gamma1), s.gamma1), small=True),
-    "triforce-trie": Recipe(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES)),
-    "triforce-auto": Recipe(
+    "triforce": _long(lambda s: _triforce(s, _small(s, s.gamma1), s.gamma1), small=True),
+    "triforce-trie": _long(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES)),
+    "triforce-auto": _long(
         lambda s: _triforce(s, MergedDrafter(TrieDrafter(), _small(s, s.gamma1), s.gamma1), TRIE_NODES), small=True
     ),
-    "retrieval": Recipe(lambda s: ModelDrafter(_retrieval(s), s.gamma2)),
-    "streaming": Recipe(lambda s: _small(s, s.gamma2), small=True),
-    "streaming-hierarchy": Recipe(
+    "retrieval": _long(lambda s: ModelDrafter(_retrieval(s), s.gamma2)),
+    "streaming": _long(lambda s: _small(s, s.gamma2), small=True),
+    "streaming-hierarchy": _long(
         lambda s: HierarchyDrafter(_small(s, s.gamma1), _self_streaming(s), s.gamma1, s.gamma2), small=True
     ),
-    "streaming-self": Recipe(lambda s: ModelDrafter(_self_streaming(s), s.gamma2)),
-    "h2o": Recipe(lambda s: ModelDrafter(lambda scorer, source: HeavyHitterCache(s.cache_budget), s.gamma2)),
-    "topk": Recipe(lambda s: ModelDrafter(lambda scorer, source: TopKCache(source, s.cache_budget), s.gamma2)),
+    "streaming-self": _long(lambda s: ModelDrafter(_self_streaming(s), s.gamma2)),
+    "h2o": _long(lambda s: ModelDrafter(_heavy_hitter(s), s.gamma2)),
+    "topk": _long(lambda s: ModelDrafter(lambda scorer, source: TopKCache(source, s.cache_budget), s.gamma2)),
 }
 """``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` drafts nothing.
 

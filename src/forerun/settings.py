@@ -20,6 +20,7 @@ class Settings:
         cache_budget: tokens that a sparse cache of the target holds, for each layer and KV head.
         chunk: tokens that the retrieval cache chooses together.
         refresh: when it chooses anew; see ``RetrievalConfig``.
+        paced: draft as many of these as pay by the clock, none where none pay; otherwise always ``gamma2``.
         sinks, window: first and last tokens that streaming caches hold; ``window`` is the small model's, one of the
             target's fills its budget.
 
@@ -30,6 +31,7 @@ class Settings:
     draft_model: Any = None
     gamma1: int = 4
     gamma2: int = 12
+    paced: bool = True
     cache_budget: int = 4096
     chunk: int = 8
     refresh: Policy = "stride"
@@ -43,4 +45,6 @@ class Settings:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
         if self.cache_budget < self.chunk:
-            raise ValueError(f"cache_budget is {self.cache_budget}; it must hold a chunk, {self.chunk} tokens, at least")
+            raise ValueError(
+                f"cache_budget is {self.cache_budget}; it must hold a chunk, {self.chunk} tokens, at least"
+            )

@@ -26,7 +26,9 @@ def settings(
         model: the target's name; the bundled one brings its small model.
     """
     name = options.draft_model or (BUNDLED_DRAFT if model == BUNDLED else None)
-    needed = options.draft_model is not None or any(RECIPES[drafter].small for drafter in drafters if drafter in RECIPES)
+    needed = options.draft_model is not None or any(
+        RECIPES[drafter].small for drafter in drafters if drafter in RECIPES
+    )
     if name is None or not needed:
         return options.settings()
     return options.settings(load_draft(name, target, tokenizer, trust_remote_code=trust_remote_code))

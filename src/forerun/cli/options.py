@@ -51,6 +51,9 @@ class LongOptions:
     gamma2: Annotated[int, _option("--gamma2", panel=_LONG, help="Tokens the target verifies at a time.", min=1)] = (
         Settings.gamma2
     )
+    paced: Annotated[
+        bool, _option("--paced/--fixed", panel=_LONG, help="Draft as many of these as pay, or always all.")
+    ] = Settings.paced
     cache_budget: Annotated[
         int, _option("--cache-budget", panel=_LONG, help="Tokens in a sparse cache of the target.", min=1)
     ] = Settings.cache_budget
@@ -67,7 +70,7 @@ class LongOptions:
 
     def settings(self, draft_model: Any = None) -> Settings:
         """The same as drafters take it."""
-        names = ("gamma1", "gamma2", "cache_budget", "chunk", "refresh", "sinks", "window")
+        names = ("gamma1", "gamma2", "paced", "cache_budget", "chunk", "refresh", "sinks", "window")
         return Settings(draft_model, **{name: getattr(self, name) for name in names})
 
 
