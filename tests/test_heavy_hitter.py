@@ -1,4 +1,4 @@
-"""H2O's cache against an oracle that keeps all tokens and all weights: blocks, trees, drafts taken back, every model."""
+"""H2O's cache against an oracle that keeps all tokens and weights: blocks, trees, drafts taken back, every model."""
 
 from __future__ import annotations
 

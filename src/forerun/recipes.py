@@ -116,7 +116,7 @@ RECIPES: dict[str, Recipe] = {
     "h2o": _long(lambda s: ModelDrafter(_heavy_hitter(s), s.gamma2)),
     "topk": _long(lambda s: ModelDrafter(lambda scorer, source: TopKCache(source, s.cache_budget), s.gamma2)),
 }
-"""``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` drafts nothing.
+"""``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` is plain.
 
 For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a trie in the small model's place, and
 ``triforce-auto`` both. Its paper's baselines: ``retrieval`` is TriForce without hierarchy, ``streaming`` the naive

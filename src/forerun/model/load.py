@@ -32,7 +32,7 @@ def load(
     """A decoder in evaluation mode and its tokenizer.
 
     Args:
-        name_or_path: ``bundled``, ``bundled-draft``, a folder, or a hub name that is in this computer's Hugging Face cache.
+        name_or_path: ``bundled``, ``bundled-draft``, a folder, or a hub name in this computer's Hugging Face cache.
         dtype: one of ``DTYPES``; ``auto`` is what the file holds, and float32 for the bundled model.
         device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU.
         trust_remote_code: run code that comes with the model.
