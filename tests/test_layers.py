@@ -10,7 +10,7 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     ["reference", "settings"],
-    ["tree", "sampling", "stats", "request", "verify"],
+    ["tree", "shape", "sampling", "stats", "request", "verify"],
     ["index", "trie_file"],
     ["trie"],
     ["attention", "block"],

@@ -99,9 +99,11 @@ class Request:
         """The next token for logits ``[V]``."""
         return self.sampler.choose(self.scores(logits), len(self))
 
-    def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores ``[V]`` for the next token."""
-        return self.sampler.scores(self._ids[: self._end], logits)
+    def scores(self, logits: torch.Tensor, after: Sequence[int] = ()) -> torch.Tensor:
+        """Processed scores ``[V]`` for the next token, or for the one behind some more tokens on trial."""
+        end = self._end + len(after)
+        self._buffer[self._end : end] = after
+        return self.sampler.scores(self._ids[:end], logits)
 
     def fork(self) -> Request:
         """A twin that a drafter may continue on trial.

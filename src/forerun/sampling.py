@@ -56,10 +56,19 @@ class Sampler:
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
         """The token at ``position`` (its index in the sequence, prompt included) for processed scores ``[V]``."""
+        return int(self._noisy(scores, position, salt).argmax())
+
+    def candidates(self, scores: torch.Tensor, position: int, count: int) -> list[int]:
+        """The token that ``choose`` takes, and those that it would take next if that were wrong; best first."""
+        found: list[int] = (
+            self._noisy(scores, position, Salt.TARGET).topk(min(count, scores.shape[-1])).indices.tolist()
+        )
+        return found
+
+    def _noisy(self, scores: torch.Tensor, position: int, salt: Salt) -> torch.Tensor:
         if self.method == "greedy":
-            return int(scores.argmax())
-        noise = gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
-        return int((scores.double() + noise).argmax())
+            return scores
+        return scores.double() + gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
 
     def inner(self) -> Sampler:
         """How a drafter that verifies drafts itself chooses: with the same noise, or noise independent of this level's
