@@ -99,6 +99,25 @@ def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
     return Task("needle", prompt, f" {asked.sentence}", (asked.sentence,))
 
 
+def haystack(rng: Random, material: Material, chars: int, count: int) -> tuple[str, list[Task]]:
+    """A text of about `chars` characters with `count` facts strewn in, and a task for each that goes on behind it.
+
+    The prompts of `needle` are such a text and a task's prompt; here all tasks share the text, so it is read only once.
+    """
+    paragraphs = filler(rng, material, chars)
+    hidden: dict[str, facts.Fact] = {}
+    while len(hidden) < count:
+        fact = facts.needle(rng)
+        hidden[fact.question] = fact
+    for fact in hidden.values():
+        paragraphs.insert(rng.randrange(len(paragraphs) + 1), fact.sentence)
+    asked = [
+        Task("needle", f"Question: {fact.question}\nAnswer:", f" {fact.sentence}", (fact.sentence,))
+        for fact in hidden.values()
+    ]
+    return "Text:\n" + "\n".join(paragraphs) + "\n\n", asked
+
+
 _COLUMNS: dict[str, Callable[[Random], str | int]] = {
     "name": words.person,
     "owner": words.person,
