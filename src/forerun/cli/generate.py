@@ -16,7 +16,7 @@ from forerun.cli.errors import INTERRUPTED
 from forerun.cli.models import settings
 from forerun.cli.options import GenerateOptions
 from forerun.cli.prompts import check_text, read_prompt
-from forerun.cli.tables import stats_table
+from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.engine import BUDGET, Engine
 from forerun.model.load import load, quiet
@@ -75,6 +75,8 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request) -> boo
         writer.end()
     if options.stats:
         stderr().print(stats_table(request.stats, options.drafter, _seed(request)))
+    elif request.stats.middle is not None and not options.json:
+        stderr().print(levels(request.stats))
     if options.json:
         typer.echo(json.dumps(_report(options, request, output), ensure_ascii=False))
     return interrupted
