@@ -11,7 +11,7 @@ import torch
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import ARCHITECTURES, VOCABULARY, tiny
+from tiny import ARCHITECTURES, LAYOUTS, VOCABULARY, tiny
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
@@ -168,7 +168,7 @@ def test_a_window_longer_than_the_text_gives_what_the_full_cache_gives(architect
 
 
 @pytest.mark.parametrize("rotating", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *LAYOUTS])
 def test_every_model_sees_sinks_and_window_as_if_all_was_kept(architecture: str, rotating: bool) -> None:
     model = tiny(architecture)
     rotation = find_rotation(model) if rotating else None
