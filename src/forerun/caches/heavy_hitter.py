@@ -13,7 +13,7 @@ import torch
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
-from forerun.caches.bounded import BoundedCache, Extent
+from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rows import Rows
 
 
@@ -30,7 +30,7 @@ class HeavyHitterCache(BoundedCache):
             does.
     """
 
-    def __init__(self, heavy: int, recent: int, slack: int = 64) -> None:
+    def __init__(self, heavy: int, recent: int, slack: int = SLACK) -> None:
         if heavy < 0:
             raise ValueError(f"heavy is {heavy}; it must be 0 or more")
         if recent < 1:
