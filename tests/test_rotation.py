@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
-from tiny import _SHAPE, ARCHITECTURES, tiny
+from tiny import ARCHITECTURES, LAYOUTS, tiny
 
 from forerun.block import Block
 from forerun.caches.full import FullCache
@@ -20,47 +17,8 @@ from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
 from forerun.tree import DraftTree
 
-_LATENT: dict[str, Any] = {  # DeepSeek's attention: the rotary dimensions are the last ones of a key
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 8,
-    "experts_implementation": "eager",
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "cohere": ("CohereForCausalLM", {}),
-    "phi, partial": ("PhiForCausalLM", {}),
-    "glm, partial and interleaved": ("GlmForCausalLM", {"head_dim": 8}),
-    "smollm3, without positions": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", {**_LATENT, "n_group": 1}),
-    "gemma3, two frequencies": (
-        "Gemma3ForCausalLM",
-        {"head_dim": 8, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    "llama, yarn": ("LlamaForCausalLM", {"rope_parameters": _YARN}),
-}
 LEARNED = ("gpt2", "opt")
-ROTARY = [name for name in (*ARCHITECTURES, *OTHERS) if name not in LEARNED]
-
-
-@functools.cache
-def model(name: str) -> transformers.PreTrainedModel:
-    if name in ARCHITECTURES:
-        return tiny(name)
-    class_name, extra = OTHERS[name]
-    model_class = getattr(transformers, class_name)
-    torch.manual_seed(len(name))
-    return model_class(model_class.config_class(**{**_SHAPE, **extra})).double().eval()
+ROTARY = [name for name in (*ARCHITECTURES, *LAYOUTS) if name not in LEARNED]
 
 
 def keys_at(scorer: Scorer, token: int, position: int) -> dict[int, torch.Tensor]:
@@ -80,8 +38,8 @@ def keys_at(scorer: Scorer, token: int, position: int) -> dict[int, torch.Tensor
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) -> None:
-    gate.check(model(name))
-    rotation, scorer = find_rotation(model(name)), Scorer(model(name))
+    gate.check(tiny(name))
+    rotation, scorer = find_rotation(tiny(name)), Scorer(tiny(name))
     assert rotation is not None
     for token, p, by in ((3, 0, 1), (4, 5, 37), (7, 60, -60), (9, 33, -8), (11, 12, 0), (20, 0, 127), (21, 127, -100)):
         before, after = keys_at(scorer, token, p), keys_at(scorer, token, p + by)
@@ -96,7 +54,7 @@ def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROTARY)
 def test_the_same_is_found_in_lower_precision(name: str, dtype: torch.dtype) -> None:
-    exact, rounded = find_rotation(model(name)), find_rotation(copy.deepcopy(model(name)).to(dtype))
+    exact, rounded = find_rotation(tiny(name)), find_rotation(copy.deepcopy(tiny(name)).to(dtype))
     assert exact is not None and rounded is not None
     for layer, turn in exact.turns.items():
         other = rounded.turns[layer]
@@ -121,7 +79,7 @@ def test_frequencies_that_the_model_does_not_use_are_no_rotation() -> None:
 
 
 def test_layers_without_positions_stay_as_they_are() -> None:
-    rotation = find_rotation(model("smollm3, without positions"))
+    rotation = find_rotation(tiny("smollm3, without positions"))
     assert rotation is not None
     assert [rotation.turns[layer] is None for layer in range(4)] == [False, True, False, True]
     keys = torch.randn(1, 2, 3, 8)
@@ -129,7 +87,7 @@ def test_layers_without_positions_stay_as_they_are() -> None:
 
 
 def test_two_frequencies_are_told_apart() -> None:
-    rotation = find_rotation(model("gemma3, two frequencies"))
+    rotation = find_rotation(tiny("gemma3, two frequencies"))
     assert rotation is not None
     local, distant = (rotation.turns[layer] for layer in range(2))
     assert local is not None and distant is not None

@@ -11,7 +11,7 @@ import torch
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import ARCHITECTURES, VOCABULARY, tiny
+from tiny import ARCHITECTURES, LAYOUTS, VOCABULARY, tiny
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
@@ -21,6 +21,9 @@ from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
 from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
+from forerun.recipes import build_drafter
+from forerun.request import Request
+from forerun.settings import Settings as DraftSettings
 from forerun.tree import DraftTree
 
 SLACK = 5
@@ -168,7 +171,7 @@ def test_a_window_longer_than_the_text_gives_what_the_full_cache_gives(architect
 
 
 @pytest.mark.parametrize("rotating", [True, False])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *LAYOUTS])
 def test_every_model_sees_sinks_and_window_as_if_all_was_kept(architecture: str, rotating: bool) -> None:
     model = tiny(architecture)
     rotation = find_rotation(model) if rotating else None
@@ -315,3 +318,16 @@ def test_wrong_values_are_refused(arguments: dict[str, int], message: str) -> No
         StreamingCache(**arguments)
     with pytest.raises(ValueError, match="count is -1"):
         StreamingCache(4).skip(-1)
+
+
+@pytest.mark.parametrize("name", ["streaming", "streaming-self", "h2o"])
+@torch.inference_mode()
+def test_drafts_longer_than_the_window_can_be_rejected(name: str) -> None:
+    options = DraftSettings(tiny("llama"), gamma2=200, paced=False, cache_budget=8, window=4)
+    drafter, request = build_drafter(name, options), Request(list(range(6, 18)), 300)
+    drafter.bind(Scorer(tiny("llama")))
+    drafter.begin(request)
+    drafter.prefilled(request, FullCache())
+    first = drafter.propose(request, 200).tokens.tolist()
+    request.append((first[0] + 1) % VOCABULARY)
+    assert len(first) == len(drafter.propose(request, 200)) == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forerun.caches.bounded import SLACK
 from forerun.caches.full import FullCache
 from forerun.caches.heavy_hitter import HeavyHitterCache
 from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
@@ -52,16 +53,21 @@ def _small_model(settings: Settings) -> Scorer:
 
 def _small(settings: Settings, gamma: int) -> ModelDrafter:
     """The small model over the first and last tokens."""
-    return ModelDrafter(_streaming(settings.sinks, settings.window), gamma, _small_model(settings))
+    return ModelDrafter(_streaming(settings, settings.window), gamma, _small_model(settings))
 
 
-def _streaming(sinks: int, window: int) -> CacheFactory:
+def _slack(settings: Settings) -> int:
+    """What a level may have read on trial when the target has its say, at least: what both levels draft."""
+    return max(SLACK, settings.gamma1 + settings.gamma2)
+
+
+def _streaming(settings: Settings, window: int) -> CacheFactory:
     rotations: dict[Scorer, Rotation | None] = {}
 
     def make(scorer: Scorer, source: FullCache) -> StreamingCache:
         if scorer not in rotations:
             rotations[scorer] = find_rotation(scorer.model)
-        return StreamingCache(window, sinks, rotation=rotations[scorer])
+        return StreamingCache(window, settings.sinks, _slack(settings), rotations[scorer])
 
     return make
 
@@ -69,11 +75,11 @@ def _streaming(sinks: int, window: int) -> CacheFactory:
 def _heavy_hitter(settings: Settings) -> CacheFactory:
     """Half of the budget for heavy hitters, half for recent tokens, as in H2O's experiments."""
     recent = max(1, settings.cache_budget // 2)
-    return lambda scorer, source: HeavyHitterCache(settings.cache_budget - recent, recent)
+    return lambda scorer, source: HeavyHitterCache(settings.cache_budget - recent, recent, _slack(settings))
 
 
 def _self_streaming(settings: Settings) -> CacheFactory:
-    return _streaming(settings.sinks, max(1, settings.cache_budget - settings.sinks))
+    return _streaming(settings, max(1, settings.cache_budget - settings.sinks))
 
 
 def _retrieval(settings: Settings) -> CacheFactory:

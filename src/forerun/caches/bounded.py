@@ -18,6 +18,9 @@ from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.rows import Rows, append, compact
 
+SLACK = 64
+"""More than is usually drafted at a time."""
+
 
 class Extent(NamedTuple):
     """How much a cache has read and holds."""
@@ -69,7 +72,7 @@ class BoundedCache(Cache):
         if self._fixed < length < lowest:
             raise ValueError(
                 f"length is {length}, and tokens before it are evicted; "
-                f"it must be between {lowest} and {self.length}, or at most {self._fixed}"
+                f"it must be between {lowest} and {self.length}, or at most {self._fixed} (slack is {self.slack})"
             )
         if back is not None:
             self._turn_back(back)

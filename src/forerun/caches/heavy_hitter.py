@@ -13,7 +13,7 @@ import torch
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
-from forerun.caches.bounded import BoundedCache, Extent
+from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rows import Rows
 
 
@@ -30,7 +30,7 @@ class HeavyHitterCache(BoundedCache):
             does.
     """
 
-    def __init__(self, heavy: int, recent: int, slack: int = 64) -> None:
+    def __init__(self, heavy: int, recent: int, slack: int = SLACK) -> None:
         if heavy < 0:
             raise ValueError(f"heavy is {heavy}; it must be 0 or more")
         if recent < 1:
@@ -69,12 +69,10 @@ class HeavyHitterCache(BoundedCache):
 
     def _keep(self, block: Block, path: Sequence[int]) -> None:
         m, early = len(block.pending), self._early(block)
-        columns = [*range(self._held + m), *(self._held + m + node for node in path)]
-        queries = [*range(m - early), *(m - early + node for node in path)]
+        columns, queries = (_kept(count, path) for count in (self._held + m, m - early))
         super()._keep(block, path)
         for layer, (folded, single) in self._tail.items():
-            seen = torch.tensor(columns, device=folded.device)
-            chosen = torch.tensor(queries, device=folded.device, dtype=torch.long)
+            seen, chosen = columns.to(folded.device), queries.to(folded.device)
             log = self._log.setdefault(layer, [])
             log.extend(single.index_select(2, chosen).index_select(3, seen).unbind(2))
             settled = max(0, len(log) - self.slack)
@@ -141,6 +139,11 @@ def _weights(
         far = places[:, :, None, None] <= positions[:, None] - spec.window
         scores = scores.masked_fill(far, -torch.inf)
     return scores.softmax(-1)
+
+
+def _kept(count: int, path: Sequence[int]) -> torch.Tensor:
+    """Indices of what comes before the tree's ``count``-th place, and of the nodes of ``path``."""
+    return torch.tensor([*range(count), *(count + node for node in path)], dtype=torch.long)
 
 
 def _add(drawn: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
-from forerun.caches.bounded import BoundedCache, Extent
+from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rotation import Rotation
 from forerun.caches.rows import Rows, attend_in_order
 from forerun.tree import IntArray
@@ -33,7 +33,7 @@ class StreamingCache(BoundedCache):
             model with learned positions needs.
     """
 
-    def __init__(self, window: int, sinks: int = 4, slack: int = 64, rotation: Rotation | None = None) -> None:
+    def __init__(self, window: int, sinks: int = 4, slack: int = SLACK, rotation: Rotation | None = None) -> None:
         if window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
         if sinks < 0:
