@@ -93,8 +93,7 @@ def test_needle_and_quote_answers_stand_in_their_prompts(seed: int) -> None:
 def test_table_answers_are_json_equal_to_the_table(seed: int) -> None:
     task = tasks.make("table", Random(seed))
     lines = task.prompt.removeprefix("Table:\n").split("\n\n")[0].splitlines()
-    pipes = lines[0].startswith("|")
-    cells = [line.strip("| ").split(" | ") if pipes else line.split(",") for line in lines if "---" not in line]
+    cells = [line.split(" | " if "|" in line else ",") for line in lines if "---" not in line]
     expected = [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
     assert [{key: str(value) for key, value in record.items()} for record in json.loads(task.answer)] == expected
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 
 import numpy as np
@@ -23,6 +24,7 @@ from forerun.reference.tasks import EOS, Material, Task
 PROMPT_WEIGHT = 0.1  # what the prompt of an invented task says cannot be foreseen: weigh it little
 ANSWER_WEIGHT = 4.0  # answers are short, and are what is wanted
 SPAN_WEIGHT = 2.0
+JOINT_WEIGHT = 12.0  # where JSON goes on or closes: one such token wrong, and so is all that follows
 _STREAMS = ("prose", "code")
 _ENCODE_CHUNK = 2000
 
@@ -71,6 +73,12 @@ class Corpus:
     def eos(self) -> int:
         """The id of the end-of-text token."""
         return int(self.tokenizer.convert_tokens_to_ids(EOS))
+
+    @cached_property
+    def joints(self) -> frozenset[int]:
+        """Tokens with a comma or a bracket that closes."""
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab()
+        return frozenset(i for token, i in vocabulary.items() if set(token) & set(",}]"))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with no special tokens added."""
@@ -148,6 +156,10 @@ def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
             continue
         packed.add(prompt, in_prompt)
         packed.add(answer, in_answer)
+        if kind == "table":
+            for i, token in enumerate(answer, middle):
+                if token in corpus.joints:
+                    packed.weights[i] = JOINT_WEIGHT
         for first, last in _places(corpus, task):
             packed.sources.append(Source(middle - 1, len(packed), begin + first, begin + last))
     packed.add(window(corpus, "prose", length - len(packed), rng), 1.0)

@@ -73,13 +73,13 @@ class Judge:
             ids, cache = self.data.encode(text), DynamicCache()
             for start in range(0, len(ids), READ_BLOCK):
                 self._logits(ids[start : start + READ_BLOCK], cache)
-            found += [self._recalled(task, cache, len(ids)) for task in asked]
+            found += [self._recalled(task, cache) for task in asked]
         return sum(found) / len(found)
 
-    def _recalled(self, task: Task, cache: DynamicCache, length: int) -> bool:
+    def _recalled(self, task: Task, cache: DynamicCache) -> bool:
         prompt, answer = self.data.encode(task.prompt), [*self.data.encode(task.answer), self.data.eos]
         logits = self._logits(prompt + answer[:-1], cache)
-        cache.crop(length)
+        cache.crop(-len(logits))
         return bool((logits[len(prompt) - 1 :].argmax(-1) == torch.tensor(answer)).all())
 
     def _logits(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:

@@ -147,14 +147,11 @@ _COLUMNS: dict[str, Callable[[Random], str | int]] = {
 
 
 def table(rng: Random, material: Material, rows: int | None = None, columns: int | None = None) -> Task:
-    """A pipe table or CSV, to be written as a JSON list with one object a line."""
-    headers = rng.sample(sorted(_COLUMNS), columns or rng.randint(2, 5))
-    records = [{name: _COLUMNS[name](rng) for name in headers} for _ in range(rows if rows else rng.randint(3, 8))]
-    if rng.random() < 0.6:
-        lines = [f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
-        lines += [f"| {' | '.join(map(str, record.values()))} |" for record in records]
-    else:
-        lines = [",".join(headers)] + [",".join(map(str, record.values())) for record in records]
+    """A Markdown table (without outer pipes) or CSV, to be written as a JSON list with one object a line."""
+    headers = rng.sample(sorted(_COLUMNS), columns or rng.randint(2, 4))
+    records = [{name: _COLUMNS[name](rng) for name in headers} for _ in range(rows if rows else rng.randint(2, 7))]
+    separator, rule = (" | ", ["|".join(["---"] * len(headers))]) if rng.random() < 0.5 else (",", [])
+    lines = [separator.join(headers), *rule, *(separator.join(map(str, record.values())) for record in records)]
     body = ",\n".join(" " + json.dumps(record) for record in records)
     written = "\n".join(lines)
     return Task("table", f"Table:\n{written}\n\nWrite the table as JSON.\nAnswer:", f"\n[\n{body}\n]", (written,))
