@@ -1,4 +1,4 @@
-"""Compilation: machine code that is kept between runs, and thrown away when any source of the index changes.
+"""Compilation: machine code that is kept between runs, and thrown away when any source of its package changes.
 
 A compiled function holds the code of those it calls and the layout of the arrays it reads, from other files. Numba
 looks for changes in the function's own file only, and old machine code over a new layout loops for ever or crashes. So
@@ -27,12 +27,12 @@ def compiled(function: F) -> F:
         dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
     except RuntimeError:  # no folder for the cache can be written
         return cast(F, numba.njit(function, _nrt=False, error_model="numpy"))
-    dispatcher._cache._cache_file._source_stamp = sources()
+    dispatcher._cache._cache_file._source_stamp = sources(Path(function.__code__.co_filename).parent)
     return cast(F, dispatcher)
 
 
 @functools.cache
-def sources() -> str:
+def sources(package: Path) -> str:
     """A digest of the sources that compiled code may come from."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(package.glob("*.py"))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
