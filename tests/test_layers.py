@@ -13,6 +13,7 @@ LAYERS = [
     ["tree", "shape", "sampling", "stats", "request", "verify"],
     ["index", "trie_file"],
     ["trie"],
+    ["kernels"],
     ["attention", "block"],
     ["caches"],
     ["model"],

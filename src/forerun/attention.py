@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from forerun.kernels import fewquery, vector
+
 
 class AttentionState(NamedTuple):
     """Attention over some of the keys.
@@ -42,6 +44,11 @@ class AttentionSpec:
     softcap: float | None = None
 
 
+FEW_QUERIES = 64
+"""The most queries for which a kernel of our own is faster than torch's (see ``docs/LOG.md``)."""
+MANY_KEYS = 256
+"""The fewest keys."""
+
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
 
 
@@ -60,7 +67,7 @@ def attend(
     if group > 1:  # the queries of a group read the same keys once
         q = q.reshape(1, k.shape[1], group * n, q.shape[3])
         bias = None if bias is None else bias.repeat(group, 1)
-    out, lse = BACKENDS[select_backend(q, v, spec)](q, k, v, spec, bias)
+    out, lse = BACKENDS[select_backend(q, k, v, spec, bias)](q, k, v, spec, bias)
     return AttentionState(out.reshape(1, heads, n, v.shape[3]), lse.reshape(1, heads, n))
 
 
@@ -70,15 +77,24 @@ def merge(a: AttentionState, b: AttentionState) -> torch.Tensor:
     return torch.lerp(b.out.to(weight.dtype), a.out.to(weight.dtype), weight).to(a.out.dtype)
 
 
-def select_backend(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str:
+def select_backend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
+) -> str:
     """Name of the fastest kernel that can compute this."""
     if spec.softcap is not None or q.shape[-1] != v.shape[-1]:
         return "math"
     if q.device.type == "cpu":
-        return "flash_cpu"
+        few = q.shape[2] <= FEW_QUERIES and k.shape[2] >= MANY_KEYS and bias is None
+        return "few_queries" if few and fewquery.fits(q, k, v) else "flash_cpu"
     if q.device.type == "cuda" and q.dtype != torch.float64:
         return "efficient"
     return "math"
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what attention on this device with this type may run, or load what an earlier process compiled."""
+    if device.type == "cpu" and dtype == torch.float32 and vector.fused():
+        fewquery.warm_up()
 
 
 def _math(
@@ -102,6 +118,13 @@ def _flash_cpu(
     return AttentionState(*kernel(q, k, v, attn_mask=bias, scale=spec.scaling))
 
 
+def _few_queries(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
+) -> AttentionState:
+    """Without a bias, for what ``fewquery.fits``."""
+    return AttentionState(*fewquery.few_queries(q, k, v, spec.scaling))
+
+
 def _efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
@@ -115,5 +138,10 @@ def _efficient(
     return AttentionState(out, lse[..., :n])
 
 
-BACKENDS: dict[str, Backend] = {"math": _math, "flash_cpu": _flash_cpu, "efficient": _efficient}
+BACKENDS: dict[str, Backend] = {
+    "math": _math,
+    "flash_cpu": _flash_cpu,
+    "few_queries": _few_queries,
+    "efficient": _efficient,
+}
 """Kernels by name. A new one is a function, an entry here, a line in ``select_backend`` and the parity test."""

@@ -1,0 +1,318 @@
+"""Attention of a few queries over many keys on a CPU: the pass over a long text that decides the speed of decoding.
+
+The keys are split into pieces that are computed one by one and merged by their log-sum-exp, so that few heads still
+keep all cores busy (Flash-Decoding, Dao et al. 2023). Within a piece, blocks of keys go through the tiles of queries
+with a running maximum and sum (FlashAttention, Dao et al. 2022; ``tiles.py``), and while one block is computed the
+next is fetched.
+
+The split depends on the number of keys only. So the result is the same, to the bit, for any number of threads and for a
+query alone or among others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import threading
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.np import arrayobj
+
+from forerun.index.compiling import compiled
+from forerun.kernels import team
+from forerun.kernels.tiles import (
+    QUERIES,
+    STATE,
+    TILES,
+    VECTORS,
+    gather,
+    gather_vectors,
+    score,
+    score_tiles,
+    ticket,
+    weigh,
+)
+from forerun.kernels.vector import F64, I64, LANES, LINE, Code, Emitter, fused, intrinsic
+
+BLOCK = 32
+"""Keys of a block: with their values they stay in the nearest cache."""
+PIECE = 1024
+"""Keys of a piece, at least."""
+PIECES = 64
+"""Pieces, at most."""
+LOWEST = -3e38
+"""Where the running maximum begins. Finite, so that differences are numbers."""
+COUNTERS = 512
+"""Bytes of memory that the job takes."""
+
+
+class Job(NamedTuple):
+    """One call, as the threads see it: addresses, distances in bytes, and counts."""
+
+    next_task: int
+    next_slot: int
+    heads: int
+    n: int
+    m: int
+    dim: int
+    piece: int
+    pieces: int
+    q: int
+    q_head: int
+    q_row: int
+    k: int
+    k_head: int
+    k_row: int
+    v: int
+    v_head: int
+    v_row: int
+    out: int
+    lse: int
+    done: int
+    slots: int
+    slot_size: int
+    parts: int
+    part_size: int
+    scale: float
+
+
+LAYOUT = struct.Struct(f"{len(Job._fields) - 1}qd")
+JOB = types.NamedTuple([types.int64] * (len(Job._fields) - 1) + [types.float64], Job)
+FLOAT_ARRAY = types.Array(types.float32, 1, "C")
+
+
+class _Memory(threading.local):
+    """Room for a job, its threads and its pieces; each thread that calls keeps its own."""
+
+    def __init__(self) -> None:
+        self.reserve(1 << 16)
+
+    def reserve(self, size: int) -> None:
+        self.bytes = np.zeros(size, np.uint8)
+        self.address = self.bytes.ctypes.data
+
+
+_memory = _Memory()
+
+
+def few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of ``q`` ``[1, H, n, d]`` over all of ``k``, ``v`` ``[1, H, m, d]``; see ``fits``.
+
+    Returns:
+        The output ``[1, H, n, d]`` and the log-sum-exp ``[1, H, n]``.
+    """
+    _, heads, n, dim = q.shape
+    m, threads = k.shape[2], torch.get_num_threads()
+    piece = max(PIECE, math.ceil(m / PIECES / BLOCK) * BLOCK)
+    pieces, tiles = math.ceil(m / piece), math.ceil(n / QUERIES)
+    slot_size = tiles * QUERIES * 4 * (dim + BLOCK) + 2 * BLOCK * dim * 4
+    part_size = tiles * (QUERIES * dim * 4 + STATE)
+    size = COUNTERS + 8 * heads + threads * slot_size + heads * pieces * part_size
+    if _memory.bytes.nbytes < size:
+        _memory.reserve(size)
+    job = _memory.address
+    done = job + COUNTERS
+    slots = done + 8 * heads
+    _memory.bytes[COUNTERS : COUNTERS + 8 * heads] = 0
+    out, lse = q.new_empty(1, heads, n, dim), q.new_empty(1, heads, n)
+    rows = [x for t in (q, k, v) for x in (t.data_ptr(), 4 * t.stride(1), 4 * t.stride(2))]
+    sizes = (slots, slot_size, slots + threads * slot_size, part_size, scaling / math.log(2))
+    counts = (0, 0, heads, n, m, dim, piece, pieces)
+    LAYOUT.pack_into(_memory.bytes.data, 0, *counts, *rows, out.data_ptr(), lse.data_ptr(), done, *sizes)
+    team.run(warm_up(), job, threads)
+    return out, lse
+
+
+def fits(*tensors: torch.Tensor) -> bool:
+    """Whether queries, keys and values are such as ``few_queries`` reads: float32 rows of a multiple of 16 numbers."""
+    return fused() and all(
+        t.dtype == torch.float32
+        and t.device.type == "cpu"
+        and t.shape[0] == 1
+        and t.shape[3] % LANES == 0
+        and t.stride(3) == 1
+        and not t.requires_grad
+        for t in tensors
+    )
+
+
+@functools.cache
+def warm_up() -> int:
+    """Compile, or load what an earlier process has compiled; gives the address of ``work``."""
+    code = cast(Any, work).get_compile_result(types.void(types.int64))
+    return int(code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+
+
+@intrinsic
+def read_job(typing: Any, address: Any) -> Code:
+    """The job at an address."""
+
+    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        e = Emitter(builder)
+        kinds = [F64 if kind == types.float64 else I64 for kind in JOB.types]
+        return context.make_tuple(builder, JOB, [e.load(e.at(values[0], 8 * i), kind) for i, kind in enumerate(kinds)])
+
+    return JOB(types.int64), write
+
+
+@intrinsic
+def floats(typing: Any, address: Any, count: Any) -> Code:
+    """The floats at an address as an array."""
+
+    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        array = arrayobj.make_array(FLOAT_ARRAY)(context, builder)
+        data = builder.inttoptr(values[0], array.data.type)
+        arrayobj.populate_array(array, data, [values[1]], [I64(4)], I64(4), None)
+        return array._getvalue()
+
+    return FLOAT_ARRAY(types.int64, types.int64), write
+
+
+@compiled
+def work(address: int) -> None:
+    """What each thread does: take pieces until there are none; who ends a head's last piece merges the head."""
+    job = read_job(address)
+    slot = job.slots + ticket(address + 8) * job.slot_size
+    while True:
+        task = ticket(address)
+        if task >= job.heads * job.pieces:
+            return
+        _piece(job, task, slot)
+        head = task // job.pieces
+        if ticket(job.done + 8 * head) == job.pieces - 1:
+            _merge(job, head)
+
+
+@compiled
+def _piece(job: Job, task: int, slot: int) -> None:
+    """Outputs and states of all queries over one piece of one head's keys."""
+    tiles = (job.n + QUERIES - 1) // QUERIES
+    head, first = task // job.pieces, task % job.pieces * job.piece
+    last = min(job.m, first + job.piece)
+    scores = slot + tiles * QUERIES * job.dim * 4
+    spare = scores + tiles * QUERIES * BLOCK * 4
+    out = job.parts + task * job.part_size
+    state = out + tiles * QUERIES * job.dim * 4
+    floats(out, job.part_size // 4)[:] = np.float32(0)
+    for t in range(tiles):
+        floats(state + t * STATE, LANES)[:] = np.float32(LOWEST)
+    _pack(job, job.q + head * job.q_head, slot)
+    for start in range(first, last, BLOCK):
+        k = job.k + head * job.k_head + start * job.k_row
+        v = job.v + head * job.v_head + start * job.v_row
+        after = k + BLOCK * job.k_row if start + BLOCK < last else k
+        if start + BLOCK <= last:
+            _block(slot, tiles, job.dim, k, job.k_row, v, job.v_row, BLOCK, scores, out, state, after)
+        else:
+            row, count = 4 * job.dim, last - start
+            _copy(k, job.k_row, count, job.dim, spare)
+            _copy(v, job.v_row, count, job.dim, spare + BLOCK * row)
+            _block(slot, tiles, job.dim, spare, row, spare + BLOCK * row, row, count, scores, out, state, spare)
+
+
+@compiled
+def _pack(job: Job, q: int, to: int) -> None:
+    """Scaled queries as vectors of four numbers of four queries; the last query fills up the last tile."""
+    packed = floats(to, (job.n + QUERIES - 1) // QUERIES * QUERIES * job.dim)
+    for i in range(packed.size // job.dim):
+        row = floats(q + min(i, job.n - 1) * job.q_row, job.dim)
+        begin = i // QUERIES * QUERIES * job.dim + i % QUERIES * 4
+        for c in range(job.dim):
+            packed[begin + c // 4 * LANES + c % 4] = np.float32(row[c] * job.scale)
+
+
+@compiled
+def _copy(rows: int, row: int, count: int, dim: int, to: int) -> None:
+    """The last few rows as a whole block, filled up with zeros."""
+    block = floats(to, BLOCK * dim)
+    for i in range(count):
+        source = floats(rows + i * row, dim)
+        for c in range(dim):
+            block[i * dim + c] = source[c]
+    block[count * dim :] = np.float32(0)
+
+
+@compiled
+def _block(
+    q: int,
+    tiles: int,
+    dim: int,
+    k: int,
+    k_row: int,
+    v: int,
+    v_row: int,
+    count: int,
+    scores: int,
+    out: int,
+    state: int,
+    after: int,
+) -> None:
+    """All tiles over one block of keys; values are fetched with the scores, the next keys with the values."""
+    size, tile = BLOCK * QUERIES * 4, QUERIES * dim * 4
+    pace, t = LINE // ((tiles + TILES - 1) // TILES), 0
+    ahead, share = v, pace * (BLOCK * dim // LANES)
+    while t < tiles:
+        if t + TILES <= tiles:
+            score_tiles(q + t * tile, k, k_row, dim, BLOCK, scores + t * size, ahead, pace)
+            t += TILES
+        else:
+            score(q + t * tile, k, k_row, dim, BLOCK, scores + t * size, ahead, pace)
+            t += 1
+        ahead += share
+    if count < BLOCK:
+        _hide(scores, tiles, count)
+    ahead, pace = after, LINE // tiles
+    for t in range(tiles):
+        weigh(scores + t * size, BLOCK, state + t * STATE)
+        c = 0
+        while c + VECTORS * LANES <= dim:
+            to = out + t * tile + 4 * c
+            gather_vectors(scores + t * size, state + t * STATE, v + 4 * c, v_row, dim, BLOCK, to, ahead, pace)
+            ahead += pace * BLOCK * VECTORS
+            c += VECTORS * LANES
+        while c < dim:
+            to = out + t * tile + 4 * c
+            gather(scores + t * size, state + t * STATE, v + 4 * c, v_row, dim, BLOCK, to, ahead, pace)
+            ahead += pace * BLOCK
+            c += LANES
+
+
+@compiled
+def _hide(scores: int, tiles: int, count: int) -> None:
+    """No weight for keys from ``count`` on."""
+    for t in range(tiles):
+        tile = floats(scores + t * BLOCK * QUERIES * 4, BLOCK * QUERIES)
+        for key in range(count, BLOCK):
+            for i in range(QUERIES):
+                tile[key // 4 * LANES + i * 4 + key % 4] = -np.inf
+
+
+@compiled
+def _merge(job: Job, head: int) -> None:
+    """Output and log-sum-exp of one head from those of its pieces, in their order."""
+    tiles = (job.n + QUERIES - 1) // QUERIES
+    states = tiles * QUERIES * job.dim * 4
+    lse = floats(job.lse + 4 * head * job.n, job.n)
+    for i in range(job.n):
+        out = floats(job.out + 4 * (head * job.n + i) * job.dim, job.dim)
+        out[:] = np.float32(0)
+        begin = job.parts + head * job.pieces * job.part_size
+        at = states + i // QUERIES * STATE + i % QUERIES * 16
+        highest, total = -np.inf, 0.0
+        for p in range(job.pieces):
+            highest = max(highest, floats(begin + p * job.part_size + at, 1)[0])
+        for p in range(job.pieces):
+            part = begin + p * job.part_size
+            sums, weight = floats(part + at + LINE, 4), 2.0 ** (floats(part + at, 1)[0] - highest)
+            total += weight * (np.float64(sums[0]) + sums[1] + sums[2] + sums[3])
+            source = floats(part + 4 * i * job.dim, job.dim)
+            for c in range(job.dim):
+                out[c] += np.float32(weight) * source[c]
+        for c in range(job.dim):
+            out[c] = np.float32(out[c] / total)
+        lse[i] = (highest + math.log2(total)) * math.log(2.0)

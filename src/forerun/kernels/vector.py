@@ -1,0 +1,154 @@
+"""Vector code written out, in LLVM's own terms, for loops that the compiler's vectoriser does not find.
+
+Only vector types, ``fma`` and ``prefetch`` are used, which every instruction set has a lowering of; a vector of 16
+floats is one register of AVX-512, two of AVX2 and four of NEON.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba.extending
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils, codegen, config
+
+LANES = 16
+"""Floats in a vector."""
+LINE = 4 * LANES
+"""Bytes of a vector, and of a cache line."""
+EXP2 = (
+    1.0,
+    0.6931471824645996,
+    0.24022646248340607,
+    0.05550328642129898,
+    0.009618489071726799,
+    0.0013399930903688073,
+    0.0001534581242594868,
+)
+"""2 ** x for abs(x) <= 1/2: the polynomial of least relative error (2e-9), in float32 within one unit."""
+ROUND = 1.5 * 2.0**23
+"""The last bits of a small float plus this are the float rounded to an integer."""
+
+I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+FLOATS, WORDS, FOUR = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, 4)
+
+Code = tuple[Any, Callable[..., Any]]
+
+
+def features() -> str:
+    """What the processor that code is made for can do, as LLVM writes it."""
+    return str(codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES)
+
+
+def wide() -> bool:
+    """Whether there are 32 registers for whole vectors."""
+    return "+avx512f" in features()
+
+
+def fused() -> bool:
+    """Whether ``fma`` is an instruction and not a call."""
+    return "+fma" in features() or platform.machine().lower() in ("aarch64", "arm64")
+
+
+def intrinsic(function: Callable[..., Code]) -> Any:
+    """Mark a function that writes code; compiled functions can call it."""
+    return numba.extending.intrinsic(function)
+
+
+def intrinsic_code(arguments: int, emit: Callable[..., ir.Value | None], result: Any = types.void) -> Code:
+    """What a function marked ``intrinsic`` returns if it takes integers and ``emit`` writes its code."""
+
+    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        return emit(Emitter(builder), *values) or context.get_dummy_value()
+
+    return result(*(types.int64,) * arguments), write
+
+
+class Emitter:
+    """Writes vector instructions. Addresses are integers; memory is aligned to floats only."""
+
+    def __init__(self, builder: ir.IRBuilder) -> None:
+        self.builder = builder
+
+    def at(self, address: ir.Value, *offsets: ir.Value | int) -> ir.Value:
+        """The address so many bytes further."""
+        for offset in offsets:
+            address = self.builder.add(address, I64(offset) if isinstance(offset, int) else offset)
+        return address
+
+    def times(self, a: ir.Value, b: ir.Value | int) -> ir.Value:
+        """The product of two integers."""
+        return self.builder.mul(a, I64(b) if isinstance(b, int) else b)
+
+    def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
+        """A value from memory."""
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
+
+    def store(self, value: ir.Value, address: ir.Value) -> None:
+        """A value into memory."""
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Ask for the line at ``address`` ahead of its use; any address will do."""
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), (byte, I32, I32, I32))
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
+        self.builder.call(function, (self.builder.inttoptr(address, byte), I32(0), I32(3), I32(1)))
+
+    def variable(self, value: ir.Value) -> ir.Value:
+        """A place that the optimiser turns into a register, set where this stands."""
+        place = cgutils.alloca_once(self.builder, value.type)
+        self.builder.store(value, place)
+        return place
+
+    @contextmanager
+    def loop(self, count: ir.Value) -> Iterator[ir.Value]:
+        """Repeat what is written inside; gives the counter."""
+        with cgutils.for_range(self.builder, count, intp=I64) as loop:
+            yield loop.index
+
+    def fma(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """a * b + c, rounded once."""
+        kind = ir.FunctionType(FLOATS, (FLOATS,) * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32")
+        return self.builder.call(function, (a, b, c))
+
+    def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
+        """``a`` where it is larger, else ``b``."""
+        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def exp2(self, x: ir.Value) -> ir.Value:
+        """2 ** x for x <= 0: within one unit, 0 below -126.5, and not a number where x is none."""
+        b = self.builder
+        x = self.larger(constant(-127.0), x)
+        shifted = b.fadd(x, constant(ROUND))
+        rest = b.fsub(x, b.fsub(shifted, constant(ROUND)))
+        power = constant(EXP2[-1])
+        for coefficient in EXP2[-2::-1]:
+            power = self.fma(power, rest, constant(coefficient))
+        exponent = b.add(b.bitcast(shifted, WORDS), WORDS([127] * LANES))
+        return b.fmul(power, b.bitcast(b.shl(exponent, WORDS([23] * LANES)), FLOATS))
+
+    def everywhere(self, value: ir.Value) -> ir.Value:
+        """One float, or four, repeated over the vector."""
+        if value.type == F32:
+            value = self.builder.insert_element(FOUR(ir.Undefined), value, I32(0))
+            return self._shuffle(value, value, [0] * LANES)
+        return self._shuffle(value, value, [0, 1, 2, 3] * (LANES // 4))
+
+    def within(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+        """The same choice in each group of four lanes: 0 to 3 are those of ``a``, 4 to 7 those of ``b``."""
+        groups = range(0, LANES, 4)
+        return self._shuffle(a, b, [g + lane if lane < 4 else g + LANES + lane - 4 for g in groups for lane in lanes])
+
+    def _shuffle(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+        return self.builder.shuffle_vector(a, b, ir.VectorType(I32, len(lanes))(lanes))
+
+
+def constant(value: float) -> ir.Constant:
+    """A vector of one number."""
+    return FLOATS([value] * LANES)
