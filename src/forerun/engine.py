@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from forerun import attention
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
@@ -107,6 +108,7 @@ class Engine:
             )
         self.tokenizer = tokenizer
         self.use(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
+        attention.warm_up(self.target.device, self.target.model.dtype)
         self.budget = budget
         self.planner = Planner(24 if self.target.device.type == "cpu" else 256) if planner == "auto" else planner
         self.prefill_block = prefill_block
