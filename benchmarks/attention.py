@@ -1,0 +1,97 @@
+"""Attention of few queries over many keys, beside what the machine could do: python benchmarks/attention.py
+
+For each number of queries and keys: how fast keys and values are read (GB/s), the arithmetic (GFLOP/s), and the
+share of the roofline, the lower of the measured memory bandwidth and the measured speed of a large matrix product.
+Keys that fit into a cache can be read faster than memory, so shares above 1 are possible there.
+
+Rounds in which other processes took more than a twentieth of the cores are dropped (Linux), if any are left then.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from forerun.attention import BACKENDS, AttentionSpec
+
+Functions = dict[str, Callable[[], object]]
+
+
+def main() -> None:
+    """Print the table."""
+    options = arguments()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    memory, compute = roofline(options.seconds)
+    print(f"{torch.get_num_threads()} threads, reading {memory:.1f} GB/s, matrix product {compute:.0f} GFLOP/s")
+    print(f"{options.heads} heads of {options.dim}, float32")
+    print(f"{'keys':>7} {'queries':>7} " + "".join(f"{name:>12} GB/s GFLOP/s share" for name in options.backends))
+    for m in options.keys:
+        k, v = (torch.randn(1, options.heads, m + 64, options.dim)[:, :, :m] for _ in range(2))
+        for n in options.queries:
+            times = measure(calls(options.backends, n, k, v), options.seconds)
+            gb, gflop = (k.numel() + v.numel()) * 4 / 1e9, 4 * n * k.numel() / 1e9
+            best = max(gb / memory, gflop / compute)
+            cells = (f"{gb / t:17.1f} {gflop / t:7.0f} {best / t:5.2f}" for t in times.values())
+            print(f"{m:7} {n:7} " + "".join(cells), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--queries", type=int, nargs="+", default=[1, 2, 4, 8, 9, 16, 17, 32])
+    parser.add_argument("--keys", type=int, nargs="+", default=[2048, 16384, 131072])
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--backends", nargs="+", default=["flash_cpu", "few_queries"])
+    parser.add_argument("--threads", type=int, default=0, help="by default as many as torch takes")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per line")
+    return parser.parse_args()
+
+
+def roofline(seconds: float) -> tuple[float, float]:
+    """Memory bandwidth in GB/s and matrix product in GFLOP/s, the best of what is measured."""
+    numbers, square = torch.ones(1 << 26), torch.ones(1024, 1024)
+    times = measure({"sum": numbers.sum, "product": lambda: square @ square}, 2 * seconds)
+    return numbers.nbytes / times["sum"] / 1e9, 2 * 1024**3 / times["product"] / 1e9
+
+
+def calls(backends: list[str], n: int, k: torch.Tensor, v: torch.Tensor) -> Functions:
+    """Attention of ``n`` queries by each backend."""
+    q, spec = torch.randn(1, k.shape[1], n, k.shape[3]), AttentionSpec(k.shape[3] ** -0.5)
+    return {name: lambda run=BACKENDS[name]: run(q, k, v, spec, None) for name in backends}  # type: ignore[misc]
+
+
+def measure(functions: Functions, seconds: float) -> dict[str, float]:
+    """The best time of each in rounds of all, until ``seconds`` have passed."""
+    rounds: list[tuple[bool, dict[str, float]]] = []
+    for function in functions.values():
+        function()
+    end = time.perf_counter() + seconds
+    while len(rounds) < 3 or time.perf_counter() < end:
+        times, begin, before = dict.fromkeys(functions, float("inf")), time.perf_counter(), by_others()
+        while time.perf_counter() < begin + seconds / 8:
+            for name, function in functions.items():
+                start = time.perf_counter()
+                function()
+                times[name] = min(times[name], time.perf_counter() - start)
+        passed = time.perf_counter() - begin
+        rounds.append((by_others() - before < 0.05 * passed * (os.cpu_count() or 1) + 0.011, times))
+    undisturbed = [times for quiet, times in rounds if quiet] or [times for _, times in rounds]
+    return {name: min(times[name] for times in undisturbed) for name in functions}
+
+
+def by_others() -> float:
+    """Seconds of processor time that other processes have had since the machine started."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    fields = [int(field) for field in stat.read_text().split("\n")[0].split()[1:9]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+if __name__ == "__main__":
+    main()
