@@ -44,10 +44,8 @@ class AttentionSpec:
     softcap: float | None = None
 
 
-FEW_QUERIES = 64
-"""The most queries for which a kernel of our own is faster than torch's (see ``docs/LOG.md``)."""
-MANY_KEYS = 256
-"""The fewest keys."""
+FEW_QUERIES, MANY_KEYS = 256, 512
+"""Where a kernel of our own was measured to be faster than torch's on a CPU (``docs/LOG.md``)."""
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
 
