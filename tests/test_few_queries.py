@@ -10,11 +10,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from forerun.attention import BACKENDS, AttentionSpec, AttentionState, attend, select_backend
+from forerun.block import Block
+from forerun.caches.full import FullCache
 from forerun.kernels import team, vector
+from forerun.tree import DraftTree
 
 pytestmark = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
 
@@ -57,9 +61,27 @@ def test_as_exact_as_the_kernel_of_torch(n: int, dim: int) -> None:
     assert sum(errors["few_queries"]) < 1.5 * sum(errors["flash_cpu"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 5, 16])
+def test_16_bits_are_widened_and_summed_as_floats(n: int, dtype: torch.dtype) -> None:
+    for m in (1, 33, 2100):
+        q, k, v = (t.to(dtype) for t in qkv(n, m, 80))
+        narrow, wide = (BACKENDS["few_queries"](*x, SPEC, None) for x in ((q, k, v), (q.float(), k.float(), v.float())))
+        assert torch.equal(narrow.out, wide.out.to(dtype))
+        assert torch.equal(narrow.lse, wide.lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_read_exactly(dtype: torch.dtype) -> None:
+    v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 512, 1, 128)
+    out = BACKENDS["few_queries"](torch.zeros_like(v), torch.zeros_like(v), v, SPEC, None).out
+    assert torch.equal(out.isnan(), v.isnan())
+    assert torch.equal(out.nan_to_num(0, 1e4, -1e4), v.nan_to_num(0, 1e4, -1e4))
+
+
 @pytest.mark.parametrize("group", [1, 2, 4])
 def test_grouped_heads_through_attend(group: int) -> None:
-    q, k, v = qkv(3, 2500, heads=2)
+    q, k, v = qkv(3, 5000, heads=2)
     q = torch.randn(1, 2 * group, 3, 64)
     few = attend(q, k, v, SPEC)
     exact = by_definition(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
@@ -147,15 +169,37 @@ def test_a_pool_that_is_busy_is_not_waited_for() -> None:
     assert ran == [1]
 
 
+def test_a_cache_with_a_long_text_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    kernel = BACKENDS["few_queries"]
+    monkeypatch.setitem(BACKENDS, "few_queries", lambda *arguments: used.append(1) or kernel(*arguments))
+    q, k, v = qkv(904, 904, heads=10)
+    cache, first, then = (
+        FullCache(),
+        Block(np.arange(900), DraftTree.empty(), 0),
+        Block(np.arange(4), DraftTree.empty(), 900),
+    )
+    cache.attend(0, *(t[:, :, :900] for t in (q, k, v)), first, SPEC)
+    cache.commit(first, [])
+    out = cache.attend(0, *(t[:, :, 900:] for t in (q, k, v)), then, SPEC)
+    seen = torch.ones(904, 904).tril()[900:] > 0
+    bias = torch.zeros(4, 904).double().masked_fill(~seen, -torch.inf)
+    exact = BACKENDS["math"](*(t.double() for t in (q[:, :, 900:], k, v)), SPEC, bias).out
+    assert used == [1]
+    assert (out.double() - exact).abs().max() < 1e-5
+
+
 def test_chosen_where_it_can_compute_and_pays() -> None:
     def choice(n: int = 4, m: int = 4096, dim: int = 64, dtype: torch.dtype = torch.float32, **kind: float) -> str:
-        q, k, v = (torch.empty(1, 1, rows, dim, dtype=dtype) for rows in (n, m, m))
+        q, k, v = (torch.empty(1, 8, rows, dim, dtype=dtype) for rows in (n, m, m))
         return select_backend(q, k, v, AttentionSpec(0.3, **kind), None)  # type: ignore[arg-type]
 
-    assert choice() == "few_queries"
+    assert choice() == choice(n=256) == choice(n=32, m=32768, dtype=torch.bfloat16) == "few_queries"
+    assert choice(dtype=torch.float16) == choice(n=64, m=32768, dtype=torch.bfloat16) == "flash_cpu"
     assert choice(n=1000) == choice(m=64) == choice(dim=24) == choice(dtype=torch.float64) == "flash_cpu"
     assert choice(softcap=2.0) == "math"
-    q, k, v = qkv(4, 4096)
+    q, k, v = qkv(4, 4096, heads=4)
+    assert select_backend(q, k, v, SPEC, None) == "few_queries"
     assert select_backend(q, k, v, SPEC, torch.zeros(4, 4096)) == "flash_cpu"
     assert select_backend(q.requires_grad_(), k, v, SPEC, None) == "flash_cpu"
 

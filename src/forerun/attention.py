@@ -44,8 +44,9 @@ class AttentionSpec:
     softcap: float | None = None
 
 
-FEW_QUERIES, MANY_KEYS = 256, 512
-"""Where a kernel of our own was measured to be faster than torch's on a CPU (``docs/LOG.md``)."""
+FEW_QUERIES, MANY_NUMBERS = {4: 256, 2: 32}, {4: 2**19, 2: 2**24}
+"""Up to how many queries, and from how many numbers in the keys, a kernel of our own was measured to be faster than
+torch's on a CPU, by bytes of a number (``docs/LOG.md``)."""
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
 
@@ -82,7 +83,8 @@ def select_backend(
     if spec.softcap is not None or q.shape[-1] != v.shape[-1]:
         return "math"
     if q.device.type == "cpu":
-        few = q.shape[2] <= FEW_QUERIES and k.shape[2] >= MANY_KEYS and bias is None
+        size = q.element_size()
+        few = bias is None and q.shape[2] <= FEW_QUERIES.get(size, 0) and k.numel() >= MANY_NUMBERS[size]
         return "few_queries" if few and fewquery.fits(q, k, v) else "flash_cpu"
     if q.device.type == "cuda" and q.dtype != torch.float64:
         return "efficient"
@@ -91,7 +93,7 @@ def select_backend(
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what attention on this device with this type may run, or load what an earlier process compiled."""
-    if device.type == "cpu" and dtype == torch.float32 and vector.fused():
+    if device.type == "cpu" and dtype in fewquery.KINDS and vector.fused():
         fewquery.warm_up()
 
 

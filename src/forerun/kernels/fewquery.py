@@ -30,12 +30,15 @@ from forerun.kernels.tiles import (
     STATE,
     TILES,
     VECTORS,
+    copy_floats,
     gather,
     gather_vectors,
     score,
     score_tiles,
     ticket,
     weigh,
+    widen_bfloat16,
+    widen_float16,
 )
 from forerun.kernels.vector import F64, I64, LANES, LINE, Code, Emitter, fused, intrinsic
 
@@ -47,8 +50,10 @@ PIECES = 64
 """Pieces, at most."""
 LOWEST = -3e38
 """Where the running maximum begins. Finite, so that differences are numbers."""
-COUNTERS = 512
-"""Bytes of memory that the job takes."""
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What keys and values may be; 16 bits are widened block by block, and all sums are float32."""
+JOB_ROOM = 512
+"""Bytes that are kept for the job."""
 
 
 class Job(NamedTuple):
@@ -62,6 +67,8 @@ class Job(NamedTuple):
     dim: int
     piece: int
     pieces: int
+    kind: int
+    width: int
     q: int
     q_head: int
     q_row: int
@@ -107,37 +114,42 @@ def few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: floa
         The output ``[1, H, n, d]`` and the log-sum-exp ``[1, H, n]``.
     """
     _, heads, n, dim = q.shape
-    m, threads = k.shape[2], torch.get_num_threads()
+    m, threads, floats_of_q = k.shape[2], torch.get_num_threads(), q.float()
     piece = max(PIECE, math.ceil(m / PIECES / BLOCK) * BLOCK)
     pieces, tiles = math.ceil(m / piece), math.ceil(n / QUERIES)
-    slot_size = tiles * QUERIES * 4 * (dim + BLOCK) + 2 * BLOCK * dim * 4
+    slot_size = tiles * QUERIES * 4 * (dim + BLOCK) + BLOCK * dim * 4
     part_size = tiles * (QUERIES * dim * 4 + STATE)
-    size = COUNTERS + 8 * heads + threads * slot_size + heads * pieces * part_size
+    size = JOB_ROOM + 8 * heads + threads * slot_size + heads * pieces * part_size
     if _memory.bytes.nbytes < size:
         _memory.reserve(size)
     job = _memory.address
-    done = job + COUNTERS
+    done = job + JOB_ROOM
     slots = done + 8 * heads
-    _memory.bytes[COUNTERS : COUNTERS + 8 * heads] = 0
-    out, lse = q.new_empty(1, heads, n, dim), q.new_empty(1, heads, n)
-    rows = [x for t in (q, k, v) for x in (t.data_ptr(), 4 * t.stride(1), 4 * t.stride(2))]
+    _memory.bytes[JOB_ROOM : JOB_ROOM + 8 * heads] = 0
+    out, lse = floats_of_q.new_empty(1, heads, n, dim), floats_of_q.new_empty(1, heads, n)
+    rows = (*_place(floats_of_q), *_place(k), *_place(v))
     sizes = (slots, slot_size, slots + threads * slot_size, part_size, scaling / math.log(2))
-    counts = (0, 0, heads, n, m, dim, piece, pieces)
+    counts = (0, 0, heads, n, m, dim, piece, pieces, KINDS[k.dtype], k.element_size())
     LAYOUT.pack_into(_memory.bytes.data, 0, *counts, *rows, out.data_ptr(), lse.data_ptr(), done, *sizes)
     team.run(warm_up(), job, threads)
-    return out, lse
+    return out.to(q.dtype), lse
 
 
-def fits(*tensors: torch.Tensor) -> bool:
-    """Whether queries, keys and values are such as ``few_queries`` reads: float32 rows of a multiple of 16 numbers."""
-    return fused() and all(
-        t.dtype == torch.float32
-        and t.device.type == "cpu"
-        and t.shape[0] == 1
-        and t.shape[3] % LANES == 0
-        and t.stride(3) == 1
-        and not t.requires_grad
-        for t in tensors
+def _place(t: torch.Tensor) -> tuple[int, int, int]:
+    """Address, and bytes from head to head and from row to row."""
+    return t.data_ptr(), t.element_size() * t.stride(1), t.element_size() * t.stride(2)
+
+
+def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether these tensors of a CPU are such as ``few_queries`` reads: rows of a multiple of 16 numbers."""
+    return (
+        fused()
+        and q.dtype in KINDS
+        and q.dtype == k.dtype == v.dtype
+        and q.shape[0] == 1
+        and q.shape[3] % LANES == 0
+        and q.stride(3) == k.stride(3) == v.stride(3) == 1
+        and not (q.requires_grad or k.requires_grad or v.requires_grad)
     )
 
 
@@ -206,13 +218,7 @@ def _piece(job: Job, task: int, slot: int) -> None:
         k = job.k + head * job.k_head + start * job.k_row
         v = job.v + head * job.v_head + start * job.v_row
         after = k + BLOCK * job.k_row if start + BLOCK < last else k
-        if start + BLOCK <= last:
-            _block(slot, tiles, job.dim, k, job.k_row, v, job.v_row, BLOCK, scores, out, state, after)
-        else:
-            row, count = 4 * job.dim, last - start
-            _copy(k, job.k_row, count, job.dim, spare)
-            _copy(v, job.v_row, count, job.dim, spare + BLOCK * row)
-            _block(slot, tiles, job.dim, spare, row, spare + BLOCK * row, row, count, scores, out, state, spare)
+        _block(job, slot, k, v, min(BLOCK, last - start), scores, spare, out, state, after)
 
 
 @compiled
@@ -227,57 +233,68 @@ def _pack(job: Job, q: int, to: int) -> None:
 
 
 @compiled
-def _copy(rows: int, row: int, count: int, dim: int, to: int) -> None:
-    """The last few rows as a whole block, filled up with zeros."""
-    block = floats(to, BLOCK * dim)
+def _copy(job: Job, rows: int, row: int, count: int, to: int) -> None:
+    """``count`` rows as a whole block of floats, filled up with zeros."""
     for i in range(count):
-        source = floats(rows + i * row, dim)
-        for c in range(dim):
-            block[i * dim + c] = source[c]
-    block[count * dim :] = np.float32(0)
+        for c in range(0, job.dim, LANES):
+            source, place = rows + i * row + c * job.width, to + 4 * (i * job.dim + c)
+            if job.kind == 0:
+                copy_floats(source, place)
+            elif job.kind == 1:
+                widen_bfloat16(source, place)
+            else:
+                widen_float16(source, place)
+    if count < BLOCK:
+        floats(to + 4 * count * job.dim, (BLOCK - count) * job.dim)[:] = np.float32(0)
 
 
 @compiled
 def _block(
-    q: int,
-    tiles: int,
-    dim: int,
-    k: int,
-    k_row: int,
-    v: int,
-    v_row: int,
-    count: int,
-    scores: int,
-    out: int,
-    state: int,
-    after: int,
+    job: Job, q: int, k: int, v: int, count: int, scores: int, spare: int, out: int, state: int, after: int
 ) -> None:
     """All tiles over one block of keys; values are fetched with the scores, the next keys with the values."""
-    size, tile = BLOCK * QUERIES * 4, QUERIES * dim * 4
-    pace, t = LINE // ((tiles + TILES - 1) // TILES), 0
-    ahead, share = v, pace * (BLOCK * dim // LANES)
-    while t < tiles:
-        if t + TILES <= tiles:
-            score_tiles(q + t * tile, k, k_row, dim, BLOCK, scores + t * size, ahead, pace)
-            t += TILES
-        else:
-            score(q + t * tile, k, k_row, dim, BLOCK, scores + t * size, ahead, pace)
-            t += 1
-        ahead += share
+    tiles, size = (job.n + QUERIES - 1) // QUERIES, BLOCK * QUERIES * 4
+    copied, k_row, v_row, ahead = count < BLOCK or job.width < 4, job.k_row, job.v_row, v
+    if copied:
+        _copy(job, k, k_row, count, spare)
+        k, k_row = spare, 4 * job.dim
+    _score_all(job, tiles, q, k, k_row, scores, ahead)
     if count < BLOCK:
         _hide(scores, tiles, count)
-    ahead, pace = after, LINE // tiles
     for t in range(tiles):
         weigh(scores + t * size, BLOCK, state + t * STATE)
-        c = 0
-        while c + VECTORS * LANES <= dim:
-            to = out + t * tile + 4 * c
-            gather_vectors(scores + t * size, state + t * STATE, v + 4 * c, v_row, dim, BLOCK, to, ahead, pace)
+    if copied:
+        _copy(job, v, v_row, count, spare)
+        v, v_row = spare, 4 * job.dim
+    _gather_all(job, tiles, scores, state, v, v_row, out, after)
+
+
+@compiled
+def _score_all(job: Job, tiles: int, q: int, k: int, k_row: int, scores: int, ahead: int) -> None:
+    size, tile = BLOCK * QUERIES * 4, QUERIES * job.dim * 4
+    pace, t = LANES * job.width // ((tiles + TILES - 1) // TILES), 0
+    share = pace * (BLOCK * job.dim // LANES)
+    while t < tiles:
+        if t + TILES <= tiles:
+            score_tiles(q + t * tile, k, k_row, job.dim, BLOCK, scores + t * size, ahead, pace)
+            t += TILES
+        else:
+            score(q + t * tile, k, k_row, job.dim, BLOCK, scores + t * size, ahead, pace)
+            t += 1
+        ahead += share
+
+
+@compiled
+def _gather_all(job: Job, tiles: int, weights: int, state: int, v: int, v_row: int, out: int, ahead: int) -> None:
+    size, tile, pace = BLOCK * QUERIES * 4, QUERIES * job.dim * 4, LANES * job.width // tiles
+    for t in range(tiles):
+        p, factors, c = weights + t * size, state + t * STATE, 0
+        while c + VECTORS * LANES <= job.dim:
+            gather_vectors(p, factors, v + 4 * c, v_row, job.dim, BLOCK, out + t * tile + 4 * c, ahead, pace)
             ahead += pace * BLOCK * VECTORS
             c += VECTORS * LANES
-        while c < dim:
-            to = out + t * tile + 4 * c
-            gather(scores + t * size, state + t * STATE, v + 4 * c, v_row, dim, BLOCK, to, ahead, pace)
+        while c < job.dim:
+            gather(p, factors, v + 4 * c, v_row, job.dim, BLOCK, out + t * tile + 4 * c, ahead, pace)
             ahead += pace * BLOCK
             c += LANES
 

@@ -32,10 +32,12 @@ def run(address: int, argument: int, threads: int) -> None:
 def run_in_pool(function: Function, argument: int, threads: int) -> None:
     """Call ``function`` here and in the pool; calls that have not begun when this one ends are not made."""
     calls = [pool().submit(function, argument) for _ in range(threads - 1)]
-    function(argument)
-    for call in calls:
-        if not call.cancel():
-            call.result()
+    try:
+        function(argument)
+    finally:  # what the argument points to may be used again only when nobody reads it
+        for call in calls:
+            if not call.cancel():
+                call.result()
 
 
 @functools.cache

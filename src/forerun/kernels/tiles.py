@@ -17,7 +17,22 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from forerun.kernels.vector import F32, FOUR, I64, LINE, Code, Emitter, constant, intrinsic, intrinsic_code, wide
+from forerun.kernels.vector import (
+    F32,
+    FLOATS,
+    FOUR,
+    HALVES,
+    I64,
+    LINE,
+    WORDS,
+    Code,
+    Emitter,
+    constant,
+    intrinsic,
+    intrinsic_code,
+    wide,
+    words_of,
+)
 
 QUERIES = 4
 """Queries of a tile."""
@@ -67,6 +82,24 @@ def gather_vectors(
 
 
 @intrinsic
+def widen_bfloat16(typing: Any, halves: Any, to: Any) -> Code:
+    """16 numbers of type bfloat16 as floats."""
+    return intrinsic_code(2, _widen_bfloat16)
+
+
+@intrinsic
+def widen_float16(typing: Any, halves: Any, to: Any) -> Code:
+    """16 numbers of type float16 as floats."""
+    return intrinsic_code(2, _widen_float16)
+
+
+@intrinsic
+def copy_floats(typing: Any, floats: Any, to: Any) -> Code:
+    """16 floats."""
+    return intrinsic_code(2, lambda e, floats, to: e.store(e.load(floats), to))
+
+
+@intrinsic
 def ticket(typing: Any, counter: Any) -> Code:
     """Count one up and give what was there before, in one step for all threads."""
 
@@ -74,6 +107,22 @@ def ticket(typing: Any, counter: Any) -> Code:
         return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
 
     return intrinsic_code(1, emit, types.int64)
+
+
+def _widen_bfloat16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
+    words = e.builder.zext(e.load(halves, HALVES), WORDS)
+    e.store(e.builder.shl(words, words_of(16)), to)
+
+
+def _widen_float16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
+    """By integers, as not every instruction set has the type; exact, with what is infinite or no number."""
+    b = e.builder
+    words = b.zext(e.load(halves, HALVES), WORDS)
+    sign = b.shl(b.and_(words, words_of(0x8000)), words_of(16))
+    magnitude = b.shl(b.and_(words, words_of(0x7FFF)), words_of(13))
+    finite = b.bitcast(b.fmul(b.bitcast(magnitude, FLOATS), constant(2.0**112)), WORDS)
+    special = b.icmp_unsigned(">=", magnitude, words_of(0x7C00 << 13))
+    e.store(b.or_(b.select(special, b.or_(magnitude, words_of(0x7F800000)), finite), sign), to)
 
 
 def _score(

@@ -6,6 +6,7 @@ floats is one register of AVX-512, two of AVX2 and four of NEON.
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,10 +36,12 @@ ROUND = 1.5 * 2.0**23
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 FLOATS, WORDS, FOUR = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, 4)
+HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 Code = tuple[Any, Callable[..., Any]]
 
 
+@functools.cache
 def features() -> str:
     """What the processor that code is made for can do, as LLVM writes it."""
     return str(codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES)
@@ -69,7 +72,7 @@ def intrinsic_code(arguments: int, emit: Callable[..., ir.Value | None], result:
 
 
 class Emitter:
-    """Writes vector instructions. Addresses are integers; memory is aligned to floats only."""
+    """Writes vector instructions. Addresses are integers; memory is aligned to two bytes only."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.builder = builder
@@ -86,11 +89,11 @@ class Emitter:
 
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
         """A value from memory."""
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=4)
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=2)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
         """A value into memory."""
-        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=4)
+        self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=2)
 
     def prefetch(self, address: ir.Value) -> None:
         """Ask for the line at ``address`` ahead of its use; any address will do."""
@@ -130,8 +133,8 @@ class Emitter:
         power = constant(EXP2[-1])
         for coefficient in EXP2[-2::-1]:
             power = self.fma(power, rest, constant(coefficient))
-        exponent = b.add(b.bitcast(shifted, WORDS), WORDS([127] * LANES))
-        return b.fmul(power, b.bitcast(b.shl(exponent, WORDS([23] * LANES)), FLOATS))
+        exponent = b.add(b.bitcast(shifted, WORDS), words_of(127))
+        return b.fmul(power, b.bitcast(b.shl(exponent, words_of(23)), FLOATS))
 
     def everywhere(self, value: ir.Value) -> ir.Value:
         """One float, or four, repeated over the vector."""
@@ -152,3 +155,8 @@ class Emitter:
 def constant(value: float) -> ir.Constant:
     """A vector of one number."""
     return FLOATS([value] * LANES)
+
+
+def words_of(value: int) -> ir.Constant:
+    """A vector of one integer."""
+    return WORDS([value] * LANES)
