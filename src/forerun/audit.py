@@ -24,14 +24,13 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from forerun.drafters.base import Drafter, NoDrafter
+from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
 from forerun.engine import BUDGET, Engine
 from forerun.model.gate import TOLERANCE
 from forerun.recipes import RECIPES, buildable
 from forerun.request import Request
 from forerun.sampling import Salt, gumbel
 from forerun.settings import Settings
-from forerun.tree import DraftTree
 from forerun.verify import Outcome
 
 Check = Literal["greedy", "coupled", "batch"]
@@ -226,31 +225,22 @@ class _Bench:
         return greedy if seed is None else {**greedy, **sampled}
 
 
-class _Watch(Drafter):
+class _Watch(OuterDrafter):
     """A drafter as it is, and the logits of the first token at which a row leaves its expected text."""
 
     def __init__(self, inner: Drafter, expected: Sequence[Tokens]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.seen: dict[int, torch.Tensor] = {}
         self._waiting = list(expected)
         self._expected: dict[int, Tokens] = {}
 
     def begin(self, request: Request) -> None:
         self._expected[request.id] = self._waiting.pop(0)
-        self.inner.begin(request)
-
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        return self.inner.propose(request, budget)
-
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        return self.inner.propose_batch(requests, budget)
+        super().begin(request)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         self._look(request, outcome)
-        self.inner.observe(request, outcome)
-
-    def finish(self, request: Request) -> None:
-        self.inner.finish(request)
+        super().observe(request, outcome)
 
     def _look(self, request: Request, outcome: Outcome) -> None:
         if request.id in self.seen:

@@ -73,6 +73,58 @@ class Drafter(ABC):
         """Compile, or load, what drafting needs; an engine calls it once, so that no user's answer waits for it."""
 
 
+class OuterDrafter(Drafter):
+    """Passes everything on to an inner drafter, but for what a subclass does otherwise.
+
+    Args:
+        inner: the other drafter.
+    """
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner = inner
+
+    def bind(self, target: Scorer) -> None:
+        """See ``Drafter.bind``."""
+        self.inner.bind(target)
+
+    def warm_up(self) -> None:
+        """See ``Drafter.warm_up``."""
+        self.inner.warm_up()
+
+    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
+        """See ``Drafter.warm``."""
+        self.inner.warm(namespace, sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """See ``Drafter.nbytes``."""
+        return self.inner.nbytes
+
+    def begin(self, request: Request) -> None:
+        """See ``Drafter.begin``."""
+        self.inner.begin(request)
+
+    def prefilled(self, request: Request, cache: Cache) -> None:
+        """See ``Drafter.prefilled``."""
+        self.inner.prefilled(request, cache)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """The tree that a batch of this row alone would get."""
+        return self.propose_batch([request], budget)[0]
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """See ``Drafter.propose_batch``."""
+        return self.inner.propose_batch(requests, budget)
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        """See ``Drafter.observe``."""
+        self.inner.observe(request, outcome)
+
+    def finish(self, request: Request) -> None:
+        """See ``Drafter.finish``."""
+        self.inner.finish(request)
+
+
 class NoDrafter(Drafter):
     """Plain autoregression, through the same engine."""
 

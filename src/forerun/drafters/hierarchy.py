@@ -9,13 +9,13 @@ tokens were not drawn from after a rejection; see DESIGN.)
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from forerun.caches.base import Cache
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
 from forerun.planner import Planner
@@ -24,7 +24,7 @@ from forerun.tree import DraftTree
 from forerun.verify import Outcome, Verdict, verify
 
 
-class HierarchyDrafter(Drafter):
+class HierarchyDrafter(OuterDrafter):
     """Lets a middle level verify an inner drafter's trees until a chain of ``gamma2`` tokens stands.
 
     Args:
@@ -51,7 +51,7 @@ class HierarchyDrafter(Drafter):
         for name, value in (("gamma1", gamma1), ("gamma2", gamma2)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.inner = inner
+        super().__init__(inner)
         self.gamma1 = gamma1
         self.gamma2 = gamma2
         self.middle = middle
@@ -61,33 +61,12 @@ class HierarchyDrafter(Drafter):
     def bind(self, target: Scorer) -> None:
         """See ``Drafter.bind``."""
         self._level = Level(self.middle or target, self._cache)
-        self.inner.bind(self._level.scorer)
-
-    def warm_up(self) -> None:
-        """See ``Drafter.warm_up``."""
-        self.inner.warm_up()
-
-    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
-        """Let the inner drafter learn."""
-        self.inner.warm(namespace, sequences)
-
-    @property
-    def nbytes(self) -> int:
-        """What the inner drafter keeps."""
-        return self.inner.nbytes
-
-    def begin(self, request: Request) -> None:
-        """See ``Drafter.begin``."""
-        self.inner.begin(request)
+        super().bind(self._level.scorer)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the middle level's cache."""
         self._level.begin(request, cache)
-        self.inner.prefilled(request, cache)
-
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """A chain of at most ``gamma2`` tokens that the middle level has verified."""
-        return self.propose_batch([request], budget)[0]
+        super().prefilled(request, cache)
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """A chain for each row; the rows share the passes of both levels."""
@@ -126,12 +105,12 @@ class HierarchyDrafter(Drafter):
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""
         self._level.verified(request, outcome)
-        self.inner.observe(request, outcome)
+        super().observe(request, outcome)
 
     def finish(self, request: Request) -> None:
         """Free the request's caches."""
         self._level.finish(request)
-        self.inner.finish(request)
+        super().finish(request)
 
 
 class _Draft:

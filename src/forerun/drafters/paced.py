@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.caches.base import Cache
-from forerun.drafters.base import Drafter
-from forerun.model.scorer import Scorer
+from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.verify import Outcome
@@ -34,7 +32,7 @@ EASY = 0.98
 """Acceptance at which drafting has to pay if trials that succeed shall be repeated soon."""
 
 
-class PacedDrafter(Drafter):
+class PacedDrafter(OuterDrafter):
     """Tells another drafter how many tokens to draft.
 
     Args:
@@ -44,42 +42,17 @@ class PacedDrafter(Drafter):
     """
 
     def __init__(self, inner: Drafter, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.most = most
         self._clock = clock
         self._acceptance: dict[int, _Rate] = {}
         self._costs: dict[int, _Costs] = {}
         self._step: _Step | None = None
 
-    def bind(self, target: Scorer) -> None:
-        """See ``Drafter.bind``."""
-        self.inner.bind(target)
-
-    def warm_up(self) -> None:
-        """See ``Drafter.warm_up``."""
-        self.inner.warm_up()
-
-    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
-        """See ``Drafter.warm``."""
-        self.inner.warm(namespace, sequences)
-
-    @property
-    def nbytes(self) -> int:
-        """What the inner drafter keeps."""
-        return self.inner.nbytes
-
     def begin(self, request: Request) -> None:
         """See ``Drafter.begin``."""
         self._acceptance[request.id] = _Rate()
-        self.inner.begin(request)
-
-    def prefilled(self, request: Request, cache: Cache) -> None:
-        """See ``Drafter.prefilled``."""
-        self.inner.prefilled(request, cache)
-
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """A chain of the length that pays."""
-        return self.propose_batch([request], budget)[0]
+        super().begin(request)
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """Chains of the length that pays for the batch."""
@@ -100,7 +73,7 @@ class PacedDrafter(Drafter):
                 self._step.costs.encourage()
             self._step = None
         self._acceptance[request.id].count(len(outcome.verdict.path), outcome.tree.drafted)
-        self.inner.observe(request, outcome)
+        super().observe(request, outcome)
 
     def _costs_of(self, requests: Sequence[Request]) -> _Costs:
         """Batches of like size and context share their costs; a context twice as long begins with those of the half."""
@@ -112,7 +85,7 @@ class PacedDrafter(Drafter):
     def finish(self, request: Request) -> None:
         """See ``Drafter.finish``."""
         self._acceptance.pop(request.id, None)
-        self.inner.finish(request)
+        super().finish(request)
 
 
 @dataclass(frozen=True)
