@@ -198,14 +198,14 @@ def test_memory_stays_at_the_budget_however_long_the_text() -> None:
     row = Row.of(400)
     cache = RetrievalCache(row.full, config)
     cache.sync()
-    keys = [cache.nbytes - sum(layer._means.nbytes for layer in cache._layers.values())]
+    keys = [sum(layer.key_bytes for layer in cache._layers.values())]
     for _ in range(1500):
         read_on(row, cache, 3, 2)
-        keys.append(cache.nbytes - sum(layer._means.nbytes for layer in cache._layers.values()))
+        keys.append(sum(layer.key_bytes for layer in cache._layers.values()))
     assert row.full.length == 400 + 1500 * 3
     token = 2 * KV_HEADS * DIM * 8 * LAYERS
     assert max(keys) <= (128 + 64 + 8) * token
-    means = sum(layer._means.nbytes for layer in cache._layers.values())
+    means = cache.nbytes - keys[-1]
     assert means <= 1.3 * row.full.length / 8 * KV_HEADS * DIM * 2 * LAYERS  # half precision, a mean a chunk
 
 

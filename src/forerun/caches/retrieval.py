@@ -18,12 +18,13 @@ import torch
 
 from forerun.attention import AttentionSpec, attend, merge
 from forerun.block import Block
-from forerun.caches.buffer import Buffer
 from forerun.caches.full import FullCache
+from forerun.caches.rows import Rows, append, compact
 from forerun.caches.view import View
 from forerun.settings import Policy
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+ROOM = 64
+"""Places by which a buffer grows at least."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +169,9 @@ class RetrievalCache(View):
         keys, values = (torch.cat(parts, 2) for parts in zip(before, trial, (k, v), strict=True))
         return attend(q, keys, values, spec, block.bias(spec.window, range(first, self.length), q)).out
 
-    def _move(self, first: int, rows: Sequence[int]) -> None:
+    def _compact(self, start: int, path: Sequence[int]) -> None:
         for layer in self._layers.values():
-            layer.move(self._place(first), [self._place(row) for row in rows])
+            layer.compact(self._place(start), path)
 
     def _place(self, position: int) -> int:
         """Where the key of a recent position lies in the buffers."""
@@ -178,74 +179,89 @@ class RetrievalCache(View):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held, and of the chunk means."""
-        return sum(layer.nbytes for layer in self._layers.values())
+        """Bytes of the keys and values held, and of the chunks' means: in float32 1/32 of the full cache's."""
+        return sum(layer.key_bytes + layer.mean_bytes for layer in self._layers.values())
 
 
-class _Layer(Buffer):
-    """One layer's places: chosen chunks, then recent tokens, then the block being scored."""
+class _Layer:
+    """One layer's rows: the chosen chunks in slots, then recent tokens, then the block being scored."""
 
     def __init__(self, chunk: int) -> None:
-        super().__init__()
         self._chunk = chunk
-        self._means: torch.Tensor | None = None  # [Hkv, room, d]; half precision is enough to choose by
-        self._known = 0
-        self._chosen: torch.Tensor | None = None  # [Hkv, slots], the chunk in each slot
+        self._rows: Rows | None = None
+        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough to choose by
+        self._known = 0  # means so far
+        self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
         """Hold ``count`` chunks of the keys and values ``[1, Hkv, m * chunk, d]``, by the query ``[1, H, d]``."""
-        chunks = (self._cut(keys[0]), self._cut(values[0]))
-        buffers = self.reserve(keys, values, count * self._chunk)
-        self._extend_means(chunks[0])
-        if chunks[0].shape[1] == count:
-            self._chosen = torch.arange(count, device=keys.device).expand(keys.shape[1], -1).contiguous()
-            self.write(0, keys, values)
-            return
-        best = self._scores(query).topk(count, -1).indices
-        if self._chosen is None or self._chosen.shape[1] != count:
-            self._chosen = torch.full_like(best, -1)
-        self._replace(best, chunks, buffers)
+        self._extend_means(self._cut(keys[0]))
+        held = self._chosen.shape[1]
+        if held < count:  # so far all chunks were held, in order: take what follows
+            new = slice(held * self._chunk, count * self._chunk)
+            self.write(new.start, keys[:, :, new], values[:, :, new])
+            self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
+        if count < self._known:
+            self._replace(self._scores(query).topk(count, -1).indices, (keys, values))
+
+    def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put keys and values ``[1, Hkv, n, d]`` at a place; what lies behind them may be lost."""
+        end = place + k.shape[2]
+        self._rows = append(self._rows, (k, v), place, end + max(ROOM, end // 32))
+
+    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the places ``first`` to ``last`` (not included)."""
+        assert self._rows is not None
+        keys, values = self._rows
+        return keys[:, :, first:last], values[:, :, first:last]
+
+    def compact(self, place: int, path: Sequence[int]) -> None:
+        """Bring the nodes of a tree at ``place`` side by side."""
+        assert self._rows is not None
+        compact(self._rows, place, path)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return sum(t.nbytes for t in self._rows or ())
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes reserved for the chunks' means."""
+        return self._means.nbytes
 
     def _cut(self, rows: torch.Tensor) -> torch.Tensor:
         """A view of ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
         return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
 
-    def _extend_means(self, keys: torch.Tensor) -> None:
-        heads, count, _, d = keys.shape
-        if self._means is None or self._means.shape[1] < count:
-            room = keys.new_empty(heads, count + count // 8 + 64, d, dtype=torch.bfloat16)
-            if self._means is not None:
+    def _extend_means(self, chunks: torch.Tensor) -> None:
+        heads, count, _, d = chunks.shape
+        if not self._known or self._means.shape[1] < count:
+            room = chunks.new_empty(heads, count + count // 8 + ROOM, d, dtype=torch.bfloat16)
+            if self._known:
                 room[:, : self._known] = self._means[:, : self._known]
             self._means = room
-        self._means[:, self._known : count] = keys[:, self._known :].mean(2)
+        self._means[:, self._known : count] = chunks[:, self._known :].mean(2)
         self._known = count
 
     def _scores(self, query: torch.Tensor) -> torch.Tensor:
         """Of every chunk, ``[Hkv, m]``; the first one's beats all others."""
-        assert self._means is not None
         means = self._means[:, : self._known]
         summed = query.view(means.shape[0], -1, means.shape[2]).sum(1)  # over the query heads of a group
         scores = (means.float() @ summed.float().unsqueeze(-1)).squeeze(-1)
         scores[:, 0] = torch.inf
         return scores
 
-    def _replace(self, best: torch.Tensor, chunks: Pair, buffers: Pair) -> None:
+    def _replace(self, best: torch.Tensor, rows: Rows) -> None:
         """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
-        assert self._chosen is not None
-        heads, count = best.shape
-        wanted = torch.zeros(heads, chunks[0].shape[1] + 1, dtype=torch.bool, device=best.device)
-        wanted.scatter_(1, best, True)  # the last column stands for an empty slot, which index -1 wraps to
-        held = self._chosen.where(self._chosen >= 0, wanted.shape[1] - 1)
-        stays = wanted.gather(1, held)
-        wanted.scatter_(1, held, False)
+        assert self._rows is not None
+        wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
+        wanted.scatter_(1, best, True)
+        stays = wanted.gather(1, self._chosen)
+        wanted.scatter_(1, self._chosen, False)
         head, slot = (~stays).nonzero(as_tuple=True)  # as many for each head as there are in `wanted`, in its order
-        same_head, chunk = wanted.nonzero(as_tuple=True)
+        chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
-        for buffer, source in zip(buffers, chunks, strict=True):
-            slots = self._cut(buffer[0, :, : count * self._chunk])
-            slots[head, slot] = source[same_head, chunk]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes reserved, those of the means included."""
-        return super().nbytes + (0 if self._means is None else self._means.nbytes)
+        for mine, source in zip(self._rows, rows, strict=True):
+            slots = self._cut(mine[0, :, : best.shape[1] * self._chunk])
+            slots[head, slot] = self._cut(source[0])[head, chunk]

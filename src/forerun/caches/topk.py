@@ -11,8 +11,8 @@ import torch
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
-from forerun.caches.buffer import Buffer
 from forerun.caches.full import FullCache
+from forerun.caches.rows import Rows, append, compact
 from forerun.caches.view import View
 
 
@@ -32,7 +32,7 @@ class TopKCache(View):
         if budget < 1:
             raise ValueError(f"budget is {budget}; it must be at least 1")
         self.budget = budget
-        self._trial: dict[int, Buffer] = {}
+        self._trial: dict[int, Rows] = {}
 
     def sync(self) -> None:
         """See ``View.sync``."""
@@ -42,9 +42,10 @@ class TopKCache(View):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
         """See ``Cache.attend``."""
-        own = self._trial.setdefault(layer, Buffer())
-        own.write(self.length - self.settled, k, v)
-        far, near = self.source.read(layer, 0, self.settled), own.read(0, self.length - self.settled + len(block))
+        tried = self.length - self.settled
+        end = tried + len(block)
+        own = self._trial[layer] = append(self._trial.get(layer), (k, v), tried, end)
+        far, near = self.source.read(layer, 0, self.settled), (own[0][:, :, :end], own[1][:, :, :end])
         scores = torch.cat([_scores(q, keys, spec) for keys, _ in (far, near)], -1)
         bias = block.bias(spec.window, range(self.length), q)
         scores = scores if bias is None else scores + bias
@@ -52,14 +53,14 @@ class TopKCache(View):
         weights = scores.softmax(-1).to(q.dtype).tensor_split([self.settled], -1)
         return torch.stack([_mix(w, pair[1]) for w, pair in zip(weights, (far, near), strict=True)]).sum(0)
 
-    def _move(self, first: int, rows: Sequence[int]) -> None:
-        for buffer in self._trial.values():
-            buffer.move(first - self.settled, [row - self.settled for row in rows])
+    def _compact(self, start: int, path: Sequence[int]) -> None:
+        for rows in self._trial.values():
+            compact(rows, start - self.settled, path)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens on trial."""
-        return sum(buffer.nbytes for buffer in self._trial.values())
+        return sum(t.nbytes for rows in self._trial.values() for t in rows)
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:

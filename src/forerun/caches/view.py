@@ -46,8 +46,7 @@ class View(Cache):
     def commit(self, block: Block, path: Sequence[int]) -> None:
         """See ``Cache.commit``."""
         start = self.length + len(block.pending)
-        if list(path) != list(range(len(path))):
-            self._move(start, [start + node for node in path])
+        self._compact(start, path)
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
@@ -57,5 +56,5 @@ class View(Cache):
         self.length = length
 
     @abstractmethod
-    def _move(self, first: int, rows: Sequence[int]) -> None:
-        """Copy the keys and values of the positions ``rows`` to those from ``first`` on; all are on trial."""
+    def _compact(self, start: int, path: Sequence[int]) -> None:
+        """Bring the nodes of a tree at position ``start`` side by side; all of them are on trial."""
