@@ -12,6 +12,7 @@ from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.caches.view import View
+from forerun.model.flat import flatten
 from forerun.model.scorer import Scorer
 from forerun.request import Request
 from forerun.tree import DraftTree, IntArray
@@ -40,12 +41,12 @@ class Level:
     come true, and reads what is new.
 
     Args:
-        scorer: the model.
+        scorer: the model; it reads by a shorter way where there is one, which rounds differently (``flat.py``).
         cache: makes a request's cache. A ``View`` reads through the target's; any other reads the prompt itself.
     """
 
     def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
-        self.scorer = scorer
+        self.scorer = flatten(scorer)
         self._make = cache
         self._readers: dict[int, _Reader] = {}
 

@@ -101,19 +101,22 @@ class Scorer:
         """
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
         positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
-        wanted = _wanted(blocks)
+        places = torch.from_numpy(positions).to(self.device)
+        logits = self._forward(ids.to(self.device), places, Pass(blocks, caches), _wanted(blocks))
+        return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: Pass, wanted: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Logits ``[m, V]`` of the packed ids ``[n]``: of all of them if ``wanted`` is 0, else of those it lists."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         with own_attention(self.model):
-            logits = self.model(
-                input_ids=ids[None].to(self.device),
-                position_ids=torch.from_numpy(positions)[None].to(self.device),
-                use_cache=False,
-                forerun_pass=Pass(blocks, caches),
-                **arguments,
+            logits: torch.Tensor = self.model(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, forerun_pass=rows, **arguments
             ).logits[0]
         if not self._keeps_logits and isinstance(wanted, torch.Tensor):
-            logits = logits[wanted.to(logits.device)]
-        return list(logits.split([len(block.tree) + 1 for block in blocks]))
+            return logits[wanted.to(logits.device)]
+        return logits
 
 
 def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:

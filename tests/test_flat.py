@@ -1,0 +1,44 @@
+"""The flat forward pass gives the model's own logits, for every model that it takes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny import ARCHITECTURES, tiny
+
+from forerun.block import Block
+from forerun.caches.full import FullCache
+from forerun.model.flat import FAMILIES, FlatScorer, flatten
+from forerun.model.scorer import Scorer
+from forerun.tree import DraftTree
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@torch.inference_mode()
+def test_logits_equal_those_of_the_model_or_it_is_left_alone(architecture: str) -> None:
+    own = Scorer(tiny(architecture))
+    flat = flatten(own)
+    if own.model.config.model_type not in FAMILIES:
+        assert flat is own
+        return
+    assert isinstance(flat, FlatScorer)
+    caches = [[FullCache(), FullCache()] for _ in range(2)]
+    rng = np.random.default_rng(0)
+    trees = [DraftTree.from_branches([[1, 2, 3], [1, 4], [9]], 8), DraftTree.empty()]
+    for length in (9, 1, 3):  # prefill, then pending tokens with trees, over ragged rows and past the sliding window
+        blocks = [
+            Block(rng.integers(0, 40, length + row), tree, caches[0][row].length) for row, tree in enumerate(trees)
+        ]
+        found = [scorer.score(blocks, mine) for scorer, mine in zip((own, flat), caches, strict=True)]
+        for expected, logits in zip(*found, strict=True):
+            assert torch.allclose(expected, logits, atol=1e-5)
+        for mine in caches:
+            for cache, block, path in zip(mine, blocks, ([0, 1], []), strict=True):
+                cache.commit(block, path)
+
+
+def test_a_model_whose_logits_differ_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlatScorer, "_turns", lambda self, like, positions: (like.new_ones(1), like.new_zeros(1)))
+    own = Scorer(tiny("llama"))
+    assert flatten(own) is own
