@@ -61,6 +61,12 @@ class FullCache(Cache):
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         self.length = length
 
+    def blank(self, length: int) -> None:
+        """Hold zeros as if ``length`` tokens were committed: for measurements, after a first pass."""
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (_room(keys, self._capacity).zero_(), _room(values, self._capacity).zero_())
+        self.length = length
+
     @property
     def nbytes(self) -> int:
         """Bytes reserved."""

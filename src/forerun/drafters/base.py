@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from forerun.costs import CostCurve
 from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.verify import Outcome
@@ -16,6 +17,9 @@ class Drafter(ABC):
     The engine calls ``begin`` once per request, then ``propose`` and ``observe`` in turn, and ``finish`` however the
     request ends (an error and a cancellation included). A drafter can never change the output, only the speed.
     """
+
+    def fit(self, costs: CostCurve) -> None:  # noqa: B027
+        """What the target's passes cost, before the first request: a drafter may choose its sizes by it."""
 
     def begin(self, request: Request) -> None:  # noqa: B027
         """A request starts; ``request.prompt`` is known."""

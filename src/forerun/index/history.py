@@ -12,6 +12,7 @@ from forerun.index.arrays import (
     BEFORE,
     CHUNK,
     CHUNKS,
+    ORDERS,
     TEXT_FREE,
     TEXT_TOP,
     HashArray,
@@ -21,8 +22,11 @@ from forerun.index.arrays import (
 )
 from forerun.index.compiling import compiled
 
-REACH = 5
+REACH = 3
 """Tokens that must agree before a copy starts."""
+
+LONGEST = max(REACH, ORDERS)
+"""Tokens of the longest context that is hashed."""
 
 FAR = 32
 """Agreement beyond this many tokens is not counted."""
@@ -138,15 +142,15 @@ def remember(recent: Int32Array, token: int) -> None:
 
 @compiled
 def opening(hashes: HashArray) -> None:
-    """The hashes of the contexts before a text, uint64 ``[2, REACH + 1]``; column n is of n tokens."""
+    """The hashes of the contexts before a text, uint64 ``[2, LONGEST + 1]``; column n is of n tokens."""
     for source in range(2):
         hashes[source, 0] = np.uint64(0)
-        for length in range(1, REACH + 1):
+        for length in range(1, LONGEST + 1):
             hashes[source, length] = mix(hashes[source, length - 1], START)
 
 
 @compiled
 def advance(hashes: HashArray, source: int, token: int) -> None:
     """The hashes of a source after one more token."""
-    for length in range(REACH, 0, -1):
+    for length in range(LONGEST, 0, -1):
         hashes[source, length] = mix(hashes[source, length - 1], token)

@@ -15,6 +15,7 @@ from forerun.index.compiling import compiled
 from forerun.index.contexts import count, uncount
 from forerun.index.history import (
     FAR,
+    LONGEST,
     REACH,
     UNWRITTEN,
     advance,
@@ -42,7 +43,7 @@ class Place(NamedTuple):
     """Where a text stands.
 
     Attributes:
-        hashes: of its last tokens, own text and shared text; uint64 ``[2, REACH + 1]``.
+        hashes: of its last tokens, own text and shared text; uint64 ``[2, LONGEST + 1]``.
         copies: int64 ``[1, 2, 3]``.
         ends: position of its last token in own and shared text (-1: no longer written), and the first chunks;
             int64 ``[4]``.
@@ -55,7 +56,7 @@ class Place(NamedTuple):
     @classmethod
     def start(cls) -> Place:
         """Before a text."""
-        place = cls(np.zeros((2, REACH + 1), np.uint64), np.zeros((1, 2, 3), np.int64), np.zeros(4, np.int64))
+        place = cls(np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2, 3), np.int64), np.zeros(4, np.int64))
         opening(place.hashes)
         return place
 
