@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from forerun.drafters.base import Drafter, NoDrafter
 from forerun.engine import BUDGET, Engine
 from forerun.model.gate import TOLERANCE
+from forerun.planner import Planner
 from forerun.recipes import RECIPES
 from forerun.request import Request
 from forerun.sampling import Salt, gumbel
@@ -170,7 +171,8 @@ class _Bench:
         self._plain = Engine(model, NoDrafter())
         self._references: dict[tuple[int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
-        self._engines = {name: Engine(model, name, budget=plan.budget) for name in plan.drafters}
+        # fixed costs, not measured ones: an audit repeats exactly
+        self._engines = {name: Engine(model, name, budget=plan.budget, planner=Planner()) for name in plan.drafters}
 
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:
         """Generate the prompts ``rows`` together and compare each text with its reference."""

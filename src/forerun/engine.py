@@ -16,7 +16,6 @@ from transformers.generation.streamers import BaseStreamer
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
-from forerun.costs import CostCurve
 from forerun.drafters.base import Drafter, NoDrafter
 from forerun.model import gate
 from forerun.model.prompts import Prompts, encode
@@ -35,9 +34,6 @@ BUDGET = 64
 """Nodes of a tree, at most."""
 PREFILL_BLOCK = 512
 """Prompt tokens in one pass."""
-
-PLAIN_LENGTH = 24
-"""Critical length where nothing is drafted and none is measured."""
 
 Progress = Callable[[int, int], None]
 
@@ -80,7 +76,7 @@ class Engine:
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
         planner: cuts each tree to what is worth scoring; by default with the costs of passes as they are measured now,
-            in about a tenth of a second (a large model: three passes). ``None`` scores all that is drafted.
+            in about 0.15 seconds (a large model: a few passes). ``None`` scores all that is drafted.
         prefill_block: prompt tokens in one pass.
 
     Raises:
@@ -128,7 +124,7 @@ class Engine:
 
     def _default_planner(self, drafter: Drafter) -> Planner:
         """With measured costs, unless there is nothing to plan."""
-        return Planner(CostCurve.linear(PLAIN_LENGTH) if isinstance(drafter, NoDrafter) else measure(self.target))
+        return Planner() if isinstance(drafter, NoDrafter) else Planner(measure(self.target))
 
     def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:
         """Continue one prompt or several, as one batch of ragged rows.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.costs import CostCurve, FloatArray
+from forerun.costs import CRITICAL_LENGTH, CostCurve, FloatArray
 from forerun.tree import ROOT, BoolArray, DraftTree, IntArray
 from forerun.verify import Outcome
 
@@ -47,7 +47,7 @@ RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
 FEW, MORE, FADING = 8, 4, 0.8
 """A drafter is asked for this many nodes at least, and for so many times what was worth scoring; how that fades."""
-ALLOWANCE, INTEREST = 8.0, 0.02
+ALLOWANCE, INTEREST = 4.0, 0.03
 """Passes that probes may cost before they pay, and what they are given for each pass without them."""
 
 
@@ -76,13 +76,14 @@ class Planner:
     """Cuts trees to what is worth scoring, and learns from what is accepted.
 
     Args:
-        costs: what a pass costs, or the number of tokens that double the cost of a pass over one token.
+        costs: what a pass costs, or the number of tokens that double the cost of a pass over one token; by default that
+            of a small model on a CPU.
 
     Raises:
         ValueError: for a number that is not positive.
     """
 
-    def __init__(self, costs: CostCurve | float) -> None:
+    def __init__(self, costs: CostCurve | float = CRITICAL_LENGTH) -> None:
         self.costs = costs if isinstance(costs, CostCurve) else CostCurve.linear(costs)
         self._by_odds, self._by_depth, self._probing = _ByOdds(), _ByDepth(), _Ledger()
         self._tokens = self._spent = 1.0

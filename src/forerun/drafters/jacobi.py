@@ -53,7 +53,7 @@ class JacobiConfig:
 LIKELY, SPEED_UP = 0.425, 3.106
 """The paper's fit for LLaMA-2-7B-Chat: chance that a guessed token is right, and steps by steps with a good guess."""
 
-CONFIGS = (
+CHOICES = (
     *(JacobiConfig(window, ngram, window) for ngram in (2, 3, 4) for window in (2, 3, 5, 7)),
     *(JacobiConfig(window, 5, window) for window in (7, 10, 15, 20)),
 )
@@ -74,7 +74,7 @@ def best_config(costs: CostCurve) -> JacobiConfig:
         scored = (config.ngram - 1) * config.window + config.ngram - 1  # the root, the probes and one guess
         return expected_tokens(config) / float(costs.passes(scored))
 
-    return max(CONFIGS, key=speed)
+    return max(CHOICES, key=speed)
 
 
 class JacobiDrafter(Drafter):
