@@ -245,7 +245,8 @@ class Engine:
     def _propose(self, rows: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
         """The trees to score, and the plan that cut them."""
         requests = [row.request for row in rows]
-        proposed = self.drafter.propose_batch(requests, self.budget)
+        budget = self.budget if self.planner is None else self.planner.budget(self.budget)
+        proposed = self.drafter.propose_batch(requests, budget) if budget else [DraftTree.empty()] * len(rows)
         known = self.target.vocabulary
         trees = [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
         if self.planner is None:

@@ -42,11 +42,13 @@ DOUBT = 2.0
 UNSEEN = 0.1
 """The same where kinds disagree about their order: one that was not seen has little to say about it."""
 MEMORY = 0.97
-"""What remains of the counts after a step."""
+"""What remains of the counts after a step with a proposal."""
 RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
 FEW, MORE, FADING = 8, 4, 0.8
 """A drafter is asked for this many nodes at least, and for so many times what was worth scoring; how that fades."""
+PATIENCE, PAUSE = 16, 4
+"""After so many steps without a node that was scored or would have hit, a drafter is asked in every so many only."""
 ALLOWANCE, INTEREST = 4.0, 0.03
 """Passes that probes may cost before they pay, and what they are given for each pass without them."""
 
@@ -88,10 +90,16 @@ class Planner:
         self._by_odds, self._by_depth, self._probing = _ByOdds(), _ByDepth(), _Ledger()
         self._tokens = self._spent = 1.0
         self._wanted = math.inf
+        self._idle = 0
         self._known = np.empty(0)
 
     def budget(self, most: int) -> int:
-        """Nodes to ask a drafter for: no more than pay, going by the last plans, with room to find out that more do."""
+        """Nodes to ask a drafter for: no more than pay, going by the last plans, with room to find out that more do.
+
+        None, but for every few steps, while nothing is worth scoring and nothing would have hit for a while.
+        """
+        if self._idle >= PATIENCE and self._idle % PAUSE:
+            return 0
         return int(min(most, max(FEW, MORE * self._wanted)))
 
     def plan(self, trees: Sequence[DraftTree], pending: Sequence[int] = (), cached: Sequence[int] = ()) -> Plan:
@@ -117,12 +125,15 @@ class Planner:
 
     def observe(self, plan: Plan, outcomes: Sequence[Outcome]) -> None:
         """Learn from what became of a plan, row by row."""
-        for table in (self._by_odds, self._by_depth):
-            table.forget()
+        if any(map(len, plan.proposed)):
+            self._by_odds.forget()
+            self._by_depth.forget()
+        self._idle = 0 if any(map(len, plan.trees)) else self._idle + 1
         for proposed, nodes, outcome in zip(plan.proposed, plan.nodes, outcomes, strict=True):
             if len(proposed) and proposed.probe is None:
                 tested, came = _tested(outcome) if proposed.q is not None else _shown(proposed, nodes, outcome)
                 self._table(proposed).count(outcome.tree if proposed.q is not None else proposed, tested, came)
+                self._idle = 0 if came.any() else self._idle
         if not plan.decoding or not outcomes:
             return
         tokens = sum(len(outcome.verdict.tokens) for outcome in outcomes)

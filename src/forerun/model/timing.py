@@ -41,8 +41,9 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
     """
     reach = _positions(scorer)
     kinds = [(size, 0) for size in SIZES if size <= reach]
+    kinds.insert(LEAST, kinds[0])  # all others are measured by it
     if reach >= CACHED + SEVERAL:
-        kinds += [(1, CACHED), (SEVERAL, CACHED)]
+        kinds += [(1, CACHED), (SEVERAL, CACHED), kinds[0]]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     caches = {cached: _blank(scorer, cached) for cached in {cached for _, cached in kinds}}
     for size, cached in _until(clock, clock() + SECONDS, kinds):
