@@ -35,7 +35,7 @@ FIRST_GUESS = 0.8
 """Chance of a node under its parent, before a drafter that does not say has shown anything."""
 LOWEST, HIGHEST = -6, 8
 """Log-odds of what a drafter says, between which kinds are told apart by whole numbers."""
-TRUSTED = 4
+TRUSTED = 2
 """Log-odds beyond which a drafter is not believed before it has shown that it is right so often."""
 DOUBT = 2.0
 """Nodes that a drafter's own estimate counts for, against those that were seen."""
@@ -45,7 +45,7 @@ MEMORY = 0.97
 """What remains of the counts after a step with a proposal."""
 RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
-FEW, MORE, FADING = 8, 4, 0.8
+FEW, MORE, FADING = 8, 8, 0.8
 """A drafter is asked for this many nodes at least, and for so many times what was worth scoring; how that fades."""
 PATIENCE, PAUSE = 16, 4
 """After so many steps without a node that was scored or would have hit, a drafter is asked in every so many only."""

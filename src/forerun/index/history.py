@@ -1,4 +1,4 @@
-"""Texts that can be copied from: tokens in linked chunks, and where an n-gram of ``REACH`` tokens was continued last.
+"""Texts that can be copied from: tokens in linked chunks, and where n-grams of two lengths were continued last.
 
 A position is the number of a token's cell, 0 for none. Hints are a lossy table: whoever reads one compares the text.
 """
@@ -12,7 +12,6 @@ from forerun.index.arrays import (
     BEFORE,
     CHUNK,
     CHUNKS,
-    ORDERS,
     TEXT_FREE,
     TEXT_TOP,
     HashArray,
@@ -22,11 +21,9 @@ from forerun.index.arrays import (
 )
 from forerun.index.compiling import compiled
 
-REACH = 3
-"""Tokens that must agree before a copy starts."""
-
-LONGEST = max(REACH, ORDERS)
-"""Tokens of the longest context that is hashed."""
+REACH, LONGEST = 3, 5
+"""Tokens that must agree before a copy starts, and tokens of the longest context that is hashed. Both have hints: the
+latest place of few tokens is rarely the right one where the text has few different ones, that of more comes late."""
 
 FAR = 32
 """Agreement beyond this many tokens is not counted."""

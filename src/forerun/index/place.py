@@ -95,6 +95,13 @@ def seek_copy(index: Index, copies: IntArray, source: int, hashed: np.uint64, ow
 
 
 @compiled
+def seek_copies(index: Index, place: Place, source: int, own: Index) -> None:
+    """Look for a copy by the longer n-gram, then by the shorter one."""
+    seek_copy(index, place.copies, source, place.hashes[source, LONGEST], own, place.ends[0])
+    seek_copy(index, place.copies, source, place.hashes[source, REACH], own, place.ends[0])
+
+
+@compiled
 def write(index: Index, hashes: HashArray, source: int, end: int, token: int) -> int:
     """Count a text's next token and append it; its position, or -1 if there was no room."""
     position = append(index, end, token)
@@ -102,6 +109,7 @@ def write(index: Index, hashes: HashArray, source: int, end: int, token: int) ->
         return -1
     for order in range(1, ORDERS + 1):
         count(index, hashes[source, order], token)
+    set_hint(index, hashes[source, LONGEST], position)
     set_hint(index, hashes[source, REACH], position)
     index.state[TOKENS] += 1
     return position
@@ -116,7 +124,7 @@ def ingest(own: Index, place: Place, tokens: IntArray) -> None:
         advance(place.hashes, 0, token)
         if number >= len(tokens) - 512:
             remember(own.recent, token)
-    seek_copy(own, place.copies, 0, place.hashes[0, REACH], own, place.ends[0])
+    seek_copies(own, place, 0, own)
 
 
 @compiled
@@ -130,7 +138,7 @@ def take(index: Index, source: int, own: Index, place: Place, token: int) -> Non
         remember(index.recent, token)
     advance(place.hashes, source, token)
     follow_copy(index, place.copies, 0, source, token, 0)
-    seek_copy(index, place.copies, source, place.hashes[source, REACH], own, place.ends[0])
+    seek_copies(index, place, source, own)
 
 
 @compiled
