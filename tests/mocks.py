@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from forerun.block import Block
+from forerun.caches.base import Cache
 from forerun.drafters.base import Drafter
 from forerun.request import Request
 from forerun.sampling import Salt, Sampler, gumbel
@@ -36,6 +38,48 @@ class MockTarget:
     def score(self, context: Sequence[int], tree: DraftTree) -> torch.Tensor:
         """What a model's forward pass gives: logits after the context and after each node, found by its parents."""
         return torch.stack([self.logits([*context, *branch]) for branch in paths(tree)])
+
+
+class TokenCache(Cache):
+    """Holds token ids in the place of keys and values; what a ``MockScorer`` reads."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return len(self.tokens)
+
+    def attend(self, *_: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        assert block.start == len(self.tokens)
+        self.tokens += [*block.pending.tolist(), *block.tree.tokens[list(path)].tolist()]
+
+    def truncate(self, length: int) -> None:
+        assert length <= len(self.tokens)
+        del self.tokens[length:]
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * len(self.tokens)
+
+
+class MockScorer:
+    """A ``MockTarget`` as a level's model: it sees what its cache holds, and the block."""
+
+    def __init__(self, target: MockTarget) -> None:
+        self.target = target
+        self.vocabulary = target.table.shape[-1]
+        self.passes = 0
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+        self.passes += 1
+        return [
+            self.target.score([*cache.tokens, *block.pending.tolist()], block.tree)
+            for block, cache in zip(blocks, caches, strict=True)
+        ]
 
 
 def paths(tree: DraftTree) -> Iterator[list[int]]:

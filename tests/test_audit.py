@@ -16,9 +16,10 @@ import forerun.engine
 from forerun import Drafter, DraftTree
 from forerun.audit import Divergence, Plan, audit, first_difference, weigh
 from forerun.model.scorer import Scorer
-from forerun.recipes import RECIPES
+from forerun.recipes import RECIPES, Recipe, buildable
 from forerun.request import Request
 from forerun.sampling import Sampler
+from forerun.settings import Settings
 from forerun.verify import Verdict, verify
 
 PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
@@ -36,7 +37,7 @@ def test_a_lossless_model_passes_every_check_of_every_drafter() -> None:
     assert report.dtype == "float64"
     assert not report.divergences
     found = {(c.drafter, c.check) for c in report.comparisons}
-    assert found == {(name, check) for name in RECIPES if name != "none" for check in ("greedy", "coupled", "batch")}
+    assert found == {(name, check) for name in buildable(Settings()) for check in ("greedy", "coupled", "batch")}
     assert sum(c.accepted for c in report.comparisons) > 30
     assert all(c.tokens for c in report.comparisons)
 
@@ -55,7 +56,7 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
         request.append(int(tree.tokens[0]))
         return Verdict([0], [int(tree.tokens[0])])
 
-    monkeypatch.setitem(RECIPES, "lookup", Guess)
+    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
     monkeypatch.setattr(forerun.engine, "verify", gullible)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
@@ -77,7 +78,7 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
     model = tiny("llama")
     monkeypatch.setattr(forerun.engine.gate, "check", lambda model: None)
     monkeypatch.setattr(Scorer, "score", leaky)
-    monkeypatch.setitem(RECIPES, "lookup", Guess)
+    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
     report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     alone = [c for c in report.failures if c.check == "greedy"]
     assert alone
@@ -104,7 +105,7 @@ def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> No
             request.finish_reason = "stop"
         return verdict
 
-    monkeypatch.setitem(RECIPES, "lookup", Guess)
+    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
     monkeypatch.setattr(forerun.engine, "verify", hasty)
     report = audit(tiny("llama"), PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     ended = [c.divergence for c in report.failures if c.check == "greedy" and c.divergence is not None]

@@ -70,29 +70,33 @@ class UniformVariable:
 
 @dataclass
 class Noise:
-    """Replaces the library's draws by decisions, and checks that no two of them share their noise."""
+    """Replaces the library's draws by decisions, and checks that no two of them share their noise.
+
+    With ``redraw`` drafts may: one behind a rejected draft was never tested, so nothing depended on its noise.
+    """
 
     decide: Decide
-    used: set[tuple[int, Salt]]
+    used: set[tuple[int, Salt, int]]
+    redraw: bool = False
 
-    def take(self, position: int, salt: Salt, probabilities: torch.Tensor) -> int:
-        self.claim(position, salt)
+    def take(self, position: int, salt: Salt, probabilities: torch.Tensor, seed: int = 0) -> int:
+        self.claim(position, salt, seed)
         return self.decide((probabilities / probabilities.sum()).tolist())
 
-    def claim(self, position: int, salt: Salt) -> None:
-        assert (position, salt) not in self.used
-        self.used.add((position, salt))
+    def claim(self, position: int, salt: Salt, seed: int) -> None:
+        assert (position, salt, seed) not in self.used or (self.redraw and salt is Salt.DRAFT)
+        self.used.add((position, salt, seed))
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         def uniform(seed: int, position: int, salt: Salt) -> UniformVariable:
-            self.claim(position, salt)
+            self.claim(position, salt, seed)
             return UniformVariable(self.decide)
 
         def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
-            return self.take(position, salt, probability)
+            return self.take(position, salt, probability, seed)
 
         def choose(sampler: Sampler, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
-            return self.take(position, salt, scores.double().softmax(-1))
+            return self.take(position, salt, scores.double().softmax(-1), sampler.seed)
 
         patch.setattr(verify_module, "uniform", uniform)
         patch.setattr(verify_module, "draw", draw)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny import ARCHITECTURES, PROMPTS, OracleDrafter, tiny
 import forerun
 from forerun import Drafter
 from forerun.recipes import RECIPES, build_drafter
+from forerun.settings import Settings
 
 NEW_TOKENS = 28
 SAMPLING = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True, "temperature": 0.7, "top_k": 12, "seed": 11}}
@@ -33,8 +35,14 @@ def plain(architecture: str, sampling: str) -> list[list[int]]:
     return [result.requests[0].tokens.tolist() for result in results]
 
 
+def settings(architecture: str) -> Settings:
+    """Small enough that caches evict, choose anew and grow within a text; the small model differs from the target."""
+    draft = tiny("llama" if architecture != "llama" else "qwen3")
+    return Settings(draft, gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False)
+
+
 DRAFTERS: dict[str, Callable[[str, str], Drafter]] = {
-    **{name: lambda architecture, sampling, name=name: build_drafter(name) for name in RECIPES},
+    **{name: lambda architecture, sampling, name=name: build_drafter(name, settings(architecture)) for name in RECIPES},
     "oracle": lambda architecture, sampling: OracleDrafter(plain(architecture, sampling)),
 }
 
@@ -63,3 +71,30 @@ def test_the_matrix_exercises_acceptance(architecture: str, sampling: str) -> No
     steps = [step for stats in result.stats for step in zip(stats.drafted, stats.accepted, strict=True)]
     assert max(accepted for _, accepted in steps) >= 2
     assert any(accepted < drafted for drafted, accepted in steps)
+
+
+LONG = ("retrieval", "triforce", "triforce-trie", "triforce-auto")
+
+
+@pytest.mark.parametrize("refresh", ["stride", "acceptance", "verify"])
+@pytest.mark.parametrize("budget", [1, 2, 16, 1000])
+@pytest.mark.parametrize("drafter", LONG)
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("architecture", ["mistral", "gpt_neox", "gpt2"])
+def test_output_equals_plain_generation_for_every_budget_and_policy(
+    architecture: str, drafter: str, budget: int, refresh: str, sampling: str
+) -> None:
+    chosen = replace(settings(architecture), cache_budget=budget, chunk=min(budget, 4), refresh=refresh, paced=True)
+    engine = forerun.Engine(tiny(architecture), drafter, settings=chosen, prefill_block=4, planner=None)
+    batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **SAMPLING[sampling])
+    assert [request.tokens.tolist() for request in batch.requests] == plain(architecture, sampling)
+
+
+@pytest.mark.parametrize("drafter", [name for name, recipe in RECIPES.items() if name != "none"])
+def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> None:
+    """Their distribution is shown in test_distribution and test_hierarchy; here every drafter goes that way."""
+    engine = forerun.Engine(tiny("qwen2"), drafter, settings=settings("qwen2"), prefill_block=4)
+    options = {"do_sample": True, "temperature": 0.9, "seed": 4, "verification": "rejection"}
+    batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
+    for request in batch.requests:
+        assert len(request.generated) == NEW_TOKENS or request.finish_reason == "eos"

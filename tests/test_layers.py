@@ -9,15 +9,16 @@ import forerun
 
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
-    ["reference"],
-    ["tree", "sampling", "stats", "request", "verify", "costs"],
+    ["reference", "settings"],
+    ["tree", "shape", "sampling", "stats", "request", "verify", "costs"],
     ["index", "trie_file"],
     ["trie"],
     ["attention", "block"],
     ["caches"],
     ["model"],
+    ["planner"],
     ["drafters"],
-    ["planner", "recipes"],
+    ["recipes"],
     ["result"],
     ["engine"],
     ["api", "audit"],

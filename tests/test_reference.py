@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forerun import reference
-from forerun.reference import corpus, material, positions, recipe, tasks, tokenizer, train
+from forerun.reference import corpus, crowding, material, positions, recipe, tasks, tokenizer, train
 from forerun.reference.recipe import Recipe, Stage
 from forerun.reference.tasks import Material
 
@@ -92,14 +93,56 @@ def test_needle_and_quote_answers_stand_in_their_prompts(seed: int) -> None:
 def test_table_answers_are_json_equal_to_the_table(seed: int) -> None:
     task = tasks.make("table", Random(seed))
     lines = task.prompt.removeprefix("Table:\n").split("\n\n")[0].splitlines()
-    pipes = lines[0].startswith("|")
-    cells = [line.strip("| ").split(" | ") if pipes else line.split(",") for line in lines if "---" not in line]
+    cells = [line.split(" | " if "|" in line else ",") for line in lines if "---" not in line]
     expected = [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
     assert [{key: str(value) for key, value in record.items()} for record in json.loads(task.answer)] == expected
 
 
 def test_a_needle_can_be_hidden_in_any_amount_of_text() -> None:
     assert len(tasks.needle(Random(0), PROSE, chars=50_000).prompt) >= 50_000
+
+
+def test_a_haystack_asks_for_every_fact_it_hides() -> None:
+    text, asked = tasks.haystack(Random(0), PROSE, chars=20_000, count=12)
+    assert len(text) >= 20_000 and len({task.prompt for task in asked}) == 12
+    assert all(task.answer.strip() in text for task in asked)
+
+
+@pytest.mark.parametrize("kind", ["rag", "needle", "table", "quote"])
+def test_sources_are_what_the_answer_says_again(kind: str) -> None:
+    for seed in range(20):
+        task = tasks.make(kind, Random(seed), PROSE)
+        assert task.sources and all(source in task.prompt for source in task.sources)
+        if kind != "table":
+            assert all(source in task.answer for source in task.sources)
+
+
+def test_crowding_spares_neighbours_and_sources_only() -> None:
+    added = crowding.bias(12, [crowding.Source(9, 11, 1, 3)], times=8.0, window=4)
+    for query, key in itertools.product(range(12), repeat=2):
+        source = 9 <= query < 11 and 1 <= key < 3
+        expected = -math.inf if key > query else 0.0 if query - key < 4 or source else math.log(8)
+        assert float(added[query, key]) == pytest.approx(expected)
+
+
+def test_a_crowded_row_is_as_hard_as_a_long_one() -> None:
+    """Softmax over keys that count many times equals softmax over that many copies of them."""
+    scores = torch.tensor([0.3, -1.0, 2.0, 0.5])
+    once = (scores + torch.tensor([math.log(3)] * 3 + [0.0])).softmax(-1)
+    copies = torch.cat([scores[:3].repeat(3), scores[3:]]).softmax(-1)
+    assert torch.allclose(once[:3], copies[:9].view(3, 3).sum(0)) and torch.allclose(once[3], copies[9])
+
+
+def test_rows_name_their_sources_by_token(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    data = corpus.build(PROSE, small_tokenizer)
+    for kind in ("spans", "needle", "quote"):
+        row = corpus.row(data, kind, 512, Random(4))
+        assert row.sources
+        for source in row.sources:
+            asked = row.tokens[source.first_query : source.last_query]
+            found = row.tokens[source.first_key : source.last_key]
+            assert source.last_key <= source.last_query <= len(row)
+            assert sum(token in found for token in asked) >= 0.6 * min(len(asked), len(found))
 
 
 def test_unknown_kinds_and_missing_material_are_refused() -> None:
@@ -138,7 +181,8 @@ def test_batches_are_a_function_of_seed_and_step(small_tokenizer: PreTrainedToke
 
 def test_spans_put_the_loss_on_what_was_seen_before_only(small_tokenizer: PreTrainedTokenizerFast) -> None:
     data = corpus.build(PROSE, small_tokenizer)
-    tokens, weights = corpus.spans(data, 256, Random(0))
+    row = corpus.spans(data, 256, Random(0))
+    tokens, weights = row.tokens, row.weights
     first = weights.index(corpus.SPAN_WEIGHT)
     assert 64 <= first < 200 and len(tokens) == len(weights) == 256
     pairs = set(itertools.pairwise(tokens))

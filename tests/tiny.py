@@ -46,12 +46,42 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("GraniteForCausalLM", {}),
     "olmo2": ("Olmo2ForCausalLM", {}),
 }
+_LATENT: dict[str, Any] = {  # DeepSeek's attention: the rotary dimensions are the last ones of a key
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "experts_implementation": "eager",
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("CohereForCausalLM", {}),
+    "phi, partial": ("PhiForCausalLM", {}),
+    "glm, partial and interleaved": ("GlmForCausalLM", {"head_dim": 8}),
+    "smollm3, without positions": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**_LATENT, "n_group": 1}),
+    "gemma3, two frequencies": (
+        "Gemma3ForCausalLM",
+        {"head_dim": 8, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "llama, yarn": ("LlamaForCausalLM", {"rope_parameters": _YARN}),
+}
+"""Further ways to lay out what turns with position, for what depends on it."""
 
 
 @functools.cache
 def tiny(name: str) -> PreTrainedModel:
     """A random model, the same at every call; nothing may change it."""
-    class_name, extra = ARCHITECTURES[name]
+    class_name, extra = {**ARCHITECTURES, **LAYOUTS}[name]
     model_class = getattr(transformers, class_name)
     shape = {**_GPT2, "pad_token_id": 0, "bos_token_id": 1} if name == "gpt2" else {**_SHAPE, **extra}
     torch.manual_seed(len(name))

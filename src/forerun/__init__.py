@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from forerun.engine import Commit, Engine, GenerationInterrupted
     from forerun.model.gate import UnsupportedModelError
     from forerun.result import GenerationResult
+    from forerun.settings import Settings
     from forerun.stats import Stats
     from forerun.tree import DraftTree
 
@@ -29,6 +30,7 @@ _HOMES = {
     "GenerationInterrupted": "engine",
     "GenerationResult": "result",
     "NoDrafter": "drafters.base",
+    "Settings": "settings",
     "Stats": "stats",
     "UnsupportedModelError": "model.gate",
     "custom_generate": "api",
@@ -43,6 +45,7 @@ __all__ = [
     "GenerationInterrupted",
     "GenerationResult",
     "NoDrafter",
+    "Settings",
     "Stats",
     "UnsupportedModelError",
     "custom_generate",

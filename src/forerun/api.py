@@ -25,6 +25,7 @@ from forerun.model.requests import Prepared, RowOptions, check_prompt, draw_seed
 from forerun.request import Request
 from forerun.result import GenerationResult
 from forerun.sampling import Method
+from forerun.settings import Settings
 from forerun.stats import Stats
 
 
@@ -33,6 +34,7 @@ def generate(
     prompts: Prompts,
     *,
     drafter: Drafter | str = "trie",
+    settings: Settings | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     budget: int = BUDGET,
     **options: Any,
@@ -45,11 +47,12 @@ def generate(
         model: a transformers decoder.
         prompts: text (with ``tokenizer``), token ids, a list of either, or a tensor.
         drafter: a name from ``forerun.recipes``, or an object.
+        settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: see ``Engine``.
         options: as for ``Engine.generate``.
     """
-    engine = engine_of(model, drafter, budget)
+    engine = engine_of(model, drafter, budget, settings)
     engine.tokenizer = tokenizer
     return engine.generate(prompts, **options)
 
@@ -73,6 +76,7 @@ def custom_generate(
     generation_config: GenerationConfig,
     *,
     forerun_drafter: Drafter | str = "trie",
+    forerun_settings: Settings | None = None,
     forerun_seed: int | None = None,
     forerun_verification: Method = "coupled",
     forerun_namespace: str = "default",
@@ -88,7 +92,7 @@ def custom_generate(
     Returns:
         As ``model.generate``: ids ``[B, t]``, or an output object with ``sequences`` and ``stats``.
     """
-    engine = engine_of(model, forerun_drafter, forerun_budget)
+    engine = engine_of(model, forerun_drafter, forerun_budget, forerun_settings)
     prepared = Prepared(generation_config, logits_processor, stopping_criteria)
     seed = draw_seed() if forerun_seed is None else forerun_seed
     options = RowOptions(seed, forerun_verification, forerun_namespace)
@@ -101,12 +105,12 @@ def custom_generate(
     return GenerateForerunOutput(sequences=sequences, stats=[request.stats for request in requests])
 
 
-def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int) -> Engine:
+def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int, settings: Settings | None = None) -> Engine:
     """The engine kept beside a model for this drafter, made at its first use."""
     engines: dict[Any, Engine] = model.__dict__.setdefault("_forerun_engines", {})
-    key = (drafter, budget, model.dtype, model.device)
+    key = (drafter, settings, budget, model.dtype, model.device)
     if key not in engines:
-        engines[key] = Engine(model, drafter, budget=budget)
+        engines[key] = Engine(model, drafter, settings=settings, budget=budget)
     return engines[key]
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -28,9 +28,10 @@ from forerun.drafters.base import Drafter, NoDrafter
 from forerun.engine import BUDGET, Engine
 from forerun.model.gate import TOLERANCE
 from forerun.planner import Planner
-from forerun.recipes import RECIPES
+from forerun.recipes import RECIPES, buildable
 from forerun.request import Request
 from forerun.sampling import Salt, gumbel
+from forerun.settings import Settings
 from forerun.tree import DraftTree
 from forerun.verify import Outcome
 
@@ -43,23 +44,27 @@ class Plan:
     """What to audit.
 
     Attributes:
-        drafters: names from ``forerun.recipes``.
+        drafters: names from ``forerun.recipes``; by default all that the settings suffice for.
+        settings: what the drafters are built with.
         max_new_tokens: per text.
         seeds: sampled texts per prompt; 0 leaves sampling out.
         temperature: of these.
         budget: see ``Engine``.
     """
 
-    drafters: Sequence[str] = tuple(name for name in RECIPES if name != "none")
+    drafters: Sequence[str] = ()
+    settings: Settings = field(default_factory=Settings)
     max_new_tokens: int = 64
     seeds: int = 1
     temperature: float = 1.0
     budget: int = BUDGET
 
     def __post_init__(self) -> None:
+        if not self.drafters:
+            object.__setattr__(self, "drafters", tuple(buildable(self.settings)))
         unknown = [name for name in self.drafters if name not in RECIPES]
-        if unknown or not self.drafters:
-            raise ValueError(f"drafters are {list(self.drafters)}; known are {', '.join(RECIPES)}, at least one")
+        if unknown:
+            raise ValueError(f"drafters are {list(self.drafters)}; known are {', '.join(RECIPES)}")
         if self.max_new_tokens < 1 or self.seeds < 0 or self.temperature <= 0:
             raise ValueError(f"{self} needs max_new_tokens of at least 1, seeds of at least 0, temperature above 0")
 
@@ -172,7 +177,10 @@ class _Bench:
         self._references: dict[tuple[int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
         # fixed costs, not measured ones: an audit repeats exactly
-        self._engines = {name: Engine(model, name, budget=plan.budget, planner=Planner()) for name in plan.drafters}
+        self._engines = {
+            name: Engine(model, name, settings=plan.settings, budget=plan.budget, planner=Planner())
+            for name in plan.drafters
+        }
 
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:
         """Generate the prompts ``rows`` together and compare each text with its reference."""

@@ -27,6 +27,7 @@ from forerun.recipes import build_drafter
 from forerun.request import Request
 from forerun.result import GenerationResult
 from forerun.sampling import Method
+from forerun.settings import Settings
 from forerun.tree import DraftTree, IntArray
 from forerun.verify import Outcome, verify
 
@@ -73,6 +74,7 @@ class Engine:
     Args:
         model: a transformers decoder; it decides what is generated.
         drafter: proposes the trees; a name from ``forerun.recipes`` or an object.
+        settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
         planner: cuts each tree to what is worth scoring; by default with the costs of passes as they are measured now,
@@ -89,6 +91,7 @@ class Engine:
         model: PreTrainedModel,
         drafter: Drafter | str = "trie",
         *,
+        settings: Settings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         budget: int = BUDGET,
         planner: Planner | Literal["auto"] | None = "auto",
@@ -104,23 +107,23 @@ class Engine:
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
         self.tokenizer = tokenizer
-        chosen = build_drafter(drafter) if isinstance(drafter, str) else drafter
+        chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         self.budget = budget
         self.planner = self._default_planner(chosen) if planner == "auto" else planner
-        self.drafter = chosen
+        self.use(chosen)
         self.prefill_block = prefill_block
 
-    @property
-    def drafter(self) -> Drafter:
-        """Proposes the trees. One that takes its place is prepared first, and knows no request that has begun."""
-        return self._drafter
+    def use(self, drafter: Drafter) -> None:
+        """Draft with this drafter from now on.
 
-    @drafter.setter
-    def drafter(self, drafter: Drafter) -> None:
-        drafter.warm_up()
+        Raises:
+            ValueError: if it does not fit the target.
+        """
+        drafter.bind(self.target)
         if self.planner is not None:
             drafter.fit(self.planner.costs)
-        self._drafter = drafter
+        drafter.warm_up()
+        self.drafter = drafter
 
     def _default_planner(self, drafter: Drafter) -> Planner:
         """With measured costs, unless there is nothing to plan."""
@@ -232,6 +235,8 @@ class Engine:
                 if on_prefill is not None:
                     on_prefill(done, total)
         for row in rows:
+            self.drafter.prefilled(row.request, row.cache)
+        for row in rows:
             row.request.stats.prefill_seconds = time.perf_counter() - start
         return rows
 
@@ -246,7 +251,7 @@ class Engine:
         """The trees to score, and the plan that cut them."""
         requests = [row.request for row in rows]
         budget = self.budget if self.planner is None else self.planner.budget(self.budget)
-        proposed = self.drafter.propose_batch(requests, budget) if budget else [DraftTree.empty()] * len(rows)
+        proposed = self.drafter.propose_batch(requests, budget)
         known = self.target.vocabulary
         trees = [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
         if self.planner is None:
@@ -295,6 +300,4 @@ def _record_times(rows: Sequence[Row], seconds: Sequence[float]) -> None:
         if stats.steps == 1:
             stats.prefill_seconds += sum(seconds)
         else:
-            stats.propose_seconds += seconds[0]
-            stats.score_seconds += seconds[1]
-            stats.verify_seconds += seconds[2]
+            stats.add_seconds(*seconds)

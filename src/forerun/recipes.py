@@ -3,31 +3,155 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from forerun.caches.bounded import SLACK
+from forerun.caches.full import FullCache
+from forerun.caches.heavy_hitter import HeavyHitterCache
+from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
+from forerun.caches.rotation import Rotation
+from forerun.caches.streaming import StreamingCache
+from forerun.caches.topk import TopKCache
 from forerun.drafters.base import Drafter, NoDrafter
+from forerun.drafters.hierarchy import HierarchyDrafter
 from forerun.drafters.jacobi import JacobiDrafter
 from forerun.drafters.lookup import LookupDrafter
+from forerun.drafters.merged import MergedDrafter
+from forerun.drafters.model import ModelDrafter
+from forerun.drafters.paced import PacedDrafter
 from forerun.drafters.trie import TrieDrafter
-from forerun.trie import TrieConfig
+from forerun.model import gate
+from forerun.model.level import CacheFactory
+from forerun.model.rotation import find_rotation
+from forerun.model.scorer import Scorer
+from forerun.settings import Settings
+from forerun.trie import Form, TrieConfig
 
-RECIPES: dict[str, Callable[[], Drafter]] = {
-    "none": NoDrafter,
-    "lookup": LookupDrafter,
-    "jacobi": JacobiDrafter,
-    "trie": TrieDrafter,
-    "trie-hierarchical": lambda: TrieDrafter(TrieConfig(form="hierarchical")),
-    "trie-single": lambda: TrieDrafter(TrieConfig(form="single")),
-    "trie-parallel": lambda: TrieDrafter(TrieConfig(form="parallel")),
+TRIE_NODES = 16
+"""Of a trie's tree, at most, where it drafts for a sparse cache."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a drafter is built.
+
+    Attributes:
+        build: from settings, each time anew.
+        small: whether it needs ``Settings.draft_model``.
+    """
+
+    build: Callable[[Settings], Drafter]
+    small: bool = False
+
+
+def _small_model(settings: Settings) -> Scorer:
+    if settings.draft_model is None:
+        raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
+    gate.check(settings.draft_model)
+    return Scorer(settings.draft_model)
+
+
+def _small(settings: Settings, gamma: int) -> ModelDrafter:
+    """The small model over the first and last tokens."""
+    return ModelDrafter(_streaming(settings, settings.window), gamma, _small_model(settings))
+
+
+def _slack(settings: Settings) -> int:
+    """What a level may have read on trial when the target has its say, at least: what both levels draft."""
+    return max(SLACK, settings.gamma1 + settings.gamma2)
+
+
+def _streaming(settings: Settings, window: int) -> CacheFactory:
+    rotations: dict[Scorer, Rotation | None] = {}
+
+    def make(scorer: Scorer, source: FullCache) -> StreamingCache:
+        if scorer not in rotations:
+            rotations[scorer] = find_rotation(scorer.model)
+        return StreamingCache(window, settings.sinks, _slack(settings), rotations[scorer])
+
+    return make
+
+
+def _heavy_hitter(settings: Settings) -> CacheFactory:
+    """Half of the budget for heavy hitters, half for recent tokens, as in H2O's experiments."""
+    recent = max(1, settings.cache_budget // 2)
+    return lambda scorer, source: HeavyHitterCache(settings.cache_budget - recent, recent, _slack(settings))
+
+
+def _self_streaming(settings: Settings) -> CacheFactory:
+    return _streaming(settings, max(1, settings.cache_budget - settings.sinks))
+
+
+def _retrieval(settings: Settings) -> CacheFactory:
+    config = RetrievalConfig(settings.cache_budget, settings.chunk, refresh=settings.refresh)
+    return lambda scorer, source: RetrievalCache(source, config)
+
+
+def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
+    return HierarchyDrafter(inner, _retrieval(settings), nodes, settings.gamma2)
+
+
+def _long(build: Callable[[Settings], Drafter], small: bool = False) -> Recipe:
+    """For long contexts: drafts at most ``gamma2`` tokens, and if the settings say so only as many as pay."""
+    return Recipe(lambda s: PacedDrafter(build(s), s.gamma2) if s.paced else build(s), small)
+
+
+def _trie(form: Form) -> Recipe:
+    return Recipe(lambda s: TrieDrafter(TrieConfig(form=form)))
+
+
+RECIPES: dict[str, Recipe] = {
+    "none": Recipe(lambda s: NoDrafter()),
+    "lookup": Recipe(lambda s: LookupDrafter()),
+    "jacobi": Recipe(lambda s: JacobiDrafter()),
+    "trie": Recipe(lambda s: TrieDrafter()),
+    "trie-hierarchical": _trie("hierarchical"),
+    "trie-single": _trie("single"),
+    "trie-parallel": _trie("parallel"),
+    "triforce": _long(lambda s: _triforce(s, _small(s, s.gamma1), s.gamma1), small=True),
+    "triforce-trie": _long(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES)),
+    "triforce-auto": _long(
+        lambda s: _triforce(s, MergedDrafter(TrieDrafter(), _small(s, s.gamma1), s.gamma1), TRIE_NODES), small=True
+    ),
+    "retrieval": _long(lambda s: ModelDrafter(_retrieval(s), s.gamma2)),
+    "streaming": _long(lambda s: _small(s, s.gamma2), small=True),
+    "streaming-hierarchy": _long(
+        lambda s: HierarchyDrafter(_small(s, s.gamma1), _self_streaming(s), s.gamma1, s.gamma2), small=True
+    ),
+    "streaming-self": _long(lambda s: ModelDrafter(_self_streaming(s), s.gamma2)),
+    "h2o": _long(lambda s: ModelDrafter(_heavy_hitter(s), s.gamma2)),
+    "topk": _long(lambda s: ModelDrafter(lambda scorer, source: TopKCache(source, s.cache_budget), s.gamma2)),
 }
-"""``trie`` merges all it knows by probability; the others are the Lookahead paper's forms; ``none`` drafts nothing."""
+"""``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` is plain.
+
+For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a trie in the small model's place, and
+``triforce-auto`` both. Its paper's baselines: ``retrieval`` is TriForce without hierarchy, ``streaming`` the naive
+policy (the small model alone), ``streaming-hierarchy`` has a streaming cache in the retrieval cache's place;
+``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone.
+"""
 
 
-def build_drafter(name: str) -> Drafter:
-    """A drafter of this name.
+def buildable(settings: Settings) -> list[str]:
+    """Names of the drafters that these settings suffice for, without ``none``."""
+    have = settings.draft_model is not None
+    return [name for name, recipe in RECIPES.items() if name != "none" and (have or not recipe.small)]
+
+
+def check_drafter(name: str) -> None:
+    """Refuse an unknown name.
 
     Raises:
-        ValueError: for an unknown name, listing the known ones.
+        ValueError: listing the known ones.
     """
     if name not in RECIPES:
         raise ValueError(f"drafter is {name!r}; known are {', '.join(RECIPES)}")
-    return RECIPES[name]()
+
+
+def build_drafter(name: str, settings: Settings | None = None) -> Drafter:
+    """A drafter of this name.
+
+    Raises:
+        ValueError: for an unknown name, listing the known ones, or settings that lack what it needs.
+    """
+    check_drafter(name)
+    return RECIPES[name].build(settings or Settings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -98,9 +99,23 @@ class Request:
         """The next token for logits ``[V]``."""
         return self.sampler.choose(self.scores(logits), len(self))
 
-    def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Processed scores ``[V]`` for the next token."""
-        return self.sampler.scores(self._ids[: self._end], logits)
+    def scores(self, logits: torch.Tensor, after: Sequence[int] = ()) -> torch.Tensor:
+        """Processed scores ``[V]`` for the next token, or for the one behind some more tokens on trial."""
+        end = self._end + len(after)
+        self._buffer[self._end : end] = after
+        return self.sampler.scores(self._ids[:end], logits)
+
+    def fork(self) -> Request:
+        """A twin that a drafter may continue on trial.
+
+        It shares the text so far, and the room behind it: what the twin writes there, this request overwrites. It never
+        calls ``stopping``, and under rejection sampling its noise is independent of this request's.
+        """
+        twin = copy.copy(self)
+        twin.sampler = self.sampler.inner()
+        twin.stopping = None
+        twin.stats = Stats()
+        return twin
 
     def append(self, token: int) -> bool:
         """Commit a token; true if the text ends with it."""

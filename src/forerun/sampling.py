@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -56,10 +56,24 @@ class Sampler:
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
         """The token at ``position`` (its index in the sequence, prompt included) for processed scores ``[V]``."""
+        return int(self._noisy(scores, position, salt).argmax())
+
+    def candidates(self, scores: torch.Tensor, position: int, count: int) -> list[int]:
+        """The token that ``choose`` takes, and those that it would take next if that were wrong; best first."""
+        found: list[int] = (
+            self._noisy(scores, position, Salt.TARGET).topk(min(count, scores.shape[-1])).indices.tolist()
+        )
+        return found
+
+    def _noisy(self, scores: torch.Tensor, position: int, salt: Salt) -> torch.Tensor:
         if self.method == "greedy":
-            return int(scores.argmax())
-        noise = gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
-        return int((scores.double() + noise).argmax())
+            return scores
+        return scores.double() + gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
+
+    def inner(self) -> Sampler:
+        """How a drafter that verifies drafts itself chooses: with the same noise, or noise independent of this level's
+        under rejection sampling, where the outer test must not know how the draft came about."""
+        return replace(self, seed=_mix(self.seed & _MASK64)) if self.method == "rejection" else self
 
     def draft_salt(self) -> Salt:
         """The noise a draft draws with: the target's own when coupled, independent of it for the rejection test."""

@@ -20,6 +20,8 @@ class Stats:
         prefill_seconds: from the start to the first token; the drafter reads the prompt in it, too.
         propose_seconds, score_seconds, verify_seconds: drafting, forward passes, and walking with commits, after that.
             Rows of a batch share their steps, so each row counts the whole step's time.
+        middle: of the level that verifies inside the drafter, where there is one: its steps, and its share of
+            ``propose_seconds``.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -29,12 +31,24 @@ class Stats:
     propose_seconds: float = 0.0
     score_seconds: float = 0.0
     verify_seconds: float = 0.0
+    middle: Stats | None = None
+
+    def inner(self) -> Stats:
+        """``middle``, made at the first call."""
+        self.middle = self.middle or Stats()
+        return self.middle
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
         """Add a step."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
         self.emitted.append(emitted)
+
+    def add_seconds(self, propose: float, score: float, verify: float) -> None:
+        """Count the time of a step."""
+        self.propose_seconds += propose
+        self.score_seconds += score
+        self.verify_seconds += verify
 
     @property
     def steps(self) -> int:
@@ -92,4 +106,4 @@ class Stats:
             "score_seconds": round(self.score_seconds, 6),
             "verify_seconds": round(self.verify_seconds, 6),
             "tokens_per_second": round(self.tokens_per_second, 2),
-        }
+        } | ({} if self.middle is None else {"middle": self.middle.summary()})

@@ -74,6 +74,27 @@ class DraftTree:
                 node = child
         return cls(np.array(tokens, np.int64), np.array(parents, np.int64))
 
+    def merged(self, other: DraftTree, budget: int) -> DraftTree:
+        """This tree and what ``other`` adds to it, at most ``budget`` nodes; ``q`` and estimates are lost.
+
+        Raises:
+            ValueError: for trees with probes.
+        """
+        if self.probe is not None or other.probe is not None:
+            raise ValueError("trees with probes cannot be merged")
+        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        index = {ROOT: ROOT}
+        for node, (parent, token) in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True)):
+            if (above := index.get(parent)) is None:
+                continue
+            if (twin := self.children.get((above, token))) is not None:
+                index[node] = twin
+            elif len(tokens) < budget:
+                index[node] = len(tokens)
+                tokens.append(token)
+                parents.append(above)
+        return DraftTree(np.array(tokens[:budget], np.int64), np.array(parents[:budget], np.int64))
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from forerun.request import Request
 from forerun.sampling import Salt, draw, uniform
@@ -90,6 +91,7 @@ def _rejection(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: 
     if not tree.is_chain or tree.drafted < len(tree):
         raise ValueError("rejection sampling with q needs a chain; it branches or has probes")
     tokens: list[int] = []
+    q = pad(q, (0, logits.shape[-1] - q.shape[-1]))  # a draft model may know fewer tokens
     for node, token in enumerate(tree.tokens.tolist()):
         p = request.scores(logits[node]).double().softmax(-1)
         if uniform(request.sampler.seed, len(request), Salt.ACCEPT) * float(q[node, token]) >= float(p[token]):

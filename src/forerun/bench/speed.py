@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from forerun.engine import Engine
 from forerun.recipes import build_drafter
+from forerun.settings import Settings
 
 BASELINE = "transformers greedy"
 Tokens = list[int]
@@ -91,10 +92,11 @@ class Bench:
     """
 
     def __init__(self, model: PreTrainedModel, drafters: Sequence[str], draft: PreTrainedModel | None = None) -> None:
+        self.settings = Settings(draft_model=draft)
         self.model = model
         self.draft = draft
         self.drafters = list(drafters)
-        self._engines = {name: Engine(model, name) for name in self.drafters}
+        self._engines = {name: Engine(model, name, settings=self.settings) for name in self.drafters}
 
     def run(self, jobs: Sequence[Job], rounds: int, progress: Progress | None = None) -> list[Series]:
         """Measure every contestant on every job."""
@@ -157,13 +159,13 @@ class Bench:
         def generate(prompt: Tokens, max_new_tokens: int) -> Tokens:
             return engine.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False).generated[0]
 
-        engine.drafter = build_drafter(name)
+        engine.use(build_drafter(name, self.settings))
         for prompt in warm_prompts:
             generate(prompt, max_new_tokens)
         before = engine.drafter
 
         def prepare() -> None:
-            engine.drafter = copy.deepcopy(before)
+            engine.use(copy.deepcopy(before) if warm_prompts else build_drafter(name, self.settings))
 
         return Contestant(generate, prepare)
 

@@ -9,6 +9,7 @@ import torch
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
+from forerun.tree import IntArray
 
 
 class Cache(ABC):
@@ -20,6 +21,11 @@ class Cache(ABC):
 
     length: int
     """Committed tokens."""
+
+    def positions(self, block: Block) -> IntArray:
+        """The position that the model is told of each token of the block: its place in the text, unless a cache
+        numbers tokens anew."""
+        return block.positions
 
     @abstractmethod
     def attend(
@@ -37,6 +43,14 @@ class Cache(ABC):
         Returns:
             ``[1, H, n, dv]``.
         """
+
+    def next_read(self, goal: int) -> int:
+        """How many tokens to read next on the way to a length of ``goal``; a cache may skip some that it would forget.
+
+        Returns:
+            At least 1 where ``length < goal``; the tokens are those from ``length`` on, which skipping has moved.
+        """
+        return goal - self.length
 
     @abstractmethod
     def commit(self, block: Block, path: Sequence[int]) -> None:

@@ -19,12 +19,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import __version__
 from forerun.audit import Comparison, Plan, Report, audit
+from forerun.cli.models import settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompts import read_prompts
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.engine import BUDGET
 from forerun.model.load import BUNDLED, load, quiet
 from forerun.model.prompts import encode
+from forerun.recipes import RECIPES, check_drafter
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000
@@ -39,9 +41,11 @@ def run(options: AuditOptions) -> None:
     texts = read_prompts(options.prompt, options.prompt_file)
     if not texts and options.model == BUNDLED:
         texts = [prompt["prompt"] for prompt in demo_prompts()]
-    plan = _plan(options)
+    for name in options.drafter or []:
+        check_drafter(name)
     with quiet():
         model, tokenizer = _load(options)
+        plan = _plan(options, model, tokenizer)
         prompts = encode(texts, tokenizer)
         report = _audit(model, prompts, plan)
     if options.json:
@@ -52,9 +56,11 @@ def run(options: AuditOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def _plan(options: AuditOptions) -> Plan:
+def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Plan:
+    wanted = options.drafter or list(RECIPES)
     return Plan(
-        drafters=options.drafter or Plan.drafters,
+        drafters=options.drafter or (),
+        settings=settings(options, options.model, wanted, model, tokenizer, options.trust_remote_code),
         max_new_tokens=options.max_new_tokens,
         seeds=options.seeds,
         temperature=options.temperature,

@@ -13,13 +13,15 @@ import typer
 from forerun import __version__
 from forerun.cli.detokenize import Detokenizer
 from forerun.cli.errors import INTERRUPTED
+from forerun.cli.models import settings
 from forerun.cli.options import GenerateOptions
 from forerun.cli.prompts import check_text, read_prompt
-from forerun.cli.tables import stats_table
+from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.engine import BUDGET, Engine
 from forerun.model.load import load, quiet
-from forerun.recipes import build_drafter
+from forerun.model.prompts import encode
+from forerun.recipes import check_drafter
 from forerun.request import Request
 
 
@@ -52,12 +54,13 @@ class Output:
 def run(options: GenerateOptions) -> None:
     """Generate as ``options`` say."""
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
-    drafter = build_drafter(options.drafter)
+    check_drafter(options.drafter)
     with quiet():
-        engine = _engine(options, drafter)
+        engine = _engine(options)
         engine.warm([read_prompt(str(path)) for path in options.warm or []], options.namespace)
-        (request,) = engine.requests(prompt, **sampling(options))
-        with _trie_kept(options, drafter):
+        (ids,) = encode(prompt, engine.tokenizer)
+        (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
+        with _trie_kept(options, engine.drafter):
             interrupted = _generate(options, engine, request)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -72,6 +75,8 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request) -> boo
         writer.end()
     if options.stats:
         stderr().print(stats_table(request.stats, options.drafter, _seed(request)))
+    elif request.stats.middle is not None and not options.json:
+        stderr().print(levels(request.stats))
     if options.json:
         typer.echo(json.dumps(_report(options, request, output), ensure_ascii=False))
     return interrupted
@@ -93,13 +98,14 @@ def sampling(options: GenerateOptions) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _engine(options: GenerateOptions, drafter: Any) -> Engine:
+def _engine(options: GenerateOptions) -> Engine:
     with working(stderr(), f"loading {options.model}"):
         model, tokenizer = load(
             options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
         )
         budget = BUDGET if options.budget is None else options.budget
-        return Engine(model, drafter, tokenizer=tokenizer, budget=budget)
+        built = settings(options, options.model, [options.drafter], model, tokenizer, options.trust_remote_code)
+        return Engine(model, options.drafter, settings=built, tokenizer=tokenizer, budget=budget)
 
 
 @contextmanager

@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from forerun.cli.errors import user_errors
+from forerun.settings import Policy, Settings
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
 _MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
-_DRAFTER = "How to draft: none, lookup, jacobi, trie, trie-hierarchical, trie-parallel or trie-single."
+_DRAFTER = "How to draft: trie, lookup, jacobi, none; for long contexts triforce-trie, triforce, retrieval; see README."
+_LONG = "Long contexts"
 _SOURCE = "A model's folder, a hub name that is in the local cache, or 'bundled'."
 
 
@@ -36,7 +38,44 @@ Colour = Annotated[
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
+class LongOptions:
+    """What the drafters for long contexts are built with; the others take none of it."""
+
+    draft_model: Annotated[
+        str | None,
+        _option("--draft-model", panel=_LONG, help="The small model, like --model; with bundled, the bundled one."),
+    ] = None
+    gamma1: Annotated[int, _option("--gamma1", panel=_LONG, help="Tokens the small model drafts at a time.", min=1)] = (
+        Settings.gamma1
+    )
+    gamma2: Annotated[int, _option("--gamma2", panel=_LONG, help="Tokens the target verifies at a time.", min=1)] = (
+        Settings.gamma2
+    )
+    paced: Annotated[
+        bool, _option("--paced/--fixed", panel=_LONG, help="Draft as many of these as pay, or always all.")
+    ] = Settings.paced
+    cache_budget: Annotated[
+        int, _option("--cache-budget", panel=_LONG, help="Tokens in a sparse cache of the target.", min=1)
+    ] = Settings.cache_budget
+    chunk: Annotated[int, _option("--chunk", panel=_LONG, help="Tokens retrieved together.", min=1)] = Settings.chunk
+    refresh: Annotated[Policy, _option("--refresh", panel=_LONG, help="When chunks are chosen anew.")] = (
+        Settings.refresh
+    )
+    sinks: Annotated[int, _option("--sinks", panel=_LONG, help="First tokens a streaming cache keeps.", min=0)] = (
+        Settings.sinks
+    )
+    window: Annotated[int, _option("--window", panel=_LONG, help="Last tokens the small model sees.", min=1)] = (
+        Settings.window
+    )
+
+    def settings(self, draft_model: Any = None) -> Settings:
+        """The same as drafters take it."""
+        names = ("gamma1", "gamma2", "paced", "cache_budget", "chunk", "refresh", "sinks", "window")
+        return Settings(draft_model, **{name: getattr(self, name) for name in names})
+
+
+@dataclass(frozen=True)
+class GenerateOptions(LongOptions):
     """Continue a prompt; what was drafted and accepted is shown in colour.
 
     Temperature 0, the default, is greedy decoding. The text is the one that the model gives without any drafter.
@@ -59,6 +98,9 @@ class GenerateOptions:
     prompt_file: Annotated[
         str | None,
         _option("--prompt-file", "-f", panel=_TEXT, help="Its file, or - for stdin; a final newline is dropped."),
+    ] = None
+    context: Annotated[
+        int | None, _option("--context", panel=_TEXT, help="Keep this many tokens of the prompt, the last.", min=1)
     ] = None
     max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Most tokens.", min=1)] = 256
     stop: Annotated[list[str] | None, _option("--stop", panel=_TEXT, help="End behind this text; may be repeated.")] = (
@@ -92,7 +134,7 @@ class GenerateOptions:
 
 
 @dataclass(frozen=True)
-class AuditOptions:
+class AuditOptions(LongOptions):
     """Check on your own model that drafting changes nothing.
 
     Greedy text is compared with transformers' own generate, sampled text with plain sampling for the same seeds, and

@@ -24,7 +24,8 @@ def stats_table(stats: Stats, drafter: str, seed: int | None = None) -> Renderab
     rows = _rows(stats, seed)
     for left, right in zip(rows[::2], rows[1::2], strict=True):
         table.add_row(*left, *right)
-    return Group(table, histogram(stats)) if stats.steps else table
+    parts = [table, *([levels(stats)] if stats.middle else []), *([histogram(stats)] if stats.steps else [])]
+    return Group(*parts)
 
 
 def _rows(stats: Stats, seed: int | None) -> list[tuple[str, str]]:
@@ -40,6 +41,21 @@ def _rows(stats: Stats, seed: int | None) -> list[tuple[str, str]]:
         ("seed", "none (greedy)" if seed is None else str(seed)),
         ("tokens per second", f"{stats.tokens_per_second:.1f}"),
     ]
+
+
+def levels(stats: Stats) -> Table:
+    """A line for each level that verifies: the target, and inside its drafter the levels over cheaper caches."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("level", "passes", "drafted", "accepted", "tokens a pass", "its passes", "its drafts"):
+        table.add_column(name, justify="left" if name == "level" else "right")
+    level: Stats | None = stats
+    name = "target, full cache"
+    while level is not None:
+        accepted = f"{sum(level.accepted)} ({level.acceptance:.0%})"
+        counts = (str(level.steps), str(sum(level.drafted)), accepted, f"{level.tokens_per_step:.2f}")
+        table.add_row(name, *counts, seconds(level.score_seconds), seconds(level.propose_seconds))
+        level, name = level.middle, "sparse cache"
+    return table
 
 
 def histogram(stats: Stats) -> Table:

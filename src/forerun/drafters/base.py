@@ -5,7 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+from forerun.caches.base import Cache
 from forerun.costs import CostCurve
+from forerun.model.scorer import Scorer
 from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.verify import Outcome
@@ -14,15 +16,34 @@ from forerun.verify import Outcome
 class Drafter(ABC):
     """Proposes what may come next. One drafter serves all rows of an engine, keyed by ``request.id``.
 
-    The engine calls ``begin`` once per request, then ``propose`` and ``observe`` in turn, and ``finish`` however the
-    request ends (an error and a cancellation included). A drafter can never change the output, only the speed.
+    The engine calls ``bind`` once; for every request ``begin``, ``prefilled``, then ``propose`` and ``observe`` in
+    turn, and ``finish`` however it ends (an error and a cancellation included). A drafter can never change the output,
+    only the speed.
+
+    A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets a fork of the request whose last tokens
+    are on trial: they may be gone at the next call, and ``observe`` tells which of them came true.
     """
+
+    def bind(self, target: Scorer) -> None:  # noqa: B027
+        """An engine takes the drafter into service for its target.
+
+        Raises:
+            ValueError: if the drafter does not fit it.
+        """
 
     def fit(self, costs: CostCurve) -> None:  # noqa: B027
         """What the target's passes cost, before the first request: a drafter may choose its sizes by it."""
 
     def begin(self, request: Request) -> None:  # noqa: B027
         """A request starts; ``request.prompt`` is known."""
+
+    def prefilled(self, request: Request, cache: Cache) -> None:  # noqa: B027
+        """The target has read the prompt but for its last block.
+
+        Args:
+            request: begun.
+            cache: the target's own for this request, from now to its end; for reading only.
+        """
 
     @abstractmethod
     def propose(self, request: Request, budget: int) -> DraftTree:

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from forerun.reference import bundled
 
 BUNDLED = "bundled"
+BUNDLED_DRAFT = "bundled-draft"
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 
 
@@ -31,7 +32,7 @@ def load(
     """A decoder in evaluation mode and its tokenizer.
 
     Args:
-        name_or_path: ``bundled``, a folder, or a hub name that is in this computer's Hugging Face cache.
+        name_or_path: ``bundled``, ``bundled-draft``, a folder, or a hub name in this computer's Hugging Face cache.
         dtype: one of ``DTYPES``; ``auto`` is what the file holds, and float32 for the bundled model.
         device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU.
         trust_remote_code: run code that comes with the model.
@@ -44,7 +45,7 @@ def load(
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     place = _device(device)
     folder = find(name_or_path)
-    if name_or_path == BUNDLED and dtype == "auto":
+    if name_or_path in (BUNDLED, BUNDLED_DRAFT) and dtype == "auto":
         dtype = "float32"
     with quiet():
         _check_config(folder, trust_remote_code)
@@ -57,6 +58,26 @@ def load(
     return model.eval().to(place), tokenizer
 
 
+def load_draft(
+    name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A small model to draft for ``target``: in its dtype, on its device, with its tokenizer.
+
+    Raises:
+        ValueError: as from ``load``, or if the two tokenizers give one id to different tokens.
+    """
+    dtype = str(target.dtype).removeprefix("torch.")
+    model, own = load(name_or_path, dtype, device=str(target.device), trust_remote_code=trust_remote_code)
+    ours, theirs = (dict(map(reversed, t.get_vocab().items())) for t in (tokenizer, own))
+    different = next((i for i in sorted(theirs) if ours.get(i) != theirs[i]), None)
+    if different is not None:
+        raise ValueError(
+            f"{name_or_path} has another tokenizer than the target: id {different} is {theirs[different]!r} there and "
+            f"{ours.get(different)!r} here; a draft model's vocabulary must equal the target's or be its beginning"
+        )
+    return model
+
+
 def find(name_or_path: str) -> Path:
     """The folder that holds a model.
 
@@ -64,8 +85,8 @@ def find(name_or_path: str) -> Path:
         ValueError: if there is none, or it has no ``config.json``.
         FileNotFoundError: if the bundled model has no weights.
     """
-    if name_or_path == BUNDLED:
-        return bundled("target")
+    if name_or_path in (BUNDLED, BUNDLED_DRAFT):
+        return bundled("target" if name_or_path == BUNDLED else "draft")
     folder = Path(name_or_path).expanduser()
     if not folder.is_dir():
         folder = _cached(name_or_path)

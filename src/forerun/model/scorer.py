@@ -100,13 +100,13 @@ class Scorer:
             ``[len(tree) + 1, V]``.
         """
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
-        positions = torch.from_numpy(np.concatenate([block.positions for block in blocks]))
+        positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
         wanted = _wanted(blocks)
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         with own_attention(self.model):
             logits = self.model(
                 input_ids=ids[None].to(self.device),
-                position_ids=positions[None].to(self.device),
+                position_ids=torch.from_numpy(positions)[None].to(self.device),
                 use_cache=False,
                 forerun_pass=Pass(blocks, caches),
                 **arguments,

@@ -7,32 +7,58 @@ pieces of it again, with the loss on the pieces only. Only rows of spans make a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field
+from functools import cached_property
 from random import Random
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from forerun.reference import positions, tasks
+from forerun.reference import crowding, positions, tasks
+from forerun.reference.crowding import Source
 from forerun.reference.recipe import Stage
-from forerun.reference.tasks import EOS, Material
+from forerun.reference.tasks import EOS, Material, Task
 
 PROMPT_WEIGHT = 0.1  # what the prompt of an invented task says cannot be foreseen: weigh it little
 ANSWER_WEIGHT = 4.0  # answers are short, and are what is wanted
 SPAN_WEIGHT = 2.0
+JOINT_WEIGHT = 12.0  # where JSON goes on or closes: one such token wrong, and so is all that follows
 _STREAMS = ("prose", "code")
 _ENCODE_CHUNK = 2000
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one step: tokens, weights and positions are [rows, length]; kinds names each row."""
+    """Rows for one step.
+
+    Tokens, weights and positions are [rows, length]; the mask is what transformers takes as one: [rows, length], all
+    ones, or [rows, 1, length, length], added to the attention logits. `kinds` names each row.
+    """
 
     tokens: torch.Tensor
     weights: torch.Tensor
     positions: torch.Tensor
+    mask: torch.Tensor
     kinds: tuple[str, ...]
+
+
+@dataclass
+class Row:
+    """The token ids of a row, the weight of each one's loss, and where the queries find what they need."""
+
+    tokens: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, tokens: list[int], weight: float) -> None:
+        """Append tokens of one weight."""
+        self.tokens += tokens
+        self.weights += [weight] * len(tokens)
 
 
 @dataclass(frozen=True)
@@ -47,6 +73,12 @@ class Corpus:
     def eos(self) -> int:
         """The id of the end-of-text token."""
         return int(self.tokenizer.convert_tokens_to_ids(EOS))
+
+    @cached_property
+    def joints(self) -> frozenset[int]:
+        """Tokens with a comma or a bracket that closes."""
+        vocabulary: dict[str, int] = self.tokenizer.get_vocab()
+        return frozenset(i for token, i in vocabulary.items() if set(token) & set(",}]"))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with no special tokens added."""
@@ -80,22 +112,27 @@ def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
     generator = np.random.default_rng(rng.getrandbits(64))
     places = [positions.gapped(generator, stage.length, share=stage.gaps) for _ in rows]
     return Batch(
-        torch.tensor([tokens for tokens, _ in rows]),
-        torch.tensor([weights for _, weights in rows]),
+        torch.tensor([row.tokens for row in rows]),
+        torch.tensor([row.weights for row in rows]),
         torch.from_numpy(np.stack(places)),
+        _mask(rows, stage, rng),
         kinds,
     )
 
 
-Row = tuple[list[int], list[float]]
+def _mask(rows: list[Row], stage: Stage, rng: Random) -> torch.Tensor:
+    if stage.crowd == 1:
+        return torch.ones(len(rows), stage.length, dtype=torch.int64)
+    biases = [crowding.bias(len(row), row.sources, *crowding.draw(rng, len(row), stage.crowd)) for row in rows]
+    return torch.stack(biases)[:, None]
 
 
 def row(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
-    """Return the token ids and loss weights of one row of the named kind."""
+    """Return one row of the named kind."""
     if kind == "spans":
         return spans(corpus, length, rng)
     if kind in _STREAMS:
-        return window(corpus, kind, length, rng), [1.0] * length
+        return Row(window(corpus, kind, length, rng), [1.0] * length)
     return _packed(corpus, kind, length, rng)
 
 
@@ -108,41 +145,58 @@ def window(corpus: Corpus, kind: str, length: int, rng: Random) -> list[int]:
 
 def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
     """Fill a row with tasks of one kind, each closed by the end-of-text token, then with prose where none fits."""
-    tokens: list[int] = [corpus.eos] if rng.random() < 0.5 else []
-    weights: list[float] = [0.0] * len(tokens)
+    packed = Row()
+    packed.add([corpus.eos] if rng.random() < 0.5 else [], 0.0)
+    in_prompt, in_answer = (1.0, 1.0) if kind == "maths" else (PROMPT_WEIGHT, ANSWER_WEIGHT)
     for _ in range(2 + length // 64):
-        prompt, answer = task_tokens(corpus, kind, length, rng)
-        if len(tokens) + len(prompt) + len(answer) > length:
+        task = _task(corpus, kind, length, rng)
+        prompt, answer = corpus.encode(task.prompt), [*corpus.encode(task.answer), corpus.eos]
+        begin, middle = len(packed), len(packed) + len(prompt)
+        if middle + len(answer) > length:
             continue
-        tokens += prompt + answer
-        in_prompt, in_answer = (1.0, 1.0) if kind == "maths" else (PROMPT_WEIGHT, ANSWER_WEIGHT)
-        weights += [in_prompt] * len(prompt) + [in_answer] * len(answer)
-    rest = length - len(tokens)
-    return tokens + window(corpus, "prose", rest, rng), weights + [1.0] * rest
+        packed.add(prompt, in_prompt)
+        packed.add(answer, in_answer)
+        if kind == "table":
+            for i, token in enumerate(answer, middle):
+                if token in corpus.joints:
+                    packed.weights[i] = JOINT_WEIGHT
+        for first, last in _places(corpus, task):
+            packed.sources.append(Source(middle - 1, len(packed), begin + first, begin + last))
+    packed.add(window(corpus, "prose", length - len(packed), rng), 1.0)
+    return packed
 
 
-def task_tokens(corpus: Corpus, kind: str, length: int, rng: Random) -> tuple[list[int], list[int]]:
-    """Return the token ids of a task that suits a row of `length` tokens: (prompt, answer with end of text)."""
+def _task(corpus: Corpus, kind: str, length: int, rng: Random) -> Task:
+    """Return a task of a size that suits a row of `length` tokens."""
     if kind == "needle":
-        task = tasks.needle(rng, corpus.material, int(length * 3 * rng.uniform(0.2, 0.85)))
-    elif kind == "rag":
-        task = tasks.rag(rng, corpus.material, rng.randint(2, max(3, length // 90)))
-    else:
-        task = tasks.make(kind, rng, corpus.material)
-    return corpus.encode(task.prompt), [*corpus.encode(task.answer), corpus.eos]
+        return tasks.needle(rng, corpus.material, int(length * 3 * rng.uniform(0.2, 0.85)))
+    if kind == "rag":
+        return tasks.rag(rng, corpus.material, rng.randint(2, max(3, length // 90)))
+    return tasks.make(kind, rng, corpus.material)
+
+
+def _places(corpus: Corpus, task: Task) -> list[tuple[int, int]]:
+    """Return where the task's sources lie in its prompt: (first token, behind the last token) of each."""
+    offsets = corpus.tokenizer.backend_tokenizer.encode(task.prompt, add_special_tokens=False).offsets
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    places = []
+    for source in task.sources:
+        at = task.prompt.index(source)
+        places.append((bisect_right(ends, at), bisect_left(starts, at + len(source))))
+    return places
 
 
 def spans(corpus: Corpus, length: int, rng: Random) -> Row:
     """Return a segment, then random pieces of it; the loss starts at the third token of each piece."""
     size = int(length * rng.uniform(0.25, 0.6))
-    segment = _segment(corpus, size, rng)
-    tokens, weights = list(segment), [0.0] * size
-    while len(tokens) < length:
-        piece_length = rng.randint(8, min(96, size))
-        start = rng.randrange(size - piece_length + 1)
-        tokens += segment[start : start + piece_length]
-        weights += [0.0, 0.0] + [SPAN_WEIGHT] * (piece_length - 2)
-    return tokens[:length], weights[:length]
+    made = Row(_segment(corpus, size, rng), [0.0] * size)
+    while len(made) < length:
+        piece = min(rng.randint(8, min(96, size)), length - len(made))
+        start = rng.randrange(size - piece + 1)
+        made.sources.append(Source(len(made), len(made) + piece, start, start + piece + 1))
+        made.add(made.tokens[start : start + min(2, piece)], 0.0)
+        made.add(made.tokens[start + 2 : start + piece], SPAN_WEIGHT)
+    return made
 
 
 def _segment(corpus: Corpus, size: int, rng: Random) -> list[int]:

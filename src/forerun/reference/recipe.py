@@ -52,41 +52,49 @@ class Shape:
 
 @dataclass(frozen=True)
 class Stage:
-    """Training up to a share `until` of the schedule: `rows` of `length` tokens, whose kinds are drawn by `mix`."""
+    """Training up to a share `until` of the schedule: `rows` of `length` tokens, whose kinds are drawn by `mix`.
+
+    A share `gaps` of the rows has gaps in its positions (`positions.py`); distant keys count up to `crowd` times
+    (`crowding.py`), or once where it is 1.
+    """
 
     name: str
     until: float
     length: int
     rows: int
     mix: Mapping[str, float]
-    gaps: float = 0.5
+    gaps: float = 0.3
+    crowd: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 < self.until <= 1:
             raise ValueError(f"until must be in (0, 1], not {self.until}")
         if self.length < 32 or self.rows < 1:
             raise ValueError(f"length must be at least 32 and rows at least 1, not {self.length} and {self.rows}")
+        if self.crowd < 1:
+            raise ValueError(f"crowd must be at least 1, not {self.crowd}")
         if unknown := set(self.mix) - ROW_KINDS:
             raise ValueError(f"mix may name {', '.join(sorted(ROW_KINDS))}, not {', '.join(sorted(unknown))}")
 
 
 TEXT = {"prose": 0.48, "code": 0.22, "maths": 0.09, "rag": 0.06, "table": 0.05, "quote": 0.05, "needle": 0.05}
 MIX = {
-    "prose": 0.20, "code": 0.14, "maths": 0.06, "spans": 0.16,
-    "rag": 0.15, "table": 0.13, "quote": 0.07, "needle": 0.09,
+    "prose": 0.18, "code": 0.12, "maths": 0.06, "spans": 0.16,
+    "rag": 0.16, "table": 0.17, "quote": 0.06, "needle": 0.09,
 }  # fmt: skip
-LONG = MIX | {"needle": 0.16, "rag": 0.14, "spans": 0.20}
+LONG = MIX | {"needle": 0.20, "rag": 0.20, "spans": 0.22, "table": 0.12}
 
 STAGES = (
-    Stage("text", 0.25, length=256, rows=16, mix=TEXT),
-    Stage("spans", 0.29, length=512, rows=8, mix={"spans": 1.0}),
-    Stage("mix", 0.93, length=512, rows=16, mix=MIX, gaps=0.3),
-    Stage("long", 1.00, length=4096, rows=2, mix=LONG, gaps=0.3),
+    Stage("text", 0.25, length=256, rows=16, mix=TEXT, gaps=0.5),
+    Stage("spans", 0.29, length=512, rows=8, mix={"spans": 1.0}, gaps=0.5),
+    Stage("mix", 0.80, length=512, rows=16, mix=MIX, crowd=64),
+    Stage("long", 0.93, length=2048, rows=4, mix=LONG, crowd=64),
+    Stage("longer", 1.00, length=8192, rows=1, mix=LONG, crowd=16),
 )
 DRAFT_STAGES = (
-    Stage("text", 0.25, length=512, rows=8, mix=TEXT, gaps=0.3),
-    Stage("spans", 0.33, length=512, rows=8, mix={"spans": 1.0}, gaps=0.3),
-    Stage("mix", 1.00, length=512, rows=8, mix=MIX, gaps=0.3),
+    Stage("text", 0.25, length=256, rows=16, mix=TEXT),
+    Stage("spans", 0.40, length=512, rows=8, mix={"spans": 1.0}),
+    Stage("mix", 1.00, length=512, rows=8, mix=MIX),
 )
 QUICK = (
     Stage("text", 0.5, length=64, rows=2, mix={"prose": 0.5, "table": 0.5}),
@@ -134,5 +142,5 @@ class Recipe:
 
 
 TARGET = Shape(layers=4, hidden=256, intermediate=704)
-DRAFT = Shape(layers=2, hidden=128, intermediate=352)
+DRAFT = Shape(layers=2, hidden=192, intermediate=512)
 TINY = Shape(layers=1, hidden=64, intermediate=96, vocabulary=512)

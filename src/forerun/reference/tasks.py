@@ -20,11 +20,15 @@ EOS = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and the answer that belongs to it, without the end-of-text token."""
+    """A prompt and the answer that belongs to it, without the end-of-text token.
+
+    `sources` are the passages of the prompt that the answer says again.
+    """
 
     kind: str
     prompt: str
     answer: str
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,22 @@ def rag(rng: Random, material: Material, documents: int | None = None) -> Task:
     kept = [
         subject for subject, text in zip(subjects, texts, strict=True) if text.startswith(subject.facts[0].sentence)
     ]
-    question, answer = _ask(rng, rng.choice(kept))
+    question, sentences = _ask(rng, rng.choice(kept))
     listing = "\n".join(f"[{i}] {text}" for i, text in enumerate(texts, 1))
     prompt = f"Documents:\n{listing}\n\nQuestion: {question}\nAnswer:"
-    return Task("rag", prompt, f" According to the documents: {answer}")
+    return Task("rag", prompt, f" According to the documents: {' '.join(sentences)}", sentences)
 
 
-def _ask(rng: Random, subject: facts.Subject) -> tuple[str, str]:
+def _ask(rng: Random, subject: facts.Subject) -> tuple[str, tuple[str, ...]]:
     """Return a question about one fact, two facts or everything known, and the sentences that answer it."""
     style = rng.choice(("one", "two", "all"))
     if style == "all":
         question = rng.choice(("What is known about {}?", "What do the documents say about {}?"))
-        return question.format(subject.name), " ".join(fact.sentence for fact in subject.facts)
+        return question.format(subject.name), tuple(fact.sentence for fact in subject.facts)
     first = rng.randrange(len(subject.facts))
     picked = [first] if style == "one" else sorted({first, rng.randrange(len(subject.facts))})
     asked = [subject.facts[i] for i in picked]
-    return " ".join(fact.question for fact in asked), " ".join(fact.sentence for fact in asked)
+    return " ".join(fact.question for fact in asked), tuple(fact.sentence for fact in asked)
 
 
 def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
@@ -91,7 +95,27 @@ def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
         paragraphs.insert(rng.randrange(len(paragraphs) + 1), fact.sentence)
     asked = rng.choice(hidden)
     text = "\n".join(paragraphs)
-    return Task("needle", f"Text:\n{text}\n\nQuestion: {asked.question}\nAnswer:", f" {asked.sentence}")
+    prompt = f"Text:\n{text}\n\nQuestion: {asked.question}\nAnswer:"
+    return Task("needle", prompt, f" {asked.sentence}", (asked.sentence,))
+
+
+def haystack(rng: Random, material: Material, chars: int, count: int) -> tuple[str, list[Task]]:
+    """A text of about `chars` characters with `count` facts strewn in, and a task for each that goes on behind it.
+
+    The prompts of `needle` are such a text and a task's prompt; here all tasks share the text, so it is read only once.
+    """
+    paragraphs = filler(rng, material, chars)
+    hidden: dict[str, facts.Fact] = {}
+    while len(hidden) < count:
+        fact = facts.needle(rng)
+        hidden[fact.question] = fact
+    for fact in hidden.values():
+        paragraphs.insert(rng.randrange(len(paragraphs) + 1), fact.sentence)
+    asked = [
+        Task("needle", f"Question: {fact.question}\nAnswer:", f" {fact.sentence}", (fact.sentence,))
+        for fact in hidden.values()
+    ]
+    return "Text:\n" + "\n".join(paragraphs) + "\n\n", asked
 
 
 _COLUMNS: dict[str, Callable[[Random], str | int]] = {
@@ -123,17 +147,14 @@ _COLUMNS: dict[str, Callable[[Random], str | int]] = {
 
 
 def table(rng: Random, material: Material, rows: int | None = None, columns: int | None = None) -> Task:
-    """A pipe table or CSV, to be written as a JSON list with one object a line."""
-    headers = rng.sample(sorted(_COLUMNS), columns or rng.randint(2, 5))
-    records = [{name: _COLUMNS[name](rng) for name in headers} for _ in range(rows if rows else rng.randint(3, 8))]
-    if rng.random() < 0.6:
-        lines = [f"| {' | '.join(headers)} |", "|" + "---|" * len(headers)]
-        lines += [f"| {' | '.join(map(str, record.values()))} |" for record in records]
-    else:
-        lines = [",".join(headers)] + [",".join(map(str, record.values())) for record in records]
+    """A Markdown table (without outer pipes) or CSV, to be written as a JSON list with one object a line."""
+    headers = rng.sample(sorted(_COLUMNS), columns or rng.randint(2, 4))
+    records = [{name: _COLUMNS[name](rng) for name in headers} for _ in range(rows if rows else rng.randint(2, 7))]
+    separator, rule = (" | ", ["|".join(["---"] * len(headers))]) if rng.random() < 0.5 else (",", [])
+    lines = [separator.join(headers), *rule, *(separator.join(map(str, record.values())) for record in records)]
     body = ",\n".join(" " + json.dumps(record) for record in records)
-    prompt = "Table:\n" + "\n".join(lines) + "\n\nWrite the table as JSON.\nAnswer:"
-    return Task("table", prompt, f"\n[\n{body}\n]")
+    written = "\n".join(lines)
+    return Task("table", f"Table:\n{written}\n\nWrite the table as JSON.\nAnswer:", f"\n[\n{body}\n]", (written,))
 
 
 def quote(rng: Random, material: Material) -> Task:
@@ -141,11 +162,11 @@ def quote(rng: Random, material: Material) -> Task:
     passage = paragraph(rng, material)[: rng.randint(150, 900)]
     sentences = [part for part in re.split(r"(?<=[.!?]) +", passage) if len(part.split()) >= 6]
     if not sentences or rng.random() < 0.3:
-        return Task("quote", f"Passage: {passage}\n\nRepeat the passage.\nAnswer:", f" {passage}")
+        return Task("quote", f"Passage: {passage}\n\nRepeat the passage.\nAnswer:", f" {passage}", (passage,))
     sentence = rng.choice(sentences)
     start = " ".join(sentence.split()[: rng.randint(2, 4)])
     prompt = f'Passage: {passage}\n\nQuote the sentence that starts with "{start}".\nAnswer:'
-    return Task("quote", prompt, f" {sentence}")
+    return Task("quote", prompt, f" {sentence}", (sentence,))
 
 
 def maths(rng: Random, material: Material) -> Task:

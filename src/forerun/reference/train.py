@@ -45,9 +45,10 @@ def token_losses(model: PreTrainedModel, batch: Batch, teacher: PreTrainedModel 
 
 
 def _logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    ones = torch.ones_like(batch.tokens)
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
+    mask = batch.mask.to(dtype) if batch.mask.is_floating_point() else batch.mask
     logits: torch.Tensor = model(
-        batch.tokens, attention_mask=ones, position_ids=batch.positions, use_cache=False
+        batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False
     ).logits
     return logits
 
@@ -80,8 +81,11 @@ class Run:
         return self.plan.progress(self.done.step, self.done.seconds)
 
     def advance(self) -> None:
-        """Draw a batch, take one step of both optimizers, count it."""
-        began = time.perf_counter()
+        """Draw a batch, take one step of both optimizers, count it.
+
+        Seconds are processor time by threads: a schedule in minutes stands still while the machine does other things.
+        """
+        began = time.process_time()
         stage = self.plan.stage(self.progress)
         batch = corpus.batch(self.data, stage, self.plan.seed, self.done.step)
         weights = batch.weights[:, 1:]
@@ -91,7 +95,7 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         optim.apply(self.optimizers, self.plan.rate(self.progress))
         self._note(batch, losses.detach())
-        seconds = self.done.seconds + time.perf_counter() - began
+        seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
         self.done = Progress(self.done.step + 1, self.done.tokens + batch.tokens.numel(), seconds)
 
     def _note(self, batch: Batch, losses: torch.Tensor) -> None:
@@ -174,7 +178,7 @@ def main(
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None,
     out: Annotated[Path, typer.Option(help="Where checkpoints and logs go.")] = Path("runs/reference"),
     weights: Annotated[Path, typer.Option(help="Where the two models are exported to.")] = WEIGHTS,
-    minutes: Annotated[float, typer.Option(help="Minutes for the target.")] = 60.0,
+    minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0,
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
     compiled: Annotated[bool, typer.Option(help="Compile the model; needs a C++ compiler.")] = False,

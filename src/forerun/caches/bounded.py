@@ -1,0 +1,127 @@
+"""What caches that forget have in common: a budget, a slack beyond it, and evictions that can be taken back.
+
+Between evictions tokens are only added, so a pass over the cache to evict comes once in ``slack`` tokens. It writes
+what it keeps into a second buffer, and the first stays as it was until the next eviction. A drafter commits its drafts
+one by one and truncates when they are rejected; if an eviction came in between, the cache turns back to that buffer.
+So its state does not depend on drafts that were rejected.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.rows import Rows, append, compact
+
+SLACK = 64
+"""More than is usually drafted at a time."""
+
+
+class Extent(NamedTuple):
+    """How much a cache has read and holds."""
+
+    length: int
+    held: int
+
+
+class BoundedCache(Cache):
+    """At most ``fixed + budget + slack`` committed tokens in the order of the text, and the block behind them.
+
+    A commit that exceeds this evicts down to ``fixed + budget``. Truncating over at most ``slack`` drafts, committed
+    one by one, gives bit for bit what there was before them.
+
+    Args:
+        fixed: first tokens, which are never evicted.
+        budget: further tokens that an eviction leaves.
+        slack: tokens beyond them that are let in before as many are evicted at once.
+    """
+
+    def __init__(self, fixed: int, budget: int, slack: int) -> None:
+        if slack < 0:
+            raise ValueError(f"slack is {slack}; it must be 0 or more")
+        self.length = 0
+        self.slack = slack
+        self._fixed = fixed
+        self._budget = budget
+        self._held = 0
+        self._layers: dict[int, Rows] = {}
+        self._spare: dict[int, Rows] = {}
+        self._before: Extent | None = None  # at the last eviction, and what self._spare holds, if it can be taken back
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """See ``Cache.commit``."""
+        self._keep(block, path)
+        if self._held > self._fixed + self._budget + self.slack:
+            self._evict()
+
+    def truncate(self, length: int) -> None:
+        """See ``Cache.truncate``.
+
+        Raises:
+            ValueError: if tokens before ``length`` are not held any more.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
+        back = self._before if self._before is not None and length < self._before.length else None
+        lowest = self._lowest(back)
+        if self._fixed < length < lowest:
+            raise ValueError(
+                f"length is {length}, and tokens before it are evicted; "
+                f"it must be between {lowest} and {self.length}, or at most {self._fixed} (slack is {self.slack})"
+            )
+        if back is not None:
+            self._turn_back(back)
+        self._cut(length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved, in both buffers."""
+        return sum(t.nbytes for layers in (self._layers, self._spare) for rows in layers.values() for t in rows)
+
+    @abstractmethod
+    def _thin(self, layer: int, rows: Rows) -> Rows:
+        """The ``fixed + budget`` rows of a layer that are kept of the ``_held`` ones."""
+
+    @abstractmethod
+    def _lowest(self, back: Extent | None) -> int:
+        """The shortest length above ``fixed`` that can be cut to, now or once turned ``back``."""
+
+    def _store(self, layer: int, *new: torch.Tensor) -> Rows:
+        """Write the block behind the committed tokens; the room for it grows to the largest block seen."""
+        capacity = self._fixed + self._budget + self.slack + new[0].shape[2]
+        rows = self._layers[layer] = append(self._layers.get(layer), new, self._held, capacity)
+        return rows
+
+    def _keep(self, block: Block, path: Sequence[int]) -> None:
+        start = self._held + len(block.pending)
+        for rows in self._layers.values():
+            compact(rows, start, path)
+        self._held = start + len(path)
+        self.length += len(block.pending) + len(path)
+
+    def _evict(self) -> None:
+        kept = {
+            layer: append(self._spare.get(layer), self._thin(layer, rows), 0, rows[0].shape[2])
+            for layer, rows in self._layers.items()
+        }
+        self._layers, self._spare = kept, self._layers
+        self._before = Extent(self.length, self._held)
+        self._held = self._fixed + self._budget
+
+    def _turn_back(self, back: Extent) -> None:
+        """Take the last eviction back."""
+        self.length, self._held = back
+        self._layers, self._spare = self._spare, self._layers
+        self._before = None
+
+    def _cut(self, length: int) -> None:
+        if length <= self._fixed:
+            self._held, self._before = length, None
+        else:
+            self._held -= self.length - length
+        self.length = length

@@ -1,0 +1,251 @@
+"""TriForce's retrieval cache: of a long text, the chunks that matter now, within a fixed budget (sections 4.1 and 4.2).
+
+The text is cut into chunks of a few tokens. A chunk scores query . mean key, per layer and KV head, summed over the
+query heads of a group; the best are copied out of the full cache, the first chunk (the attention sink) always with
+them. Behind them lie the most recent tokens, without a gap. All that is held stands in one dense buffer, so attending
+to it is one kernel without a mask.
+
+It differs from the authors' code in that it maintains itself: chunk means are kept incrementally, the choice is made
+anew as the text grows, and of a new choice only the chunks that changed are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forerun.attention import AttentionSpec, attend, merge
+from forerun.block import Block
+from forerun.caches.buffer import Buffer
+from forerun.caches.full import FullCache
+from forerun.caches.view import View
+from forerun.settings import Policy
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """What is kept, and when it is chosen anew.
+
+    Attributes:
+        budget: tokens held for each layer and KV head; a block being scored comes on top.
+        chunk: tokens chosen together.
+        window: most recent tokens that are held in any case; an eighth of the budget at most.
+        stride: tokens after which the choice is made anew under any policy; an eighth of the budget at most.
+        refresh: ``stride`` does only that; ``acceptance`` chooses anew, too, when the rolling acceptance of drafts made
+            with this cache falls below ``threshold``; ``verify`` after each verification, by its queries.
+        threshold: acceptance per drafted token.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    budget: int = 4096
+    chunk: int = 8
+    window: int = 64
+    stride: int = 64
+    refresh: Policy = "stride"
+    threshold: float = 0.85
+
+    def __post_init__(self) -> None:
+        for name in ("chunk", "window", "stride"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.budget < self.chunk:
+            raise ValueError(f"budget is {self.budget}; it must be at least one chunk of {self.chunk} tokens")
+        if self.refresh not in ("stride", "acceptance", "verify"):
+            raise ValueError(f"refresh is {self.refresh!r}; allowed are 'stride', 'acceptance' and 'verify'")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; it must be between 0 and 1")
+
+    @property
+    def recent(self) -> int:
+        """Most recent tokens that are held after a choice, at least."""
+        return max(1, min(self.window, self.budget // 8))
+
+    @property
+    def growth(self) -> int:
+        """Tokens that the text may grow by before the choice is made anew."""
+        return max(1, min(self.stride, self.budget // 8))
+
+    @property
+    def slots(self) -> int:
+        """Chunks held, but for the recent tokens."""
+        return max(1, (self.budget - self.recent - self.growth) // self.chunk)
+
+
+ROLLING = 0.7
+"""What remains of the rolling acceptance after a verification."""
+
+
+class RetrievalCache(View):
+    """Over one row's full cache.
+
+    Args:
+        source: the target's own; read, never changed.
+        config: what is kept.
+    """
+
+    def __init__(self, source: FullCache, config: RetrievalConfig) -> None:
+        super().__init__(source)
+        self.config = config
+        self.refreshes = 0
+        """Choices made so far."""
+        self._layers: dict[int, _Layer] = {}
+        self._chunks = 0  # chosen, in each layer
+        self._tail = 0  # position of the first of the recent tokens
+        self._acceptance = 1.0
+
+    @property
+    def ready(self) -> bool:
+        """See ``View.ready``. The first choice needs the queries of a pass."""
+        return bool(self._layers or self.source.queries)
+
+    def sync(self) -> None:
+        """See ``View.sync``."""
+        known, self.length = self.settled, self.source.length
+        self.settled = self.length
+        if not self._layers or self.length - self._tail > self.config.recent + self.config.growth + self.config.chunk:
+            self.refresh()
+        else:
+            for index, layer in self._layers.items():
+                layer.write(self._place(known), *self.source.read(index, known, self.length))
+
+    def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
+        """See ``View.verified``."""
+        if not self._layers:
+            return
+        if drafted:
+            self._acceptance = ROLLING * self._acceptance + (1 - ROLLING) * accepted / drafted
+        poor = self.config.refresh == "acceptance" and self._acceptance < self.config.threshold
+        if poor or self.config.refresh == "verify":
+            self.length = self.settled = self.source.length
+            self.refresh(rows)
+            self._acceptance = max(self._acceptance, self.config.threshold)
+
+    def refresh(self, rows: Sequence[int] = (-1,)) -> None:
+        """Choose chunks by the queries of the target's last pass.
+
+        Args:
+            rows: of the last pass's queries, those to choose by; the last one if not given.
+        """
+        size = self.config.chunk
+        self._tail = max(0, self.length - self.config.recent) // size * size
+        complete = self._tail // size
+        self._chunks = min(complete, self.config.slots)
+        for index in self.source.layers:
+            layer = self._layers.setdefault(index, _Layer(size))
+            keys, values = self.source.read(index, 0, self._tail)
+            queries = self.source.queries[index]
+            layer.choose(queries[:, :, list(rows)].sum(2), keys, values, self._chunks)
+            layer.write(self._chunks * size, *self.source.read(index, self._tail, self.length))
+        self.refreshes += 1
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``. A layer with a sliding window needs no choice: it sees its window, all of it."""
+        held = self._place(self.length)
+        mine = self._layers[layer]
+        mine.write(held, k, v)
+        if spec.window is not None:
+            return self._attend_window(layer, q, k, v, block, spec)
+        if len(block) == 1:
+            return attend(q, *mine.read(0, held + 1), spec).out
+        local = attend(q, k, v, spec, block.bias(None, range(0), q))
+        return merge(attend(q, *mine.read(0, held), spec), local) if held else local.out
+
+    def _attend_window(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        first = max(0, self.length - (spec.window or 0) + 1)
+        tail = min(self.settled, self.length)
+        before = self.source.read(layer, min(first, tail), tail)
+        trial = self._layers[layer].read(self._place(max(first, tail)), self._place(self.length))
+        keys, values = (torch.cat(parts, 2) for parts in zip(before, trial, (k, v), strict=True))
+        return attend(q, keys, values, spec, block.bias(spec.window, range(first, self.length), q)).out
+
+    def _move(self, first: int, rows: Sequence[int]) -> None:
+        for layer in self._layers.values():
+            layer.move(self._place(first), [self._place(row) for row in rows])
+
+    def _place(self, position: int) -> int:
+        """Where the key of a recent position lies in the buffers."""
+        return self._chunks * self.config.chunk + position - self._tail
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held, and of the chunk means."""
+        return sum(layer.nbytes for layer in self._layers.values())
+
+
+class _Layer(Buffer):
+    """One layer's places: chosen chunks, then recent tokens, then the block being scored."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__()
+        self._chunk = chunk
+        self._means: torch.Tensor | None = None  # [Hkv, room, d]; half precision is enough to choose by
+        self._known = 0
+        self._chosen: torch.Tensor | None = None  # [Hkv, slots], the chunk in each slot
+
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        """Hold ``count`` chunks of the keys and values ``[1, Hkv, m * chunk, d]``, by the query ``[1, H, d]``."""
+        chunks = (self._cut(keys[0]), self._cut(values[0]))
+        buffers = self.reserve(keys, values, count * self._chunk)
+        self._extend_means(chunks[0])
+        if chunks[0].shape[1] == count:
+            self._chosen = torch.arange(count, device=keys.device).expand(keys.shape[1], -1).contiguous()
+            self.write(0, keys, values)
+            return
+        best = self._scores(query).topk(count, -1).indices
+        if self._chosen is None or self._chosen.shape[1] != count:
+            self._chosen = torch.full_like(best, -1)
+        self._replace(best, chunks, buffers)
+
+    def _cut(self, rows: torch.Tensor) -> torch.Tensor:
+        """A view of ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
+        return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
+
+    def _extend_means(self, keys: torch.Tensor) -> None:
+        heads, count, _, d = keys.shape
+        if self._means is None or self._means.shape[1] < count:
+            room = keys.new_empty(heads, count + count // 8 + 64, d, dtype=torch.bfloat16)
+            if self._means is not None:
+                room[:, : self._known] = self._means[:, : self._known]
+            self._means = room
+        self._means[:, self._known : count] = keys[:, self._known :].mean(2)
+        self._known = count
+
+    def _scores(self, query: torch.Tensor) -> torch.Tensor:
+        """Of every chunk, ``[Hkv, m]``; the first one's beats all others."""
+        assert self._means is not None
+        means = self._means[:, : self._known]
+        summed = query.view(means.shape[0], -1, means.shape[2]).sum(1)  # over the query heads of a group
+        scores = (means.float() @ summed.float().unsqueeze(-1)).squeeze(-1)
+        scores[:, 0] = torch.inf
+        return scores
+
+    def _replace(self, best: torch.Tensor, chunks: Pair, buffers: Pair) -> None:
+        """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
+        assert self._chosen is not None
+        heads, count = best.shape
+        wanted = torch.zeros(heads, chunks[0].shape[1] + 1, dtype=torch.bool, device=best.device)
+        wanted.scatter_(1, best, True)  # the last column stands for an empty slot, which index -1 wraps to
+        held = self._chosen.where(self._chosen >= 0, wanted.shape[1] - 1)
+        stays = wanted.gather(1, held)
+        wanted.scatter_(1, held, False)
+        head, slot = (~stays).nonzero(as_tuple=True)  # as many for each head as there are in `wanted`, in its order
+        same_head, chunk = wanted.nonzero(as_tuple=True)
+        self._chosen[head, slot] = chunk
+        for buffer, source in zip(buffers, chunks, strict=True):
+            slots = self._cut(buffer[0, :, : count * self._chunk])
+            slots[head, slot] = source[same_head, chunk]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved, those of the means included."""
+        return super().nbytes + (0 if self._means is None else self._means.nbytes)

@@ -1,0 +1,73 @@
+"""One layer's keys and values in the order of the text, with the block being scored behind them: shared by caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.attention import AttentionSpec, attend, merge
+from forerun.block import Block
+
+Rows = tuple[torch.Tensor, ...]
+"""Keys, values and what else a cache keeps of each token, with the tokens along dimension 2: ``[1, Hkv, m, ...]``."""
+
+
+def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
+    """Write ``new`` behind the first ``held`` rows, moving to room for ``capacity`` tokens if there is too little."""
+    end = held + new[0].shape[2]
+    if rows is None or rows[0].shape[2] < end:
+        grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in new)
+        for old, room in zip(rows or (), grown, strict=bool(rows)):
+            room[:, :, :held] = old[:, :, :held]
+        rows = grown
+    for room, part in zip(rows, new, strict=True):
+        room[:, :, held:end] = part
+    return rows
+
+
+def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
+    """Bring the tree nodes of ``path``, whose tree starts at row ``start``, side by side; a chain lies so already."""
+    if list(path) == list(range(len(path))):
+        return
+    chosen = torch.tensor([start + node for node in path], device=rows[0].device)
+    for t in rows:
+        t[:, :, start : start + len(path)] = t.index_select(2, chosen)
+
+
+def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: AttentionSpec) -> torch.Tensor:
+    """Attention of the block's queries over ``held`` committed rows and the block behind them, ``[1, H, n, dv]``.
+
+    Distances, which a layer with a window asks for, are counted in rows.
+
+    Args:
+        q: ``[1, H, n, d]``.
+        rows: keys and values, ``[1, Hkv, >= held + n, d]``.
+        held: committed rows.
+        block: what is being scored.
+        spec: what the layer asks for.
+    """
+    keys, values = rows
+    end = held + len(block)
+    if len(block) == 1:  # one token sees all that is kept, itself included: no mask, and nothing to merge
+        first = 0 if spec.window is None else max(0, end - spec.window)
+        return attend(q, keys[:, :, first:end], values[:, :, first:end], spec).out
+    edge, prefix = _split(held, block, spec.window)
+    k, v = keys[:, :, held:end], values[:, :, held:end]
+    if edge:
+        k = torch.cat((keys[:, :, edge.start : edge.stop], k), 2)
+        v = torch.cat((values[:, :, edge.start : edge.stop], v), 2)
+    gone = block.start - held
+    local = attend(q, k, v, spec, block.bias(spec.window, range(edge.start + gone, edge.stop + gone), q))
+    if not prefix:
+        return local.out
+    seen = slice(prefix.start, prefix.stop)
+    return merge(attend(q, keys[:, :, seen], values[:, :, seen], spec), local)
+
+
+def _split(held: int, block: Block, window: int | None) -> tuple[range, range]:
+    """Rows that only some of the block's tokens see, and those that all of them see."""
+    if window is None or held + block.deepest < window:
+        return range(0), range(held)
+    common = min(held, held + block.deepest - window + 1)
+    return range(max(0, held - window + 1), common), range(common, held)

@@ -1,0 +1,96 @@
+"""StreamingLLM's cache (Xiao et al. 2023, arXiv 2309.17453): the first tokens and a window of the most recent ones.
+
+The first tokens are attention sinks: a model puts there the attention that it has no better use for, and fails without
+them. Positions are counted in the cache, not in the text (section 3.2), so a model only sees positions that it was
+trained on, however long the text. When the window moves on, its keys are turned by the difference.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.attention import AttentionSpec
+from forerun.block import Block
+from forerun.caches.bounded import SLACK, BoundedCache, Extent
+from forerun.caches.rotation import Rotation
+from forerun.caches.rows import Rows, attend_in_order
+from forerun.tree import IntArray
+
+
+class StreamingCache(BoundedCache):
+    """Sinks and a recent window of one row.
+
+    In a buffer per layer lie the sinks, the window and the block being scored. A layer that has a window of its own
+    counts distances in the buffer. A token of a block sees the sinks, at least ``window`` tokens before the block if
+    there are so many, and its predecessors in the block, however large the block.
+
+    Args:
+        window: recent tokens that are always kept; up to ``slack`` more are held before as many are evicted at once.
+        sinks: first tokens, which are always kept.
+        slack: see ``BoundedCache``; at least as many as are drafted at once, so that drafts can be taken back exactly.
+        rotation: how the model's keys turn with position. Positions are then those in the cache, below
+            ``sinks + window + slack`` plus the length of the block. None keeps each token's position in the text, as a
+            model with learned positions needs.
+    """
+
+    def __init__(self, window: int, sinks: int = 4, slack: int = SLACK, rotation: Rotation | None = None) -> None:
+        if window < 1:
+            raise ValueError(f"window is {window}; it must be at least 1")
+        if sinks < 0:
+            raise ValueError(f"sinks is {sinks}; it must be 0 or more")
+        super().__init__(sinks, window, slack)
+        self.window = window
+        self.sinks = sinks
+        self.rotation = rotation
+
+    def positions(self, block: Block) -> IntArray:
+        """See ``Cache.positions``."""
+        return block.positions if self.rotation is None else self._held + block.offsets
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``."""
+        return attend_in_order(q, self._store(layer, k, v), self._held, block, spec)
+
+    def next_read(self, goal: int) -> int:
+        """See ``Cache.next_read``: the sinks first, then no more than the window before ``goal``."""
+        if self.length < self.sinks:
+            return min(goal, self.sinks) - self.length
+        if self._held == self._fixed:
+            self.skip(max(0, goal - self.window - self.length))
+        return goal - self.length
+
+    def skip(self, count: int) -> None:
+        """Take ``count`` tokens as read and evicted: a long prompt may be read as its sinks and its last tokens.
+
+        What is held, the sinks or fewer tokens or none, becomes the sinks.
+
+        Raises:
+            ValueError: if more than the sinks has been read.
+        """
+        if count < 0:
+            raise ValueError(f"count is {count}; it must be 0 or more")
+        if self._held > self._fixed:
+            raise ValueError(f"tokens can be skipped behind the {self._fixed} sinks only, and {self._held} are held")
+        if count:
+            self._fixed = self._held
+            self.length += count
+
+    def truncate(self, length: int) -> None:
+        """See ``BoundedCache.truncate``; every length whose tokens are still held is possible."""
+        super().truncate(length)
+        if self.length == self._held:  # nothing is evicted or skipped any more
+            self._fixed = self.sinks
+
+    def _lowest(self, back: Extent | None) -> int:
+        length, held = back or (self.length, self._held)
+        return self._fixed + length - held
+
+    def _thin(self, layer: int, rows: Rows) -> Rows:
+        keys, values = rows
+        sinks, recent = slice(0, self._fixed), slice(self._held - self.window, self._held)
+        moved = keys[:, :, recent]
+        if self.rotation is not None:
+            moved = self.rotation(layer, moved, self._fixed + self.window - self._held)
+        return torch.cat((keys[:, :, sinks], moved), 2), torch.cat((values[:, :, sinks], values[:, :, recent]), 2)

@@ -1,0 +1,34 @@
+"""The target and, where a drafter needs one, the small model that a command names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun.cli.options import LongOptions
+from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load_draft
+from forerun.recipes import RECIPES
+from forerun.settings import Settings
+
+
+def settings(
+    options: LongOptions,
+    model: str,
+    drafters: Sequence[str],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool,
+) -> Settings:
+    """What the named drafters are built with; the small model is loaded if one of them needs it, or it is asked for.
+
+    Args:
+        model: the target's name; the bundled one brings its small model.
+    """
+    name = options.draft_model or (BUNDLED_DRAFT if model == BUNDLED else None)
+    needed = options.draft_model is not None or any(
+        RECIPES[drafter].small for drafter in drafters if drafter in RECIPES
+    )
+    if name is None or not needed:
+        return options.settings()
+    return options.settings(load_draft(name, target, tokenizer, trust_remote_code=trust_remote_code))

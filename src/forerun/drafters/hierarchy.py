@@ -1,0 +1,177 @@
+"""A verifier over a drafter is itself a drafter: TriForce's hierarchy (algorithm 1), for any inner drafter.
+
+The inner drafter proposes to the middle level, a model over a cheap cache, which verifies as the target would. What
+comes out is distributed exactly as if the middle level had drawn it token by token, whatever the inner drafter did. So
+``q`` for the target is the middle level's own distribution. (The authors' code hands on a distribution that its
+tokens were not drawn from after a rejection; see DESIGN.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from forerun.caches.base import Cache
+from forerun.drafters.base import Drafter
+from forerun.model.level import CacheFactory, Level
+from forerun.model.scorer import Scorer
+from forerun.planner import Planner
+from forerun.request import Request
+from forerun.tree import DraftTree
+from forerun.verify import Outcome, Verdict, verify
+
+
+class HierarchyDrafter(Drafter):
+    """Lets a middle level verify an inner drafter's trees until a chain of ``gamma2`` tokens stands.
+
+    Args:
+        inner: proposes to the middle level.
+        cache: makes the middle level's cache of a request.
+        gamma1: nodes of an inner tree, at most.
+        gamma2: tokens that the middle level verifies before the target is asked.
+        middle: the middle level's model; the target itself if there is none.
+        planner: cuts inner trees to what is worth scoring; None scores all.
+
+    Raises:
+        ValueError: for ``gamma1`` or ``gamma2`` under 1.
+    """
+
+    def __init__(
+        self,
+        inner: Drafter,
+        cache: CacheFactory,
+        gamma1: int,
+        gamma2: int,
+        middle: Scorer | None = None,
+        planner: Planner | None = None,
+    ) -> None:
+        for name, value in (("gamma1", gamma1), ("gamma2", gamma2)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self.inner = inner
+        self.gamma1 = gamma1
+        self.gamma2 = gamma2
+        self.middle = middle
+        self.planner = planner
+        self._cache = cache
+
+    def bind(self, target: Scorer) -> None:
+        """See ``Drafter.bind``."""
+        self._level = Level(self.middle or target, self._cache)
+        self.inner.bind(self._level.scorer)
+
+    def warm_up(self) -> None:
+        """See ``Drafter.warm_up``."""
+        self.inner.warm_up()
+
+    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
+        """Let the inner drafter learn."""
+        self.inner.warm(namespace, sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """What the inner drafter keeps."""
+        return self.inner.nbytes
+
+    def begin(self, request: Request) -> None:
+        """See ``Drafter.begin``."""
+        self.inner.begin(request)
+
+    def prefilled(self, request: Request, cache: Cache) -> None:
+        """Make the middle level's cache."""
+        self._level.begin(request, cache)
+        self.inner.prefilled(request, cache)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """A chain of at most ``gamma2`` tokens that the middle level has verified."""
+        return self.propose_batch([request], budget)[0]
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """A chain for each row; the rows share the passes of both levels."""
+        drafts = [_Draft(request, min(self.gamma2, budget, request.max_draft_depth)) for request in requests]
+        for draft in drafts:
+            if draft.missing > 0 and self._level.ready(draft.twin):
+                self._level.follow(draft.twin)
+            else:
+                draft.wanted = 0
+        while active := [draft for draft in drafts if draft.missing > 0]:
+            self._extend(active)
+        return [draft.tree() for draft in drafts]
+
+    def _extend(self, drafts: Sequence[_Draft]) -> None:
+        """One inner draft and one pass of the middle level for every row."""
+        clock = [time.perf_counter()]
+        twins = [draft.twin for draft in drafts]
+        known = self._level.scorer.vocabulary
+        proposed = self.inner.propose_batch(twins, self.gamma1)
+        trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
+        plan = None if self.planner is None else self.planner.plan(trees)
+        trees = trees if plan is None else plan.trees
+        clock.append(time.perf_counter())
+        scored = self._level.score(twins, trees)
+        clock.append(time.perf_counter())
+        outcomes = []
+        for draft, tree, (block, logits) in zip(drafts, trees, scored, strict=True):
+            verdict = draft.extend(tree, logits)
+            self._level.commit(draft.twin, block, verdict.path)
+            outcomes.append(Outcome(tree, verdict, logits))
+        if self.planner is not None and plan is not None:
+            self.planner.observe(plan, outcomes)
+        clock.append(time.perf_counter())
+        for twin in twins:
+            twin.stats.add_seconds(*np.diff(clock).tolist())
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""
+        self._level.verified(request, outcome)
+        self.inner.observe(request, outcome)
+
+    def finish(self, request: Request) -> None:
+        """Free the request's caches."""
+        self._level.finish(request)
+        self.inner.finish(request)
+
+
+class _Draft:
+    """A chain under way."""
+
+    def __init__(self, request: Request, wanted: int) -> None:
+        self.twin = request.fork()
+        self.twin.stats = request.stats.inner()
+        self.wanted = wanted
+        self._tokens: list[int] = []
+        self._q: list[torch.Tensor] = []
+
+    @property
+    def missing(self) -> int:
+        """Tokens still wanted."""
+        return self.wanted - len(self._tokens)
+
+    def extend(self, tree: DraftTree, logits: torch.Tensor) -> Verdict:
+        """Verify a tree by the middle level's logits ``[n + 1, V]`` and take what it gives."""
+        rejecting = self.twin.sampler.method == "rejection"
+        before = self.twin.fork() if rejecting else None
+        verdict = verify(tree, logits, self.twin)
+        if before is not None:
+            self._q += distributions(verdict, logits, before)
+        self.twin.stats.record(tree.drafted, len(verdict.path), len(verdict.tokens))
+        self._tokens += verdict.tokens
+        if self.twin.finish_reason is not None:
+            self.wanted = 0
+        return verdict
+
+    def tree(self) -> DraftTree:
+        """What was verified."""
+        return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None)
+
+
+def distributions(verdict: Verdict, logits: torch.Tensor, before: Request) -> list[torch.Tensor]:
+    """What each token of a verdict was drawn from, ``[V]`` each; ``before`` is a fork from before the verdict."""
+    found = []
+    for row, token in zip([0, *(node + 1 for node in verdict.path)], verdict.tokens, strict=False):
+        found.append(before.scores(logits[row]).double().softmax(-1))
+        before.append(token)
+    return found

@@ -1,0 +1,85 @@
+"""Two drafters in one tree: a model where a trie knows nothing, a trie where it knows much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from forerun.caches.base import Cache
+from forerun.drafters.base import Drafter
+from forerun.model.scorer import Scorer
+from forerun.request import Request
+from forerun.tree import DraftTree
+from forerun.verify import Outcome
+
+
+class MergedDrafter(Drafter):
+    """Asks a cheap drafter first, and a dear one for the rows where that is not confident.
+
+    Args:
+        cheap: estimates the probabilities of its nodes, as a trie does.
+        dear: a model.
+        confident: accepted nodes expected of the cheap draft from which on the dear one is not asked.
+    """
+
+    def __init__(self, cheap: Drafter, dear: Drafter, confident: float) -> None:
+        self.cheap = cheap
+        self.dear = dear
+        self.confident = confident
+
+    def bind(self, target: Scorer) -> None:
+        """See ``Drafter.bind``."""
+        self.cheap.bind(target)
+        self.dear.bind(target)
+
+    def warm_up(self) -> None:
+        """See ``Drafter.warm_up``."""
+        self.cheap.warm_up()
+        self.dear.warm_up()
+
+    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
+        """Let the cheap drafter learn."""
+        self.cheap.warm(namespace, sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """What both keep."""
+        return self.cheap.nbytes + self.dear.nbytes
+
+    def begin(self, request: Request) -> None:
+        """See ``Drafter.begin``."""
+        self.cheap.begin(request)
+        self.dear.begin(request)
+
+    def prefilled(self, request: Request, cache: Cache) -> None:
+        """See ``Drafter.prefilled``."""
+        self.cheap.prefilled(request, cache)
+        self.dear.prefilled(request, cache)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """One tree of both."""
+        return self.propose_batch([request], budget)[0]
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """One tree for each row; the rows share the dear drafter's passes."""
+        trees = self.cheap.propose_batch(requests, budget)
+        unsure = [row for row, tree in enumerate(trees) if _expected(tree) < self.confident]
+        for row, tree in zip(unsure, self.dear.propose_batch([requests[row] for row in unsure], budget), strict=True):
+            # under rejection sampling a tree without q would be worth less than the chain alone
+            merge = len(tree) and tree.q is None
+            trees[row] = tree.merged(trees[row], budget) if merge else (tree if len(tree) else trees[row])
+        return trees
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        """See ``Drafter.observe``."""
+        self.cheap.observe(request, outcome)
+        self.dear.observe(request, outcome)
+
+    def finish(self, request: Request) -> None:
+        """See ``Drafter.finish``."""
+        self.cheap.finish(request)
+        self.dear.finish(request)
+
+
+def _expected(tree: DraftTree) -> float:
+    """Nodes that the drafter expects to be accepted."""
+    return 0.0 if tree.probability is None else float(tree.probability.sum())

@@ -1,0 +1,188 @@
+"""A model drafts: a small one (Leviathan et al., 2023), or the target itself over a sparse cache (TriForce)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forerun.caches.base import Cache
+from forerun.drafters.base import Drafter
+from forerun.model.level import CacheFactory, Level
+from forerun.model.scorer import Scorer
+from forerun.request import Request
+from forerun.shape import Shape
+from forerun.tree import ROOT, DraftTree
+from forerun.verify import Outcome
+
+
+class ModelDrafter(Drafter):
+    """Drafts what the request's sampler would choose from this model: a chain, or a tree of its best candidates.
+
+    With coupled sampling it draws with the target's own noise, and with greedy decoding it takes its best tokens. Under
+    rejection sampling it draws a chain independently and hands out ``q``, the distribution each token was drawn from.
+
+    Args:
+        cache: makes each request's cache.
+        gamma: tokens of a chain.
+        draft: the scorer that drafts; the target's own if there is none.
+        shape: a tree to fill instead, level by level; under rejection sampling a chain as deep as it is.
+
+    Raises:
+        ValueError: for ``gamma`` under 1.
+    """
+
+    def __init__(
+        self, cache: CacheFactory, gamma: int, draft: Scorer | None = None, shape: Shape | None = None
+    ) -> None:
+        if gamma < 1:
+            raise ValueError(f"gamma is {gamma}; it must be at least 1")
+        self.gamma = gamma if shape is None else len(shape.levels)
+        self.draft = draft
+        self.shape = shape
+        self._cache = cache
+
+    def bind(self, target: Scorer) -> None:
+        """See ``Drafter.bind``. A draft model may know fewer tokens than the target, never more."""
+        if self.draft is not None and self.draft.vocabulary > target.vocabulary:
+            raise ValueError(
+                f"the draft model knows {self.draft.vocabulary} tokens and the target {target.vocabulary}: "
+                "their tokenizers differ; the draft's vocabulary must equal the target's or be its beginning"
+            )
+        self._level = Level(self.draft or target, self._cache)
+
+    def prefilled(self, request: Request, cache: Cache) -> None:
+        """Read the prompt."""
+        self._level.begin(request, cache)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """A chain of at most ``gamma`` tokens, or the shape's first ``budget`` nodes."""
+        return self.propose_batch([request], budget)[0]
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """A draft for each row; the rows share the forward passes."""
+        drafts = [self._begin(request, budget) for request in requests]
+        while active := [draft for draft in drafts if not draft.done]:
+            trees = [draft.unread() for draft in active]
+            scored = self._level.score([draft.twin for draft in active], trees)
+            for draft, (block, logits) in zip(active, scored, strict=True):
+                self._level.commit(draft.twin, block, [])
+                draft.extend(logits)
+        return [draft.tree() for draft in drafts]
+
+    def _begin(self, request: Request, budget: int) -> _Draft:
+        twin = request.fork()
+        if not self._level.ready(twin):
+            return _Chain(twin, 0)
+        self._level.follow(twin)
+        depth = min(self.gamma, request.max_draft_depth)
+        if self.shape is None or request.sampler.method == "rejection":
+            return _Chain(twin, min(depth, budget))
+        return _Tree(twin, self.shape, min(budget, len(self.shape)), depth)
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        """Let a sparse cache choose anew."""
+        self._level.verified(request, outcome)
+
+    def finish(self, request: Request) -> None:
+        """Free the request's cache."""
+        self._level.finish(request)
+
+
+class _Draft(ABC):
+    """A draft under way for a fork of a request."""
+
+    def __init__(self, twin: Request) -> None:
+        self.twin = twin
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether no pass is needed any more."""
+
+    @abstractmethod
+    def unread(self) -> DraftTree:
+        """What the next pass reads on trial, behind the fork's text."""
+
+    @abstractmethod
+    def extend(self, logits: torch.Tensor) -> None:
+        """Take in the logits after the text (row 0) and at what was read on trial, ``[n + 1, V]``."""
+
+    @abstractmethod
+    def tree(self) -> DraftTree:
+        """What was drafted."""
+
+
+class _Chain(_Draft):
+    """Grows by a token a pass, each read into the cache."""
+
+    def __init__(self, twin: Request, wanted: int) -> None:
+        super().__init__(twin)
+        self._wanted = wanted
+        self._tokens: list[int] = []
+        self._q: list[torch.Tensor] = []
+
+    @property
+    def done(self) -> bool:
+        return len(self._tokens) >= self._wanted or (bool(self._tokens) and self.twin.finish_reason is not None)
+
+    def unread(self) -> DraftTree:
+        return DraftTree.empty()
+
+    def extend(self, logits: torch.Tensor) -> None:
+        sampler, scores = self.twin.sampler, self.twin.scores(logits[0])
+        if sampler.method == "rejection":
+            self._q.append(scores.double().softmax(-1))
+        self._tokens.append(sampler.choose(scores, len(self.twin), sampler.draft_salt()))
+        self.twin.append(self._tokens[-1])
+
+    def tree(self) -> DraftTree:
+        return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None)
+
+
+class _Tree(_Draft):
+    """Grows by a level a pass; each pass reads the whole tree so far, and nothing of it stays in the cache."""
+
+    def __init__(self, twin: Request, shape: Shape, size: int, depth: int) -> None:
+        super().__init__(twin)
+        self._shape = shape
+        self._size = size
+        levels = ([node for node in level if node < size] for level in shape.levels[:depth])
+        self._levels = [level for level in levels if level]
+        self._level = 0
+        self._tokens: dict[int, int] = {}  # of the nodes so far
+        self._paths: dict[int, list[int]] = {ROOT: []}  # the tokens down to each
+
+    @property
+    def done(self) -> bool:
+        return self._level >= len(self._levels)
+
+    def unread(self) -> DraftTree:
+        nodes = sorted(self._tokens)
+        index = {ROOT: ROOT} | {node: i for i, node in enumerate(nodes)}
+        parents = [index[self._shape.parents[node]] for node in nodes]
+        return DraftTree(np.array([self._tokens[node] for node in nodes], np.int64), np.array(parents, np.int64))
+
+    def extend(self, logits: torch.Tensor) -> None:
+        row = {ROOT: 0} | {node: i + 1 for i, node in enumerate(sorted(self._tokens))}
+        children: dict[int, list[int]] = {}
+        for node in self._levels[self._level]:
+            if self._shape.parents[node] in row:
+                children.setdefault(self._shape.parents[node], []).append(node)
+        for parent, nodes in children.items():
+            path = self._paths[parent]
+            if path and path[-1] in self.twin.eos_token_ids:
+                continue
+            scores = self.twin.scores(logits[row[parent]], path)
+            most = 1 + max(self._shape.ranks[node] for node in nodes)
+            found = self.twin.sampler.candidates(scores, len(self.twin) + len(path), most)
+            for node in nodes:
+                if (rank := self._shape.ranks[node]) < len(found):
+                    self._tokens[node] = found[rank]
+                    self._paths[node] = [*path, found[rank]]
+        self._level += 1
+
+    def tree(self) -> DraftTree:
+        return self.unread()

@@ -1,0 +1,207 @@
+"""Drafts as many tokens as pay, by the clock: none where verifying and drafting cost more than they save.
+
+For a chain whose tokens are accepted with probability a, a step over n drafts commits (1 - a^(n+1)) / (1 - a) tokens
+(Leviathan et al., 2023, equation 1), and takes the time to draft n tokens and to verify them. All three are learned: a
+per request, the times per length of context. So drafts are long where the text is easy and the context makes a pass
+dear, and there are none where plain decoding is faster; then they are tried again now and then.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forerun.caches.base import Cache
+from forerun.drafters.base import Drafter
+from forerun.model.scorer import Scorer
+from forerun.request import Request
+from forerun.tree import DraftTree
+from forerun.verify import Outcome
+
+MEMORY = 0.95
+"""What remains of the weight of a measurement, or of a tested draft, after the next one."""
+PRIOR = (4.0, 0.8)
+"""Drafts that the first guess at a request's acceptance counts for, and the guess."""
+LONGEST_PAUSE = 100
+"""Steps without drafts, at most, before they are tried again."""
+TRIAL = 2
+"""Drafts of such a trial."""
+EASY = 0.98
+"""Acceptance at which drafting has to pay if trials that succeed shall be repeated soon."""
+
+
+class PacedDrafter(Drafter):
+    """Tells another drafter how many tokens to draft.
+
+    Args:
+        inner: drafts chains, of at most the budget it is given.
+        most: tokens of a chain, at most.
+        clock: seconds.
+    """
+
+    def __init__(self, inner: Drafter, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.inner = inner
+        self.most = most
+        self._clock = clock
+        self._acceptance: dict[int, _Rate] = {}
+        self._costs: dict[int, _Costs] = {}
+        self._step: _Step | None = None
+
+    def bind(self, target: Scorer) -> None:
+        """See ``Drafter.bind``."""
+        self.inner.bind(target)
+
+    def warm_up(self) -> None:
+        """See ``Drafter.warm_up``."""
+        self.inner.warm_up()
+
+    def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
+        """See ``Drafter.warm``."""
+        self.inner.warm(namespace, sequences)
+
+    @property
+    def nbytes(self) -> int:
+        """What the inner drafter keeps."""
+        return self.inner.nbytes
+
+    def begin(self, request: Request) -> None:
+        """See ``Drafter.begin``."""
+        self._acceptance[request.id] = _Rate()
+        self.inner.begin(request)
+
+    def prefilled(self, request: Request, cache: Cache) -> None:
+        """See ``Drafter.prefilled``."""
+        self.inner.prefilled(request, cache)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """A chain of the length that pays."""
+        return self.propose_batch([request], budget)[0]
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """Chains of the length that pays for the batch."""
+        costs = self._costs_of(requests)
+        length = costs.next_length([self._acceptance[r.id].value for r in requests], min(self.most, budget))
+        began = self._clock()
+        trees = self.inner.propose_batch(requests, length) if length else [DraftTree.empty()] * len(requests)
+        ended = self._clock()
+        settled = all(len(request) > request.prompt_length for request in requests)  # else the pass ends the prefill
+        self._step = _Step(costs, ended - began, ended, sum(map(len, trees)), len(trees)) if settled else None
+        return trees
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        """Learn how long the step took, and how many drafts were accepted."""
+        if self._step is not None:
+            self._step.costs.learn(self._step, self._clock() - self._step.proposed)
+            if 0 < outcome.tree.drafted == len(outcome.verdict.path):
+                self._step.costs.encourage()
+            self._step = None
+        self._acceptance[request.id].count(len(outcome.verdict.path), outcome.tree.drafted)
+        self.inner.observe(request, outcome)
+
+    def _costs_of(self, requests: Sequence[Request]) -> _Costs:
+        """Batches of like size and context share their costs; a context twice as long begins with those of the half."""
+        bucket = len(requests) << 8 | sum(map(len, requests)).bit_length()
+        if bucket not in self._costs:
+            self._costs[bucket] = copy.deepcopy(self._costs.get(bucket - 1) or _Costs())
+        return self._costs[bucket]
+
+    def finish(self, request: Request) -> None:
+        """See ``Drafter.finish``."""
+        self._acceptance.pop(request.id, None)
+        self.inner.finish(request)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step under way: seconds of drafting, when it ended, drafted tokens and rows."""
+
+    costs: _Costs
+    drafting: float
+    proposed: float
+    drafted: int
+    rows: int
+
+
+@dataclass
+class _Rate:
+    """How often drafts are accepted that were put to the test."""
+
+    tested: float = PRIOR[0]
+    accepted: float = PRIOR[0] * PRIOR[1]
+
+    @property
+    def value(self) -> float:
+        return self.accepted / self.tested
+
+    def count(self, accepted: int, drafted: int) -> None:
+        fade = MEMORY ** min(accepted + 1, drafted)
+        self.tested = self.tested * fade + accepted + (accepted < drafted)
+        self.accepted = self.accepted * fade + accepted
+
+
+@dataclass
+class _Line:
+    """A line fitted through measurements, the older the lighter."""
+
+    sums: np.ndarray[tuple[int], np.dtype[np.float64]] = field(default_factory=lambda: np.zeros(5))
+
+    def learn(self, x: float, y: float) -> None:
+        self.sums = MEMORY * self.sums + np.array([1.0, x, y, x * x, x * y])
+
+    def at(self, x: float) -> float:
+        """The value at x; a line that falls, or has one point, is level."""
+        weight, sum_x, sum_y, sum_xx, sum_xy = self.sums.tolist()
+        spread = weight * sum_xx - sum_x * sum_x
+        slope = max(0.0, (weight * sum_xy - sum_x * sum_y) / spread) if spread > 1e-9 * weight * weight else 0.0
+        return max(0.0, (sum_y - slope * sum_x) / weight + slope * x)
+
+
+@dataclass
+class _Costs:
+    """Seconds of a step at one length of context, and the pauses that drafting takes there."""
+
+    verifying: _Line = field(default_factory=_Line)
+    drafting: float = 0.0
+    steps: int = 0
+    pause: int = 1
+    rested: int = 0
+    hopeful: bool = False
+
+    def learn(self, step: _Step, verifying: float) -> None:
+        self.verifying.learn(step.drafted / step.rows, verifying)
+        self.steps += 1
+        if step.drafted:
+            each = step.drafting * step.rows / step.drafted
+            self.drafting = each if not self.drafting else MEMORY * self.drafting + (1 - MEMORY) * each
+
+    def next_length(self, acceptance: Sequence[float], most: int) -> int:
+        """Drafts a row: at first none and some, to learn what they cost; then what pays, or a pause and a trial."""
+        if self.steps < 3:
+            return (0, (most + 3) // 4, (most + 1) // 2)[self.steps]
+        length = self.best_length(acceptance, most)
+        if length:
+            self.pause, self.rested = 1, 0
+            return length
+        if self.rested < self.pause:
+            self.rested += 1
+            return 0
+        self.hopeful = self.best_length([EASY] * len(acceptance), most) > 0
+        self.pause, self.rested = min(LONGEST_PAUSE, 2 * self.pause), 0
+        return min(most, TRIAL)
+
+    def encourage(self) -> None:
+        """All drafts were accepted: try again soon, if that could ever pay."""
+        if self.hopeful:
+            self.pause = 1
+
+    def best_length(self, acceptance: Sequence[float], most: int) -> int:
+        """The length with the most tokens a second."""
+        lengths = np.arange(most + 1)
+        powers = np.array(acceptance)[:, None] ** lengths
+        tokens = powers.cumsum(1).sum(0)  # 1 + a + ... + a^n, over the rows
+        seconds = np.array([self.verifying.at(n) + n * self.drafting for n in lengths.tolist()])
+        return int(np.argmax(tokens / seconds.clip(1e-9)))

@@ -1,0 +1,123 @@
+"""A level of a hierarchy: a model that reads along with requests, through one cache for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.full import FullCache
+from forerun.caches.view import View
+from forerun.model.scorer import Scorer
+from forerun.request import Request
+from forerun.tree import DraftTree, IntArray
+from forerun.verify import Outcome
+
+READ_BLOCK = 512
+"""Prompt tokens in one pass."""
+
+CacheFactory = Callable[[Scorer, FullCache], Cache]
+"""From a level's model, and the target's cache of a request, to the level's cache of it."""
+
+
+@dataclass
+class _Reader:
+    """One request's cache, and the tokens that were read into it from the prompt's last on."""
+
+    cache: Cache
+    first: int
+    read: IntArray
+
+
+class Level:
+    """A scorer and what makes its caches.
+
+    A level follows the text of a request by itself: before a pass it takes back what it read on trial and what did not
+    come true, and reads what is new.
+
+    Args:
+        scorer: the model.
+        cache: makes a request's cache. A ``View`` reads through the target's; any other reads the prompt itself.
+    """
+
+    def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
+        self.scorer = scorer
+        self._make = cache
+        self._readers: dict[int, _Reader] = {}
+
+    @torch.inference_mode()
+    def begin(self, request: Request, source: Cache) -> None:
+        """Make the request's cache, and read the prompt but for its last token, unless the cache is a view."""
+        if not isinstance(source, FullCache):
+            raise TypeError(f"the target's cache is a {type(source).__name__}; a FullCache is needed")
+        cache = self._make(self.scorer, source)
+        first = request.prompt_length - 1
+        self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
+        if isinstance(cache, View):
+            return
+        while cache.length < first:
+            count = min(READ_BLOCK, cache.next_read(first))
+            block = Block(request.tokens[cache.length : cache.length + count], DraftTree.empty(), cache.length)
+            self.scorer.score([block], [cache])
+            cache.commit(block, [])
+
+    def finish(self, request: Request) -> None:
+        """Free the request's cache."""
+        self._readers.pop(request.id, None)
+
+    def cache(self, request: Request) -> Cache:
+        """The request's cache."""
+        return self._readers[request.id].cache
+
+    def ready(self, request: Request) -> bool:
+        """Whether a pass would cost what decoding costs: the prompt has been read."""
+        cache = self.cache(request)
+        return not isinstance(cache, View) or (cache.ready and cache.source.length == len(request) - 1)
+
+    def follow(self, request: Request) -> None:
+        """Take back what was read on trial, but for what has come true; the last token is always read anew."""
+        reader = self._readers[request.id]
+        if isinstance(reader.cache, View):
+            reader.cache.sync()
+            return
+        length, first = reader.cache.length, reader.first
+        read, text = reader.read[: length - first], request.tokens[first : min(length, len(request) - 1)]
+        same = read[: len(text)] == text
+        if len(text) < len(read) or not same.all():
+            reader.cache.truncate(first + (len(text) if same.all() else int(same.argmin())))
+
+    def score(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[tuple[Block, torch.Tensor]]:
+        """One pass over what each cache does not hold of its request's text, and a tree under it.
+
+        Returns:
+            For each row the block, for ``commit``, and logits as from ``Scorer.score``.
+        """
+        caches = [self.cache(request) for request in requests]
+        blocks = [
+            Block(request.tokens[cache.length :].copy(), tree, cache.length)
+            for request, tree, cache in zip(requests, trees, caches, strict=True)
+        ]
+        return list(zip(blocks, self.scorer.score(blocks, caches), strict=True))
+
+    def commit(self, request: Request, block: Block, path: Sequence[int]) -> None:
+        """Keep the block's pending tokens and the tree nodes of ``path``, on trial."""
+        reader = self._readers[request.id]
+        reader.cache.commit(block, path)
+        place, kept = block.start - reader.first, np.concatenate((block.pending, block.tree.tokens[list(path)]))
+        reader.read[place : place + len(kept)] = kept
+
+    def verified(self, request: Request, outcome: Outcome) -> None:
+        """The target has verified a draft that this level had a part in."""
+        cache = self.cache(request)
+        if isinstance(cache, View) and len(outcome.tree):
+            nodes = len(outcome.logits)  # the root and the tree's nodes are the pass's last rows
+            rows = [-nodes, *(node + 1 - nodes for node in outcome.verdict.path)]
+            cache.verified(rows, outcome.tree.drafted, len(outcome.verdict.path))
+
+    def nbytes(self, request: Request) -> int:
+        """Bytes of the request's cache."""
+        return self.cache(request).nbytes

@@ -1,0 +1,104 @@
+"""The paced drafter against a simulated clock: it drafts what pays, and nothing where nothing pays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from forerun.drafters.base import Drafter
+from forerun.drafters.paced import PacedDrafter
+from forerun.request import Request
+from forerun.sampling import Salt, uniform
+from forerun.tree import DraftTree
+from forerun.verify import Outcome, Verdict
+
+
+@dataclass
+class World:
+    """Seconds a step takes, and how likely a draft is right."""
+
+    verify: float
+    each_verified: float
+    each_drafted: float
+    acceptance: float
+    now: float = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+
+class Chains(Drafter):
+    """Drafts as many tokens as it may."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        self.world.now += budget * self.world.each_drafted
+        return DraftTree.chain([7] * budget)
+
+
+def run(world: World, tokens: int, most: int = 16) -> tuple[float, list[int]]:
+    """Seconds a token, and the lengths drafted."""
+    drafter = PacedDrafter(Chains(world), most, world.clock)
+    request = Request([1, 2, 3], tokens)
+    drafter.begin(request)
+    lengths = []
+    while request.finish_reason is None:
+        tree = drafter.propose(request, 64)
+        lengths.append(len(tree))
+        world.now += world.verify + len(tree) * world.each_verified
+        path = []
+        while len(path) < len(tree) and uniform(0, len(request) + len(path), Salt.ACCEPT) < world.acceptance:
+            path.append(len(path))
+        emitted = [7] * len(path) + [8]
+        for token in emitted[: request.remaining]:
+            request.append(token)
+        drafter.observe(request, Outcome(tree, Verdict(path, emitted), torch.empty(0)))
+    drafter.finish(request)
+    return world.now / tokens, lengths
+
+
+def test_it_drafts_nearly_as_well_as_the_best_fixed_length() -> None:
+    for acceptance in (0.6, 0.9, 0.98):
+        seconds, lengths = run(World(30, 2, 4, acceptance), 2000)
+        best = min((30 + 6 * n) / sum(acceptance**i for i in range(n + 1)) for n in range(17))
+        assert seconds < 1.05 * best
+        assert len(set(lengths[20:])) > 1 or acceptance > 0.9
+
+
+@pytest.mark.parametrize("world", [World(3, 0.5, 4, 0.9), World(30, 2, 4, 0.0), World(10, 10, 1, 0.5)])
+def test_where_nothing_pays_it_stops_and_costs_little(world: World) -> None:
+    seconds, lengths = run(world, 2000)
+    assert seconds < world.verify / 0.97
+    assert sum(map(bool, lengths)) < 50
+
+
+def test_it_notices_when_drafts_begin_to_pay() -> None:
+    world = World(30, 2, 4, 0.0)
+    drafter = PacedDrafter(Chains(world), 16, world.clock)
+    request = Request([1, 2, 3], 3000)
+    drafter.begin(request)
+    lengths = []
+    for step in range(900):
+        tree = drafter.propose(request, 64)
+        lengths.append(len(tree))
+        world.now += world.verify + len(tree) * world.each_verified
+        path = list(range(len(tree))) if step >= 400 else []
+        request.append(7)
+        drafter.observe(request, Outcome(tree, Verdict(path, [7] * (len(path) + 1)), torch.empty(0)))
+    assert sum(lengths[200:400]) < 30 and sum(lengths[600:]) > 16 * 250
+
+
+def test_it_waits_for_the_prefill_and_counts_costs_apart_by_context() -> None:
+    world = World(30, 2, 4, 0.9)
+    drafter = PacedDrafter(Chains(world), 8, world.clock)
+    for prompt in ([1] * 10, [1] * 1000):
+        request = Request(prompt, 40)
+        drafter.begin(request)
+        world.now += 1e6  # a long prefill, in the first step
+        assert len(drafter.propose(request, 64)) == 0
+    assert len(drafter._costs) == 2
+    assert all(costs.steps == 0 for costs in drafter._costs.values())
