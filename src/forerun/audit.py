@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
+from forerun.caches.base import Cache
 from forerun.drafters.base import Drafter, NoDrafter
 from forerun.engine import BUDGET, Engine
 from forerun.model.gate import TOLERANCE
@@ -241,6 +242,9 @@ class _Watch(Drafter):
     def begin(self, request: Request) -> None:
         self._expected[request.id] = self._waiting.pop(0)
         self.inner.begin(request)
+
+    def prefilled(self, request: Request, cache: Cache) -> None:
+        self.inner.prefilled(request, cache)
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         return self.inner.propose(request, budget)
