@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mocks import PROMPT, SAMPLERS, MockTarget, generate, oracle, paths, step
 
-from forerun.drafters.jacobi import JacobiConfig, JacobiDrafter
+from forerun.costs import CostCurve
+from forerun.drafters.jacobi import JacobiConfig, JacobiDrafter, best_config, expected_tokens
 from forerun.request import Request
 from forerun.sampling import Sampler
 from forerun.tree import ROOT, DraftTree
@@ -260,3 +261,23 @@ def test_a_configuration_out_of_range_is_refused(name: str, least: int) -> None:
     with pytest.raises(ValueError, match=rf"^{name} is {least - 1}; it must be at least {least}$"):
         JacobiConfig(**{name: least - 1})
     assert getattr(JacobiConfig(**{name: least}), name) == least
+
+
+def test_a_cheap_pass_looks_further_ahead() -> None:
+    probes = [(c.ngram - 1) * c.window for c in map(best_config, map(CostCurve.linear, (8, 32, 128, 512, 4096)))]
+    assert probes == sorted(probes)
+    assert (probes[0], probes[-1]) == (2, 80)
+
+
+def test_the_expected_tokens_rise_with_every_size() -> None:
+    assert expected_tokens(JacobiConfig(15, 5, 15)) == pytest.approx(1.98, abs=0.05)
+    assert expected_tokens(JacobiConfig(2, 3, 2)) > expected_tokens(JacobiConfig(2, 2, 2)) > 1
+    assert expected_tokens(JacobiConfig(3, 2, 3)) > expected_tokens(JacobiConfig(2, 2, 2))
+
+
+def test_sizes_that_were_given_are_kept() -> None:
+    drafter, free = JacobiDrafter(JacobiConfig(9, 4, 2)), JacobiDrafter()
+    for one in (drafter, free):
+        one.fit(CostCurve.linear(8))
+    assert drafter.config == JacobiConfig(9, 4, 2)
+    assert free.config == best_config(CostCurve.linear(8))

@@ -10,7 +10,7 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     ["reference", "settings"],
-    ["tree", "shape", "sampling", "stats", "request", "verify"],
+    ["tree", "shape", "sampling", "stats", "request", "verify", "costs"],
     ["index", "trie_file"],
     ["trie"],
     ["kernels"],

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
 from forerun.engine import BUDGET, Engine
 from forerun.model.gate import TOLERANCE
+from forerun.planner import Planner
 from forerun.recipes import RECIPES, buildable
 from forerun.request import Request
 from forerun.sampling import Salt, gumbel
@@ -174,8 +175,10 @@ class _Bench:
         self._plain = Engine(model, NoDrafter())
         self._references: dict[tuple[int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
+        # fixed costs, not measured ones: an audit repeats exactly
         self._engines = {
-            name: Engine(model, name, settings=plan.settings, budget=plan.budget) for name in plan.drafters
+            name: Engine(model, name, settings=plan.settings, budget=plan.budget, planner=Planner())
+            for name in plan.drafters
         }
 
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:

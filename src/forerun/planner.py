@@ -1,117 +1,357 @@
-"""How much of each draft to score: nodes that pay for themselves, and none when drafts do not hit.
+"""How much of each draft to score: the nodes that pay for themselves, and none when drafts do not hit.
 
-A pass over N tokens costs about 1 + N / ``critical_length`` passes over one (the Lookahead paper's critical decoding
-length, section 3.4, is where the extra tokens cost as much as the pass). A node adds its probability of being accepted.
-So the planner takes the likeliest nodes, over all rows of the batch, as long as the tokens expected per unit of cost
-rise. It learns how often nodes like these were accepted where their parent was; it never looks at a clock, so what it
-plans repeats exactly.
+A pass costs what its ``CostCurve`` says, and a node adds its probability of being accepted to the tokens that the pass
+gives. So the planner takes the likeliest nodes, over all rows of the batch, up to the number that gives the most tokens
+per unit of cost. In a pass that reads a prompt only the nodes are its to choose: there a node must give as many tokens
+for what it adds to the cost as passes lately gave for all of theirs.
+
+What a drafter says of its nodes is corrected by what became of nodes like them: of equal log-odds under their parent,
+or of equal depth if it says nothing. All that was proposed is counted, scored or not, for what was committed shows
+whether it would have been right. So drafts need not be scored to find out that they began to hit, and a drafter that
+never hits costs its proposals alone. Under rejection sampling a drawn token's own probability must not decide about it,
+and whether it would have been accepted is not known unless it is scored: trees with ``q`` are judged by depth, by what
+was scored.
+
+Nothing here looks at a clock: for a given curve, what is planned repeats exactly.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from forerun.costs import CRITICAL_LENGTH, CostCurve, FloatArray
 from forerun.tree import ROOT, BoolArray, DraftTree, IntArray
 from forerun.verify import Outcome
 
-KINDS = 24
-"""Kinds of nodes told apart: by the drafter's estimate of their chance under their parent, or by depth without one."""
-PRIOR_WEIGHT = 1.0
-"""Nodes that the first guess about a kind counts for."""
-MEMORY = 0.99
-"""What remains of the counts after a step; so drafts that stopped paying are tried again now and then."""
+DEPTHS = 24
+"""Depths told apart."""
+FIRST_GUESS = 0.8
+"""Chance of a node under its parent, before a drafter that does not say has shown anything."""
+LOWEST, HIGHEST = -6, 8
+"""Log-odds of what a drafter says, between which kinds are told apart by whole numbers."""
+TRUSTED = 2
+"""Log-odds beyond which a drafter is not believed before it has shown that it is right so often."""
+DOUBT = 2.0
+"""Nodes that a drafter's own estimate counts for, against those that were seen."""
+UNSEEN = 0.1
+"""The same where kinds disagree about their order: one that was not seen has little to say about it."""
+MEMORY = 0.97
+"""What remains of the counts after a step with a proposal."""
+RECENT = 0.9
+"""What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
+FEW, MORE, FADING = 8, 8, 0.8
+"""A drafter is asked for this many nodes at least, and for so many times what was worth scoring; how that fades."""
+PATIENCE, PAUSE = 16, 4
+"""After so many steps without a node that was scored or would have hit, a drafter is asked in every so many only."""
+ALLOWANCE, INTEREST = 4.0, 0.03
+"""Passes that probes may cost before they pay, and what they are given for each pass without them."""
 
-FloatArray = npt.NDArray[np.floating]
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step scores.
+
+    Attributes:
+        trees: the part of each proposed tree that is worth it.
+        proposed: all of each.
+        nodes: the part's nodes by their index in all, int64.
+        plain: cost of a pass without trees, as the curve has it.
+        cost: of this one.
+        decoding: whether every row feeds one token only, besides its tree.
+    """
+
+    trees: list[DraftTree]
+    proposed: list[DraftTree]
+    nodes: list[IntArray]
+    plain: float
+    cost: float
+    decoding: bool
 
 
 class Planner:
-    """Cuts trees to what is worth scoring.
+    """Cuts trees to what is worth scoring, and learns from what is accepted.
 
     Args:
-        critical_length: tokens that double the cost of a pass over one token.
+        costs: what a pass costs, or the number of tokens that double the cost of a pass over one token; by default that
+            of a small model on a CPU.
+
+    Raises:
+        ValueError: for a number that is not positive.
     """
 
-    def __init__(self, critical_length: float) -> None:
-        if not critical_length > 0:
-            raise ValueError(f"critical_length is {critical_length}; it must be positive")
-        self.critical_length = critical_length
-        self._tables = (
-            _Table(np.exp2(-(np.arange(KINDS) - 0.5).clip(0.05) / 3)),
-            _Table(np.full(KINDS, 0.8)),
-        )
+    def __init__(self, costs: CostCurve | float = CRITICAL_LENGTH) -> None:
+        self.costs = costs if isinstance(costs, CostCurve) else CostCurve.linear(costs)
+        self._by_odds, self._by_depth, self._probing = _ByOdds(), _ByDepth(), _Ledger()
+        self._tokens = self._spent = 1.0
+        self._wanted = math.inf
+        self._idle = 0
+        self._known = np.empty(0)
 
-    def plan(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """Each tree, or the part of it worth scoring. Trees with probes are left as they are."""
-        estimates = [self._estimate(tree) for tree in trees]
-        every = np.concatenate(estimates)
-        if not len(every):
-            return list(trees)
-        order = np.argsort(-every, kind="stable")  # parents first: an estimate never rises along a path
-        chosen = np.zeros(len(every), np.bool_)
-        chosen[order[: self._worth(every[order], len(trees))]] = True
-        parts = np.split(chosen, np.cumsum([len(estimate) for estimate in estimates])[:-1])
-        return [_part(tree, keep) for tree, keep in zip(trees, parts, strict=True)]
+    def budget(self, most: int) -> int:
+        """Nodes to ask a drafter for: no more than pay, going by the last plans, with room to find out that more do.
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn which of the scored nodes were accepted."""
-        for outcome in outcomes:
-            if len(outcome.tree) and outcome.tree.probe is None:
-                table, kinds = self._kinds(outcome.tree)
-                table.count(kinds, outcome)
-        for table in self._tables:
-            table.forget()
+        None, but for every few steps, while nothing is worth scoring and nothing would have hit for a while.
+        """
+        if self._idle >= PATIENCE and self._idle % PAUSE:
+            return 0
+        return int(min(most, max(FEW, MORE * self._wanted)))
 
-    def _worth(self, falling: FloatArray, rows: int) -> int:
-        """How many of the nodes, likeliest first, give the most tokens per unit of cost."""
-        tokens = rows + np.concatenate(([0.0], np.cumsum(falling)))
-        cost = 1 + (rows + np.arange(len(tokens))) / self.critical_length
-        return int(np.argmax(tokens / cost))
+    def plan(self, trees: Sequence[DraftTree], pending: Sequence[int] = (), cached: Sequence[int] = ()) -> Plan:
+        """What is worth scoring of each tree. Probes are kept or dropped together, as far as they pay.
+
+        Args:
+            trees: one for each row.
+            pending: tokens that each row feeds before its tree; one each by default.
+            cached: tokens that each row's cache holds; none by default.
+        """
+        proposed = list(trees) if self._probing.open else [_without_probes(tree) for tree in trees]
+        pending, cached = pending or [1] * len(proposed), cached or [0] * len(proposed)
+        masks = self._worth([self._estimate(tree) for tree in proposed], pending, cached)
+        kept = [_part(tree, mask) for tree, mask in zip(proposed, masks, strict=True)]
+        most = max(map(len, proposed), default=0)
+        self._wanted = max(FADING * min(self._wanted, most), *map(len, kept), 0)
+        fed, scored = sum(pending), sum(pending) + sum(map(len, kept))
+        plain = self._passes(scored + 1)[fed] + self._reading(pending, cached)
+        more = self.costs.per_pair * sum(len(tree) * length for tree, length in zip(kept, cached, strict=True))
+        cost = plain + self._passes(scored + 1)[scored] - self._passes(scored + 1)[fed] + more
+        nodes = [np.flatnonzero(mask) for mask in masks]
+        return Plan(kept, proposed, nodes, float(plain), float(cost), fed == len(pending))
+
+    def observe(self, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+        """Learn from what became of a plan, row by row."""
+        if any(map(len, plan.proposed)):
+            self._by_odds.forget()
+            self._by_depth.forget()
+        self._idle = 0 if any(map(len, plan.trees)) else self._idle + 1
+        for proposed, nodes, outcome in zip(plan.proposed, plan.nodes, outcomes, strict=True):
+            if len(proposed) and proposed.probe is None:
+                tested, came = _tested(outcome) if proposed.q is not None else _shown(proposed, nodes, outcome)
+                self._table(proposed).count(outcome.tree if proposed.q is not None else proposed, tested, came)
+                self._idle = 0 if came.any() else self._idle
+        if not plan.decoding or not outcomes:
+            return
+        tokens = sum(len(outcome.verdict.tokens) for outcome in outcomes)
+        self._tokens, self._spent = RECENT * self._tokens + tokens, RECENT * self._spent + plan.cost
+        probed = any(tree.probe is not None and tree.probe.any() for tree in plan.trees)
+        saved = (tokens / len(outcomes) - 1) - (plan.cost / plan.plain - 1)
+        self._probing.enter(saved if probed else None)
+
+    def _worth(self, estimates: Sequence[FloatArray], pending: Sequence[int], cached: Sequence[int]) -> list[BoolArray]:
+        """Which nodes of each tree give the most tokens by cost."""
+        ends = list(itertools.accumulate(map(len, estimates)))
+        chosen = np.zeros(ends[-1] if ends else 0, np.bool_)
+        if len(chosen):
+            chance = np.concatenate(estimates)
+            order, tokens, cost = self._offers(chance, estimates, cached)
+            fed, rows = sum(pending), len(pending)
+            passes = self._passes(fed + len(chance) + 1)
+            cost += passes[fed + 1 : fed + len(chance) + 1]
+            plain, rate = float(passes[fed]), self._tokens / self._spent
+            if fed == rows:
+                plain += self._reading(pending, cached)
+                worth, none = (rows + tokens) / (cost + (plain - float(passes[fed]))), rows / plain
+            else:
+                worth, none = tokens - rate * cost, -rate * plain
+            best = int(worth.argmax())
+            if worth[best] > none:
+                chosen[order[: best + 1]] = True
+        return [chosen[end - len(estimate) : end] for end, estimate in zip(ends, estimates, strict=True)]
+
+    def _offers(
+        self, chance: FloatArray, estimates: Sequence[FloatArray], cached: Sequence[int]
+    ) -> tuple[IntArray, FloatArray, FloatArray]:
+        """Nodes in the order of their worth, parents first for chances never rise along a path; then, by how many are
+        taken, the tokens that they give and what looking back costs them."""
+        if not self.costs.per_pair:
+            order = np.argsort(-chance, kind="stable")
+            return order, np.cumsum(chance[order]), np.zeros(len(chance))
+        reading = self.costs.per_pair * np.repeat(np.asarray(cached, np.float64), list(map(len, estimates)))
+        order = np.argsort(self._tokens / self._spent * reading - chance, kind="stable")
+        return order, np.cumsum(chance[order]), np.cumsum(reading[order])
+
+    def _reading(self, pending: Sequence[int], cached: Sequence[int]) -> float:
+        """What a pass without trees pays for looking back."""
+        pairs = sum(count * length for count, length in zip(pending, cached, strict=True))
+        return self.costs.per_cached * sum(cached) + self.costs.per_pair * pairs
+
+    def _passes(self, count: int) -> FloatArray:
+        """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, worked out once."""
+        if len(self._known) < count:
+            self._known = self.costs.passes(np.arange(2 * count))
+        return self._known
 
     def _estimate(self, tree: DraftTree) -> FloatArray:
+        """Each node's chance of being accepted; none for trees with probes, which are left as they are."""
         if not len(tree) or tree.probe is not None:
             return np.empty(0)
-        table, kinds = self._kinds(tree)
-        chance: list[float] = table.rates()[kinds].tolist()
+        chance: list[float] = self._table(tree).rates(tree).tolist()
         for node, parent in enumerate(tree.parents.tolist()):
             if parent != ROOT:
                 chance[node] *= chance[parent]
         return np.array(chance)
 
-    def _kinds(self, tree: DraftTree) -> tuple[_Table, IntArray]:
-        by_chance, by_depth = self._tables
-        if tree.probability is None:
-            return by_depth, np.minimum(tree.depths, KINDS) - 1
-        above = np.where(tree.parents == ROOT, 1.0, tree.probability[tree.parents])
-        chance = np.clip(tree.probability / np.maximum(above, 1e-12), 1e-6, 1)
-        kinds = np.where(chance > 0.95, 0, 1 - 3 * np.log2(chance))
-        return by_chance, np.minimum(kinds, KINDS - 1).astype(np.int64)
+    def _table(self, tree: DraftTree) -> _Table:
+        return self._by_depth if tree.probability is None or tree.q is not None else self._by_odds
 
 
-class _Table:
-    """How often nodes of each kind were accepted where their parent was."""
+class _Table(ABC):
+    """How often nodes of each kind came where their parent did."""
 
-    def __init__(self, prior: FloatArray) -> None:
-        self._prior = prior
-        self._seen = np.zeros(KINDS)
-        self._hits = np.zeros(KINDS)
+    def __init__(self, kinds: int) -> None:
+        self._seen = np.zeros(kinds)
+        self._hits = np.zeros(kinds)
 
-    def rates(self) -> FloatArray:
-        """Estimated acceptance of each kind."""
-        return (self._hits + PRIOR_WEIGHT * self._prior) / (self._seen + PRIOR_WEIGHT)
+    @abstractmethod
+    def rates(self, tree: DraftTree) -> FloatArray:
+        """Each node's chance under its parent."""
 
-    def count(self, kinds: IntArray, outcome: Outcome) -> None:
-        """Take in the nodes under the accepted path; the others were never put to the test."""
-        tested = np.isin(outcome.tree.parents, [ROOT, *outcome.verdict.path])
-        self._seen += np.bincount(kinds[tested], minlength=KINDS)
-        self._hits += np.bincount(kinds[outcome.verdict.path], minlength=KINDS)
+    @abstractmethod
+    def kinds(self, tree: DraftTree) -> IntArray:
+        """Each node's kind."""
+
+    def count(self, tree: DraftTree, tested: BoolArray, came: BoolArray) -> None:
+        """Take in the nodes that were put to the test, and those of them that came."""
+        kinds = self.kinds(tree)
+        self._seen += np.bincount(kinds[tested], minlength=len(self._seen))
+        self._hits += np.bincount(kinds[came], minlength=len(self._hits))
 
     def forget(self) -> None:
         """Let old counts fade."""
         self._seen *= MEMORY
         self._hits *= MEMORY
+
+
+class _ByDepth(_Table):
+    """For drafters that do not say how likely their nodes are."""
+
+    def __init__(self) -> None:
+        super().__init__(DEPTHS)
+
+    def rates(self, tree: DraftTree) -> FloatArray:
+        rates: FloatArray = ((self._hits + FIRST_GUESS) / (self._seen + 1))[self.kinds(tree)]
+        return rates
+
+    def kinds(self, tree: DraftTree) -> IntArray:
+        return np.asarray(np.minimum(tree.depths, DEPTHS) - 1)
+
+
+class _ByOdds(_Table):
+    """A drafter's log-odds, corrected.
+
+    Each kind's correction is the log-odds of what came less those of what was expected, both with the drafter's own
+    estimate as so many nodes. Kinds that were found in the wrong order are taken as one, so that what a drafter thinks
+    likelier is never thought less likely here.
+    """
+
+    def __init__(self) -> None:
+        self._centres = np.arange(LOWEST, HIGHEST + 1, dtype=np.float64)
+        super().__init__(len(self._centres))
+        self._expected = np.zeros(len(self._centres))
+        self._own = DOUBT * _chance(self._centres)
+        self._trusted = DOUBT * _chance(np.minimum(self._centres, TRUSTED))
+        self._correction: tuple[FloatArray, FloatArray] | None = None
+
+    def rates(self, tree: DraftTree) -> FloatArray:
+        if self._correction is None:
+            self._correction = self._correct()
+        shifts, middles = self._correction
+        kinds = self.kinds(tree)
+        odds = np.minimum(np.maximum(_within(tree.odds) + shifts[kinds], middles[kinds]), middles[kinds + 1])
+        return _chance(odds)
+
+    def _correct(self) -> tuple[FloatArray, FloatArray]:
+        """What to add to each kind's log-odds, and the bounds between kinds."""
+        came, expected, seen = self._hits + self._trusted, self._expected + self._own, self._seen + DOUBT
+        odds = self._centres + np.log(came / (seen - came) * (seen - expected) / expected)
+        corrected = _rising(odds, self._seen + UNSEEN)
+        middles = (corrected[1:] + corrected[:-1]) / 2
+        return corrected - self._centres, np.concatenate(([-np.inf], middles, [np.inf]))
+
+    def kinds(self, tree: DraftTree) -> IntArray:
+        return np.rint(_within(tree.odds)).astype(np.int64) - LOWEST
+
+    def count(self, tree: DraftTree, tested: BoolArray, came: BoolArray) -> None:
+        super().count(tree, tested, came)
+        expected = _chance(_within(tree.odds[tested]))
+        self._expected += np.bincount(self.kinds(tree)[tested], expected, minlength=len(self._expected))
+        self._correction = None
+
+    def forget(self) -> None:
+        super().forget()
+        self._expected *= MEMORY
+        self._correction = None
+
+
+class _Ledger:
+    """Bounds what probes may lose: the allowance once, and the interest on all passes after it."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self._balance = ALLOWANCE
+
+    def enter(self, saved: float | None) -> None:
+        """Book a step: what its probes saved, in passes without them, or None if it had none."""
+        self._balance = min(self._balance + (INTEREST if saved is None else saved), ALLOWANCE)
+        self.open = self._balance > 0 if self.open else self._balance >= ALLOWANCE
+
+
+def _tested(outcome: Outcome) -> tuple[BoolArray, BoolArray]:
+    """Which of the scored nodes were put to the test, and which of them were accepted."""
+    return _under(outcome.tree, outcome.verdict.path, len(outcome.verdict.path) < len(outcome.verdict.tokens))
+
+
+def _shown(proposed: DraftTree, nodes: IntArray, outcome: Outcome) -> tuple[BoolArray, BoolArray]:
+    """Which of the proposed nodes, scored or not, the committed tokens speak for or against, and which for."""
+    path, tokens = nodes[outcome.verdict.path].tolist(), outcome.verdict.tokens
+    if len(path) < len(tokens):  # the last token was not accepted but chosen: a node may have said it all the same
+        last = path[-1] if path else ROOT
+        path += np.flatnonzero((proposed.parents == last) & (proposed.tokens == tokens[-1]))[:1].tolist()
+    return _under(proposed, path, len(path) < len(tokens))
+
+
+def _under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, BoolArray]:
+    """Nodes under the root and a path, and those of the path. Under its end only if what follows is known as well."""
+    came = np.zeros(len(tree) + 1, np.bool_)  # the last entry is the root's
+    came[path] = True
+    above = came.copy()
+    above[ROOT] = True
+    above[path[-1] if path else ROOT] = further
+    return above[tree.parents], came[:-1]
+
+
+def _rising(values: FloatArray, weights: FloatArray) -> FloatArray:
+    """The closest values that never fall: neighbours in the wrong order take their mean (isotonic regression)."""
+    if (values[1:] >= values[:-1]).all():
+        return values
+    pools: list[tuple[float, float, int]] = []
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        size = 1
+        while pools and pools[-1][0] > value:
+            before, heavy, count = pools.pop()
+            value, weight, size = (before * heavy + value * weight) / (heavy + weight), heavy + weight, size + count
+        pools.append((value, weight, size))
+    return np.repeat([value for value, _, _ in pools], [size for _, _, size in pools])
+
+
+def _without_probes(tree: DraftTree) -> DraftTree:
+    if tree.probe is None:
+        return tree
+    rest = tree.select(~tree.probe)
+    return DraftTree(rest.tokens, rest.parents, q=rest.q, probability=rest.probability)
+
+
+def _within(odds: FloatArray) -> FloatArray:
+    return np.asarray(np.minimum(np.maximum(odds, LOWEST), HIGHEST))
+
+
+def _chance(odds: FloatArray) -> FloatArray:
+    return np.asarray(1 / (1 + np.exp(-odds)))
 
 
 def _part(tree: DraftTree, keep: BoolArray) -> DraftTree:

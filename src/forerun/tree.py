@@ -107,6 +107,15 @@ class DraftTree:
                 depths[i] = depths[parent] + 1
         return depths
 
+    @cached_property
+    def odds(self) -> npt.NDArray[np.float64]:
+        """Log-odds of a node under its parent, by the drafter's estimate, within +-12; float64 ``[n]``."""
+        if self.probability is None:
+            raise ValueError("the drafter estimated no probability")
+        above = np.append(self.probability, 1.0)[self.parents]
+        odds = np.minimum(np.maximum(self.probability / np.maximum(above, 1e-12), 6e-6), 1 - 6e-6)
+        return np.asarray(np.log(odds / (1 - odds)))
+
     @property
     def drafted(self) -> int:
         """Number of nodes that may be accepted."""

@@ -29,7 +29,7 @@ def build_jobs(
         material: held-out texts.
         encode: text to token ids.
         prompts: measured, per task.
-        warm_prompts: of each task, whose answers warm drafters have seen.
+        warm_prompts: of each task, which warm drafters have drafted the answers to.
         max_new_tokens: per prompt.
 
     Raises:

@@ -1,12 +1,13 @@
 """Forerun beside ``transformers`` on the same prompts: in one process, interleaved, with medians and spread.
 
 Every contestant continues every prompt greedily, in turn, the order rotating from round to round, so that what slows
-the machine down slows all of them. A drafter is *cold* when it knows the prompt alone, and *warm* when it has seen the
-model's own answers to other prompts of the task.
+the machine down slows all of them. A drafter is *cold* when it knows the prompt alone, and *warm* when it has drafted
+the answers to other prompts of the task, as in a server that has run for a while.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """The prompts of a task, and prompts of its kind that warm drafters have seen the answers to."""
+    """The prompts of a task, and prompts of its kind that warm drafters have drafted the answers to."""
 
     task: str
     prompts: Sequence[Tokens]
@@ -135,11 +136,10 @@ class Bench:
         }
         if self.draft is not None:
             found["transformers assisted"] = self._transformers(assistant_model=self.draft)
-        answers = [found[BASELINE].generate(prompt, job.max_new_tokens) for prompt in job.warm_prompts]
         for name in self.drafters:
-            found[f"forerun {name}"] = self._forerun(name, [])
-            if answers and name.startswith("trie"):
-                found[f"forerun {name}, warm"] = self._forerun(name, answers)
+            found[f"forerun {name}"] = self._forerun(name)
+            if job.warm_prompts and name.startswith("trie"):
+                found[f"forerun {name}, warm"] = self._forerun(name, job.warm_prompts, job.max_new_tokens)
         return found
 
     def _transformers(self, **options: Any) -> Contestant:
@@ -153,16 +153,19 @@ class Bench:
 
         return Contestant(generate)
 
-    def _forerun(self, name: str, answers: Sequence[Tokens]) -> Contestant:
+    def _forerun(self, name: str, warm_prompts: Sequence[Tokens] = (), max_new_tokens: int = 1) -> Contestant:
         engine = self._engines[name]
-
-        def prepare() -> None:
-            engine.use(build_drafter(name, self.settings))
-            if answers:
-                engine.drafter.warm("default", answers)
 
         def generate(prompt: Tokens, max_new_tokens: int) -> Tokens:
             return engine.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False).generated[0]
+
+        engine.use(build_drafter(name, self.settings))
+        for prompt in warm_prompts:
+            generate(prompt, max_new_tokens)
+        before = engine.drafter
+
+        def prepare() -> None:
+            engine.use(copy.deepcopy(before) if warm_prompts else build_drafter(name, self.settings))
 
         return Contestant(generate, prepare)
 

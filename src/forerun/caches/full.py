@@ -53,6 +53,12 @@ class FullCache(Cache):
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         self.length = length
 
+    def blank(self, length: int) -> None:
+        """Hold zeros as if ``length`` tokens were committed: for measurements, after a first pass."""
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (torch.zeros_like(keys), torch.zeros_like(values))
+        self.length = length
+
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
         keys, values = self._layers[layer]

@@ -206,7 +206,7 @@ class BenchOptions:
     books: Annotated[Path | None, _option("--books", panel=_TEXT, help="A folder of books not trained on.")] = None
     maths: Annotated[Path | None, _option("--maths", panel=_TEXT, help="JSON lines of {prompt, answer}.")] = None
     prompts: Annotated[int, _option("--prompts", panel=_TEXT, help="Per task.", min=1)] = 4
-    warm_prompts: Annotated[int, _option("--warm-prompts", panel=_TEXT, help="Answers seen when warm.", min=0)] = 20
+    warm_prompts: Annotated[int, _option("--warm-prompts", panel=_TEXT, help="Answered before when warm.", min=0)] = 20
     rounds: Annotated[int, _option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 5
     max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=1)] = 160
     out: Annotated[Path, _option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/bench")

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from forerun.caches.base import Cache
+from forerun.costs import CostCurve
 from forerun.model.scorer import Scorer
 from forerun.request import Request
 from forerun.tree import DraftTree
@@ -23,12 +24,18 @@ class Drafter(ABC):
     are on trial: they may be gone at the next call, and ``observe`` tells which of them came true.
     """
 
+    sized: bool = False
+    """Whether it knows how much to draft, so that no planner needs to cut its trees."""
+
     def bind(self, target: Scorer) -> None:  # noqa: B027
         """An engine takes the drafter into service for its target.
 
         Raises:
             ValueError: if the drafter does not fit it.
         """
+
+    def fit(self, costs: CostCurve) -> None:  # noqa: B027
+        """What the target's passes cost, before the first request: a drafter may choose its sizes by it."""
 
     def begin(self, request: Request) -> None:  # noqa: B027
         """A request starts; ``request.prompt`` is known."""

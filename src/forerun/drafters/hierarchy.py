@@ -39,6 +39,8 @@ class HierarchyDrafter(OuterDrafter):
         ValueError: for ``gamma1`` or ``gamma2`` under 1.
     """
 
+    sized = True
+
     def __init__(
         self,
         inner: Drafter,
@@ -87,7 +89,8 @@ class HierarchyDrafter(OuterDrafter):
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose_batch(twins, self.gamma1)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
-        trees = trees if self.planner is None else self.planner.plan(trees)
+        plan = None if self.planner is None else self.planner.plan(trees)
+        trees = trees if plan is None else plan.trees
         clock.append(time.perf_counter())
         scored = self._level.score(twins, trees)
         clock.append(time.perf_counter())
@@ -96,8 +99,8 @@ class HierarchyDrafter(OuterDrafter):
             verdict = draft.extend(tree, logits)
             self._level.commit(draft.twin, block, verdict.path)
             outcomes.append(Outcome(tree, verdict, logits))
-        if self.planner is not None:
-            self.planner.observe(outcomes)
+        if self.planner is not None and plan is not None:
+            self.planner.observe(plan, outcomes)
         clock.append(time.perf_counter())
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from forerun.costs import CostCurve
 from forerun.drafters.base import Drafter
 from forerun.request import Request
 from forerun.sampling import Salt, uniform
@@ -26,7 +27,7 @@ from forerun.verify import Outcome
 
 @dataclass(frozen=True)
 class JacobiConfig:
-    """The window's size and the pool's; the paper's W, N and G, with its values for a 7B model on one A100.
+    """The window's size and the pool's; the paper's W, N and G, by default its values for a 7B model on one A100.
 
     A pass scores ``(ngram - 1) * window - 1`` probes besides what it verifies, a few more while the window fills.
 
@@ -49,16 +50,52 @@ class JacobiConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
+LIKELY, SPEED_UP = 0.425, 3.106
+"""The paper's fit for LLaMA-2-7B-Chat: chance that a guessed token is right, and steps by steps with a good guess."""
+
+CHOICES = (
+    *(JacobiConfig(window, ngram, window) for ngram in (2, 3, 4) for window in (2, 3, 5, 7)),
+    *(JacobiConfig(window, 5, window) for window in (7, 10, 15, 20)),
+)
+"""What a drafter chooses from by the cost of passes."""
+
+
+def expected_tokens(config: JacobiConfig) -> float:
+    """Tokens per step by the paper's scaling law (section 4.2), with as many guesses as the window is wide."""
+    depth = np.arange(1, config.ngram)
+    accepted = 1 + (1 - (1 - LIKELY**depth) ** config.window).sum()
+    return float((SPEED_UP - 1 + accepted) / SPEED_UP)
+
+
+def best_config(costs: CostCurve) -> JacobiConfig:
+    """The one that gives the most tokens by cost, as far as the law knows."""
+
+    def speed(config: JacobiConfig) -> float:
+        scored = (config.ngram - 1) * config.window + config.ngram - 1  # the root, the probes and one guess
+        return expected_tokens(config) / float(costs.passes(scored))
+
+    return max(CHOICES, key=speed)
+
+
 class JacobiDrafter(Drafter):
     """Drafts the pool's n-grams that begin with the last token, and sends the window along as probes.
 
     The window moves on by one position a step, however many tokens were accepted, as the authors' code does by default:
     its n-grams are found by their first token, wherever in the window they arose.
+
+    Args:
+        config: the sizes; by default chosen by what passes cost (``fit``), and the paper's where that is not known.
     """
 
     def __init__(self, config: JacobiConfig | None = None) -> None:
         self.config = config or JacobiConfig()
+        self._fixed = config is not None
         self._states: dict[int, _State] = {}
+
+    def fit(self, costs: CostCurve) -> None:
+        """Choose the sizes, unless they were given."""
+        if not self._fixed:
+            self.config = best_config(costs)
 
     def begin(self, request: Request) -> None:
         """Fill level 0 with tokens of the prompt, enough for one column to drop out with each level that is added."""

@@ -34,6 +34,8 @@ class ModelDrafter(Drafter):
         ValueError: for ``gamma`` under 1.
     """
 
+    sized = True
+
     def __init__(
         self, cache: CacheFactory, gamma: int, draft: Scorer | None = None, shape: Shape | None = None
     ) -> None:
@@ -149,7 +151,8 @@ class _Tree(_Draft):
         super().__init__(twin)
         self._shape = shape
         self._size = size
-        self._levels = [[node for node in level if node < size] for level in shape.levels[:depth]]
+        levels = ([node for node in level if node < size] for level in shape.levels[:depth])
+        self._levels = [level for level in levels if level]
         self._level = 0
         self._tokens: dict[int, int] = {}  # of the nodes so far
         self._paths: dict[int, list[int]] = {ROOT: []}  # the tokens down to each

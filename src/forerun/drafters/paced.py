@@ -41,6 +41,8 @@ class PacedDrafter(OuterDrafter):
         clock: seconds.
     """
 
+    sized = True
+
     def __init__(self, inner: Drafter, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(inner)
         self.most = most

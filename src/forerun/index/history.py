@@ -1,4 +1,4 @@
-"""Texts that can be copied from: tokens in linked chunks, and where an n-gram of ``REACH`` tokens was continued last.
+"""Texts that can be copied from: tokens in linked chunks, and where n-grams of two lengths were continued last.
 
 A position is the number of a token's cell, 0 for none. Hints are a lossy table: whoever reads one compares the text.
 """
@@ -21,8 +21,9 @@ from forerun.index.arrays import (
 )
 from forerun.index.compiling import compiled
 
-REACH = 5
-"""Tokens that must agree before a copy starts."""
+REACH, LONGEST = 3, 5
+"""Tokens that must agree before a copy starts, and tokens of the longest context that is hashed. Both have hints: the
+latest place of few tokens is rarely the right one where the text has few different ones, that of more comes late."""
 
 FAR = 32
 """Agreement beyond this many tokens is not counted."""
@@ -138,15 +139,15 @@ def remember(recent: Int32Array, token: int) -> None:
 
 @compiled
 def opening(hashes: HashArray) -> None:
-    """The hashes of the contexts before a text, uint64 ``[2, REACH + 1]``; column n is of n tokens."""
+    """The hashes of the contexts before a text, uint64 ``[2, LONGEST + 1]``; column n is of n tokens."""
     for source in range(2):
         hashes[source, 0] = np.uint64(0)
-        for length in range(1, REACH + 1):
+        for length in range(1, LONGEST + 1):
             hashes[source, length] = mix(hashes[source, length - 1], START)
 
 
 @compiled
 def advance(hashes: HashArray, source: int, token: int) -> None:
     """The hashes of a source after one more token."""
-    for length in range(REACH, 0, -1):
+    for length in range(LONGEST, 0, -1):
         hashes[source, length] = mix(hashes[source, length - 1], token)

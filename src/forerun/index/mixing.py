@@ -197,6 +197,8 @@ def untrained() -> Mixer:
     weights[:, BIAS] = 0
     weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens
     weights[0, ALONE:BIAS] = 0.5
+    weights[9:12, ORDERS:COPY] = 0.2
+    weights[18:21, ORDERS:COPY] = 0.1
     weights[2::3, COPY:ALONE] = 0.9  # a long copy says the candidate
     correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))
     return Mixer(cells.astype(np.float32), weights, correction)

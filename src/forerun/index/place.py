@@ -15,6 +15,7 @@ from forerun.index.compiling import compiled
 from forerun.index.contexts import count, uncount
 from forerun.index.history import (
     FAR,
+    LONGEST,
     REACH,
     UNWRITTEN,
     advance,
@@ -42,7 +43,7 @@ class Place(NamedTuple):
     """Where a text stands.
 
     Attributes:
-        hashes: of its last tokens, own text and shared text; uint64 ``[2, REACH + 1]``.
+        hashes: of its last tokens, own text and shared text; uint64 ``[2, LONGEST + 1]``.
         copies: int64 ``[1, 2, 3]``.
         ends: position of its last token in own and shared text (-1: no longer written), and the first chunks;
             int64 ``[4]``.
@@ -55,7 +56,7 @@ class Place(NamedTuple):
     @classmethod
     def start(cls) -> Place:
         """Before a text."""
-        place = cls(np.zeros((2, REACH + 1), np.uint64), np.zeros((1, 2, 3), np.int64), np.zeros(4, np.int64))
+        place = cls(np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2, 3), np.int64), np.zeros(4, np.int64))
         opening(place.hashes)
         return place
 
@@ -94,6 +95,13 @@ def seek_copy(index: Index, copies: IntArray, source: int, hashed: np.uint64, ow
 
 
 @compiled
+def seek_copies(index: Index, place: Place, source: int, own: Index) -> None:
+    """Look for a copy by the longer n-gram, then by the shorter one."""
+    seek_copy(index, place.copies, source, place.hashes[source, LONGEST], own, place.ends[0])
+    seek_copy(index, place.copies, source, place.hashes[source, REACH], own, place.ends[0])
+
+
+@compiled
 def write(index: Index, hashes: HashArray, source: int, end: int, token: int) -> int:
     """Count a text's next token and append it; its position, or -1 if there was no room."""
     position = append(index, end, token)
@@ -101,6 +109,7 @@ def write(index: Index, hashes: HashArray, source: int, end: int, token: int) ->
         return -1
     for order in range(1, ORDERS + 1):
         count(index, hashes[source, order], token)
+    set_hint(index, hashes[source, LONGEST], position)
     set_hint(index, hashes[source, REACH], position)
     index.state[TOKENS] += 1
     return position
@@ -115,7 +124,7 @@ def ingest(own: Index, place: Place, tokens: IntArray) -> None:
         advance(place.hashes, 0, token)
         if number >= len(tokens) - 512:
             remember(own.recent, token)
-    seek_copy(own, place.copies, 0, place.hashes[0, REACH], own, place.ends[0])
+    seek_copies(own, place, 0, own)
 
 
 @compiled
@@ -129,7 +138,7 @@ def take(index: Index, source: int, own: Index, place: Place, token: int) -> Non
         remember(index.recent, token)
     advance(place.hashes, source, token)
     follow_copy(index, place.copies, 0, source, token, 0)
-    seek_copy(index, place.copies, source, place.hashes[source, REACH], own, place.ends[0])
+    seek_copies(index, place, source, own)
 
 
 @compiled

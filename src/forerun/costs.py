@@ -1,0 +1,91 @@
+"""What a forward pass costs, by the tokens that it scores and the tokens that it looks back on.
+
+A pass over n tokens, of which row r has n_r and looks back on L_r cached ones, costs
+
+    curve(n) + per_cached * sum(L_r) + per_pair * sum(n_r * L_r)
+
+in units of a pass over one token with an empty cache. ``curve`` is piecewise linear between a few measured sizes, for
+it is neither linear nor even smooth: on a CPU the second token turns matrix-vector products into matrix products and
+costs as much as the next eight, and where arithmetic begins to count instead of memory, the slope grows. Reading the
+cache is paid once a pass, scores against it once for every token. The Lookahead paper has one constant instead, the
+critical decoding length (section 3.4), at which the extra tokens cost as much as the pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+CRITICAL_LENGTH = 24.0
+"""Of a small model on a CPU, where nothing is measured."""
+STEPS = 10
+"""Steps in which a rounded cost grows tenfold, as in Renard's series of preferred numbers."""
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Costs of passes over one row with an empty cache, and what cached tokens add.
+
+    Attributes:
+        sizes: tokens scored by a pass, rising from 1.
+        costs: of these passes, never falling, from 1; beyond the last size they grow as between the last two.
+        per_cached: what a pass pays for each cached token that it looks back on.
+        per_pair: what each scored token pays for each cached token of its row.
+
+    Raises:
+        ValueError: if they cannot be such costs.
+    """
+
+    sizes: tuple[int, ...]
+    costs: tuple[float, ...]
+    per_cached: float = 0.0
+    per_pair: float = 0.0
+
+    def __post_init__(self) -> None:
+        sizes, costs = self.sizes, self.costs
+        if len(sizes) < 2 or sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"sizes are {sizes}; they must be two or more and rise from 1")
+        if len(costs) != len(sizes) or costs[0] != 1 or list(costs) != sorted(costs) or not costs[-1] < math.inf:
+            raise ValueError(f"costs are {costs}; they must be one for each size and never fall from 1")
+        for name in ("per_cached", "per_pair"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be finite and at least 0")
+
+    @classmethod
+    def linear(cls, critical_length: float) -> CostCurve:
+        """One token costs 1, and each further one 1 / ``critical_length``.
+
+        Raises:
+            ValueError: if ``critical_length`` is not positive.
+        """
+        if not critical_length > 0:
+            raise ValueError(f"critical_length is {critical_length}; it must be positive")
+        return cls((1, 2), (1.0, 1 + 1 / critical_length))
+
+    def passes(self, tokens: npt.ArrayLike) -> FloatArray:
+        """Cost of passes over so many tokens with empty caches, in the shape of ``tokens``."""
+        wanted = np.asarray(tokens, np.float64)
+        (one, two), (low, high) = self.sizes[-2:], self.costs[-2:]
+        beyond = np.maximum(wanted - two, 0) * (high - low) / (two - one)
+        return np.asarray(np.interp(wanted, self.sizes, self.costs) + beyond, np.float64)
+
+    def of(self, tokens: Sequence[int], cached: Sequence[int]) -> float:
+        """Cost of a pass by each row's scored tokens and cached tokens."""
+        pairs = sum(n * length for n, length in zip(tokens, cached, strict=True))
+        return float(self.passes(sum(tokens))) + self.per_cached * sum(cached) + self.per_pair * pairs
+
+    def rounded(self) -> CostCurve:
+        """With the cost of further tokens rounded to preferred numbers, size by size, so that noise seldom shows."""
+        slopes = [_preferred(slope) for slope in np.diff(self.costs) / np.diff(self.sizes)]
+        costs = np.cumsum([1, *(slopes * np.diff(self.sizes))]).round(6)
+        return CostCurve(self.sizes, tuple(costs.tolist()), _preferred(self.per_cached), _preferred(self.per_pair))
+
+
+def _preferred(value: float) -> float:
+    return 0.0 if value <= 0 else float(f"{10 ** (round(math.log10(value) * STEPS) / STEPS):.2g}")

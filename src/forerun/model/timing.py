@@ -1,0 +1,93 @@
+"""Measures what passes of a model cost on this machine: a few of each size, in turns, within a fraction of a second.
+
+The fastest of each size counts, for what disturbs a pass only ever slows it. A model so large that few passes fit into
+that time is measured at fewer sizes, the least of them once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from forerun.block import Block
+from forerun.caches.full import FullCache
+from forerun.costs import CostCurve
+from forerun.model.scorer import Scorer
+from forerun.tree import DraftTree
+
+SIZES = (1, 2, 17, 33, 65, 9)
+"""Tokens of the passes, the most telling first."""
+LEAST = 3
+"""How many of these sizes are measured however long they take."""
+ROUNDS = 9
+"""Passes of each kind at most."""
+SECONDS = 0.14
+"""After this time no further pass begins."""
+CACHED = 1024
+"""Tokens in the cache where looking back is measured, with passes over one token and over several."""
+SEVERAL = 17
+
+
+@torch.inference_mode()
+def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> CostCurve:
+    """The cost curve of a model, rounded so that it seldom differs from one measurement to the next.
+
+    Args:
+        scorer: of the model.
+        clock: seconds.
+    """
+    reach = _positions(scorer)
+    kinds = [(size, 0) for size in SIZES if size <= reach]
+    kinds.insert(LEAST, kinds[0])  # all others are measured by it
+    if reach >= CACHED + SEVERAL:
+        kinds += [(1, CACHED), (SEVERAL, CACHED), kinds[0]]
+    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
+    caches = {cached: _blank(scorer, cached) for cached in {cached for _, cached in kinds}}
+    for size, cached in _until(clock, clock() + SECONDS, kinds):
+        begin = clock()
+        _pass(scorer, caches[cached], size)
+        times[size, cached].append(clock() - begin)
+    return _curve({kind: min(runs) for kind, runs in times.items() if runs})
+
+
+def _until(clock: Callable[[], float], end: float, kinds: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    for number, kind in enumerate(kinds * ROUNDS):
+        if number >= LEAST and clock() > end:
+            return
+        yield kind
+
+
+def _curve(seconds: dict[tuple[int, int], float]) -> CostCurve:
+    sizes = sorted(size for size, cached in seconds if not cached)
+    one = seconds[1, 0]
+    ratios = [min(seconds[size, 0] / one, size) for size in sizes]  # no worse than one by one
+    costs = np.maximum.accumulate(ratios).tolist()
+    if (SEVERAL, CACHED) not in seconds:
+        return CostCurve(tuple(sizes), tuple(costs)).rounded()
+    single, several = ((seconds[size, CACHED] - seconds[size, 0]) / one / CACHED for size in (1, SEVERAL))
+    per_pair = max((several - single) / (SEVERAL - 1), 0.0)
+    return CostCurve(tuple(sizes), tuple(costs), max(single - per_pair, 0.0), per_pair).rounded()
+
+
+def _positions(scorer: Scorer) -> int:
+    """Tokens that the model has positions for."""
+    limit = getattr(scorer.model.config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else CACHED + SEVERAL
+
+
+def _blank(scorer: Scorer, cached: int) -> FullCache:
+    """A cache that holds so many tokens of zeros."""
+    cache = FullCache(cached + max(SIZES))
+    _pass(scorer, cache, 1)
+    cache.blank(cached)
+    return cache
+
+
+def _pass(scorer: Scorer, cache: FullCache, size: int) -> None:
+    """Score a chain of so many tokens, and wait for it."""
+    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, size)
+    block = Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length)
+    scorer.score([block], [cache])[0][0, 0].item()

@@ -1,0 +1,141 @@
+"""The cost curve, and its measurement on a clock that only passes move."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny
+
+import forerun
+from forerun.costs import CostCurve
+from forerun.model.scorer import Scorer
+from forerun.model.timing import CACHED, LEAST, ROUNDS, SECONDS, SIZES, measure
+
+CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_pair=0.0001)
+
+
+def test_costs_lie_on_lines_between_the_sizes_and_beyond_the_last() -> None:
+    assert CURVE.passes([1, 2, 6, 10, 20]) == pytest.approx([1, 1.2, 1.6, 2, 3])
+
+
+def test_a_pass_pays_for_its_tokens_its_caches_and_their_pairs() -> None:
+    assert CURVE.of([1], [0]) == 1
+    assert CURVE.of([2, 4], [1000, 0]) == pytest.approx(1.6 + 1 + 0.2)
+
+
+def test_a_linear_curve_doubles_at_the_critical_length() -> None:
+    assert CostCurve.linear(24).passes([1, 25, 49]) == pytest.approx([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((1,), (1.0,)), "sizes are"),
+        (((2, 3), (1.0, 1.0)), "sizes are"),
+        (((1, 1), (1.0, 1.0)), "sizes are"),
+        (((1, 2), (1.0, 0.9)), "costs are"),
+        (((1, 2), (0.9, 1.0)), "costs are"),
+        (((1, 2), (1.0, math.nan)), "costs are"),
+        (((1, 2), (1.0,)), "costs are"),
+        (((1, 2), (1.0, 1.0), -1.0), "per_cached is -1"),
+        (((1, 2), (1.0, 1.0), 0.0, math.inf), "per_pair is inf"),
+    ],
+)
+def test_impossible_costs_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostCurve(*arguments)
+
+
+def test_rounding_hides_noise_and_is_done_once() -> None:
+    rng = np.random.default_rng(0)
+    true = np.array([1, 1.225, 1.45, 1.74, 2.1, 2.9])
+    rounded = []
+    for _ in range(100):
+        noisy = np.maximum.accumulate(1 + (true - 1) * rng.normal(1, 0.01, 6)).tolist()
+        curve = CostCurve((1, 2, 9, 17, 33, 65), (1.0, *noisy[1:])).rounded()
+        assert curve.rounded() == curve
+        assert curve.costs == pytest.approx(true.tolist(), rel=0.1)
+        rounded.append(curve)
+    assert len(set(rounded)) <= 8  # of a hundred
+
+
+class Machine:
+    """A model whose passes take what a formula says, and the clock that they move."""
+
+    vocabulary = 10
+
+    def __init__(self, unit: float, positions: int = 1 << 17) -> None:
+        self.unit, self.now, self.passes = unit, 0.0, 0
+        self.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=positions))
+
+    def clock(self) -> float:
+        return self.now
+
+    def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
+        ((block,), (cache,)) = blocks, caches
+        assert block.positions.max() < self.model.config.max_position_embeddings
+        tokens, length = len(block), cache.length
+        cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + 1e-4 * length + 2e-5 * length * tokens
+        self.now += self.unit * cost * (3 if self.passes % 7 == 2 else 1)  # now and then something disturbs it
+        self.passes += 1
+        return [torch.zeros(tokens, 2)]
+
+
+def test_the_measured_curve_is_the_machine_s() -> None:
+    machine = Machine(0.001)
+    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert curve.passes([1, 2, 17, 65]) == pytest.approx([1, 1.225, 1.6, 2.8], rel=0.1)
+    assert curve.per_cached == pytest.approx(1e-4, rel=0.3)
+    assert curve.per_pair == pytest.approx(2e-5, rel=0.3)
+    assert machine.now < 2 * SECONDS
+
+
+def test_the_measurement_ends_for_a_fast_model() -> None:
+    machine = Machine(1e-9)
+    measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert machine.passes <= (len(SIZES) + 4) * ROUNDS + 2
+
+
+def test_a_large_model_is_measured_with_few_passes() -> None:
+    machine = Machine(1.0)
+    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert machine.passes <= LEAST + 1 + 2  # and those that lay the caches out
+    assert curve.sizes == tuple(sorted(SIZES[:LEAST]))
+
+
+def test_a_model_with_few_positions_is_measured_within_them() -> None:
+    machine = Machine(0.001, positions=40)
+    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert curve.sizes == (1, 2, 9, 17, 33)
+    assert curve.per_pair == 0
+    assert CACHED > 40
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
+def test_real_models_can_be_measured(architecture: str) -> None:
+    curve = measure(Scorer(tiny(architecture)))
+    assert curve.rounded() == curve
+    assert curve.costs[-1] <= curve.sizes[-1]
+
+
+def test_an_engine_measures_once_where_it_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Scorer] = []
+
+    def fake(scorer: Scorer) -> CostCurve:
+        measured.append(scorer)
+        return CURVE
+
+    monkeypatch.setattr("forerun.engine.measure", fake)
+    engine = forerun.Engine(tiny("llama"))
+    assert engine.planner is not None and engine.planner.costs is CURVE
+    engine.generate([7, 9], max_new_tokens=4, do_sample=False)
+    assert measured == [engine.target]
+    forerun.Engine(tiny("llama"), "none")
+    forerun.Engine(tiny("llama"), planner=None)
+    forerun.Engine(tiny("llama"), planner=forerun.planner.Planner(8))
+    assert len(measured) == 1
