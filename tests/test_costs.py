@@ -14,7 +14,7 @@ from tiny import tiny
 import forerun
 from forerun.costs import CostCurve
 from forerun.model.scorer import Scorer
-from forerun.model.timing import CACHED, LEAST, ROUNDS, SECONDS, SIZES, measure
+from forerun.model.timing import FAR, LEAST, ROUNDS, SECONDS, SIZES, measure
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_pair=0.0001)
 
@@ -89,7 +89,7 @@ class Machine:
 def test_the_measured_curve_is_the_machine_s() -> None:
     machine = Machine(0.001)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert curve.passes([1, 2, 17, 65]) == pytest.approx([1, 1.225, 1.6, 2.8], rel=0.1)
+    assert curve.passes([1, 2, 17, 65]) == pytest.approx([1, 1.225, 1.6, 2.8], rel=0.15)
     assert curve.per_cached == pytest.approx(1e-4, rel=0.3)
     assert curve.per_pair == pytest.approx(2e-5, rel=0.3)
     assert machine.now < 2 * SECONDS
@@ -113,7 +113,7 @@ def test_a_model_with_few_positions_is_measured_within_them() -> None:
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
     assert curve.sizes == (1, 2, 9, 17, 33)
     assert curve.per_pair == 0
-    assert CACHED > 40
+    assert FAR > 40
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])

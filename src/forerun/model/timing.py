@@ -26,8 +26,9 @@ ROUNDS = 9
 """Passes of each kind at most."""
 SECONDS = 0.14
 """After this time no further pass begins."""
-CACHED = 1024
-"""Tokens in the cache where looking back is measured, with passes over one token and over several."""
+NEAR, FAR = 64, 4096
+"""Tokens in the cache: for the curve, so that it has what merging two attentions costs, and where looking back is
+measured, with passes over one token and over several."""
 SEVERAL = 17
 
 
@@ -40,17 +41,18 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
         clock: seconds.
     """
     reach = _positions(scorer)
-    kinds = [(size, 0) for size in SIZES if size <= reach]
+    near = NEAR if reach >= NEAR + max(SIZES) else 0
+    kinds = [(size, near) for size in SIZES if size <= reach]
     kinds.insert(LEAST, kinds[0])  # all others are measured by it
-    if reach >= CACHED + SEVERAL:
-        kinds += [(1, CACHED), (SEVERAL, CACHED), kinds[0]]
+    if reach >= FAR + SEVERAL:
+        kinds += [(1, FAR), (SEVERAL, FAR), kinds[0]]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     caches = {cached: _blank(scorer, cached) for cached in {cached for _, cached in kinds}}
     for size, cached in _until(clock, clock() + SECONDS, kinds):
         begin = clock()
         _pass(scorer, caches[cached], size)
         times[size, cached].append(clock() - begin)
-    return _curve({kind: min(runs) for kind, runs in times.items() if runs})
+    return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
 
 
 def _until(clock: Callable[[], float], end: float, kinds: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -60,14 +62,14 @@ def _until(clock: Callable[[], float], end: float, kinds: list[tuple[int, int]])
         yield kind
 
 
-def _curve(seconds: dict[tuple[int, int], float]) -> CostCurve:
-    sizes = sorted(size for size, cached in seconds if not cached)
-    one = seconds[1, 0]
-    ratios = [min(seconds[size, 0] / one, size) for size in sizes]  # no worse than one by one
+def _curve(seconds: dict[tuple[int, int], float], near: int) -> CostCurve:
+    sizes = sorted(size for size, cached in seconds if cached == near)
+    one = seconds[1, near]
+    ratios = [min(seconds[size, near] / one, size) for size in sizes]  # no worse than one by one
     costs = np.maximum.accumulate(ratios).tolist()
-    if (SEVERAL, CACHED) not in seconds:
+    if (SEVERAL, FAR) not in seconds:
         return CostCurve(tuple(sizes), tuple(costs)).rounded()
-    single, several = ((seconds[size, CACHED] - seconds[size, 0]) / one / CACHED for size in (1, SEVERAL))
+    single, several = ((seconds[size, FAR] - seconds[size, near]) / one / (FAR - near) for size in (1, SEVERAL))
     per_pair = max((several - single) / (SEVERAL - 1), 0.0)
     return CostCurve(tuple(sizes), tuple(costs), max(single - per_pair, 0.0), per_pair).rounded()
 
@@ -75,7 +77,7 @@ def _curve(seconds: dict[tuple[int, int], float]) -> CostCurve:
 def _positions(scorer: Scorer) -> int:
     """Tokens that the model has positions for."""
     limit = getattr(scorer.model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else CACHED + SEVERAL
+    return limit if isinstance(limit, int) else FAR + SEVERAL
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:
