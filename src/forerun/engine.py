@@ -58,7 +58,7 @@ class Row:
     pending: IntArray = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pending = self.request.prompt
+        self.pending = self.request.prompt[self.cache.length :]
 
 
 class GenerationInterrupted(KeyboardInterrupt):
@@ -181,7 +181,28 @@ class Engine:
         built = [build_requests(self.target.model, row, row_options, self.tokenizer, **options) for row in rows]
         return [request for group in built for request in group]
 
-    def run(self, requests: Sequence[Request], on_prefill: Progress | None = None) -> Generator[Commit, None, None]:
+    def prefill(self, tokens: Sequence[int], room: int = 0, on_prefill: Progress | None = None) -> FullCache:
+        """Read tokens but for the last one, into a cache for ``run`` that has room for ``room`` more.
+
+        Args:
+            tokens: at least one.
+            room: tokens that the cache can take up after them without being copied.
+            on_prefill: called with tokens done and to do.
+        """
+        cache = FullCache(len(tokens) + room)
+        text, goal = np.asarray(tokens, np.int64), len(tokens) - 1
+        while cache.length < goal:
+            self._read(cache, text[cache.length : min(goal, cache.length + self.prefill_block)])
+            if on_prefill is not None:
+                on_prefill(cache.length, goal)
+        return cache
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        on_prefill: Progress | None = None,
+        caches: Sequence[FullCache] | None = None,
+    ) -> Generator[Commit, None, None]:
         """Continue requests together until each has ended, yielding what each step commits.
 
         Closing the iterator early leaves every request with the tokens committed so far.
@@ -189,14 +210,25 @@ class Engine:
         Args:
             requests: fresh ones.
             on_prefill: called with prompt tokens done and to do.
+            caches: one for each request, which holds the first tokens of its prompt (none, or all but the last) and
+                goes on to hold what is generated. By truncating it afterwards, a text that was read once can be
+                continued again.
+
+        Raises:
+            ValueError: if a cache holds as many tokens as the prompt has, or more.
         """
+        for request, cache in zip(requests, caches or (), strict=caches is not None):
+            if cache.length >= request.prompt_length:
+                raise ValueError(
+                    f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}"
+                )
         begun: list[Request] = []
         start = time.perf_counter()
         try:
             for request in requests:
                 begun.append(request)
                 self.drafter.begin(request)
-            yield from self._run(self._start(requests, start, on_prefill))
+            yield from self._run(self._start(requests, caches, start, on_prefill))
         finally:
             for request in begun:
                 self.drafter.finish(request)
@@ -225,14 +257,22 @@ class Engine:
             for row, outcome in zip(rows, outcomes, strict=True)
         ]
 
-    def _start(self, requests: Sequence[Request], start: float, on_prefill: Progress | None) -> list[Row]:
+    def _start(
+        self,
+        requests: Sequence[Request],
+        caches: Sequence[FullCache] | None,
+        start: float,
+        on_prefill: Progress | None,
+    ) -> list[Row]:
         """Caches that hold each prompt but for its last block, which the first step scores with its tree."""
-        total = sum(request.prompt_length for request in requests)
-        rows = [Row(request, FullCache(len(request) + request.remaining + self.budget)) for request in requests]
-        done = 0
+        if caches is None:
+            caches = [FullCache(len(request) + request.remaining + self.budget) for request in requests]
+        rows = [Row(request, cache) for request, cache in zip(requests, caches, strict=True)]
+        total, done = sum(len(row.pending) for row in rows), 0
         for row in rows:
             while len(row.pending) > self.prefill_block:
-                self._prefill(row)
+                self._read(row.cache, row.pending[: self.prefill_block])
+                row.pending = row.pending[self.prefill_block :]
                 done += self.prefill_block
                 if on_prefill is not None:
                     on_prefill(done, total)
@@ -243,11 +283,10 @@ class Engine:
         return rows
 
     @torch.inference_mode()
-    def _prefill(self, row: Row) -> None:
-        block = Block(row.pending[: self.prefill_block], DraftTree.empty(), row.cache.length)
-        self.target.score([block], [row.cache])
-        row.cache.commit(block, [])
-        row.pending = row.pending[self.prefill_block :]
+    def _read(self, cache: Cache, tokens: IntArray) -> None:
+        block = Block(tokens, DraftTree.empty(), cache.length)
+        self.target.score([block], [cache])
+        cache.commit(block, [])
 
     def _propose(self, rows: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
         """The trees to score, and the plan that cut them."""

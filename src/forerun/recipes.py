@@ -44,7 +44,12 @@ class Recipe:
     small: bool = False
 
 
-def _small_model(settings: Settings) -> Scorer:
+def small_model(settings: Settings) -> Scorer:
+    """The small model.
+
+    Raises:
+        ValueError: if there is none.
+    """
     if settings.draft_model is None:
         raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
     gate.check(settings.draft_model)
@@ -53,7 +58,12 @@ def _small_model(settings: Settings) -> Scorer:
 
 def _small(settings: Settings, gamma: int) -> ModelDrafter:
     """The small model over the first and last tokens."""
-    return ModelDrafter(_streaming(settings, settings.window), gamma, _small_model(settings))
+    return ModelDrafter(small_cache(settings), gamma, small_model(settings))
+
+
+def small_cache(settings: Settings) -> CacheFactory:
+    """What the small model reads through."""
+    return _streaming(settings, settings.window)
 
 
 def _slack(settings: Settings) -> int:
@@ -85,6 +95,19 @@ def _self_streaming(settings: Settings) -> CacheFactory:
 def _retrieval(settings: Settings) -> CacheFactory:
     config = RetrievalConfig(settings.cache_budget, settings.chunk, refresh=settings.refresh)
     return lambda scorer, source: RetrievalCache(source, config)
+
+
+def _topk(settings: Settings) -> CacheFactory:
+    return lambda scorer, source: TopKCache(source, settings.cache_budget)
+
+
+SPARSE: dict[str, Callable[[Settings], CacheFactory]] = {
+    "topk": _topk,
+    "streaming": _self_streaming,
+    "h2o": _heavy_hitter,
+    "retrieval": _retrieval,
+}
+"""The target's sparse caches, of ``Settings.cache_budget`` tokens; ``topk`` is the oracle that they are measured by."""
 
 
 def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
@@ -120,7 +143,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "streaming-self": _long(lambda s: ModelDrafter(_self_streaming(s), s.gamma2)),
     "h2o": _long(lambda s: ModelDrafter(_heavy_hitter(s), s.gamma2)),
-    "topk": _long(lambda s: ModelDrafter(lambda scorer, source: TopKCache(source, s.cache_budget), s.gamma2)),
+    "topk": _long(lambda s: ModelDrafter(_topk(s), s.gamma2)),
 }
 """``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` is plain.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -27,7 +27,8 @@ class FullCache(Cache):
         self._capacity = capacity
         self._layers: dict[int, Rows] = {}
         self.queries: dict[int, torch.Tensor] = {}
-        """The queries of the last pass, by layer, ``[1, H, n, d]``: what a sparse cache chooses its keys by."""
+        """The queries of the last pass, by layer, ``[1, H, n, d]``: what a sparse cache chooses its keys by. None are
+        left where the tokens of that pass were forgotten."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -51,6 +52,8 @@ class FullCache(Cache):
         """See ``Cache.truncate``."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
+        if length < self.length:
+            self.queries = {}
         self.length = length
 
     def blank(self, length: int) -> None:
@@ -58,6 +61,16 @@ class FullCache(Cache):
         for layer, (keys, values) in self._layers.items():
             self._layers[layer] = (torch.zeros_like(keys), torch.zeros_like(values))
         self.length = length
+
+    def extend(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Append committed tokens whose keys and values, ``[1, Hkv, m, d]``, come from elsewhere, for every layer."""
+        count = {keys.shape[2] for keys, _ in layers.values()}
+        if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
+            raise ValueError("keys and values must be given for every layer, for as many tokens in each")
+        self._capacity = max(self._capacity, self.length + max(count))
+        for layer, pair in layers.items():
+            self._layers[layer] = append(self._layers.get(layer), pair, self.length, self._capacity)
+        self.length += max(count)
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""

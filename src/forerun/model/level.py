@@ -25,6 +25,15 @@ CacheFactory = Callable[[Scorer, FullCache], Cache]
 """From a level's model, and the target's cache of a request, to the level's cache of it."""
 
 
+def read(scorer: Scorer, cache: Cache, text: IntArray) -> None:
+    """Read what a cache does not hold of a text, and would not forget."""
+    while cache.length < len(text):
+        count = min(READ_BLOCK, cache.next_read(len(text)))
+        block = Block(text[cache.length : cache.length + count], DraftTree.empty(), cache.length)
+        scorer.score([block], [cache])
+        cache.commit(block, [])
+
+
 @dataclass
 class _Reader:
     """One request's cache, and the tokens that were read into it from the prompt's last on."""
@@ -58,13 +67,8 @@ class Level:
         cache = self._make(self.scorer, source)
         first = request.prompt_length - 1
         self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
-        if isinstance(cache, View):
-            return
-        while cache.length < first:
-            count = min(READ_BLOCK, cache.next_read(first))
-            block = Block(request.tokens[cache.length : cache.length + count], DraftTree.empty(), cache.length)
-            self.scorer.score([block], [cache])
-            cache.commit(block, [])
+        if not isinstance(cache, View):
+            read(self.scorer, cache, request.tokens[:first])
 
     def finish(self, request: Request) -> None:
         """Free the request's cache."""
