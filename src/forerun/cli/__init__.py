@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
-from forerun.cli.options import AuditOptions, BenchOptions, DemoOptions, GenerateOptions, ReplayOptions, command
+from forerun.cli.long_options import AnalyseOptions, TriforceOptions
+from forerun.cli.options import AuditOptions, BenchOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
 
 app = typer.Typer(
     name="forerun",
@@ -38,7 +39,8 @@ command(app, "generate", GenerateOptions)
 command(app, "audit", AuditOptions)
 command(app, "demo", DemoOptions)
 command(app, "replay", ReplayOptions)
-command(app, "bench", BenchOptions)
+command(group(app, "bench", BenchOptions), "triforce", TriforceOptions)
+command(app, "analyse", AnalyseOptions)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -10,6 +10,11 @@ from forerun.cli.options import LongOptions
 from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load_draft
 from forerun.recipes import RECIPES
 from forerun.settings import Settings
+
+
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
+    """From a text to its token ids, with no special tokens added."""
+    return lambda text: [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def settings(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
@@ -239,15 +240,39 @@ class ReplayOptions:
 
 def command(app: typer.Typer, name: str, options: type[Any]) -> None:
     """Add a command: its ``run(options)`` is in the module of its name, which is imported when it is called."""
+    app.command(name)(_invoker(options, name))
 
+
+def group(app: typer.Typer, name: str, options: type[Any]) -> typer.Typer:
+    """Add a command that has commands of its own, and does its own work where none of them is called."""
+    own = typer.Typer(rich_markup_mode="rich")
+    invoke = _invoker(options, name)
+
+    def call(context: typer.Context, **given: Any) -> None:
+        if context.invoked_subcommand is None:
+            invoke(**given)
+
+    signature = inspect.signature(invoke)
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    call.__doc__ = options.__doc__
+    call.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # type: ignore[attr-defined]
+    own.callback(invoke_without_command=True)(call)
+    app.add_typer(own, name=name)
+    return own
+
+
+def _invoker(options: type[Any], module: str) -> Callable[..., None]:
     def invoke(**given: Any) -> None:
         with user_errors(given["debug"]):
             checked = options(**given)
-            importlib.import_module(f"forerun.cli.{name}").run(checked)
+            importlib.import_module(f"forerun.cli.{module}").run(checked)
 
     invoke.__doc__ = options.__doc__
-    invoke.__signature__ = inspect.signature(options, eval_str=True)  # type: ignore[attr-defined]
-    app.command(name)(invoke)
+    hints = get_type_hints(options, include_extras=True)  # of a base's fields, too, in the base's module
+    signature = inspect.signature(options)
+    parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+    invoke.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return invoke
 
 
 def _check_trie_file(path: Path, drafter: str) -> None:

@@ -1,0 +1,179 @@
+"""How well the target foresees itself over a sparse cache: token by token beside the full cache, on the same text.
+
+At each position the sparse cache has seen the true text (teacher forcing), which is what plain generation gives.
+Acceptance is the share of positions at which the two agree when greedy, and above temperature 0 the mean of
+sum(min(p, q)), the chance that rejection sampling accepts (TriForce, table 1 and figures 2a, 3b, 6a, 6b).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forerun.bench.longcontext import Prefilled
+from forerun.bench.longrows import Row
+from forerun.bench.needles import Haystack
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.view import View
+from forerun.model.level import CacheFactory, read
+from forerun.model.scorer import Scorer
+from forerun.sampling import Salt, gumbel
+from forerun.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A way to read a text cheaply: a model, and what makes its cache."""
+
+    scorer: Scorer
+    make: CacheFactory
+
+
+Readers = Mapping[str, Reader]
+Caches = dict[str, Cache]
+
+
+class Follower:
+    """Reads a text with the target, and beside it with every reader.
+
+    Args:
+        target: over its full cache.
+        prompt: read already.
+        readers: by name. Their own caches read the prompt here, once; those that look at the full one do so later.
+    """
+
+    def __init__(self, target: Scorer, prompt: Prefilled, readers: Readers) -> None:
+        self._target = target
+        self._prompt = prompt
+        self._readers = readers
+        self._base: Caches = {}
+        prompt.rewind()
+        with torch.inference_mode():
+            for name, reader in readers.items():
+                cache = reader.make(reader.scorer, prompt.cache)
+                if not isinstance(cache, View):
+                    read(reader.scorer, cache, np.array(prompt.tokens[: prompt.held]))
+                    self._base[name] = cache
+
+    @torch.inference_mode()
+    def acceptance(
+        self, new_tokens: int, temperature: float = 0.0, suffix: Sequence[int] = (), seed: int = 0
+    ) -> dict[str, float]:
+        """Of each reader, over ``new_tokens`` that the target generates.
+
+        Args:
+            new_tokens: to generate.
+            temperature: at which; 0 is greedy.
+            suffix: tokens read between the prompt and them.
+            seed: of the samples.
+        """
+        full, tokens = self._prompt.cache, [*self._prompt.tokens, *suffix]
+        caches = self._rewind(np.array(tokens[:-1]))
+        shares: dict[str, list[float]] = {name: [] for name in self._readers}
+        for _ in range(new_tokens):
+            block = Block(np.array(tokens[-1:]), DraftTree.empty(), full.length)
+            drafts = self._draft(block, caches)
+            logits = self._target.score([block], [full])[0][0]
+            full.commit(block, [])
+            for name, draft in drafts.items():
+                shares[name].append(overlap(logits, draft, temperature))
+                view = caches[name]
+                if isinstance(view, View):
+                    view.verified([-1], 1, round(shares[name][-1]))
+            tokens.append(_choose(logits, temperature, seed, len(tokens)))
+        return {name: float(np.mean(found)) for name, found in shares.items()}
+
+    def _rewind(self, text: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Caches:
+        """The full cache and fresh ones of all readers, at the end of ``text``."""
+        full = self._prompt.cache
+        self._prompt.rewind()
+        full.truncate(min(full.length, len(text) - 1))  # the last pass leaves the queries that views choose by
+        read(self._target, full, text)
+        caches = {}
+        for name, reader in self._readers.items():
+            base = self._base.get(name)
+            caches[name] = reader.make(reader.scorer, full) if base is None else copy.deepcopy(base)
+            if base is not None:
+                read(reader.scorer, caches[name], text)
+        return caches
+
+    def _draft(self, block: Block, caches: Caches) -> dict[str, torch.Tensor]:
+        """Logits ``[V]`` of each reader; readers of one model share a pass."""
+        found = {}
+        for scorer in {reader.scorer for reader in self._readers.values()}:
+            names = [name for name, reader in self._readers.items() if reader.scorer is scorer]
+            for name in names:
+                view = caches[name]
+                if isinstance(view, View):
+                    view.sync()
+            logits = scorer.score([block] * len(names), [caches[name] for name in names])
+            for name, row in zip(names, logits, strict=True):
+                found[name] = row[0]
+                if not isinstance(caches[name], View):
+                    caches[name].commit(block, [])
+        return found
+
+
+def overlap(target: torch.Tensor, draft: torch.Tensor, temperature: float) -> float:
+    """The chance that a draft from logits ``[V]`` is accepted under the target's; a draft may know fewer tokens."""
+    if temperature == 0:
+        return float(target.argmax() == draft.argmax())
+    p, q = ((logits.double() / temperature).softmax(-1) for logits in (target, draft))
+    return float(torch.minimum(p[: len(q)], q[: len(p)]).sum())
+
+
+def _choose(logits: torch.Tensor, temperature: float, seed: int, position: int) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    noise = gumbel(seed, position, len(logits), Salt.TARGET, logits.device)
+    return int((logits.double() / temperature + noise).argmax())
+
+
+def on_prose(
+    target: Scorer, prompts: Sequence[Prefilled], readers: Readers, temperatures: Sequence[float], new_tokens: int
+) -> list[Row]:
+    """A row for each reader and temperature: acceptance over prompts, and the divergence, which is the rest."""
+    found: dict[tuple[str, float], list[float]] = {}
+    for prompt in prompts:
+        follower = Follower(target, prompt, readers)
+        for temperature in temperatures:
+            for name, share in follower.acceptance(new_tokens, temperature).items():
+                found.setdefault((name, temperature), []).append(share)
+    return [
+        {
+            "task": "prose",
+            "reader": name,
+            "temperature": temperature,
+            "context": len(prompts[0].tokens),
+            "positions": new_tokens * len(shares),
+            "acceptance": round(float(np.mean(shares)), 4),
+            "divergence": round(1 - float(np.mean(shares)), 4),
+        }
+        for (name, temperature), shares in found.items()
+    ]
+
+
+def on_needles(target: Scorer, text: Prefilled, haystack: Haystack, readers: Readers) -> list[Row]:
+    """A row for each reader: acceptance over as many tokens as the answers have, when greedy."""
+    follower = Follower(target, text, readers)
+    found: dict[str, list[float]] = {}
+    lengths = [len(question.answer) for question in haystack.questions]
+    for question, length in zip(haystack.questions, lengths, strict=True):
+        for name, share in follower.acceptance(length, suffix=question.prompt).items():
+            found.setdefault(name, []).append(share)
+    return [
+        {
+            "task": "needles",
+            "reader": name,
+            "temperature": 0.0,
+            "context": len(haystack.text),
+            "positions": sum(lengths),
+            "acceptance": round(float(np.average(shares, weights=lengths)), 4),
+        }
+        for name, shares in found.items()
+    ]

@@ -1,0 +1,131 @@
+"""What passes cost at a length of context, and the speed-up that these costs and an acceptance allow.
+
+A chain of n drafts, each accepted with probability a where the one before it was, gives 1 + a + ... + a^n tokens a step
+(Leviathan et al., 2023, equation 1). In TriForce the middle level makes these n tokens with the small model's help;
+what that costs is computed exactly, the shorter last round included.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import torch
+
+from forerun.bench.longcontext import Prefilled
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.view import View
+from forerun.model.level import read
+from forerun.model.scorer import Scorer
+from forerun.recipes import SPARSE, small_cache, small_model
+from forerun.settings import Settings
+from forerun.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a pass, by the tokens in it.
+
+    Attributes:
+        full: of the target over all it has read.
+        middle: of the target over its retrieval cache.
+        small: of the small model, one token; None without one.
+    """
+
+    full: Mapping[int, float]
+    middle: Mapping[int, float]
+    small: float | None = None
+
+    def full_at(self, tokens: int) -> float:
+        """Interpolated."""
+        return _at(self.full, tokens)
+
+    def middle_at(self, tokens: int) -> float:
+        """Interpolated."""
+        return _at(self.middle, tokens)
+
+
+def _at(costs: Mapping[int, float], tokens: int) -> float:
+    sizes = sorted(costs)
+    return float(np.interp(tokens, sizes, [costs[size] for size in sizes]))
+
+
+def expected_tokens(acceptance: float, drafts: int) -> float:
+    """Tokens of a step that verifies a chain: its accepted drafts and one more."""
+    return sum(acceptance**i for i in range(drafts + 1))
+
+
+def drafting_seconds(costs: Costs, drafts: int, gamma1: int, inner_acceptance: float) -> float:
+    """Seconds in which the middle level makes ``drafts`` tokens; alone where there is no small model."""
+    if costs.small is None:
+        return drafts * costs.middle_at(1)
+    rounds = gamma1 * costs.small
+
+    @functools.cache
+    def to_come(missing: int) -> float:
+        if missing == 0:
+            return 0.0
+        tested = min(gamma1, missing - 1)
+        chances = [inner_acceptance**i * (1 - inner_acceptance) for i in range(tested)] + [inner_acceptance**tested]
+        rest = sum(chance * to_come(missing - 1 - accepted) for accepted, chance in enumerate(chances))
+        return rounds + costs.middle_at(tested + 1) + rest
+
+    return to_come(drafts)
+
+
+def speed_up_limit(costs: Costs, acceptance: float, inner_acceptance: float, gamma1: int, gamma2: int) -> float:
+    """The best speed-up over plain autoregression with up to ``gamma2`` drafts a step."""
+    plain = costs.full_at(1)
+    return max(
+        expected_tokens(acceptance, drafts)
+        * plain
+        / (costs.full_at(drafts + 1) + drafting_seconds(costs, drafts, gamma1, inner_acceptance))
+        for drafts in range(gamma2 + 1)
+    )
+
+
+@torch.inference_mode()
+def measure(target: Scorer, prompt: Prefilled, settings: Settings, repeats: int = 5) -> Costs:
+    """Median seconds of the passes that TriForce takes after a prompt; nothing of them stays in its cache."""
+    prompt.rewind()
+    token = prompt.tokens[-1]
+    full = {n: _time(target, prompt.cache, token, n, repeats) for n in _sizes(settings.gamma2)}
+    sparse = SPARSE["retrieval"](settings)(target, prompt.cache)
+    assert isinstance(sparse, View)
+    sparse.sync()
+    middle = {n: _time(target, sparse, token, n, repeats) for n in _sizes(settings.gamma1)}
+    if settings.draft_model is None:
+        return Costs(full, middle)
+    draft = small_model(settings)
+    small = small_cache(settings)(draft, prompt.cache)
+    read(draft, small, np.array(prompt.tokens[:-1]))
+    return Costs(full, middle, _time(draft, small, token % draft.vocabulary, 1, repeats))
+
+
+def _sizes(drafts: int) -> Sequence[int]:
+    return sorted({1, 2, 1 + drafts // 2, 1 + drafts} - {0})
+
+
+def _time(scorer: Scorer, cache: Cache, token: int, tokens: int, repeats: int) -> float:
+    tree = DraftTree.chain([token] * (tokens - 1))
+    pending = np.array([token])
+
+    def score() -> None:
+        logits = scorer.score([Block(pending, tree, cache.length)], [cache])
+        float(logits[0][-1, -1])  # until it is there
+
+    return _median_time(score, repeats)
+
+
+def _median_time(work: Callable[[], None], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds[1:])

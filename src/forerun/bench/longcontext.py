@@ -1,0 +1,240 @@
+"""Decoding after a long prompt: every contestant continues from the same prefilled cache, interleaved with plain.
+
+A prompt of 100,000 tokens takes minutes to read and seconds to continue. So it is read once; before each run the cache
+is cut back to the prompt, and what the run before left behind is gone. Contestants start anew each time, take turns
+within a round, and the order rotates from round to round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from forerun.caches.full import FullCache
+from forerun.engine import Engine
+from forerun.recipes import build_drafter
+from forerun.request import Request
+from forerun.settings import Settings
+from forerun.stats import Stats
+
+PLAIN = "none"
+"""The contestant that all others are compared with: plain autoregression."""
+
+Tokens = list[int]
+RequestMaker = Callable[[Engine, Tokens, str], Request]
+"""A fresh request, from the engine, the prompt and the contestant's name."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt that was read.
+
+    Attributes:
+        tokens: the prompt.
+        cache: holds its first tokens, with others behind them.
+        keep: how many of the prompt's tokens are taken from the cache; all but the last one if it is None.
+        read: how many tokens had been read after how many seconds, rising; empty if none were really read.
+    """
+
+    tokens: Tokens
+    cache: FullCache
+    read: Sequence[tuple[int, float]] = ()
+    keep: int | None = None
+
+    def cut(self, length: int) -> Prefilled:
+        """The first ``length`` tokens of it, in the same cache."""
+        return Prefilled(self.tokens[:length], self.cache, self.read)
+
+    def rewind(self) -> None:
+        """Forget all that follows in the cache."""
+        self.cache.truncate(self.held)
+
+    @property
+    def held(self) -> int:
+        """Tokens of the prompt that are taken from the cache."""
+        return len(self.tokens) - 1 if self.keep is None else self.keep
+
+    @property
+    def seconds(self) -> float | None:
+        """How long reading took; None if it was not really read."""
+        if not self.read:
+            return None
+        done, seconds = zip((0, 0.0), *self.read, strict=True)
+        return float(np.interp(self.held, done, seconds))
+
+
+def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
+    """Read a prompt, with room for ``room`` tokens behind it."""
+    read: list[tuple[int, float]] = []
+    begin = time.perf_counter()
+    cache = engine.prefill(tokens, room, lambda done, total: read.append((done, time.perf_counter() - begin)))
+    return Prefilled(tokens, cache, read)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One continuation of a row or a batch of rows.
+
+    Attributes:
+        texts: what was generated, for each row.
+        first_seconds: to the first token, after the prefill: the last token's pass, and what the drafter reads.
+        decode_seconds: from then to the end.
+        decoded: tokens of all rows after the first step.
+        stats: of each row.
+    """
+
+    texts: list[Tokens]
+    first_seconds: float
+    decode_seconds: float
+    decoded: int
+    stats: list[Stats]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed over all rows."""
+        return self.decoded / self.decode_seconds
+
+
+@dataclass
+class Series:
+    """A contestant's runs, ``runs[prompt][round]``; a prompt is a row or a batch of rows."""
+
+    contestant: str
+    runs: list[list[Run]] = field(default_factory=list)
+    prefill_seconds: list[float | None] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens by the sum of each prompt's median time."""
+        return sum(rounds[0].decoded for rounds in self.runs) / sum(
+            median(run.decode_seconds * rounds[0].decoded / run.decoded for run in rounds) for rounds in self.runs
+        )
+
+    def speed_ups(self, plain: Series) -> list[float]:
+        """Over plain autoregression, of each round."""
+        return [
+            float(np.mean([mine.tokens_per_second / base.tokens_per_second for mine, base in zip(*turn, strict=True)]))
+            for turn in zip(zip(*self.runs, strict=True), zip(*plain.runs, strict=True), strict=True)
+        ]
+
+    @property
+    def first_seconds(self) -> float | None:
+        """To the first token, prefill included; the mean over prompts, None where there was no prefill."""
+        return self._mean(lambda run: run.first_seconds)
+
+    @property
+    def total_seconds(self) -> float | None:
+        """From prompt to last token; as ``first_seconds``."""
+        return self._mean(lambda run: run.first_seconds + run.decode_seconds)
+
+    def _mean(self, seconds: Callable[[Run], float]) -> float | None:
+        known = [prefill for prefill in self.prefill_seconds if prefill is not None]
+        if len(known) < len(self.prefill_seconds):
+            return None
+        own = [median(map(seconds, rounds)) for rounds in self.runs]
+        return float(np.mean(known) + np.mean(own))
+
+
+def combine(parts: Sequence[Sequence[Series]]) -> list[Series]:
+    """Series of the same contestants over different prompts, as if they had been measured together."""
+    return [
+        Series(
+            same[0].contestant,
+            [rounds for one in same for rounds in one.runs],
+            [seconds for one in same for seconds in one.prefill_seconds],
+        )
+        for same in zip(*parts, strict=True)
+    ]
+
+
+class LongBench:
+    """Continues prefilled prompts with drafters by name.
+
+    Args:
+        engine: its target decides what is generated; its drafter is replaced.
+        rounds: runs of each contestant for each prompt.
+    """
+
+    def __init__(self, engine: Engine, rounds: int) -> None:
+        self.engine = engine
+        self.rounds = rounds
+        self._warm: set[str] = set()
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[Prefilled]],
+        contestants: Sequence[str],
+        settings: Settings,
+        make: RequestMaker,
+    ) -> list[Series]:
+        """Measure plain autoregression and the contestants.
+
+        Args:
+            prompts: each a row or a batch of rows.
+            contestants: names from ``forerun.recipes``.
+            settings: what they are built with.
+            make: makes the requests.
+        """
+        names = [PLAIN, *(name for name in contestants if name != PLAIN)]
+        found = {name: Series(name) for name in names}
+        for rows in prompts:
+            seconds = [row.seconds for row in rows]
+            known = [each for each in seconds if each is not None]
+            for series in found.values():
+                series.runs.append([])
+                series.prefill_seconds.append(sum(known) if len(known) == len(seconds) else None)
+            for name in names:
+                self._warm_up(rows, name, settings, make)
+            for turn in range(self.rounds):
+                shift = turn % len(names)
+                for name in names[shift:] + names[:shift]:
+                    found[name].runs[-1].append(self._once(rows, name, settings, make))
+        return list(found.values())
+
+    def _warm_up(self, rows: Sequence[Prefilled], name: str, settings: Settings, make: RequestMaker) -> None:
+        """Run each contestant once untimed: what is compiled or allocated at the first use is not decoding."""
+        if name not in self._warm:
+            self._warm.add(name)
+            self._once(rows, name, settings, make)
+
+    def _once(self, rows: Sequence[Prefilled], name: str, settings: Settings, make: RequestMaker) -> Run:
+        self.engine.use(build_drafter(name, settings))
+        for row in rows:
+            row.rewind()
+        requests = [make(self.engine, row.tokens, name) for row in rows]
+        begin = time.perf_counter()
+        commits = self.engine.run(requests, caches=[row.cache for row in rows])
+        first = sum(len(next(commits).tokens) for _ in rows)  # every row is in the first step
+        middle = time.perf_counter()
+        for _ in commits:
+            pass
+        end = time.perf_counter()
+        texts = [request.generated.tolist() for request in requests]
+        decoded = sum(map(len, texts)) - first
+        return Run(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
+
+
+def sampled(temperature: float, new_tokens: int, seed: int = 0) -> RequestMaker:
+    """Requests of a fixed length: greedy at temperature 0, else coupled samples of the whole distribution."""
+
+    def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
+        options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
+        if temperature > 0:
+            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
+        request = engine.requests(tokens, **options)[0]
+        request.eos_token_ids = frozenset()
+        return request
+
+    return make
+
+
+def acceptance(stats: Sequence[Stats]) -> float | None:
+    """Accepted drafts by drafts put to the test: what follows a rejected one was not. None without drafts."""
+    accepted = sum(sum(one.accepted) for one in stats)
+    tested = accepted + sum(a < d for one in stats for a, d in zip(one.accepted, one.drafted, strict=True))
+    return accepted / tested if tested else None

@@ -1,0 +1,175 @@
+"""Facts strewn into a long text, asked for one by one: what eviction alone loses, and what is lossless keeps.
+
+The text is read once. For each question the cache is cut back to the text, and the question and its answer follow.
+A model over a sparse cache *alone* generates through that cache and nothing verifies it (TriForce, figure 1, right).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+
+from forerun.bench.longcontext import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled
+from forerun.bench.longrows import Row, summarise
+from forerun.bench.texts import Texts
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.full import FullCache
+from forerun.caches.view import View
+from forerun.engine import Engine
+from forerun.model.level import read
+from forerun.model.scorer import Scorer
+from forerun.recipes import SPARSE
+from forerun.reference import tasks
+from forerun.settings import Settings
+from forerun.tree import DraftTree
+
+TOKENS_A_FACT = 100
+"""Of a text in which facts are hidden, at least."""
+FACT_TOKENS = 30
+"""Of a fact and its question, about."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What follows the text, and how it goes on; ``depth`` is where the fact stands, from 0 to 1."""
+
+    prompt: Tokens
+    answer: Tokens
+    depth: float
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text with facts in it, and the questions about them."""
+
+    text: Tokens
+    questions: Sequence[Question]
+
+
+def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
+    """A haystack of about ``context`` tokens with ``count`` facts strewn in.
+
+    Raises:
+        ValueError: if there is no room for so many facts.
+    """
+    if context < TOKENS_A_FACT * count:
+        raise ValueError(
+            f"{count} needles do not fit into a context of {context} tokens; at most {context // TOKENS_A_FACT} do"
+        )
+    chars = int((context - FACT_TOKENS * count) * texts.chars_per_token(index))
+    text, asked = tasks.haystack(Random(f"needles/{index}"), texts.material(index), chars, count)
+    questions = [
+        Question(texts.encode(task.prompt), texts.encode(task.answer), text.index(task.sources[0]) / len(text))
+        for task in asked
+    ]
+    return Haystack(texts.encode(text), questions)
+
+
+def read_text(engine: Engine, haystack: Haystack, room: int) -> Prefilled:
+    """The text alone, all of it read, with room for ``room`` tokens behind it."""
+    whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room)
+    return Prefilled(haystack.text, whole.cache, whole.read, len(haystack.text))
+
+
+class Alone:
+    """The target over a sparse cache of a text, and nothing else.
+
+    Args:
+        scorer: the target.
+        name: a cache of ``forerun.recipes.SPARSE``.
+        settings: what it is built with.
+        full: holds the text; caches that look at it choose when the question has been read.
+        text: token ids; caches of their own read it here, once.
+    """
+
+    def __init__(self, scorer: Scorer, name: str, settings: Settings, full: FullCache, text: Tokens) -> None:
+        self._scorer = scorer
+        self._full = full
+        self._length = len(text)
+        self._make = SPARSE[name](settings)
+        self._base: Cache | None = None
+        cache = self._make(scorer, full)
+        if not isinstance(cache, View):
+            with torch.inference_mode():
+                read(scorer, cache, np.array(text))
+            self._base = cache
+
+    @torch.inference_mode()
+    def generate(self, question: Tokens, new_tokens: int, text: Tokens) -> tuple[Tokens, float]:
+        """The tokens that follow greedily, and the seconds that each took after the first."""
+        cache = self._read(np.array([*text, *question[:-1]]))
+        tokens, seconds = [question[-1]], []
+        for _ in range(new_tokens):
+            begin = time.perf_counter()
+            block = Block(np.array(tokens[-1:]), DraftTree.empty(), cache.length)
+            logits = self._scorer.score([block], [cache])[0]
+            cache.commit(block, [])
+            tokens.append(int(logits[0].argmax()))
+            seconds.append(time.perf_counter() - begin)
+        return tokens[1:], float(np.mean(seconds[1:] or seconds))
+
+    def _read(self, prompt: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Cache:
+        if self._base is not None:
+            cache = copy.deepcopy(self._base)
+            read(self._scorer, cache, prompt)
+            return cache
+        self._full.truncate(self._length)
+        read(self._scorer, self._full, prompt)
+        view = self._make(self._scorer, self._full)
+        assert isinstance(view, View)
+        view.sync()
+        return view
+
+
+def run(
+    bench: LongBench, haystack: Haystack, prefilled: Prefilled, lossless: Sequence[str], settings: Settings, tokens: int
+) -> list[Row]:
+    """Accuracy and seconds per token of plain autoregression, lossless drafters and every sparse cache alone.
+
+    Args:
+        bench: its engine has read the text.
+        haystack: text and questions.
+        prefilled: the text.
+        lossless: names from ``forerun.recipes``.
+        settings: for both kinds.
+        tokens: generated for each question; the answer is at their beginning.
+    """
+    rows = [
+        Prefilled([*haystack.text, *question.prompt], prefilled.cache, prefilled.read, len(haystack.text))
+        for question in haystack.questions
+    ]
+    series = bench.run([[row] for row in rows], lossless, settings, sampled(0.0, tokens))
+    found = []
+    for one, row in zip(series, summarise(series), strict=True):
+        texts = [rounds[0].texts[0] for rounds in one.runs]
+        name = "plain" if one.contestant == PLAIN else one.contestant
+        found.append(_row(name, True, haystack, texts, row["seconds_per_token"]))
+    for name in SPARSE:
+        alone = Alone(bench.engine.target, name, settings, prefilled.cache, haystack.text)
+        made = [alone.generate(question.prompt, tokens, haystack.text) for question in haystack.questions]
+        seconds = float(np.median([seconds for _, seconds in made]))
+        found.append(_row(f"{name} alone", False, haystack, [text for text, _ in made], seconds))
+    return found
+
+
+def _row(name: str, lossless: bool, haystack: Haystack, texts: Sequence[Tokens], seconds: float) -> Row:
+    right = [
+        text[: len(question.answer)] == question.answer
+        for text, question in zip(texts, haystack.questions, strict=True)
+    ]
+    return {
+        "contestant": name,
+        "lossless": lossless,
+        "context": len(haystack.text),
+        "needles": len(right),
+        "accuracy": sum(right) / len(right),
+        "seconds_per_token": round(seconds, 6),
+        "right_at_depths": [round(q.depth, 3) for q, fine in zip(haystack.questions, right, strict=True) if fine],
+    }

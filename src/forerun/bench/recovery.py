@@ -1,0 +1,118 @@
+"""How sparse a model's attention is over a long prompt, and for how long the keys that matter stay the same.
+
+For every layer and head: how much of the attention to the prompt the k keys with most of it draw (TriForce, figure 3a),
+and how much the keys that mattered most at the prompt's end still draw while text is generated (figure 3c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forerun.attention import AttentionSpec
+from forerun.bench.longcontext import Prefilled
+from forerun.bench.longrows import Row
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.full import FullCache
+from forerun.model.scorer import Scorer
+from forerun.tree import DraftTree
+
+
+class Probe(Cache):
+    """A full cache as it is, and the attention of its blocks' last tokens to the first ``prompt`` tokens.
+
+    Args:
+        full: what decides.
+        prompt: tokens that are looked at.
+        sizes: k, rising.
+        budget: keys chosen at the first pass, whose share is watched from then on.
+    """
+
+    def __init__(self, full: FullCache, prompt: int, sizes: Sequence[int], budget: int) -> None:
+        self.full = full
+        self.top: dict[int, list[torch.Tensor]] = {}
+        """By layer and pass, what the k first keys draw, ``[H, len(sizes)]``."""
+        self.kept: dict[int, list[torch.Tensor]] = {}
+        """By layer and pass, what the keys chosen at the first pass draw, ``[H]``."""
+        self._prompt = prompt
+        self._sizes = [min(size, prompt) for size in sizes]
+        self._budget = min(budget, prompt)
+        self._chosen: dict[int, torch.Tensor] = {}
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """See ``Cache.length``."""
+        return self.full.length
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``."""
+        out = self.full.attend(layer, q, k, v, block, spec)
+        shares = _shares(q[0, :, -1], self.full.read(layer, 0, self._prompt)[0][0], spec)
+        ranked = shares.topk(max(self._sizes), -1).values.cumsum(-1)
+        self.top.setdefault(layer, []).append(ranked[:, [size - 1 for size in self._sizes]])
+        chosen = self._chosen.setdefault(layer, shares.topk(self._budget, -1).indices)
+        self.kept.setdefault(layer, []).append(shares.gather(-1, chosen).sum(-1))
+        return out
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """See ``Cache.commit``."""
+        self.full.commit(block, path)
+
+    def truncate(self, length: int) -> None:
+        """See ``Cache.truncate``."""
+        self.full.truncate(length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full cache."""
+        return self.full.nbytes
+
+
+def _shares(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Of the attention of queries ``[H, d]`` to keys ``[Hkv, m, d]``, what each key draws: ``[H, m]``."""
+    grouped = q.reshape(keys.shape[0], -1, q.shape[-1]).float()
+    scores = (grouped @ keys.float().transpose(-1, -2)).flatten(0, 1) * spec.scaling
+    if spec.softcap is not None:
+        scores = torch.tanh(scores / spec.softcap) * spec.softcap
+    return scores.softmax(-1)
+
+
+@torch.inference_mode()
+def watch(target: Scorer, prompt: Prefilled, sizes: Sequence[int], budget: int, new_tokens: int) -> Probe:
+    """A probe that has seen the last token of the prompt and the greedy continuation."""
+    prompt.rewind()
+    probe = Probe(prompt.cache, len(prompt.tokens) - 1, sizes, budget)
+    token = prompt.tokens[-1]
+    for _ in range(new_tokens + 1):
+        block = Block(np.array([token]), DraftTree.empty(), probe.length)
+        logits = target.score([block], [probe])[0]
+        probe.commit(block, [])
+        token = int(logits[0].argmax())
+    return probe
+
+
+def top_rows(probe: Probe, sizes: Sequence[int]) -> list[Row]:
+    """What the k first keys draw, by layer, head and k, averaged over passes."""
+    rows = []
+    for layer, passes in sorted(probe.top.items()):
+        mean = torch.stack(passes).mean(0).tolist()
+        rows += [
+            {"layer": layer, "head": head, "k": k, "recovered": round(share, 5)}
+            for head, shares in enumerate(mean)
+            for k, share in zip(sizes, shares, strict=True)
+        ]
+    return rows
+
+
+def locality_rows(probe: Probe) -> list[Row]:
+    """What the keys chosen at the prompt's end draw, by layer and generated tokens, averaged over heads."""
+    return [
+        {"layer": layer, "token": token, "recovered": round(float(shares.mean()), 5)}
+        for layer, passes in sorted(probe.kept.items())
+        for token, shares in enumerate(passes)
+    ]

@@ -1,0 +1,179 @@
+"""Speed at sizes whose weights are not here: true kernels, random weights and keys, and a stated acceptance.
+
+What is simulated is only which token each level chooses. The target's at a position is a hash; the level below chooses
+the same with the stated probability, else another one, and the level below that one likewise. So all that is drafted
+and verified goes through the same passes, caches and walks as ever, and every contestant still gives plain's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from forerun.bench.longcontext import Prefilled, RequestMaker, Tokens
+from forerun.block import Block
+from forerun.caches.full import FullCache
+from forerun.engine import Engine
+from forerun.model.scorer import Scorer
+from forerun.request import Request
+from forerun.sampling import Salt, Sampler, uniform
+from forerun.tree import DraftTree
+
+SHAPES = {
+    "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
+    "llama-2-13b": (40, 5120, 13824, 40, 40, 32000),
+    "llama-3-8b": (32, 4096, 14336, 32, 8, 128256),
+    "llama-68m": (2, 768, 3072, 12, 12, 32000),
+}
+"""Layers, hidden size, intermediate size, heads, KV heads, vocabulary."""
+
+POSITIONS = 1 << 20
+SELF_DRAFTING = ("retrieval", "streaming-self", "h2o", "topk")
+BELOW_MIDDLE = ("triforce", "streaming-hierarchy")
+SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
+"""The drafters whose acceptance can be stated: those that are models all the way."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a model.
+
+    Raises:
+        ValueError: if the sizes do not fit together.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    def __post_init__(self) -> None:
+        sizes = (self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads, self.vocabulary)
+        if min(sizes) < 1 or self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
+            raise ValueError(
+                f"a shape of {sizes} is not possible: sizes must be positive, hidden a multiple of twice the heads, "
+                "and heads a multiple of kv_heads"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """A name of ``SHAPES``, or layers,hidden,intermediate,heads,kv_heads,vocabulary.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if text in SHAPES:
+            return cls(*SHAPES[text])
+        parts = text.split(",")
+        if len(parts) != 6 or not all(part.strip().isdigit() for part in parts):
+            raise ValueError(
+                f"a shape is {text!r}; give one of {', '.join(SHAPES)}, "
+                "or layers,hidden,intermediate,heads,kv_heads,vocabulary"
+            )
+        return cls(*map(int, parts))
+
+
+def random_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """A decoder of this shape with random weights."""
+    config = LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=POSITIONS,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+@torch.inference_mode()
+def random_prompt(scorer: Scorer, length: int, room: int, seed: int = 0) -> Prefilled:
+    """Random tokens, with random keys and values as if they had been read."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(scorer.vocabulary, (length,), generator=generator)
+    sample = FullCache(1)
+    block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
+    scorer.score([block], [sample])
+    sample.commit(block, [])
+    cache = FullCache(length + room)
+    cache.extend({layer: _random_rows(sample, layer, length - 1) for layer in sample.layers})
+    return Prefilled(tokens.tolist(), cache)
+
+
+def _random_rows(sample: FullCache, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = sample.read(layer, 0, 1)
+    return tuple(torch.randn(*t.shape[:2], count, t.shape[3], dtype=t.dtype, device=t.device) for t in (keys, values))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class SimulatedSampler(Sampler):
+    """Chooses by a hash of the position; a draft's sampler agrees with that of the level above as often as stated.
+
+    Attributes:
+        agreement: of each level below the target with the one above it.
+        level: whose choices these are; 0 is the target.
+    """
+
+    agreement: Sequence[float] = ()
+    level: int = 0
+
+    def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
+        """See ``Sampler.choose``; the scores only tell how many tokens there are."""
+        size = scores.shape[-1]
+        token = int(uniform(self.seed, position, Salt.TARGET) * size)
+        for level, agreement in enumerate(self.agreement[: self.level], 1):
+            token += uniform(self.seed + level, position, Salt.ACCEPT) >= agreement
+        return token % size
+
+    def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The logits as they are."""
+        return logits
+
+    def inner(self) -> Sampler:
+        """Of the level below."""
+        return replace(self, level=self.level + 1)
+
+
+def simulated(acceptance: float, small_acceptance: float, new_tokens: int) -> RequestMaker:
+    """Requests with stated acceptances, of each draft by the level above it.
+
+    Args:
+        acceptance: of what the target drafts over a sparse cache, by the target over the full one.
+        small_acceptance: of what the small model drafts.
+        new_tokens: generated.
+
+    Raises:
+        ValueError: for a value outside of 0 to 1.
+    """
+    for name, value in (("acceptance", acceptance), ("small_acceptance", small_acceptance)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}; it must be between 0 and 1")
+
+    def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
+        levels = (small_acceptance,) if contestant == "streaming" else (acceptance, small_acceptance)
+        return Request(tokens, new_tokens, sampler=SimulatedSampler("coupled", len(tokens) << 8, agreement=levels))
+
+    return make
+
+
+def check_simulated(contestants: Sequence[str]) -> None:
+    """Refuse drafters whose acceptance cannot be stated.
+
+    Raises:
+        ValueError: naming them.
+    """
+    wrong = [name for name in contestants if name not in ("none", *SIMULATED)]
+    if wrong:
+        raise ValueError(
+            f"--simulate-acceptance states how often a model's drafts are accepted, and {', '.join(wrong)} drafts "
+            f"otherwise; possible are {', '.join(SIMULATED)}"
+        )

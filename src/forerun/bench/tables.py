@@ -1,0 +1,109 @@
+"""Rows as Markdown tables, and a report of several of them with its plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forerun.bench.longrows import Row
+from forerun.bench.report import machine
+
+Cell = Callable[[Row], str]
+
+
+def pivot(rows: Sequence[Row], down: str, across: str, cell: Cell) -> str:
+    """A table of one row for each value of ``down`` and one column for each of ``across``."""
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    cells = {(row[down], row[across]): cell(row) for row in rows}
+    lines = [f"| {down} | {' | '.join(_shown(column) for column in columns)} |", "|---|" + "---|" * len(columns)]
+    for value in dict.fromkeys(row[down] for row in rows):
+        found = [cells.get((value, column), "-") for column in columns]
+        lines.append(f"| {_shown(value)} | {' | '.join(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def listing(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """A table of all rows.
+
+    Args:
+        rows: what it shows.
+        columns: heading by the name of the value.
+    """
+    lines = [f"| {' | '.join(columns.values())} |", "|" + "---|" * len(columns)]
+    lines += [f"| {' | '.join(_shown(row.get(name)) for name in columns)} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def speed_cell(row: Row) -> str:
+    """A speed-up, and in brackets the acceptance."""
+    accepted = "" if row["acceptance"] is None else f" ({row['acceptance']:.3f})"
+    return f"{row['speed_up']:.2f}x{accepted}"
+
+
+def number_cell(name: str) -> Cell:
+    """A value with three decimals."""
+    return lambda row: "-" if row.get(name) is None else f"{row[name]:.3f}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+@dataclass
+class Report:
+    """What a command measured, part by part, and how it is written.
+
+    Attributes:
+        title: of the Markdown file.
+        settings: what it was measured with.
+        label: said with everything that is printed, such as a simulated acceptance; empty if there is nothing to say.
+    """
+
+    title: str
+    settings: Row
+    label: str = ""
+    parts: dict[str, list[Row]] = field(default_factory=dict)
+    text: list[str] = field(default_factory=list)
+    plots: list[tuple[str, Callable[[Path], None]]] = field(default_factory=list)
+
+    def add(self, name: str, heading: str, rows: Sequence[Row], *tables: str) -> None:
+        """Add a part: its rows go into the JSON, its tables into the Markdown."""
+        self.parts[name] = [row | ({"simulated": self.label} if self.label else {}) for row in rows]
+        self.text += [f"## {self.named(heading)}\n", *tables]
+
+    def named(self, title: str) -> str:
+        """A title with the label."""
+        return f"{title} ({self.label})" if self.label else title
+
+    def plot(self, name: str, draw: Callable[[Path], None]) -> None:
+        """Add a plot, drawn into the file it is given."""
+        self.plots.append((name, draw))
+
+    @property
+    def markdown(self) -> str:
+        """All tables."""
+        return "\n".join([f"# {self.named(self.title)}\n", *self.text])
+
+    @property
+    def json(self) -> Row:
+        """All rows as plain values."""
+        said = {"simulated": self.label} if self.label else {}
+        return {"machine": machine(), "settings": self.settings, **said, "parts": self.parts}
+
+    def write(self, folder: Path, name: str) -> list[Path]:
+        """Write ``name.json``, ``name.md`` and a ``.png`` for each plot into ``folder``."""
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{name}.json", folder / f"{name}.md"]
+        paths[0].write_text(json.dumps(self.json, indent=1) + "\n")
+        paths[1].write_text(self.markdown)
+        for plot, draw in self.plots:
+            paths.append(folder / f"{name}-{plot}.png")
+            draw(paths[-1])
+        return paths

@@ -1,0 +1,83 @@
+"""Long texts to measure on: a file, a folder of files, or invented prose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from forerun.reference import tasks
+from forerun.reference.tasks import Material
+
+Encode = Callable[[str], list[int]]
+SEED = "long"
+CHARS = 8
+"""Characters that give a token, at most, on average."""
+SAMPLE = 50_000
+"""Characters of a sample."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Where prompts are cut from: each another file, and another place where there are more prompts than files.
+
+    Attributes:
+        encode: text to token ids.
+        bodies: the files' texts; without any, facts are invented.
+        names: of the files.
+    """
+
+    encode: Encode
+    bodies: Sequence[str] = ()
+    names: Sequence[str] = ()
+
+    @classmethod
+    def read(cls, path: Path | None, encode: Encode) -> Texts:
+        """The text of a file, or of a folder's ``.txt`` files in the order of their names.
+
+        Raises:
+            ValueError: if there is no such file, or the folder has no ``.txt`` file.
+        """
+        if path is None:
+            return cls(encode)
+        if not path.exists():
+            raise ValueError(f"--text is {path}; there is no such file or folder")
+        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+        if not files:
+            raise ValueError(f"--text is {path}; that folder has no .txt file")
+        return cls(encode, [file.read_text(encoding="utf-8") for file in files], [file.name for file in files])
+
+    def chars(self, index: int, count: int) -> str:
+        """At least ``count`` characters of the prompt ``index``, if the text has as many."""
+        if not self.bodies:
+            return " ".join(tasks.filler(Random(f"{SEED}/{index}"), Material(), count))
+        turn, file = divmod(index, len(self.bodies))
+        return self.bodies[file][turn * count : (turn + 1) * count]
+
+    def material(self, index: int) -> Material:
+        """The paragraphs of a prompt's file, for tasks; none if there are no files."""
+        if not self.bodies:
+            return Material()
+        parts = self.bodies[index % len(self.bodies)].split("\n\n")
+        return Material(prose=tuple(part.strip() for part in parts if len(part.strip()) > 1))
+
+    def chars_per_token(self, index: int) -> float:
+        """Of that prompt's text, on average."""
+        sample = self.chars(index, SAMPLE)
+        return len(sample) / len(self.encode(sample))
+
+    def tokens(self, index: int, count: int) -> list[int]:
+        """The ``count`` tokens of prompt ``index``.
+
+        Raises:
+            ValueError: if the text is too short.
+        """
+        found = self.encode(self.chars(index, CHARS * count))[:count]
+        if len(found) < count:
+            name = self.names[index % len(self.names)] if self.names else "the invented text"
+            raise ValueError(
+                f"{name} gives {len(found)} tokens for prompt {index + 1}; {count} are needed (give a longer text, "
+                "fewer prompts or a shorter context)"
+            )
+        return found

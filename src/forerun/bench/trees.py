@@ -1,0 +1,98 @@
+"""Draft trees by the target over its retrieval cache: tokens per step by the tree's shape and size (figure 6c).
+
+Steps are counted here, not timed: on long contexts a step's cost is mostly that of reading the full cache, which does
+not depend on the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forerun.bench.longcontext import Prefilled, RequestMaker
+from forerun.bench.longrows import Row
+from forerun.block import Block
+from forerun.caches.view import View
+from forerun.drafters.model import ModelDrafter
+from forerun.engine import Engine
+from forerun.model.level import read
+from forerun.model.scorer import Scorer
+from forerun.recipes import SPARSE
+from forerun.settings import Settings
+from forerun.shape import Shape
+from forerun.tree import DraftTree
+
+RANKS = 8
+"""Candidates of a node that a tree may hold."""
+SEQUENCES = 4
+"""Independent sequences in a tree, if it has as many nodes."""
+DEPTH = 32
+"""Of a tree, at most."""
+
+
+@torch.inference_mode()
+def rank_rates(target: Scorer, prompt: Prefilled, settings: Settings, new_tokens: int) -> list[float]:
+    """How often the token that the target takes greedily is the draft's candidate of each rank, falling."""
+    prompt.rewind()
+    full, tokens = prompt.cache, list(prompt.tokens)
+    full.truncate(len(tokens) - 2)
+    read(target, full, np.array(tokens[:-1]))  # leaves the queries to choose by
+    view = SPARSE["retrieval"](settings)(target, full)
+    assert isinstance(view, View)
+    counts = np.zeros(RANKS)
+    for _ in range(new_tokens):
+        view.sync()
+        block = Block(np.array(tokens[-1:]), DraftTree.empty(), full.length)
+        draft, logits = (target.score([block], [cache])[0][0] for cache in (view, full))
+        full.commit(block, [])
+        tokens.append(int(logits.argmax()))
+        ranks = draft.topk(min(RANKS, len(draft))).indices.tolist()
+        if tokens[-1] in ranks:
+            counts[ranks.index(tokens[-1])] += 1
+    smoothed = (counts + 0.5 / np.arange(1, RANKS + 1)) / (new_tokens + RANKS)
+    return sorted(smoothed.tolist(), reverse=True)
+
+
+def shapes(size: int, rates: Sequence[float]) -> dict[str, Shape]:
+    """The shapes to compare, of ``size`` nodes each."""
+    branches = min(SEQUENCES, size)
+    return {
+        "chain": Shape.chain(min(size, DEPTH)),
+        "independent sequences": Shape.independent(branches, min(size // branches, DEPTH)),
+        "sequoia": Shape.sequoia(size, DEPTH, rates),
+    }
+
+
+def tree_rows(
+    engine: Engine, prompts: Sequence[Prefilled], sizes: Sequence[int], settings: Settings, make: RequestMaker
+) -> list[Row]:
+    """A row for each shape and size: tokens per step of the target.
+
+    Args:
+        engine: without a planner, and with a budget of the largest size, so that trees stay whole.
+        prompts: read already.
+        sizes: nodes.
+        settings: of the retrieval cache.
+        make: makes the requests; the length of the continuation is theirs.
+    """
+    rates = rank_rates(engine.target, prompts[0], settings, make(engine, prompts[0].tokens, "").max_new_tokens)
+    rows = []
+    for size in sizes:
+        for name, shape in shapes(size, rates).items():
+            found = [_run(engine, prompt, shape, settings, make) for prompt in prompts]
+            tokens, steps = (sum(each) for each in zip(*found, strict=True))
+            per_step = round(tokens / steps, 3)
+            rows.append({"shape": name, "nodes": size, "depth": len(shape.levels), "tokens_per_step": per_step})
+    return rows
+
+
+def _run(engine: Engine, prompt: Prefilled, shape: Shape, settings: Settings, make: RequestMaker) -> tuple[int, int]:
+    """Tokens and steps after the first step, in which a cache that is new cannot draft."""
+    engine.use(ModelDrafter(SPARSE["retrieval"](settings), 1, shape=shape))
+    prompt.rewind()
+    request = make(engine, prompt.tokens, "")
+    for _ in engine.run([request], caches=[prompt.cache]):
+        pass
+    return sum(request.stats.emitted[1:]), request.stats.steps - 1

@@ -1,0 +1,138 @@
+"""TriForce's tables 2 and 4 and its figures 1 (right) and 5, measured here: what each part runs and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from forerun.bench import needles
+from forerun.bench.costs import Costs, expected_tokens, measure, speed_up_limit
+from forerun.bench.longcontext import LongBench, Prefilled, RequestMaker, Series, combine
+from forerun.bench.longrows import Row, summarise
+from forerun.bench.needles import Haystack
+from forerun.bench.tables import Report
+from forerun.bench.triforce_report import report_batches, report_contexts, report_needles, report_temperatures
+from forerun.settings import Settings
+
+Say = Callable[[str], None]
+MakerAt = Callable[[float], RequestMaker]
+"""Makes requests for a temperature."""
+ReadPrompt = Callable[[int, int], Prefilled]
+"""Reads prompt number i of so many tokens."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        contexts: tokens of a prompt, rising; the first parts use the longest.
+        temperatures: of the first part.
+        drafters: names from ``forerun.recipes``.
+        prompts: for each context.
+        batches: rows together; they share the longest context's tokens.
+        budgets: of a sparse cache in batches, for each row.
+        batch_temperatures: of batches.
+        needles, needle_tokens: questions about the longest context, and tokens generated for each.
+    """
+
+    contexts: Sequence[int]
+    temperatures: Sequence[float]
+    drafters: Sequence[str]
+    prompts: int
+    batches: Sequence[int]
+    budgets: Sequence[int]
+    batch_temperatures: Sequence[float]
+    needles: int
+    needle_tokens: int
+
+
+@dataclass(frozen=True)
+class TriforceBench:
+    """The parts, which fill a report.
+
+    Args:
+        bench: contestants over one target.
+        settings: what drafters are built with.
+        sizes: what is measured.
+        read: reads prompts.
+        make: makes requests.
+        report: to be filled.
+        say: told what is under way.
+    """
+
+    bench: LongBench
+    settings: Settings
+    sizes: Sizes
+    read: ReadPrompt
+    make: MakerAt
+    report: Report
+    say: Say
+
+    def alone(self, temperatures: bool, contexts: bool) -> None:
+        """One row at a time: the longest context at all temperatures, then all contexts when greedy."""
+        longest = self.sizes.contexts[-1]
+        found: dict[tuple[int, float], list[list[Series]]] = {}
+        costs: dict[int, Costs] = {}
+        for index in range(self.sizes.prompts):
+            self.say(f"reading prompt {index + 1} of {self.sizes.prompts}: {longest:,} tokens")
+            prompt = self.read(index, longest)
+            for temperature in self.sizes.temperatures if temperatures else ():
+                self.say(f"prompt {index + 1}: temperature {temperature:g}")
+                found.setdefault((longest, temperature), []).append(self._run([[prompt]], temperature))
+            for context in reversed(self.sizes.contexts) if contexts else ():  # cutting loses what is behind
+                self.say(f"prompt {index + 1}: context {context:,}")
+                cut = prompt.cut(context)
+                if (context, 0.0) not in found or len(found[context, 0.0]) <= index:
+                    found.setdefault((context, 0.0), []).append(self._run([[cut]], 0.0))
+                if context not in costs:
+                    costs[context] = measure(self.bench.engine.target, cut, self.settings)
+        rows = [
+            row
+            for (context, temperature), parts in found.items()
+            for row in summarise(combine(parts), context=context, temperature=temperature)
+        ]
+        if temperatures:
+            report_temperatures(self.report, [row for row in rows if row["context"] == longest])
+        if contexts:
+            greedy = [row for row in rows if row["temperature"] == 0]
+            report_contexts(self.report, greedy, limits(greedy, costs, self.settings), costs)
+
+    def batches(self) -> None:
+        """Ragged rows that share the longest context's tokens, with each budget; the same plain runs for none."""
+        rows: list[Row] = []
+        for size in self.sizes.batches:
+            longest = self.sizes.contexts[-1] // size
+            self.say(f"reading {size} rows of up to {longest:,} tokens")
+            prompts = [self.read(row, max(2, longest - row * longest // (10 * size))) for row in range(size)]
+            for budget in self.sizes.budgets:
+                for temperature in self.sizes.batch_temperatures:
+                    self.say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
+                    settings = replace(self.settings, cache_budget=budget)
+                    labels = {"batch": size, "budget": budget, "context": longest, "temperature": temperature}
+                    rows += summarise(self._run([prompts], temperature, settings), **labels)
+        report_batches(self.report, rows)
+
+    def needles(self, haystack: Haystack, text: Prefilled) -> None:
+        """Eviction alone beside what is lossless."""
+        self.say(f"asking for {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
+        rows = needles.run(self.bench, haystack, text, self.sizes.drafters, self.settings, self.sizes.needle_tokens)
+        report_needles(self.report, rows)
+
+    def _run(
+        self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: Settings | None = None
+    ) -> list[Series]:
+        return self.bench.run(prompts, self.sizes.drafters, settings or self.settings, self.make(temperature))
+
+
+def limits(rows: Sequence[Row], costs: Mapping[int, Costs], settings: Settings) -> list[Row]:
+    """TriForce's speed-up limits at each context, by measured costs and acceptances; none where it was not measured."""
+    found = []
+    for row in rows:
+        if row["contestant"] != "triforce" or row["acceptance"] is None:
+            continue
+        at, acceptance, inner = costs[row["context"]], row["acceptance"], row["middle_acceptance"] or 0.0
+        limit = speed_up_limit(at, acceptance, inner, settings.gamma1, settings.gamma2)
+        free = expected_tokens(acceptance, settings.gamma2)
+        found.append({"context": row["context"], "limit": round(limit, 3), "free_limit": round(free, 3)})
+    return found

@@ -1,0 +1,158 @@
+"""Options of the commands that measure long contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from forerun.cli.options import _LONG, _MODEL, _OUTPUT, _TEXT, Debug, Device, Dtype, Json, LongOptions, Model, Trust
+from forerun.cli.options import _option as option
+
+_SIMULATION = "Simulation"
+N = TypeVar("N", int, float)
+
+Text = Annotated[Path | None, option("--text", panel=_TEXT, help="A text file or a folder of them; else invented.")]
+Prompts = Annotated[int, option("--prompts", panel=_TEXT, help="For each context.", min=1)]
+Needles = Annotated[int, option("--needles", panel=_TEXT, help="Facts asked from one text.", min=1)]
+AnyDtype = Annotated[Dtype, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")]
+TRIFORCE_PARTS = ("temperatures", "contexts", "batches", "needles")
+ANALYSE_PARTS = ("acceptance", "budgets", "chunks", "recovery", "trees", "divergence")
+
+
+def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]:
+    """The numbers of a comma list.
+
+    Raises:
+        ValueError: naming the option, if it holds anything else, or a number below ``least``.
+    """
+    try:
+        found = [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} is {text!r}; it must be numbers with commas between them") from None
+    if min(found) < least:
+        raise ValueError(f"{name} is {text!r}; no number may be below {least}")
+    return found
+
+
+def names(name: str, text: str, known: tuple[str, ...]) -> list[str]:
+    """The names of a comma list.
+
+    Raises:
+        ValueError: naming the option, for an unknown one.
+    """
+    found = [part.strip() for part in text.split(",")]
+    if unknown := [part for part in found if part not in known]:
+        raise ValueError(f"{name} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+    return found
+
+
+def plain(options: Any) -> dict[str, Any]:
+    """Options as plain values, for JSON."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+
+
+def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
+    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
+
+
+Contexts = Annotated[str, _list("--contexts", _TEXT, "Prompt tokens.")]
+Temperatures = Annotated[str, _list("--temperatures", _TEXT, "0 is greedy.")]
+
+
+@dataclass(frozen=True)
+class TriforceOptions(LongOptions):
+    """Decoding after long prompts: TriForce and its baselines beside plain autoregression over the same cache.
+
+    Speed-up and acceptance by temperature, by context with the limit that measured costs allow, in batches, and the
+    needles that eviction alone loses. Each prompt is read once. Writes JSON, Markdown and plots.
+    """
+
+    model: Model = "bundled"
+    dtype: AnyDtype = "auto"
+    device: Device = "auto"
+    trust_remote_code: Trust = False
+    parts: Annotated[str, _list("--parts", _TEXT, f"Of {', '.join(TRIFORCE_PARTS)}.")] = ",".join(TRIFORCE_PARTS)
+    text: Text = None
+    contexts: Contexts = "4000,16000"
+    temperatures: Temperatures = "0,0.2,0.4,0.6,0.8,1.0,1.2"
+    drafters: Annotated[str | None, _list("--drafters", _MODEL, "Default: all that can be built.")] = None
+    prompts: Prompts = 1
+    rounds: Annotated[int, option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 3
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=2)] = 128
+    batches: Annotated[str, _list("--batches", _TEXT, "Rows that share the longest context.")] = "2,6,10"
+    batch_budgets: Annotated[str, _list("--batch-budgets", _LONG, "Cache budget of a row in a batch.")] = "256,1024"
+    batch_temperatures: Annotated[str, _list("--batch-temperatures", _TEXT, "Of batches.")] = "0,0.6"
+    needles: Needles = 10
+    needle_tokens: Annotated[int, option("--needle-tokens", panel=_TEXT, help="Generated for each.", min=2)] = 48
+    simulate_acceptance: Annotated[
+        float | None,
+        option("--simulate-acceptance", panel=_SIMULATION, help="Random weights; a sparse cache's drafts are accepted "
+               "with this probability.", min=0, max=1),
+    ] = None  # fmt: skip
+    simulate_small_acceptance: Annotated[
+        float, option("--simulate-small-acceptance", panel=_SIMULATION, help="The small model's drafts.", min=0, max=1)
+    ] = 0.45
+    shape: Annotated[
+        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help="llama-2-7b, llama-2-13b, llama-3-8b, "
+                    "llama-68m, or layers,hidden,intermediate,heads,kv_heads,vocabulary.")
+    ] = "llama-2-7b"  # fmt: skip
+    draft_shape: Annotated[
+        str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")
+    ] = "llama-68m"
+    out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/triforce")
+    json: Json = False
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        wanted = names("--parts", self.parts, TRIFORCE_PARTS)
+        numbers("--contexts", self.contexts, int, 16)
+        numbers("--temperatures", self.temperatures, float, 0.0)
+        numbers("--batches", self.batches, int, 1)
+        numbers("--batch-budgets", self.batch_budgets, int, self.chunk)
+        numbers("--batch-temperatures", self.batch_temperatures, float, 0.0)
+        if self.simulate_acceptance is not None:
+            if "needles" in wanted and self.parts != ",".join(TRIFORCE_PARTS):
+                raise ValueError("--parts has needles, which random weights cannot find; leave them out")
+            if self.text is not None or self.model != "bundled" or self.draft_model is not None:
+                raise ValueError("--simulate-acceptance has random weights and texts: give --shape and --draft-shape, "
+                                 "not --model, --draft-model or --text")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AnalyseOptions(LongOptions):
+    """How well a model foresees itself over sparse caches, and why: acceptance, divergence, attention, trees.
+
+    At every position the sparse cache has seen the true text. Writes JSON, Markdown and plots.
+    """
+
+    model: Model = "bundled"
+    dtype: AnyDtype = "auto"
+    device: Device = "auto"
+    trust_remote_code: Trust = False
+    parts: Annotated[str, _list("--parts", _TEXT, f"Of {', '.join(ANALYSE_PARTS)}.")] = ",".join(ANALYSE_PARTS)
+    text: Text = None
+    contexts: Contexts = "2000,4000,16000"
+    temperatures: Temperatures = "0,0.6,1.0"
+    budgets: Annotated[str, _list("--budgets", _LONG, "Of the sparse caches, to compare.")] = "64,256,1024,4096"
+    chunks: Annotated[str, _list("--chunks", _LONG, "Chunk sizes, to compare at --cache-budget.")] = (
+        "1,2,4,8,16,32,64,128"
+    )
+    nodes: Annotated[str, _list("--nodes", _LONG, "Sizes of draft trees.")] = "4,8,16,32,64"
+    prompts: Prompts = 1
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=2)] = 256
+    needles: Needles = 10
+    out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/analyse")
+    json: Json = False
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        names("--parts", self.parts, ANALYSE_PARTS)
+        numbers("--contexts", self.contexts, int, 16)
+        numbers("--temperatures", self.temperatures, float, 0.0)
+        numbers("--budgets", self.budgets, int, self.chunk)
+        numbers("--chunks", self.chunks, int, 1)
+        numbers("--nodes", self.nodes, int, 1)
+        if max(numbers("--chunks", self.chunks, int, 1)) > self.cache_budget:
+            raise ValueError(f"--chunks is {self.chunks!r}; none may exceed --cache-budget, {self.cache_budget}")
