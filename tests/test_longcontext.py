@@ -185,8 +185,8 @@ def test_simulated_acceptance_is_what_was_stated(
     simulator: Engine, drafter: str, accepted: float, inner: float | None
 ) -> None:
     settings = Settings(random_model(SHAPE, torch.float32), 2, 4, False, 24, 4, window=8)
-    prompt = random_prompt(simulator.target, 100, 180)
-    series = LongBench(simulator, 1).run([[prompt]], [drafter], settings, simulated(0.8, 0.5, 160))
+    prompt = random_prompt(simulator.target, 100, 180, 48)
+    series = LongBench(simulator, 1).run([[prompt]], [drafter], settings, simulated(0.8, 0.5, 160, 48))
     row = summarise(series)[1]
     assert row["same_output"] == 1
     assert row["acceptance"] == pytest.approx(accepted, abs=0.1)
@@ -195,7 +195,7 @@ def test_simulated_acceptance_is_what_was_stated(
 
 
 def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulator: Engine) -> None:
-    prompt = random_prompt(simulator.target, 50, 10)
+    prompt = random_prompt(simulator.target, 50, 10, 48)
     assert prompt.cache.length == 49 and len(prompt.tokens) == 50
     assert prompt.cache.read(0, 0, 49)[0].shape == (1, 2, 49, 8)
 
@@ -207,7 +207,7 @@ def test_shapes_are_checked() -> None:
         with pytest.raises(ValueError, match="shape"):
             Shape.parse(text)
     with pytest.raises(ValueError, match="must be between 0 and 1"):
-        simulated(1.2, 0.5, 8)
+        simulated(1.2, 0.5, 8, 48)
     with pytest.raises(ValueError, match="triforce-trie drafts otherwise"):
         check_simulated(["triforce", "triforce-trie"])
 
@@ -249,6 +249,7 @@ def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
         (("bench", "triforce", "--contexts", "8"), "no number may be below 16"),
         (("bench", "triforce", "--parts", "x"), "--parts has 'x'; known are temperatures"),
         (("bench", "triforce", "--drafters", "magic"), "drafter is 'magic'"),
+        (("bench", "triforce", "--drafters", "none"), "measured in any case"),
         (("bench", "triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
         (("bench", "triforce", "--simulate-acceptance", "0.9", "--parts", "needles"), "random weights cannot find"),
         (("bench", "triforce", "--simulate-acceptance", "0.9", "--model", "x"), "give --shape"),
@@ -262,8 +263,8 @@ def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], messa
 
 
 def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path) -> None:
-    shape = "1,16,16,2,2,32"
-    arguments = ["bench", "triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", shape]
+    shape, small = "1,16,16,2,2,64", "1,16,16,2,2,32"
+    arguments = ["bench", "triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]
     sizes = [
         "--contexts",
         "40,80",

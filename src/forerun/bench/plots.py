@@ -57,6 +57,8 @@ def lines(path: Path, frame: Frame, found: Sequence[Line]) -> None:
             ticks = sorted({x for line in found for x in line.xs})
             axis.set_xticks(_apart(ticks), [f"{x:g}" for x in _apart(ticks)])
             axis.minorticks_off()
+        elif len(xs := {x for line in found for x in line.xs}) <= 10:
+            axis.set_xticks(sorted(xs))
         _legend(axis, len(found))
 
 
@@ -142,7 +144,7 @@ def _figure(path: Path, frame: Frame, width: float = 8.0) -> Iterator[Any]:
             axis.axhline(frame.reference, color="grey", lw=0.8, ls=":")
         if frame.share:
             axis.set_ylim(-0.04, 1.04)
-        axis.set_title(frame.title, fontsize=10)
+        figure.suptitle(frame.title, fontsize=9.5)
         axis.set_xlabel(frame.x)
         axis.set_ylabel(frame.y)
         axis.spines[["top", "right"]].set_visible(False)

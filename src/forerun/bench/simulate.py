@@ -31,6 +31,8 @@ SHAPES = {
 """Layers, hidden size, intermediate size, heads, KV heads, vocabulary."""
 
 POSITIONS = 1 << 20
+READ = 4096
+"""Tokens whose keys and values are made at a time."""
 SELF_DRAFTING = ("retrieval", "streaming-self", "h2o", "topk")
 BELOW_MIDDLE = ("triforce", "streaming-hierarchy")
 SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
@@ -96,16 +98,18 @@ def random_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> PreTr
 
 
 @torch.inference_mode()
-def random_prompt(scorer: Scorer, length: int, room: int, seed: int = 0) -> Prefilled:
-    """Random tokens, with random keys and values as if they had been read."""
+def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed: int = 0) -> Prefilled:
+    """Random tokens below ``vocabulary``, with random keys and values as if they had been read."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(scorer.vocabulary, (length,), generator=generator)
+    tokens = torch.randint(vocabulary, (length,), generator=generator)
     sample = FullCache(1)
     block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
     scorer.score([block], [sample])
     sample.commit(block, [])
     cache = FullCache(length + room)
-    cache.extend({layer: _random_rows(sample, layer, length - 1) for layer in sample.layers})
+    while cache.length < length - 1:  # in parts: all at once would take the memory twice
+        count = min(READ, length - 1 - cache.length)
+        cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})
     return Prefilled(tokens.tolist(), cache)
 
 
@@ -120,19 +124,20 @@ class SimulatedSampler(Sampler):
 
     Attributes:
         agreement: of each level below the target with the one above it.
+        vocabulary: tokens that all levels know.
         level: whose choices these are; 0 is the target.
     """
 
     agreement: Sequence[float] = ()
+    vocabulary: int = 2
     level: int = 0
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
-        """See ``Sampler.choose``; the scores only tell how many tokens there are."""
-        size = scores.shape[-1]
-        token = int(uniform(self.seed, position, Salt.TARGET) * size)
+        """See ``Sampler.choose``; the scores have no say."""
+        token = int(uniform(self.seed, position, Salt.TARGET) * self.vocabulary)
         for level, agreement in enumerate(self.agreement[: self.level], 1):
             token += uniform(self.seed + level, position, Salt.ACCEPT) >= agreement
-        return token % size
+        return token % self.vocabulary
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The logits as they are."""
@@ -143,13 +148,14 @@ class SimulatedSampler(Sampler):
         return replace(self, level=self.level + 1)
 
 
-def simulated(acceptance: float, small_acceptance: float, new_tokens: int) -> RequestMaker:
+def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocabulary: int) -> RequestMaker:
     """Requests with stated acceptances, of each draft by the level above it.
 
     Args:
         acceptance: of what the target drafts over a sparse cache, by the target over the full one.
         small_acceptance: of what the small model drafts.
         new_tokens: generated.
+        vocabulary: tokens that all models know.
 
     Raises:
         ValueError: for a value outside of 0 to 1.
@@ -160,7 +166,11 @@ def simulated(acceptance: float, small_acceptance: float, new_tokens: int) -> Re
 
     def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
         levels = (small_acceptance,) if contestant == "streaming" else (acceptance, small_acceptance)
-        return Request(tokens, new_tokens, sampler=SimulatedSampler("coupled", len(tokens) << 8, agreement=levels))
+        return Request(
+            tokens,
+            new_tokens,
+            sampler=SimulatedSampler("coupled", len(tokens) << 8, agreement=levels, vocabulary=vocabulary),
+        )
 
     return make
 

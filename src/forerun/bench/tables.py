@@ -82,6 +82,10 @@ class Report:
         """A title with the label."""
         return f"{title} ({self.label})" if self.label else title
 
+    def titled(self, title: str) -> str:
+        """A plot's title with the label on a line of its own."""
+        return f"{title}\n({self.label})" if self.label else title
+
     def plot(self, name: str, draw: Callable[[Path], None]) -> None:
         """Add a plot, drawn into the file it is given."""
         self.plots.append((name, draw))

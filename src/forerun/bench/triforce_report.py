@@ -41,15 +41,16 @@ def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
         rows,
         pivot(rows, "contestant", "temperature", speed_cell),
         listing(rows, {"temperature": "temperature", **COLUMNS}),
+        equality(rows),
     )
-    title = report.named(f"Speed-up of decoding at {context:,} tokens")
+    title = report.titled(f"Speed-up of decoding at {context:,} tokens")
     found = plots.with_spread(drafted(rows), "contestant", "temperature")
     report.plot(
         "temperatures", lambda path: plots.lines(path, Frame(title, "temperature", SPEED_UP, reference=1), found)
     )
     accepted = plots.by(drafted(rows), "contestant", "temperature", "acceptance")
     frame = Frame(
-        report.named(f"Acceptance at {context:,} tokens"), "temperature", "accepted per tested draft", share=True
+        report.titled(f"Acceptance at {context:,} tokens"), "temperature", "accepted per tested draft", share=True
     )
     report.plot("acceptance", lambda path: plots.lines(path, frame, accepted))
 
@@ -66,13 +67,14 @@ def report_contexts(report: Report, rows: Sequence[Row], limits: Sequence[Row], 
         pivot(rows, "contestant", "context", speed_cell),
         listing(limits, {"context": "context", "limit": LIMIT, "free_limit": FREE}) if limits else "",
         listing(rows, COLUMNS),
+        equality(rows),
     )
     report.add("costs", "Seconds of a pass, by tokens in it", priced, cost_table(costs))
     found = plots.with_spread(drafted(rows), "contestant", "context")
     if limits:
         rising = sorted(limits, key=lambda row: row["context"])
         found.append(Line(LIMIT, [row["context"] for row in rising], [row["limit"] for row in rising], dashed=True))
-    frame = Frame(report.named("Speed-up of decoding, greedy"), "context, tokens", SPEED_UP, log=True, reference=1)
+    frame = Frame(report.titled("Speed-up of decoding, greedy"), "context, tokens", SPEED_UP, log=True, reference=1)
     report.plot("contexts", lambda path: plots.lines(path, frame, found))
 
 
@@ -101,6 +103,7 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
         rows,
         pivot(named, "drafter, budget", "setting", speed_cell),
         listing(rows, {"batch": "rows", "budget": "budget", "temperature": "temperature", **COLUMNS}),
+        equality(rows),
     )
     groups = list(dict.fromkeys(row["setting"] for row in named))
     found = []
@@ -109,7 +112,7 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
         found.append(
             Line(name, [], [r["speed_up"] for r in mine], [r["slowest"] for r in mine], [r["fastest"] for r in mine])
         )
-    frame = Frame(report.named("Speed-up of batches"), "rows x context, temperature", SPEED_UP, reference=1)
+    frame = Frame(report.titled("Speed-up of batches"), "rows x context, temperature", SPEED_UP, reference=1)
     report.plot("batches", lambda path: plots.bars(path, frame, groups, found))
 
 
@@ -121,8 +124,19 @@ def report_needles(report: Report, rows: Sequence[Row]) -> None:
     places = {row["contestant"]: (1000 * row["seconds_per_token"], row["accuracy"]) for row in rows}
     lossless = [row["contestant"] for row in rows if row["lossless"]]
     title = f"Needles at {rows[0]['context']:,} tokens: eviction alone is lossy (crosses), drafting lossless (dots)"
-    frame = Frame(report.named(title), "milliseconds per token", "share of needles found", share=True)
+    frame = Frame(report.titled(title), "milliseconds per token", "share of needles found", share=True)
     report.plot("needles", lambda path: plots.points(path, frame, places, lossless))
+
+
+def equality(rows: Sequence[Row]) -> str:
+    """A sentence about whether drafting changed a text."""
+    parted = sum(row["same_output"] < 1 for row in rows)
+    if not parted:
+        return "Every text equals that of plain autoregression.\n"
+    return (
+        f"In {parted} of {len(rows)} rows a text differs from that of plain autoregression. Rounding does that where "
+        "two tokens are nearly as good; `forerun audit` tells whether it was that.\n"
+    )
 
 
 def drafted(rows: Sequence[Row]) -> list[Row]:

@@ -30,6 +30,8 @@ def run(options: TriforceOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     for name in _named(options):
         check_drafter(name)
+    if set(_named(options)) == {"none"}:
+        raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
     console = stderr()
     simulating = options.simulate_acceptance is not None
     with working(console, "loading"):
@@ -88,17 +90,19 @@ def _simulated(options: TriforceOptions, say: Any) -> tuple[TriforceBench, None]
     chosen = _named(options) or [name for name in DRAFTERS if name in SIMULATED]
     check_simulated(chosen)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    dtype = torch.float32 if options.dtype == "auto" else getattr(torch, options.dtype)
-    model, draft = (random_model(Shape.parse(text), dtype, device) for text in (options.shape, options.draft_shape))
+    dtype = ("bfloat16" if device != "cpu" else "float32") if options.dtype == "auto" else options.dtype
+    shapes = Shape.parse(options.shape), Shape.parse(options.draft_shape)
+    vocabulary = min(shape.vocabulary for shape in shapes)
+    model, draft = (random_model(shape, getattr(torch, dtype), device) for shape in shapes)
     accepted, small = options.simulate_acceptance or 0.0, options.simulate_small_acceptance
     engine = Engine(model, "none")
-    label = f"simulated acceptance {accepted:g}, of the small model {small:g}; shape {options.shape}, random weights"
+    label = f"simulated acceptance {accepted:g}, of the small model {small:g}; {options.shape}, random, {dtype}"
 
     def make(temperature: float) -> RequestMaker:
-        return simulated(accepted, small, options.max_new_tokens)
+        return simulated(accepted, small, options.max_new_tokens, vocabulary)
 
     def read(index: int, length: int) -> Any:
-        return random_prompt(engine.target, length, _room(options), index)
+        return random_prompt(engine.target, length, _room(options), vocabulary, index)
 
     settings = options.settings(draft)
     return _bench(options, engine, settings, chosen, read, make, _report(options, model, label), say), None
