@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.drafters.base import Drafter, NoDrafter
 from forerun.model import gate
+from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests
 from forerun.model.scorer import Scorer
@@ -36,8 +37,6 @@ BUDGET = 64
 """Nodes of a tree, at most."""
 PREFILL_BLOCK = 512
 """Prompt tokens in one pass."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -190,11 +189,8 @@ class Engine:
             on_prefill: called with tokens done and to do.
         """
         cache = FullCache(len(tokens) + room)
-        text, goal = np.asarray(tokens, np.int64), len(tokens) - 1
-        while cache.length < goal:
-            self._read(cache, text[cache.length : min(goal, cache.length + self.prefill_block)])
-            if on_prefill is not None:
-                on_prefill(cache.length, goal)
+        text = np.asarray(tokens, np.int64)[:-1]
+        read(self.target, cache, text, self.prefill_block, counting(len(text), on_prefill))
         return cache
 
     def run(
@@ -268,25 +264,16 @@ class Engine:
         if caches is None:
             caches = [FullCache(len(request) + request.remaining + self.budget) for request in requests]
         rows = [Row(request, cache) for request, cache in zip(requests, caches, strict=True)]
-        total, done = sum(len(row.pending) for row in rows), 0
+        on_read = counting(sum(len(row.pending) for row in rows), on_prefill)
         for row in rows:
-            while len(row.pending) > self.prefill_block:
-                self._read(row.cache, row.pending[: self.prefill_block])
-                row.pending = row.pending[self.prefill_block :]
-                done += self.prefill_block
-                if on_prefill is not None:
-                    on_prefill(done, total)
+            last = (len(row.pending) - 1) % self.prefill_block + 1
+            read(self.target, row.cache, row.request.prompt[:-last], self.prefill_block, on_read)
+            row.pending = row.pending[-last:]
         for row in rows:
             self.drafter.prefilled(row.request, row.cache)
         for row in rows:
             row.request.stats.prefill_seconds = time.perf_counter() - start
         return rows
-
-    @torch.inference_mode()
-    def _read(self, cache: Cache, tokens: IntArray) -> None:
-        block = Block(tokens, DraftTree.empty(), cache.length)
-        self.target.score([block], [cache])
-        cache.commit(block, [])
 
     def _propose(self, rows: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
         """The trees to score, and the plan that cut them."""

@@ -53,12 +53,11 @@ class Follower:
         self._readers = readers
         self._base: Caches = {}
         prompt.rewind()
-        with torch.inference_mode():
-            for name, reader in readers.items():
-                cache = reader.make(reader.scorer, prompt.cache)
-                if not isinstance(cache, View):
-                    read(reader.scorer, cache, np.array(prompt.tokens[: prompt.held]))
-                    self._base[name] = cache
+        for name, reader in readers.items():
+            cache = reader.make(reader.scorer, prompt.cache)
+            if not isinstance(cache, View):
+                read(reader.scorer, cache, np.array(prompt.tokens[: prompt.held]))
+                self._base[name] = cache
 
     @torch.inference_mode()
     def acceptance(

@@ -97,8 +97,7 @@ class Alone:
         self._base: Cache | None = None
         cache = self._make(scorer, full)
         if not isinstance(cache, View):
-            with torch.inference_mode():
-                read(scorer, cache, np.array(text))
+            read(scorer, cache, np.array(text))
             self._base = cache
 
     @torch.inference_mode()

@@ -21,17 +21,46 @@ from forerun.verify import Outcome
 READ_BLOCK = 512
 """Prompt tokens in one pass."""
 
+Progress = Callable[[int, int], None]
+"""Called with tokens done and to do."""
+
 CacheFactory = Callable[[Scorer, FullCache], Cache]
 """From a level's model, and the target's cache of a request, to the level's cache of it."""
 
 
-def read(scorer: Scorer, cache: Cache, text: IntArray) -> None:
-    """Read what a cache does not hold of a text, and would not forget."""
+@torch.inference_mode()
+def read(
+    scorer: Scorer,
+    cache: Cache,
+    text: IntArray,
+    block_size: int = READ_BLOCK,
+    on_read: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Read what a cache does not hold of a text, and would not forget.
+
+    Args:
+        block_size: tokens in one pass, at most.
+        on_read: called with the tokens of each pass.
+    """
     while cache.length < len(text):
-        count = min(READ_BLOCK, cache.next_read(len(text)))
+        count = min(block_size, cache.next_read(len(text)))
         block = Block(text[cache.length : cache.length + count], DraftTree.empty(), cache.length)
         scorer.score([block], [cache])
         cache.commit(block, [])
+        on_read(count)
+
+
+def counting(total: int, on_prefill: Progress | None) -> Callable[[int], None]:
+    """For ``read``: tells of the tokens of all passes so far, and of ``total``."""
+    done = 0
+
+    def count(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        if on_prefill is not None:
+            on_prefill(done, total)
+
+    return count
 
 
 @dataclass
@@ -59,7 +88,6 @@ class Level:
         self._make = cache
         self._readers: dict[int, _Reader] = {}
 
-    @torch.inference_mode()
     def begin(self, request: Request, source: Cache) -> None:
         """Make the request's cache, and read the prompt but for its last token, unless the cache is a view."""
         if not isinstance(source, FullCache):
