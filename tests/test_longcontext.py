@@ -279,12 +279,14 @@ def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path)
         "--window",
         "8",
     ]
-    batch = ["--batches", "2", "--batch-budgets", "16", "--out", str(tmp_path), "--json"]
+    batch = ["--budgets", "8,16", "--batches", "2", "--batch-budgets", "16", "--out", str(tmp_path), "--json"]
     done = CliRunner().invoke(app, [*arguments, *sizes, *batch])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout.splitlines()[-1])
     assert "simulated acceptance 0.75" in found["simulated"]
-    assert set(found["parts"]) == {"temperatures", "contexts", "costs", "batches"}
+    assert set(found["parts"]) == {"temperatures", "budgets", "contexts", "costs", "batches"}
+    assert {row["budget"] for row in found["parts"]["budgets"]} == {8, 16}
+    assert {row["context"] for row in found["parts"]["contexts"]} == {40, 80}
     assert all("simulated acceptance 0.75" in row["simulated"] for rows in found["parts"].values() for row in rows)
     assert {row["same_output"] for row in found["parts"]["contexts"]} == {1}
     assert (tmp_path / "triforce-contexts.png").read_bytes()[:4] == b"\x89PNG"

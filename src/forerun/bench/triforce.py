@@ -1,9 +1,10 @@
-"""TriForce's tables 2 and 4 and its figures 1 (right) and 5, measured here: what each part runs and reports."""
+"""TriForce's tables 2 and 4 and its figures 1 (right), 5 and 6a, measured here: what each part runs and reports."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from forerun.bench import needles
 from forerun.bench.costs import Costs, expected_tokens, measure, speed_up_limit
@@ -11,7 +12,13 @@ from forerun.bench.longcontext import LongBench, Prefilled, RequestMaker, Series
 from forerun.bench.longrows import Row, summarise
 from forerun.bench.needles import Haystack
 from forerun.bench.tables import Report
-from forerun.bench.triforce_report import report_batches, report_contexts, report_needles, report_temperatures
+from forerun.bench.triforce_report import (
+    report_batches,
+    report_budgets,
+    report_contexts,
+    report_needles,
+    report_temperatures,
+)
 from forerun.settings import Settings
 
 Say = Callable[[str], None]
@@ -31,8 +38,8 @@ class Sizes:
         drafters: names from ``forerun.recipes``.
         prompts: for each context.
         batches: rows together; they share the longest context's tokens.
-        budgets: of a sparse cache in batches, for each row.
-        batch_temperatures: of batches.
+        budgets: of a sparse cache, at the longest context.
+        batch_budgets, batch_temperatures: the same of each row of a batch, and the temperatures of batches.
         needles, needle_tokens: questions about the longest context, and tokens generated for each.
     """
 
@@ -42,9 +49,18 @@ class Sizes:
     prompts: int
     batches: Sequence[int]
     budgets: Sequence[int]
+    batch_budgets: Sequence[int]
     batch_temperatures: Sequence[float]
     needles: int
     needle_tokens: int
+
+
+class Case(NamedTuple):
+    """What one row at a time is measured at."""
+
+    context: int
+    temperature: float
+    budget: int
 
 
 @dataclass(frozen=True)
@@ -69,43 +85,55 @@ class TriforceBench:
     report: Report
     say: Say
 
-    def alone(self, temperatures: bool, contexts: bool) -> None:
-        """One row at a time: the longest context at all temperatures, then all contexts when greedy."""
-        longest = self.sizes.contexts[-1]
-        found: dict[tuple[int, float], list[list[Series]]] = {}
+    def alone(self, parts: Collection[str]) -> None:
+        """One row at a time: the longest context at all temperatures and with all budgets, then the shorter ones.
+
+        Args:
+            parts: of ``temperatures``, ``budgets`` and ``contexts``, those to report.
+        """
+        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
+        found: dict[Case, list[list[Series]]] = {case: [] for case in self._cases(parts)}
         costs: dict[int, Costs] = {}
         for index in range(self.sizes.prompts):
             self.say(f"reading prompt {index + 1} of {self.sizes.prompts}: {longest:,} tokens")
             prompt = self.read(index, longest)
-            for temperature in self.sizes.temperatures if temperatures else ():
-                self.say(f"prompt {index + 1}: temperature {temperature:g}")
-                found.setdefault((longest, temperature), []).append(self._run([[prompt]], temperature))
-            for context in reversed(self.sizes.contexts) if contexts else ():  # cutting loses what is behind
-                self.say(f"prompt {index + 1}: context {context:,}")
-                cut = prompt.cut(context)
-                if (context, 0.0) not in found or len(found[context, 0.0]) <= index:
-                    found.setdefault((context, 0.0), []).append(self._run([[cut]], 0.0))
-                if context not in costs:
-                    costs[context] = measure(self.bench.engine.target, cut, self.settings)
-        rows = [
-            row
-            for (context, temperature), parts in found.items()
-            for row in summarise(combine(parts), context=context, temperature=temperature)
-        ]
-        if temperatures:
-            report_temperatures(self.report, [row for row in rows if row["context"] == longest])
-        if contexts:
-            greedy = [row for row in rows if row["temperature"] == 0]
-            report_contexts(self.report, greedy, limits(greedy, costs, self.settings), costs)
+            for case, series in found.items():
+                self.say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}, budget {case.budget:,}")
+                cut = prompt.cut(case.context)
+                settings = replace(self.settings, cache_budget=case.budget)
+                series.append(self._run([[cut]], case.temperature, settings))
+                if "contexts" in parts and case.context not in costs:
+                    costs[case.context] = measure(self.bench.engine.target, cut, self.settings)
+        rows = [row for case, series in found.items() for row in summarise(combine(series), **case._asdict())]
+        if "temperatures" in parts:
+            mine = [row for row in rows if row["context"] == longest and row["budget"] == budget]
+            report_temperatures(self.report, [row for row in mine if row["temperature"] in self.sizes.temperatures])
+        greedy = [row for row in rows if row["temperature"] == 0]
+        if "budgets" in parts:
+            mine = [row for row in greedy if row["context"] == longest and row["budget"] in self.sizes.budgets]
+            report_budgets(self.report, mine)
+        if "contexts" in parts:
+            mine = [row for row in greedy if row["budget"] == budget]
+            report_contexts(self.report, mine, limits(mine, costs, self.settings), costs)
+
+    def _cases(self, parts: Collection[str]) -> list[Case]:
+        """Long contexts first: cutting a cache loses what is behind."""
+        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
+        cases = {
+            "temperatures": [Case(longest, temperature, budget) for temperature in self.sizes.temperatures],
+            "budgets": [Case(longest, 0.0, each) for each in self.sizes.budgets],
+            "contexts": [Case(context, 0.0, budget) for context in reversed(self.sizes.contexts)],
+        }
+        return list(dict.fromkeys(case for part in cases if part in parts for case in cases[part]))
 
     def batches(self) -> None:
-        """Ragged rows that share the longest context's tokens, with each budget; the same plain runs for none."""
+        """Ragged rows that share the longest context's tokens, with each budget."""
         rows: list[Row] = []
         for size in self.sizes.batches:
             longest = self.sizes.contexts[-1] // size
             self.say(f"reading {size} rows of up to {longest:,} tokens")
             prompts = [self.read(row, max(2, longest - row * longest // (10 * size))) for row in range(size)]
-            for budget in self.sizes.budgets:
+            for budget in self.sizes.batch_budgets:
                 for temperature in self.sizes.batch_temperatures:
                     self.say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
                     settings = replace(self.settings, cache_budget=budget)
@@ -120,10 +148,8 @@ class TriforceBench:
         rows = needles.run(bench, haystack, text, self.sizes.drafters, self.settings, self.sizes.needle_tokens)
         report_needles(self.report, rows)
 
-    def _run(
-        self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: Settings | None = None
-    ) -> list[Series]:
-        return self.bench.run(prompts, self.sizes.drafters, settings or self.settings, self.make(temperature))
+    def _run(self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: Settings) -> list[Series]:
+        return self.bench.run(prompts, self.sizes.drafters, settings, self.make(temperature))
 
 
 def limits(rows: Sequence[Row], costs: Mapping[int, Costs], settings: Settings) -> list[Row]:

@@ -55,6 +55,23 @@ def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
     report.plot("acceptance", lambda path: plots.lines(path, frame, accepted))
 
 
+def report_budgets(report: Report, rows: Sequence[Row]) -> None:
+    """Figure 6a."""
+    context = rows[0]["context"]
+    report.add(
+        "budgets",
+        f"Speed-up, and acceptance in brackets, by cache budget at {context:,} tokens, greedy",
+        rows,
+        pivot(drafted(rows), "contestant", "budget", speed_cell),
+        listing(rows, {"budget": "budget", **COLUMNS}),
+        equality(rows),
+    )
+    found = plots.with_spread(drafted(rows), "contestant", "budget")
+    title = report.titled(f"Speed-up of decoding at {context:,} tokens, greedy")
+    frame = Frame(title, "cache budget, tokens", SPEED_UP, log=True, reference=1)
+    report.plot("budgets", lambda path: plots.lines(path, frame, found))
+
+
 def report_contexts(report: Report, rows: Sequence[Row], limits: Sequence[Row], costs: Mapping[int, Costs]) -> None:
     """Figure 5."""
     by_context = {row["context"]: row for row in limits}

@@ -17,7 +17,7 @@ Text = Annotated[Path | None, option("--text", panel=_TEXT, help="A text file or
 Prompts = Annotated[int, option("--prompts", panel=_TEXT, help="For each context.", min=1)]
 Needles = Annotated[int, option("--needles", panel=_TEXT, help="Facts asked from one text.", min=1)]
 AnyDtype = Annotated[Dtype, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")]
-TRIFORCE_PARTS = ("temperatures", "contexts", "batches", "needles")
+TRIFORCE_PARTS = ("temperatures", "budgets", "contexts", "batches", "needles")
 ANALYSE_PARTS = ("acceptance", "budgets", "chunks", "recovery", "trees", "divergence")
 
 
@@ -81,6 +81,7 @@ class TriforceOptions(LongOptions):
     prompts: Prompts = 1
     rounds: Annotated[int, option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 3
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=2)] = 128
+    budgets: Annotated[str, _list("--budgets", _LONG, "Cache budgets, to compare.")] = "256,1024,4096"
     batches: Annotated[str, _list("--batches", _TEXT, "Rows that share the longest context.")] = "2,6,10"
     batch_budgets: Annotated[str, _list("--batch-budgets", _LONG, "Cache budget of a row in a batch.")] = "256,1024"
     batch_temperatures: Annotated[str, _list("--batch-temperatures", _TEXT, "Of batches.")] = "0,0.6"
@@ -110,6 +111,7 @@ class TriforceOptions(LongOptions):
         numbers("--contexts", self.contexts, int, 16)
         numbers("--temperatures", self.temperatures, float, 0.0)
         numbers("--batches", self.batches, int, 1)
+        numbers("--budgets", self.budgets, int, self.chunk)
         numbers("--batch-budgets", self.batch_budgets, int, self.chunk)
         numbers("--batch-temperatures", self.batch_temperatures, float, 0.0)
         if self.simulate_acceptance is not None:

@@ -37,8 +37,8 @@ def run(options: TriforceOptions) -> None:
     with working(console, "loading"):
         bench, encode = (_simulated if simulating else _loaded)(options, console.print)
     wanted = names("--parts", options.parts, TRIFORCE_PARTS)
-    if "temperatures" in wanted or "contexts" in wanted:
-        bench.alone("temperatures" in wanted, "contexts" in wanted)
+    if {"temperatures", "budgets", "contexts"} & set(wanted):
+        bench.alone(wanted)
     if "batches" in wanted:
         bench.batches()
     if "needles" in wanted and encode is not None:
@@ -126,7 +126,8 @@ def _bench(
         drafters=drafters,
         prompts=options.prompts,
         batches=numbers("--batches", options.batches, int, 1),
-        budgets=numbers("--batch-budgets", options.batch_budgets, int, 1),
+        budgets=numbers("--budgets", options.budgets, int, 1),
+        batch_budgets=numbers("--batch-budgets", options.batch_budgets, int, 1),
         batch_temperatures=numbers("--batch-temperatures", batch_temperatures, float, 0.0),
         needles=options.needles,
         needle_tokens=options.needle_tokens,
