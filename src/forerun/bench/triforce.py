@@ -40,7 +40,7 @@ class Sizes:
         batches: rows together; they share the longest context's tokens.
         budgets: of a sparse cache, at the longest context.
         batch_budgets, batch_temperatures: the same of each row of a batch, and the temperatures of batches.
-        needles, needle_tokens: questions about the longest context, and tokens generated for each.
+        needle_tokens: generated for each question about the longest context.
     """
 
     contexts: Sequence[int]
@@ -51,7 +51,6 @@ class Sizes:
     budgets: Sequence[int]
     batch_budgets: Sequence[int]
     batch_temperatures: Sequence[float]
-    needles: int
     needle_tokens: int
 
 
