@@ -75,15 +75,15 @@ def report_budgets(report: Report, rows: Sequence[Row]) -> None:
 def report_contexts(report: Report, rows: Sequence[Row], limits: Sequence[Row], costs: Mapping[int, Costs]) -> None:
     """Figure 5."""
     by_context = {row["context"]: row for row in limits}
-    joined = [row | by_context.get(row["context"], {}) for row in rows]
+    joined = sorted((row | by_context.get(row["context"], {}) for row in rows), key=lambda row: int(row["context"]))
     priced = [{"context": context, **asdict(found)} for context, found in costs.items()]
     report.add(
         "contexts",
         "Speed-up by context length, greedy",
         joined,
-        pivot(rows, "contestant", "context", speed_cell),
+        pivot(joined, "contestant", "context", speed_cell),
         listing(limits, {"context": "context", "limit": LIMIT, "free_limit": FREE}) if limits else "",
-        listing(rows, COLUMNS),
+        listing(joined, COLUMNS),
         equality(rows),
     )
     report.add("costs", "Seconds of a pass, by tokens in it", priced, cost_table(costs))
