@@ -87,8 +87,8 @@ LONG = MIX | {"needle": 0.20, "rag": 0.20, "spans": 0.22, "table": 0.12}
 STAGES = (
     Stage("text", 0.25, length=256, rows=16, mix=TEXT, gaps=0.5),
     Stage("spans", 0.29, length=512, rows=8, mix={"spans": 1.0}, gaps=0.5),
-    Stage("mix", 0.80, length=512, rows=16, mix=MIX, crowd=64),
-    Stage("long", 0.93, length=2048, rows=4, mix=LONG, crowd=64),
+    Stage("mix", 0.87, length=512, rows=16, mix=MIX, crowd=64),
+    Stage("long", 0.95, length=2048, rows=4, mix=LONG, crowd=64),
     Stage("longer", 1.00, length=8192, rows=1, mix=LONG, crowd=16),
 )
 DRAFT_STAGES = (
