@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from forerun.drafters.base import Drafter
 from forerun.engine import Engine
 from forerun.recipes import build_drafter
+from forerun.request import Request
 from forerun.settings import Settings
+from forerun.tree import DraftTree
 
 BASELINE = "transformers greedy"
 Tokens = list[int]
@@ -74,6 +78,18 @@ class Series:
         return sum(len(rounds[0].tokens) for rounds in self.runs)
 
 
+class WrongDrafter(Drafter):
+    """Drafts what never comes, and claims that it will: what drafting costs where it never helps."""
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """A chain of one token that the text does not hold, each said to be likely."""
+        length = max(0, min(budget, request.max_draft_depth))
+        absent = int(np.setdiff1d(np.arange(len(request) + 1), request.tokens)[0])
+        return DraftTree(
+            np.full(length, absent), np.arange(-1, length - 1), probability=0.9 ** np.arange(1, length + 1)
+        )
+
+
 @dataclass(frozen=True)
 class Contestant:
     """A way to continue a prompt, and what it forgets and learns before each, outside of the timed part."""
@@ -97,6 +113,7 @@ class Bench:
         self.draft = draft
         self.drafters = list(drafters)
         self._engines = {name: Engine(model, name, settings=self.settings) for name in self.drafters}
+        self._wrong = Engine(model, WrongDrafter())
 
     def run(self, jobs: Sequence[Job], rounds: int, progress: Progress | None = None) -> list[Series]:
         """Measure every contestant on every job."""
@@ -140,6 +157,7 @@ class Bench:
             found[f"forerun {name}"] = self._forerun(name)
             if job.warm_prompts and name.startswith("trie"):
                 found[f"forerun {name}, warm"] = self._forerun(name, job.warm_prompts, job.max_new_tokens)
+        found["forerun, wrong drafts"] = Contestant(_greedy(self._wrong))
         return found
 
     def _transformers(self, **options: Any) -> Contestant:
@@ -155,10 +173,7 @@ class Bench:
 
     def _forerun(self, name: str, warm_prompts: Sequence[Tokens] = (), max_new_tokens: int = 1) -> Contestant:
         engine = self._engines[name]
-
-        def generate(prompt: Tokens, max_new_tokens: int) -> Tokens:
-            return engine.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False).generated[0]
-
+        generate = _greedy(engine)
         engine.use(build_drafter(name, self.settings))
         for prompt in warm_prompts:
             generate(prompt, max_new_tokens)
@@ -168,6 +183,13 @@ class Bench:
             engine.use(copy.deepcopy(before) if warm_prompts else build_drafter(name, self.settings))
 
         return Contestant(generate, prepare)
+
+
+def _greedy(engine: Engine) -> Callable[[Tokens, int], Tokens]:
+    def generate(prompt: Tokens, max_new_tokens: int) -> Tokens:
+        return engine.generate(prompt, max_new_tokens=max_new_tokens, do_sample=False).generated[0]
+
+    return generate
 
 
 @contextmanager
