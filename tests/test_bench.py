@@ -35,11 +35,13 @@ def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> Non
         "forerun lookup",
         "forerun trie",
         "forerun trie, warm",
+        "forerun, wrong drafts",
     }
     assert all(row["same_output"] == 1 for row in rows)
     by_name = {row["contestant"]: row for row in rows}
     assert by_name["forerun none"]["tokens_per_pass"] == by_name[BASELINE]["tokens_per_pass"] == 1
     assert by_name["forerun trie, warm"]["tokens_per_pass"] > 1  # it has seen these very answers
+    assert by_name["forerun, wrong drafts"]["tokens_per_pass"] == 1
 
 
 def test_speed_is_the_median_and_spread_the_extremes() -> None:

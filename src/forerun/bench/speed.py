@@ -85,9 +85,8 @@ class WrongDrafter(Drafter):
         """A chain of one token that the text does not hold, each said to be likely."""
         length = max(0, min(budget, request.max_draft_depth))
         absent = int(np.setdiff1d(np.arange(len(request) + 1), request.tokens)[0])
-        return DraftTree(
-            np.full(length, absent), np.arange(-1, length - 1), probability=0.9 ** np.arange(1, length + 1)
-        )
+        claimed = np.full(length, 0.9).cumprod()
+        return DraftTree(np.full(length, absent), np.arange(-1, length - 1), probability=claimed)
 
 
 @dataclass(frozen=True)
