@@ -79,7 +79,7 @@ class Series:
 
 
 class WrongDrafter(Drafter):
-    """Drafts what never comes, and claims that it will: what drafting costs where it never helps."""
+    """Drafts what hardly ever comes, and claims that it will: what drafting costs where it does not help."""
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         """A chain of one token that the text does not hold, each said to be likely."""
