@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import toy
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, VOCABULARY, tiny
 
@@ -68,6 +68,9 @@ class Oracle:
 
     def evict(self, kept: list[int], given: dict[int, float]) -> list[int]:
         older, recent = kept[: -self.recent], kept[-self.recent :]
+        ranked = sorted((given[place] for place in older), reverse=True)
+        if 0 < self.heavy < len(older):  # which of two sums is larger must not be up to rounding
+            assume(ranked[self.heavy - 1] - ranked[self.heavy] > 1e-9)
         return [*sorted(sorted(older, key=lambda place: -given[place])[: self.heavy]), *recent]
 
 
@@ -94,7 +97,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, int, int], list[Any]]:
     return (draw(st.integers(0, 5)), draw(st.integers(1, 6)), slack), draw(st.lists(toy.steps(slack), max_size=10))
 
 
-@given(cases(), st.sampled_from([SPEC, AttentionSpec(0.4, 1), AttentionSpec(0.4, 6), AttentionSpec(0.9, None, 2.0)]))
+@given(cases(), st.sampled_from([SPEC, AttentionSpec(0.4, 2), AttentionSpec(0.4, 6), AttentionSpec(0.9, None, 2.0)]))
 @settings(max_examples=120, deadline=None)
 def test_what_is_kept_seen_and_summed_is_what_the_rule_says(case: Any, spec: AttentionSpec) -> None:
     sizes, script = case
