@@ -41,7 +41,6 @@ def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> Non
     by_name = {row["contestant"]: row for row in rows}
     assert by_name["forerun none"]["tokens_per_pass"] == by_name[BASELINE]["tokens_per_pass"] == 1
     assert by_name["forerun trie, warm"]["tokens_per_pass"] > 1  # it has seen these very answers
-    assert by_name["forerun, wrong drafts"]["tokens_per_pass"] < 1.2  # of 48 tokens some come by chance
 
 
 def test_speed_is_the_median_and_spread_the_extremes() -> None:

@@ -17,7 +17,7 @@ from forerun import attention
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
-from forerun.drafters.base import Drafter, NoDrafter
+from forerun.drafters.base import Drafter
 from forerun.model import gate
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
@@ -128,7 +128,7 @@ class Engine:
 
     def _default_planner(self, drafter: Drafter) -> Planner:
         """With measured costs, unless there is nothing to plan."""
-        return Planner() if drafter.sized or isinstance(drafter, NoDrafter) else Planner(measure(self.target))
+        return Planner() if drafter.sized else Planner(measure(self.target))
 
     def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:
         """Continue one prompt or several, as one batch of ragged rows.
@@ -280,6 +280,9 @@ class Engine:
         requests = [row.request for row in rows]
         planner = None if self.drafter.sized else self.planner
         budget = self.budget if planner is None else planner.budget(self.budget)
+        if planner is not None and not budget:
+            planner.rest()
+            return [DraftTree.empty() for _ in rows], None
         proposed = self.drafter.propose_batch(requests, budget)
         known = self.target.vocabulary
         trees = [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]

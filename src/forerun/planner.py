@@ -102,6 +102,10 @@ class Planner:
             return 0
         return int(min(most, max(FEW, MORE * self._wanted)))
 
+    def rest(self) -> None:
+        """A step went by without asking the drafter, as ``budget`` said."""
+        self._idle += 1
+
     def plan(self, trees: Sequence[DraftTree], pending: Sequence[int] = (), cached: Sequence[int] = ()) -> Plan:
         """What is worth scoring of each tree. Probes are kept or dropped together, as far as they pay.
 

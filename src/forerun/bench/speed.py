@@ -81,12 +81,15 @@ class Series:
 class WrongDrafter(Drafter):
     """Drafts what hardly ever comes, and claims that it will: what drafting costs where it does not help."""
 
+    def begin(self, request: Request) -> None:
+        """Find a token that the prompt does not hold."""
+        self._absent = int(np.setdiff1d(np.arange(len(request) + 1), request.prompt)[0])
+
     def propose(self, request: Request, budget: int) -> DraftTree:
-        """A chain of one token that the text does not hold, each said to be likely."""
+        """A chain of that token, each said to be likely."""
         length = max(0, min(budget, request.max_draft_depth))
-        absent = int(np.setdiff1d(np.arange(len(request) + 1), request.tokens)[0])
         claimed = np.full(length, 0.9).cumprod()
-        return DraftTree(np.full(length, absent), np.arange(-1, length - 1), probability=claimed)
+        return DraftTree(np.full(length, self._absent), np.arange(-1, length - 1), probability=claimed)
 
 
 @dataclass(frozen=True)

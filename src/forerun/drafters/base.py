@@ -135,6 +135,8 @@ class OuterDrafter(Drafter):
 class NoDrafter(Drafter):
     """Plain autoregression, through the same engine."""
 
+    sized = True
+
     def propose(self, request: Request, budget: int) -> DraftTree:
         """The empty tree."""
         return DraftTree.empty()
