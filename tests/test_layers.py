@@ -17,6 +17,7 @@ LAYERS = [
     ["attention", "block"],
     ["caches"],
     ["model"],
+    ["calibration"],
     ["planner"],
     ["drafters"],
     ["recipes"],

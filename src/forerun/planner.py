@@ -5,12 +5,11 @@ gives. So the planner takes the likeliest nodes, over all rows of the batch, up 
 per unit of cost. In a pass that reads a prompt only the nodes are its to choose: there a node must give as many tokens
 for what it adds to the cost as passes lately gave for all of theirs.
 
-What a drafter says of its nodes is corrected by what became of nodes like them: of equal log-odds under their parent,
-or of equal depth if it says nothing. All that was proposed is counted, scored or not, for what was committed shows
-whether it would have been right. So drafts need not be scored to find out that they began to hit, and a drafter that
-never hits costs its proposals alone. Under rejection sampling a drawn token's own probability must not decide about it,
-and whether it would have been accepted is not known unless it is scored: trees with ``q`` are judged by depth, by what
-was scored.
+A node's probability is the drafter's, corrected by what became of nodes like it (``calibration.py``). All that was
+proposed is counted, scored or not, for what was committed shows whether it would have been right. So drafts need not be
+scored to find out that they began to hit, and a drafter that never hits costs its proposals alone. Under rejection
+sampling a drawn token's own probability must not decide about it, and whether it would have been accepted is not known
+unless it is scored: trees with ``q`` are judged by depth, by what was scored.
 
 Nothing here looks at a clock: for a given curve, what is planned repeats exactly.
 """
@@ -19,30 +18,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from forerun.calibration import ByDepth, ByOdds, Calibration
 from forerun.costs import CRITICAL_LENGTH, CostCurve, FloatArray
 from forerun.tree import ROOT, BoolArray, DraftTree, IntArray
 from forerun.verify import Outcome
 
-DEPTHS = 24
-"""Depths told apart."""
-FIRST_GUESS = 0.8
-"""Chance of a node under its parent, before a drafter that does not say has shown anything."""
-LOWEST, HIGHEST = -6, 8
-"""Log-odds of what a drafter says, between which kinds are told apart by whole numbers."""
-TRUSTED = 2
-"""Log-odds beyond which a drafter is not believed before it has shown that it is right so often."""
-DOUBT = 2.0
-"""Nodes that a drafter's own estimate counts for, against those that were seen."""
-UNSEEN = 0.1
-"""The same where kinds disagree about their order: one that was not seen has little to say about it."""
-MEMORY = 0.97
-"""What remains of the counts after a step with a proposal."""
 RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
 FEW, MORE, FADING = 8, 8, 0.8
@@ -87,7 +72,7 @@ class Planner:
 
     def __init__(self, costs: CostCurve | float = CRITICAL_LENGTH) -> None:
         self.costs = costs if isinstance(costs, CostCurve) else CostCurve.linear(costs)
-        self._by_odds, self._by_depth, self._probing = _ByOdds(), _ByDepth(), _Ledger()
+        self._by_odds, self._by_depth, self._probing = ByOdds(), ByDepth(), _Ledger()
         self._tokens = self._spent = 1.0
         self._wanted = math.inf
         self._idle = 0
@@ -200,96 +185,8 @@ class Planner:
                 chance[node] *= chance[parent]
         return np.array(chance)
 
-    def _table(self, tree: DraftTree) -> _Table:
+    def _table(self, tree: DraftTree) -> Calibration:
         return self._by_depth if tree.probability is None or tree.q is not None else self._by_odds
-
-
-class _Table(ABC):
-    """How often nodes of each kind came where their parent did."""
-
-    def __init__(self, kinds: int) -> None:
-        self._seen = np.zeros(kinds)
-        self._hits = np.zeros(kinds)
-
-    @abstractmethod
-    def rates(self, tree: DraftTree) -> FloatArray:
-        """Each node's chance under its parent."""
-
-    @abstractmethod
-    def kinds(self, tree: DraftTree) -> IntArray:
-        """Each node's kind."""
-
-    def count(self, tree: DraftTree, tested: BoolArray, came: BoolArray) -> None:
-        """Take in the nodes that were put to the test, and those of them that came."""
-        kinds = self.kinds(tree)
-        self._seen += np.bincount(kinds[tested], minlength=len(self._seen))
-        self._hits += np.bincount(kinds[came], minlength=len(self._hits))
-
-    def forget(self) -> None:
-        """Let old counts fade."""
-        self._seen *= MEMORY
-        self._hits *= MEMORY
-
-
-class _ByDepth(_Table):
-    """For drafters that do not say how likely their nodes are."""
-
-    def __init__(self) -> None:
-        super().__init__(DEPTHS)
-
-    def rates(self, tree: DraftTree) -> FloatArray:
-        rates: FloatArray = ((self._hits + FIRST_GUESS) / (self._seen + 1))[self.kinds(tree)]
-        return rates
-
-    def kinds(self, tree: DraftTree) -> IntArray:
-        return np.asarray(np.minimum(tree.depths, DEPTHS) - 1)
-
-
-class _ByOdds(_Table):
-    """A drafter's log-odds, corrected.
-
-    Each kind's correction is the log-odds of what came less those of what was expected, both with the drafter's own
-    estimate as so many nodes. Kinds that were found in the wrong order are taken as one, so that what a drafter thinks
-    likelier is never thought less likely here.
-    """
-
-    def __init__(self) -> None:
-        self._centres = np.arange(LOWEST, HIGHEST + 1, dtype=np.float64)
-        super().__init__(len(self._centres))
-        self._expected = np.zeros(len(self._centres))
-        self._own = DOUBT * _chance(self._centres)
-        self._trusted = DOUBT * _chance(np.minimum(self._centres, TRUSTED))
-        self._correction: tuple[FloatArray, FloatArray] | None = None
-
-    def rates(self, tree: DraftTree) -> FloatArray:
-        if self._correction is None:
-            self._correction = self._correct()
-        shifts, middles = self._correction
-        kinds = self.kinds(tree)
-        odds = np.minimum(np.maximum(_within(tree.odds) + shifts[kinds], middles[kinds]), middles[kinds + 1])
-        return _chance(odds)
-
-    def _correct(self) -> tuple[FloatArray, FloatArray]:
-        """What to add to each kind's log-odds, and the bounds between kinds."""
-        came, expected, seen = self._hits + self._trusted, self._expected + self._own, self._seen + DOUBT
-        odds = self._centres + np.log(came / (seen - came) * (seen - expected) / expected)
-        corrected = _rising(odds, self._seen + UNSEEN)
-        middles = (corrected[1:] + corrected[:-1]) / 2
-        return corrected - self._centres, np.concatenate(([-np.inf], middles, [np.inf]))
-
-    def kinds(self, tree: DraftTree) -> IntArray:
-        return np.rint(_within(tree.odds)).astype(np.int64) - LOWEST
-
-    def count(self, tree: DraftTree, tested: BoolArray, came: BoolArray) -> None:
-        super().count(tree, tested, came)
-        expected = _chance(_within(tree.odds[tested]))
-        self._expected += np.bincount(self.kinds(tree)[tested], expected, minlength=len(self._expected))
-        self._correction = None
-
-    def forget(self) -> None:
-        super().forget()
-        self._expected *= MEMORY
-        self._correction = None
 
 
 class _Ledger:
@@ -329,33 +226,11 @@ def _under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, 
     return above[tree.parents], came[:-1]
 
 
-def _rising(values: FloatArray, weights: FloatArray) -> FloatArray:
-    """The closest values that never fall: neighbours in the wrong order take their mean (isotonic regression)."""
-    if (values[1:] >= values[:-1]).all():
-        return values
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        size = 1
-        while pools and pools[-1][0] > value:
-            before, heavy, count = pools.pop()
-            value, weight, size = (before * heavy + value * weight) / (heavy + weight), heavy + weight, size + count
-        pools.append((value, weight, size))
-    return np.repeat([value for value, _, _ in pools], [size for _, _, size in pools])
-
-
 def _without_probes(tree: DraftTree) -> DraftTree:
     if tree.probe is None:
         return tree
     rest = tree.select(~tree.probe)
     return DraftTree(rest.tokens, rest.parents, q=rest.q, probability=rest.probability)
-
-
-def _within(odds: FloatArray) -> FloatArray:
-    return np.asarray(np.minimum(np.maximum(odds, LOWEST), HIGHEST))
-
-
-def _chance(odds: FloatArray) -> FloatArray:
-    return np.asarray(1 / (1 + np.exp(-odds)))
 
 
 def _part(tree: DraftTree, keep: BoolArray) -> DraftTree:

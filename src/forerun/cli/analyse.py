@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 from forerun.bench import needles
 from forerun.bench.longcontext import prefill
 from forerun.bench.sparsity import Analysis, Sizes
 from forerun.bench.tables import Report
 from forerun.bench.texts import Texts
+from forerun.cli.deliver import deliver
 from forerun.cli.long_options import ANALYSE_PARTS, AnalyseOptions, names, numbers, plain
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
-from forerun.cli.terminal import stderr, stdout, working
+from forerun.cli.terminal import stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
 
@@ -42,12 +41,7 @@ def run(options: AnalyseOptions) -> None:
     for part in ANALYSE_PARTS:  # in an order in which none takes away what another needs
         if part in wanted and part != "acceptance":
             getattr(analysis, part)()
-    paths = report.write(options.out, "analyse")
-    if options.json:
-        print(json.dumps(report.json))  # noqa: T201
-        return
-    stdout().print(report.markdown, soft_wrap=True, markup=False)
-    console.print(f"written: {', '.join(map(str, paths))}")
+    deliver(report, options.out, "analyse", options.json)
 
 
 def _sizes(options: AnalyseOptions) -> Sizes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +12,11 @@ from forerun.bench.simulate import SIMULATED, Shape, check_simulated, random_mod
 from forerun.bench.tables import Report
 from forerun.bench.texts import Texts
 from forerun.bench.triforce import MakerAt, ReadPrompt, Sizes, TriforceBench
+from forerun.cli.deliver import deliver
 from forerun.cli.long_options import TRIFORCE_PARTS, TriforceOptions, names, numbers, plain
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
-from forerun.cli.terminal import stderr, stdout, working
+from forerun.cli.terminal import stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
 from forerun.recipes import buildable, check_drafter
@@ -62,12 +62,7 @@ def run(options: TriforceOptions) -> None:
         console.print,
     )
     _measure(bench, options, subject)
-    paths = report.write(options.out, "triforce")
-    if options.json:
-        print(json.dumps(report.json))  # noqa: T201
-        return
-    stdout().print(report.markdown, soft_wrap=True, markup=False)
-    console.print(f"written: {', '.join(map(str, paths))}")
+    deliver(report, options.out, "triforce", options.json)
 
 
 def _measure(bench: TriforceBench, options: TriforceOptions, subject: Subject) -> None:

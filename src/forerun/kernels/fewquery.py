@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import struct
 import threading
 from typing import Any, NamedTuple, cast
@@ -153,11 +154,15 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
+finalized = operator.attrgetter("library")
+"""The machine code of numba's compile result."""
+
+
 @functools.cache
 def warm_up() -> int:
     """Compile, or load what an earlier process has compiled; gives the address of ``work``."""
     code = cast(Any, work).get_compile_result(types.void(types.int64))
-    return int(code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+    return int(finalized(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
 
 
 @intrinsic

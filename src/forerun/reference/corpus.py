@@ -8,6 +8,7 @@ pieces of it again, with the loss on the pieces only. Only rows of spans make a 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
@@ -24,7 +25,8 @@ from forerun.reference.tasks import EOS, Material, Task
 PROMPT_WEIGHT = 0.1  # what the prompt of an invented task says cannot be foreseen: weigh it little
 ANSWER_WEIGHT = 4.0  # answers are short, and are what is wanted
 SPAN_WEIGHT = 2.0
-JOINT_WEIGHT = 12.0  # where JSON goes on or closes: one such token wrong, and so is all that follows
+JOINT_WEIGHT = 12.0  # where an answer turns to its next source or closes: one such token wrong, and all that follows
+TEXT_SPANS = 0.8
 _STREAMS = ("prose", "code")
 _ENCODE_CHUNK = 2000
 
@@ -75,10 +77,22 @@ class Corpus:
         return int(self.tokenizer.convert_tokens_to_ids(EOS))
 
     @cached_property
-    def joints(self) -> frozenset[int]:
+    def closers(self) -> frozenset[int]:
         """Tokens with a comma or a bracket that closes."""
-        vocabulary: dict[str, int] = self.tokenizer.get_vocab()
-        return frozenset(i for token, i in vocabulary.items() if set(token) & set(",}]"))
+        return self._tokens(lambda text: bool(set(text) & set(",}]")))
+
+    @cached_property
+    def openers(self) -> frozenset[int]:
+        """Tokens behind which a sentence or a value starts; digits follow a space of its own."""
+        return self._tokens(lambda text: text == " " or text.endswith((".", ":", '"')))
+
+    def _tokens(self, fits: Callable[[str], bool]) -> frozenset[int]:
+        size = len(self.tokenizer)
+        return frozenset(i for i in range(size) if fits(self.tokenizer.decode([i])))
+
+    def joint(self, before: int, token: int) -> bool:
+        """Say whether `token` behind `before` closes a value or starts the next thing that an answer says."""
+        return token in self.closers or before in self.openers
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, with no special tokens added."""
@@ -156,9 +170,9 @@ def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
             continue
         packed.add(prompt, in_prompt)
         packed.add(answer, in_answer)
-        if kind == "table":
-            for i, token in enumerate(answer, middle):
-                if token in corpus.joints:
+        if kind in ("table", "rag"):
+            for i in range(middle, len(packed)):
+                if corpus.joint(packed.tokens[i - 1], packed.tokens[i]):
                     packed.weights[i] = JOINT_WEIGHT
         for first, last in _places(corpus, task):
             packed.sources.append(Source(middle - 1, len(packed), begin + first, begin + last))
@@ -200,9 +214,9 @@ def spans(corpus: Corpus, length: int, rng: Random) -> Row:
 
 
 def _segment(corpus: Corpus, size: int, rng: Random) -> list[int]:
-    """Return text in four cases of ten, else tokens drawn at random."""
+    """Return text in eight cases of ten, else tokens drawn at random, which are the easier ones to copy."""
     streams = [name for name in _STREAMS if len(corpus.streams[name]) > size]
-    if rng.random() < 0.4 and streams:
+    if rng.random() < TEXT_SPANS and streams:
         return window(corpus, rng.choice(streams), size, rng)
     vocabulary = len(corpus.tokenizer)
     return [rng.randrange(1, vocabulary) for _ in range(size)]
