@@ -246,7 +246,7 @@ class Trie:
         for name, texts in namespaces.items():
             self.warm(name, texts)
         for live in self._live.values():
-            live.place = live.place._replace(copies=np.zeros((1, 2, 3), np.int64))
+            live.place.copies[0, 1] = 0  # of the shared text
             live.place.ends[1] = -1  # the rest of a text without its beginning would be another text
             live.place.ends[3] = 0
 
@@ -282,7 +282,7 @@ def _moved(live: _Live, shared: Index, pending: Tokens) -> Place:
     """Where the text stands behind tokens that are not taken in."""
     if not len(pending):
         return live.place
-    where = Place(live.place.hashes.copy(), live.place.copies.copy(), live.place.ends.copy())
+    where = live.place.copy()
     place.skip(live.own, shared, where, _checked(pending))
     return where
 

@@ -91,7 +91,7 @@ class Index(NamedTuple):
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
         """An empty index that any text of so many tokens fits."""
-        return cls.allocate(ORDERS * tokens, 5 * ORDERS * tokens, tokens // CHUNK + 2)
+        return cls.allocate((ORDERS + 1) * tokens, 5 * (ORDERS + 1) * tokens, tokens // CHUNK + 2)
 
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:

@@ -28,6 +28,7 @@ from forerun.index.evidence import (
 )
 from forerun.index.mixing import LIKELY, STRETCHED, Mixer, corrected, odds_alone, weigh
 from forerun.index.place import DEPTH, POSITION, Place, follow_copy
+from forerun.index.trail import branch, follow_trails
 
 CUT_ALONE, CUT_SHORT, CUT = 0.02, 0.15, 0.5
 """A node is expanded without the tokens that only their frequency speaks for, without contexts of one token, or not at
@@ -66,7 +67,7 @@ def _expand(own: Index, shared: Index, mixer: Mixer, desk: Desk, at: int, bound:
         return
     hear(own, 0, desk.copies, at, facts)
     hear(shared, 1, desk.copies, at, facts)
-    gather(own, shared, desk.slots, at, facts, found, 2 if share > CUT_SHORT else 1, 2 * share)
+    gather(own, shared, desk.slots, desk.trails, at, facts, found, 2 if share > CUT_SHORT else 1, 2 * share)
     for number in range(found.seen[SIZE]):
         complete(found, number, facts)
         likely = chance * weigh(mixer, found, number, facts)
@@ -114,11 +115,13 @@ def _enter(own: Index, shared: Index, desk: Desk, above: int, at: int, token: in
         hashes[at, source, 0] = np.uint64(0)
         for order in range(1, ORDERS + 1):
             hashes[at, source, order] = mix(hashes[above, source, order - 1], token)
-        for column in range(4):
+        for column in range(3):
             copies[at, source, column] = copies[above, source, column]
     look(own, shared, hashes, desk.slots, at, (orders >> 3) + 1, (orders & 7) + 1)
     follow_copy(own, copies, at, 0, token, copies[0, 0, POSITION])
     follow_copy(shared, copies, at, 1, token, 0)
+    branch(desk.trails, above, at)
+    follow_trails(own, desk.trails, at, token)
     copies[at, 0, DEPTH] = copies[above, 0, DEPTH] + 1
 
 

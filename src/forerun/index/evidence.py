@@ -25,7 +25,8 @@ from forerun.index.arrays import (
     mix,
 )
 from forerun.index.compiling import compiled
-from forerun.index.history import FAR, UNWRITTEN
+from forerun.index.history import FAR, UNWRITTEN, following
+from forerun.index.trail import AHEAD, AT, GAP, HEARD, JOINED, OUTPUT, PROMPT, TRAIL_CELLS, next_on, trail_cell, turn
 from forerun.tree import IntArray
 
 COUNTS, TOTALS, STATES = 9, 10, 3
@@ -40,13 +41,17 @@ COMMON, RANKS = 16, 6
 
 CONTEXT = COUNTS * TOTALS * STATES
 
-COPY_CELLS = 2 * ORDERS * CONTEXT
+COPY_CELLS = (2 * ORDERS + 1) * CONTEXT
 
 TOKEN_CELLS = COPY_CELLS + 2 * LENGTHS * MISSES * 2
 
-CELLS = TOKEN_CELLS + 2 * COMMON * RANKS
+WAY_CELLS = TOKEN_CELLS + 2 * COMMON * RANKS
 
-COPY, ALONE, BIAS = 2 * ORDERS, 2 * ORDERS + 2, 2 * ORDERS + 4
+CELLS = WAY_CELLS + TRAIL_CELLS
+
+COPY, ALONE, TURN, WAY = 2 * ORDERS, 2 * ORDERS + 2, 2 * ORDERS + 4, 2 * ORDERS + 5
+
+BIAS = WAY + 2
 
 ROOM = 64
 """Candidates of one position at most."""
@@ -59,7 +64,7 @@ ENOUGH = 24
 
 NONE = -1
 
-TOKEN, OWN, SHARED = range(3)
+TOKEN, OWN, SHARED, AHEAD_OF = range(4)
 """Columns of ``Board.names``."""
 
 SIZE = 256
@@ -70,7 +75,8 @@ class Board(NamedTuple):
     """The candidates of one position.
 
     Attributes:
-        names: token and order of the longest context that it followed, own and shared; int64 ``[ROOM, 3]``.
+        names: token, order of the longest context that it followed, own and shared, and whether a trail foresees it
+            (1) or is sure of it (2); int64 ``[ROOM, 4]``.
         cells: cell of each input or ``NONE``, int32 ``[ROOM, BIAS]``.
         result: probability, log-odds before the correction, and set; float64 ``[ROOM, 3]``.
         seen: number of a candidate plus one by hash of its token, and their number; int32 ``[SIZE + 1]``.
@@ -84,7 +90,7 @@ class Board(NamedTuple):
     @classmethod
     def allocate(cls) -> Board:
         """An empty board."""
-        names, cells = np.zeros((ROOM, 3), np.int64), np.zeros((ROOM, BIAS), np.int32)
+        names, cells = np.zeros((ROOM, 4), np.int64), np.zeros((ROOM, BIAS), np.int32)
         return cls(names, cells, np.zeros((ROOM, 3)), np.zeros(SIZE + 1, np.int32))
 
 
@@ -93,21 +99,27 @@ class Facts(NamedTuple):
 
     Attributes:
         missing: cells of contexts that a candidate did not follow, by source and order: known to the next shorter one
-            (0), not even to that (1), or followed but not found among the most frequent (2); int32 ``[2, ORDERS, 3]``.
+            (0), not even to that (1), or followed but not found among the most frequent (2); int32
+            ``[2, ORDERS + 1, 3]``, of which ``[0, ORDERS]`` is that of what the prompt's trail says.
         copies: token that each copy says, cell of its saying another, agreement; int64 ``[2, 3]``.
+        trails: cell of what each does not foresee, and inputs to look at: those of trails are the last; int64 ``[3]``.
     """
 
     missing: Int32Array
     copies: IntArray
+    trails: IntArray
 
     @classmethod
     def allocate(cls) -> Facts:
         """Room for them."""
-        return cls(np.zeros((2, ORDERS, 3), np.int32), np.zeros((2, 3), np.int64))
+        return cls(np.zeros((2, ORDERS + 1, 3), np.int32), np.zeros((2, 3), np.int64), np.full(3, NONE, np.int64))
 
 
 SAID, ELSE, AGREED = range(3)
 """Columns of ``Facts.copies``."""
+
+INPUTS = 2
+"""Entry of ``Facts.trails``."""
 
 
 @compiled
@@ -150,31 +162,34 @@ def candidate(board: Board, token: int, fresh: bool) -> int:
     board.seen[at] = number + 1
     board.seen[SIZE] += 1
     board.names[number, TOKEN], board.names[number, OWN], board.names[number, SHARED] = token, 0, 0
+    board.names[number, AHEAD_OF] = 0
     for at in range(BIAS):
         board.cells[number, at] = NONE
     return int(number)
 
 
 @compiled
-def _note(board: Board, source: int, order: int, token: int, cell: int, fresh: bool) -> None:
+def _note(board: Board, at: int, source: int, order: int, token: int, cell: int, fresh: bool) -> None:
     number = candidate(board, token, fresh)
     if number != NONE:
-        board.cells[number, source * ORDERS + order - 1] = cell
-        if board.names[number, OWN + source] < order:
+        board.cells[number, at] = cell
+        if at != TURN and board.names[number, OWN + source] < order:
             board.names[number, OWN + source] = order
 
 
 @compiled
 def _followers(index: Index, slot: int, source: int, order: int, facts: Facts, board: Board, least: float) -> None:
     """Put what followed a context on the board; new ones only if ``least`` is a share that they can reach."""
-    number, value = source * ORDERS + order - 1, index.slots[slot, VALUE]
-    total = index.slots[slot, TOTAL]
+    turned = order > ORDERS
+    number = 2 * ORDERS if turned else source * ORDERS + order - 1
+    at = TURN if turned else number
+    value, total = index.slots[slot, VALUE], index.slots[slot, TOTAL]
     total_class = _total_class(total)
     facts.missing[source, order - 1, 0] = _cell(number, 0, total_class, 0)
     facts.missing[source, order - 1, 1] = _cell(number, COUNTS - 1, total_class, 0)
     facts.missing[source, order - 1, 2] = _cell(number, 1, total_class, 0)
     if value >= 0:
-        _note(board, source, order, value, _cell(number, _count_class(total), total_class, 2), True)
+        _note(board, at, source, order, value, _cell(number, _count_class(total), total_class, 2), True)
         return
     block, blocks = -1 - value, index.blocks
     last = blocks[block, COUNT]
@@ -183,10 +198,34 @@ def _followers(index: Index, slot: int, source: int, order: int, facts: Facts, b
         if count <= least * total and entry != last:  # those behind are rarer still
             break
         cell = _cell(number, _count_class(count), total_class, 1 if entry == last else 0)
-        _note(board, source, order, blocks[block + entry, FOLLOWER], cell, count > least * total)
+        _note(board, at, source, order, blocks[block + entry, FOLLOWER], cell, count > least * total)
     if last > WIDTH:
         cell = _cell(number, _count_class(blocks[block + last, COUNT]), total_class, 1)
-        _note(board, source, order, blocks[block + last, FOLLOWER], cell, True)
+        _note(board, at, source, order, blocks[block + last, FOLLOWER], cell, True)
+
+
+@compiled
+def _foresee(own: Index, trails: IntArray, at: int, facts: Facts, board: Board) -> None:
+    """Put what the trails foresee on the board."""
+    facts.trails[INPUTS] = TURN
+    for row in range(2):
+        position, joined, gap = trails[at, row, AT], trails[at, row, JOINED], trails[at, row, GAP]
+        first, count = (0, AHEAD) if row == PROMPT else (AHEAD + 1, 1)
+        facts.trails[row] = NONE
+        if position == 0 or joined < HEARD:
+            continue
+        facts.trails[INPUTS] = BIAS
+        facts.trails[row] = WAY_CELLS + trail_cell(first + count, joined, gap)
+        for ahead in range(count):
+            said = next_on(own, trails, at, row, position)
+            if said == UNWRITTEN:
+                break
+            number = candidate(board, said, True)
+            if number != NONE and board.cells[number, WAY + row] == NONE:
+                board.cells[number, WAY + row] = WAY_CELLS + trail_cell(first + ahead, joined, gap)
+                sure = 2 if ahead == 0 and joined > HEARD else 1
+                board.names[number, AHEAD_OF] = max(board.names[number, AHEAD_OF], sure)
+            position = following(own, position)
 
 
 @compiled
@@ -194,13 +233,14 @@ def gather(
     own: Index,
     shared: Index,
     slots: Int32Array,
+    trails: IntArray,
     at: int,
     facts: Facts,
     board: Board,
     lowest: int,
     least: float,
 ) -> None:
-    """What the copies say and all that followed the contexts ``slots[at]``, from the longest to those of ``lowest``."""
+    """What the copies and the trails say, and what followed the contexts ``slots[at]`` of no less than ``lowest``."""
     clear(board)
     for order in range(ORDERS, 0, -1):
         for source in range(2):
@@ -215,6 +255,14 @@ def gather(
     for source in range(2):
         if facts.copies[source, SAID] != UNWRITTEN:
             candidate(board, facts.copies[source, SAID], True)
+    _foresee(own, trails, at, facts, board)
+    if facts.trails[INPUTS] == TURN:
+        return
+    turned = turn(own, trails, at)
+    slot = find(own, turned) if turned != 0 else 0
+    facts.missing[0, ORDERS, 0] = NONE
+    if slot != 0:
+        _followers(own, slot, 0, ORDERS + 1, facts, board, least)
 
 
 @compiled
@@ -244,6 +292,13 @@ def complete(board: Board, number: int, facts: Facts) -> None:
         if said != UNWRITTEN:
             says = 1 if said == board.names[number, TOKEN] else 0
             board.cells[number, COPY + source] = facts.copies[source, ELSE] + says
+    if facts.trails[INPUTS] == TURN:
+        return
+    for trail in range(2):
+        if board.cells[number, WAY + trail] == NONE:
+            board.cells[number, WAY + trail] = facts.trails[trail]
+    if board.cells[number, TURN] == NONE:
+        board.cells[number, TURN] = facts.missing[0, ORDERS, 0]
 
 
 @compiled

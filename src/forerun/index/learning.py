@@ -5,7 +5,7 @@ from __future__ import annotations
 from forerun.index.arrays import TOKENS, Index, tight
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, hear, stand
-from forerun.index.evidence import ENOUGH, SIZE, complete, gather, gather_alone
+from forerun.index.evidence import ENOUGH, INPUTS, SIZE, complete, gather, gather_alone
 from forerun.index.mixing import Mixer, teach, weigh
 from forerun.index.place import Place, take
 from forerun.tree import IntArray
@@ -18,13 +18,13 @@ def learn(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, tok
     stand(own, shared, place, desk)
     hear(own, 0, desk.copies, 0, facts)
     hear(shared, 1, desk.copies, 0, facts)
-    gather(own, shared, desk.slots, 0, facts, found, 1, 0.0)
+    gather(own, shared, desk.slots, desk.trails, 0, facts, found, 1, 0.0)
     if found.seen[SIZE] < ENOUGH and own.state[TOKENS] & 1:
         gather_alone(own, shared, found)
     for number in range(found.seen[SIZE]):
         complete(found, number, facts)
         weigh(mixer, found, number, facts)
-    teach(mixer, found, token, rate)
+    teach(mixer, found, facts.trails[INPUTS], token, rate)
 
 
 OWN_HINTS, SHARED_TIGHT, SHARED_HINTS = 1, 2, 4

@@ -18,13 +18,16 @@ from forerun.index.arrays import ORDERS, FloatArray
 from forerun.index.compiling import compiled
 from forerun.index.evidence import (
     AGREED,
+    AHEAD_OF,
     ALONE,
     BIAS,
     CELLS,
+    CONTEXT,
     COPY,
     COPY_CELLS,
     COUNTS,
     ELSE,
+    INPUTS,
     MISSES,
     NONE,
     OWN,
@@ -35,15 +38,19 @@ from forerun.index.evidence import (
     TOKEN,
     TOKEN_CELLS,
     TOTALS,
+    TURN,
+    WAY,
+    WAY_CELLS,
     Board,
     Facts,
 )
 from forerun.index.history import UNWRITTEN
+from forerun.index.trail import AHEAD, GAPS, JOINS, KINDS
 
-INPUTS = BIAS + 1
-"""Inputs: contexts of own and shared text by order, two copies, the token itself by source, and a constant."""
+ALL = BIAS + 1
+"""Inputs: contexts by order in own and shared text, what a trail says, copies, the token itself, trails, a constant."""
 
-SETS = 27
+SETS = 81
 
 KNOTS = 33
 """Points of the final correction, every half a unit of log-odds from -8."""
@@ -62,7 +69,7 @@ class Mixer(NamedTuple):
 
     Attributes:
         cells: log-odds, probability and uses of each piece of evidence, and a stamp; float32 ``[4, CELLS]``.
-        weights: float64 ``[SETS, INPUTS]``.
+        weights: float64 ``[SETS, ALL]``.
         correction: probability at each knot, float64 ``[SETS + 1, KNOTS]``; the last row is the logistic function.
     """
 
@@ -91,8 +98,9 @@ def weigh(mixer: Mixer, board: Board, number: int, facts: Facts) -> float:
             copied = max(copied, 2 if facts.copies[source, AGREED] >= 16 else 1)
     own, shared = board.names[number, OWN], board.names[number, SHARED]
     chosen = (min(own, 1) + (1 if own > 2 else 0)) * 9 + (min(shared, 1) + (1 if shared > 2 else 0)) * 3 + copied
+    chosen += 27 * board.names[number, AHEAD_OF]
     odds = mixer.weights[chosen, BIAS]
-    for at in range(BIAS):
+    for at in range(facts.trails[INPUTS]):
         cell = board.cells[number, at]
         if cell != NONE:
             odds += mixer.weights[chosen, at] * mixer.cells[STRETCHED, cell]
@@ -125,13 +133,13 @@ def _correct(mixer: Mixer, chosen: int, odds: float, hit: float) -> None:
 
 
 @compiled
-def _teach(mixer: Mixer, board: Board, number: int, hit: float, rate: float) -> None:
+def _teach(mixer: Mixer, board: Board, inputs: int, number: int, hit: float, rate: float) -> None:
     """Learn from one candidate, which came (1) or did not (0)."""
     odds, chosen, cells = board.result[number, ODDS], int(board.result[number, SET]), mixer.cells
     error = rate * (hit - 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0))))
     _correct(mixer, chosen, odds, hit)
     mixer.weights[chosen, BIAS] += error
-    for at in range(BIAS):
+    for at in range(inputs):
         cell = board.cells[number, at]
         if cell != NONE:
             mixer.weights[chosen, at] += error * cells[STRETCHED, cell]
@@ -142,13 +150,13 @@ def _teach(mixer: Mixer, board: Board, number: int, hit: float, rate: float) -> 
 
 
 @compiled
-def teach(mixer: Mixer, board: Board, token: int, rate: float) -> None:
+def teach(mixer: Mixer, board: Board, inputs: int, token: int, rate: float) -> None:
     """Learn from what came."""
     cells, size = mixer.cells, board.seen[SIZE]
     for number in range(size):
-        _teach(mixer, board, number, 1.0 if board.names[number, TOKEN] == token else 0.0, rate)
+        _teach(mixer, board, inputs, number, 1.0 if board.names[number, TOKEN] == token else 0.0, rate)
     for number in range(size):
-        for at in range(BIAS):
+        for at in range(inputs):
             cell = board.cells[number, at]
             if cell != NONE and cells[STAMP, cell] != 0:
                 chance = min(max(cells[CHANCE, cell], 1e-4), 1 - 1e-4)
@@ -165,7 +173,7 @@ def dump(mixer: Mixer) -> FloatArray:
 
 def restore(learned: FloatArray) -> Mixer | None:
     """The mixer of a vector, or None if it cannot be one."""
-    ends = np.cumsum([CELLS, CELLS, SETS * INPUTS, SETS * KNOTS])
+    ends = np.cumsum([CELLS, CELLS, SETS * ALL, SETS * KNOTS])
     if len(learned) != ends[-1] or not np.isfinite(learned).all():
         return None
     chances, seen, weights, correction = np.split(learned, ends[:-1])
@@ -173,7 +181,7 @@ def restore(learned: FloatArray) -> Mixer | None:
     mixer.cells[CHANCE] = chances.clip(1e-4, 1 - 1e-4)
     mixer.cells[STRETCHED] = np.log(mixer.cells[CHANCE] / (1 - mixer.cells[CHANCE]))
     mixer.cells[SEEN] = seen.clip(0)
-    mixer.weights[:] = weights.reshape(SETS, INPUTS)
+    mixer.weights[:] = weights.reshape(SETS, ALL)
     mixer.correction[:SETS] = correction.reshape(SETS, KNOTS).clip(0, 1)
     return mixer
 
@@ -183,22 +191,29 @@ def untrained() -> Mixer:
     counts = np.array([0, 1, 2, 3, 4.5, 8, 20, 60, 0])[:, None]
     totals = np.maximum(np.array([0.5, 1, 2, 3, 4, 5.5, 8, 15, 40, 150]), np.maximum(counts, 1))
     cells = np.full((4, CELLS), 0.01)
-    contexts = cells[CHANCE, :COPY_CELLS].reshape(2, ORDERS, COUNTS, TOTALS, STATES)
+    contexts = cells[CHANCE, : 2 * ORDERS * CONTEXT].reshape(2, ORDERS, COUNTS, TOTALS, STATES)
     for order, discount in enumerate((0.58, 0.45, 0.4, 0.33)):
         share = np.where(counts > 0, (counts - discount) / (totals + 0.2), 0.03 * (order + 1) / (totals + 1))
         share[-1] = 0.015 / (totals[-1] + 1)
         contexts[:, order] = share.clip(0.002, 0.95)[..., None]
+    cells[CHANCE, 2 * ORDERS * CONTEXT : COPY_CELLS] = contexts[0, 1].ravel()
     agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     cells[CHANCE, COPY_CELLS:TOKEN_CELLS] = np.tile(says.ravel(), 2)
+    ways = cells[CHANCE, WAY_CELLS:].reshape(KINDS, JOINS, GAPS)
+    ways[:] = np.array([*(0.2 * 0.4 ** np.arange(AHEAD)), 0.02, 0.4, 0.02])[:, None, None]
+    ways[0, :, 0] = 0.6
     cells[STRETCHED] = np.log(cells[CHANCE] / (1 - cells[CHANCE]))
     cells[SEEN:] = 0
-    weights = np.full((SETS, INPUTS), 0.3)
+    weights = np.full((SETS, ALL), 0.3)
     weights[:, BIAS] = 0
     weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens
     weights[0, ALONE:BIAS] = 0.5
     weights[9:12, ORDERS:COPY] = 0.2
     weights[18:21, ORDERS:COPY] = 0.1
     weights[2::3, COPY:ALONE] = 0.9  # a long copy says the candidate
+    weights[:, WAY:BIAS] = weights[:, TURN] = 0.1
+    weights[27:] = np.tile(weights[:27], (2, 1))
+    weights[54:, WAY:BIAS] = 0.6  # a trail is sure of it
     correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))
     return Mixer(cells.astype(np.float32), weights, correction)

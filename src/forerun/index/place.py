@@ -29,6 +29,7 @@ from forerun.index.history import (
     remember,
     set_hint,
 )
+from forerun.index.trail import LIMIT, OUTPUT, PROMPT, follow_trails, lay_trail, turn
 from forerun.tree import IntArray
 
 POSITION, LENGTH, WRONG, DEPTH = range(4)
@@ -44,21 +45,28 @@ class Place(NamedTuple):
 
     Attributes:
         hashes: of its last tokens, own text and shared text; uint64 ``[2, LONGEST + 1]``.
-        copies: int64 ``[1, 2, 3]``.
+        copies: of own and shared text, int64 ``[1, 2, 3]``.
+        trails: through prompt and output (``trail.py``), int64 ``[1, 2, 5]``.
         ends: position of its last token in own and shared text (-1: no longer written), and the first chunks;
             int64 ``[4]``.
     """
 
     hashes: HashArray
     copies: IntArray
+    trails: IntArray
     ends: IntArray
 
     @classmethod
     def start(cls) -> Place:
         """Before a text."""
-        place = cls(np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2, 3), np.int64), np.zeros(4, np.int64))
+        hashes, copies = np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2, 3), np.int64)
+        place = cls(hashes, copies, np.zeros((1, 2, 5), np.int64), np.zeros(4, np.int64))
         opening(place.hashes)
         return place
+
+    def copy(self) -> Place:
+        """The same place, to move on from."""
+        return Place(self.hashes.copy(), self.copies.copy(), self.trails.copy(), self.ends.copy())
 
 
 @compiled
@@ -125,11 +133,16 @@ def ingest(own: Index, place: Place, tokens: IntArray) -> None:
         if number >= len(tokens) - 512:
             remember(own.recent, token)
     seek_copies(own, place, 0, own)
+    place.trails[0, PROMPT, LIMIT] = place.trails[0, OUTPUT, LIMIT] = place.ends[0]
 
 
 @compiled
 def take(index: Index, source: int, own: Index, place: Place, token: int) -> None:
     """Write a token in one text and follow its copy."""
+    if source == 0:
+        turned = turn(own, place.trails, 0)
+        if turned != 0:
+            count(own, turned, token)
     if place.ends[source] >= 0:
         fresh = place.ends[source] == 0
         place.ends[source] = write(index, place.hashes, source, place.ends[source], token)
@@ -139,6 +152,9 @@ def take(index: Index, source: int, own: Index, place: Place, token: int) -> Non
     advance(place.hashes, source, token)
     follow_copy(index, place.copies, 0, source, token, 0)
     seek_copies(index, place, source, own)
+    if source == 0:
+        follow_trails(own, place.trails, 0, token)
+        lay_trail(place.trails, place.copies[0, 0, POSITION], place.copies[0, 0, LENGTH])
 
 
 @compiled
@@ -182,3 +198,4 @@ def skip(own: Index, shared: Index, place: Place, tokens: IntArray) -> None:
             advance(place.hashes, source, token)
         follow_copy(own, place.copies, 0, 0, token, 0)
         follow_copy(shared, place.copies, 0, 1, token, 0)
+        follow_trails(own, place.trails, 0, token)

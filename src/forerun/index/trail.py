@@ -1,0 +1,133 @@
+"""The trails of an output that says something again in another form: a table as JSON, a record like the one before.
+
+Between two things that it trails such an output says something of its own, and where it takes the text up again, its
+last tokens are no known context. A trail waits behind what was copied last and foresees what comes there; the first of
+the next few tokens that comes moves it on. One trail goes through the prompt, for what is rearranged, the other through
+the output, for its own form; each node of a draft has its own.
+
+What came instead of a token that the prompt's trail was sure of is a context too: a comma of the table's may stand
+where JSON has a quote and a comma.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forerun.index.arrays import Index, mix
+from forerun.index.compiling import compiled
+from forerun.index.history import UNWRITTEN, following, read
+from forerun.tree import IntArray
+
+PROMPT, OUTPUT = range(2)
+"""Rows of ``trails``, int64 ``[nodes, 2, 5]``."""
+
+AT, JOINED, GAP, RUN, LIMIT = range(5)
+"""Columns: where a trail waits (0: none), how often it was taken up again, tokens since it last was followed, tokens
+that were followed in a row, and the prompt's last position. Taken up by one token only it was not, and may have been by
+chance before: a trail says nothing until it was taken up more often than missed."""
+
+AHEAD, FAR_AHEAD = 4, 8
+"""Tokens of the prompt and of the output that may be left out."""
+
+LOST = 40
+"""Tokens after which a trail that was not taken up again is given up."""
+
+LAID, RELAID = 3, 6
+"""Tokens that must agree before a trail is laid where there is none, and where one waits."""
+
+HEARD = 2
+"""Times that a trail must have been taken up before it says anything."""
+
+JOINS, GAPS = 3, 7
+"""Classes of how often it was taken up, and of tokens since."""
+
+KINDS = (AHEAD + 1) + 2
+"""What the prompt's trail says of a token: so many ahead, or not foreseen; and what the output's does: next or not."""
+
+TRAIL_CELLS = KINDS * JOINS * GAPS
+
+
+BESIDE = np.uint64(0xD6E8FEB86659FD93)
+"""Where hashes of such contexts start, far from those of a text's."""
+
+
+@compiled
+def next_on(own: Index, trails: IntArray, at: int, row: int, position: int) -> int:
+    """The token at a position of a trail, or ``UNWRITTEN`` where it ends."""
+    if position == 0 or (position > trails[at, row, LIMIT]) != (row == OUTPUT):
+        return UNWRITTEN
+    return read(own, position)
+
+
+@compiled
+def _follow(own: Index, trails: IntArray, at: int, row: int, token: int, ahead: int) -> None:
+    """Move a trail on if one of the tokens that it foresees came."""
+    position = trails[at, row, AT]
+    if position == 0:
+        return
+    for _ in range(ahead):
+        said = next_on(own, trails, at, row, position)
+        if said == UNWRITTEN:
+            break
+        position = following(own, position)
+        if said == token:
+            trails[at, row, RUN] = trails[at, row, RUN] + 1 if trails[at, row, GAP] == 0 else 1
+            if trails[at, row, RUN] == 2:
+                trails[at, row, JOINED] = min(trails[at, row, JOINED] + 1, HEARD + JOINS - 1)
+            trails[at, row, AT], trails[at, row, GAP] = position, 0
+            return
+    if trails[at, row, GAP] == 0 and trails[at, row, RUN] == 1:
+        trails[at, row, JOINED] = max(trails[at, row, JOINED] - 1, 0)
+    trails[at, row, GAP] += 1
+    if trails[at, row, GAP] > LOST:
+        trails[at, row, AT] = 0
+
+
+@compiled
+def follow_trails(own: Index, trails: IntArray, at: int, token: int) -> None:
+    """Move both trails on by a token."""
+    _follow(own, trails, at, PROMPT, token, AHEAD)
+    _follow(own, trails, at, OUTPUT, token, FAR_AHEAD)
+
+
+@compiled
+def branch(trails: IntArray, above: int, at: int) -> None:
+    """Give a node the trails of the one above it; those that say nothing would not by its depth."""
+    for row in range(2):
+        trails[at, row, AT] = 0
+        if trails[above, row, AT] != 0 and trails[above, row, JOINED] >= HEARD:
+            for column in range(5):
+                trails[at, row, column] = trails[above, row, column]
+
+
+@compiled
+def lay_trail(trails: IntArray, position: int, agreed: int) -> None:
+    """Let a trail begin where a copy stands, unless it is being followed elsewhere."""
+    row = PROMPT if position <= trails[0, PROMPT, LIMIT] else OUTPUT
+    waiting, gap = trails[0, row, AT], trails[0, row, GAP]
+    if position in (0, waiting) or agreed < (LAID if waiting == 0 else RELAID) or (waiting != 0 and gap == 0):
+        return
+    trails[0, row, AT], trails[0, row, GAP], trails[0, row, RUN], trails[0, row, JOINED] = position, 0, RELAID, 0
+
+
+@compiled
+def instead(said: int) -> np.uint64:
+    """The hash of a token that a trail says, as a context of what came instead of it."""
+    return mix(BESIDE, said)
+
+
+@compiled
+def turn(own: Index, trails: IntArray, at: int) -> np.uint64:
+    """The context of what comes instead of what the prompt's trail says, where it is being followed; else 0."""
+    if trails[at, PROMPT, GAP] != 0 or trails[at, PROMPT, JOINED] < HEARD:
+        return np.uint64(0)
+    said = next_on(own, trails, at, PROMPT, trails[at, PROMPT, AT])
+    return np.uint64(0) if said == UNWRITTEN else instead(said)
+
+
+@compiled
+def trail_cell(kind: int, joined: int, gap: int) -> int:
+    """The cell of one of ``KINDS``."""
+    if gap > 2:
+        gap = 3 if gap < 5 else 4 if gap < 8 else 5 if gap < 14 else 6
+    return (kind * JOINS + joined - HEARD) * GAPS + gap
