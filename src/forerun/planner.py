@@ -32,8 +32,9 @@ RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
 FEW, MORE, FADING = 8, 8, 0.8
 """A drafter is asked for this many nodes at least, and for so many times what was worth scoring; how that fades."""
-PATIENCE, PAUSE = 16, 4
-"""After so many steps without a node that was scored or would have hit, a drafter is asked in every so many only."""
+PATIENCE, PAUSE, LONGEST_PAUSE = 16, 4, 32
+"""After so many steps without a node that was scored or would have hit a drafter is asked now and then only: with such
+pauses, in between an eighth of the steps without."""
 ALLOWANCE, INTEREST = 4.0, 0.03
 """Passes that probes may cost before they pay, and what they are given for each pass without them."""
 
@@ -75,21 +76,29 @@ class Planner:
         self._by_odds, self._by_depth, self._probing = ByOdds(), ByDepth(), _Ledger()
         self._tokens = self._spent = 1.0
         self._wanted = math.inf
-        self._idle = 0
+        self._idle, self._asked = 0, PATIENCE
         self._known = np.empty(0)
 
     def budget(self, most: int) -> int:
         """Nodes to ask a drafter for: no more than pay, going by the last plans, with room to find out that more do.
 
-        None, but for every few steps, while nothing is worth scoring and nothing would have hit for a while.
+        None, but for a step now and then, while nothing is worth scoring and nothing would have hit for a while.
         """
-        if self._idle >= PATIENCE and self._idle % PAUSE:
+        if self._idle >= PATIENCE and self._idle != self._asked:
             return 0
         return int(min(most, max(FEW, MORE * self._wanted)))
 
     def rest(self) -> None:
         """A step went by without asking the drafter, as ``budget`` said."""
-        self._idle += 1
+        self._wait(self._idle + 1)
+
+    def _wait(self, idle: int) -> None:
+        """Note how many steps went by without a use for drafts, and up to which of them none is asked for."""
+        if idle == 0:
+            self._asked = PATIENCE
+        elif idle > self._asked:
+            self._asked += min(max(PAUSE, self._asked // 8), LONGEST_PAUSE)
+        self._idle = idle
 
     def plan(self, trees: Sequence[DraftTree], pending: Sequence[int] = (), cached: Sequence[int] = ()) -> Plan:
         """What is worth scoring of each tree. Probes are kept or dropped together, as far as they pay.
@@ -117,12 +126,13 @@ class Planner:
         if any(map(len, plan.proposed)):
             self._by_odds.forget()
             self._by_depth.forget()
-        self._idle = 0 if any(map(len, plan.trees)) else self._idle + 1
+        useful = any(map(len, plan.trees))
         for proposed, nodes, outcome in zip(plan.proposed, plan.nodes, outcomes, strict=True):
             if len(proposed) and proposed.probe is None:
                 tested, came = _tested(outcome) if proposed.q is not None else _shown(proposed, nodes, outcome)
                 self._table(proposed).count(outcome.tree if proposed.q is not None else proposed, tested, came)
-                self._idle = 0 if came.any() else self._idle
+                useful = useful or bool(came.any())
+        self._wait(0 if useful else self._idle + 1)
         if not plan.decoding or not outcomes:
             return
         tokens = sum(len(outcome.verdict.tokens) for outcome in outcomes)
