@@ -26,7 +26,7 @@ from forerun.index.arrays import (
 )
 from forerun.index.compiling import compiled
 from forerun.index.history import FAR, UNWRITTEN, following
-from forerun.index.trail import AHEAD, AT, GAP, HEARD, JOINED, OUTPUT, PROMPT, TRAIL_CELLS, next_on, trail_cell, turn
+from forerun.index.trail import AHEAD, AT, GAP, HEARD, JOINED, PROMPT, TRAIL_CELLS, next_on, trail_cell, turn
 from forerun.tree import IntArray
 
 COUNTS, TOTALS, STATES = 9, 10, 3
