@@ -32,7 +32,7 @@ RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
 FEW, MORE, FADING = 8, 8, 0.8
 """A drafter is asked for this many nodes at least, and for so many times what was worth scoring; how that fades."""
-PATIENCE, PAUSE, LONGEST_PAUSE = 16, 4, 32
+PATIENCE, PAUSE, LONGEST_PAUSE = 16, 4, 16
 """After so many steps without a node that was scored or would have hit a drafter is asked now and then only: with such
 pauses, in between an eighth of the steps without."""
 ALLOWANCE, INTEREST = 4.0, 0.03
