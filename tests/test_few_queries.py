@@ -195,7 +195,9 @@ def test_chosen_where_it_can_compute_and_pays() -> None:
         return select_backend(q, k, v, AttentionSpec(0.3, **kind), None)  # type: ignore[arg-type]
 
     assert choice() == choice(n=256) == choice(n=32, m=32768, dtype=torch.bfloat16) == "few_queries"
-    assert choice(dtype=torch.float16) == choice(n=64, m=32768, dtype=torch.bfloat16) == "flash_cpu"
+    assert choice(dtype=torch.float16) == choice(n=8, m=4096, dtype=torch.bfloat16) == "few_queries"
+    assert choice(n=12, dtype=torch.float16) == choice(n=64, m=32768, dtype=torch.bfloat16) == "flash_cpu"
+    assert choice(n=1, m=32768, dtype=torch.float16) == choice(n=4, m=2048, dtype=torch.bfloat16) == "flash_cpu"
     assert choice(n=1000) == choice(m=64) == choice(dim=24) == choice(dtype=torch.float64) == "flash_cpu"
     assert choice(softcap=2.0) == "math"
     q, k, v = qkv(4, 4096, heads=4)

@@ -44,9 +44,9 @@ class AttentionSpec:
     softcap: float | None = None
 
 
-FEW_QUERIES, MANY_NUMBERS = {4: 256, 2: 32}, {4: 2**19, 2: 2**24}
-"""Up to how many queries, and from how many numbers in the keys, a kernel of our own was measured to be faster than
-torch's on a CPU, by bytes of a number (``docs/LOG.md``)."""
+FEW_QUERIES = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
+"""From how many numbers in the keys a kernel of our own was measured to be faster than torch's on a CPU: by bytes of a
+number, for up to so many queries (``docs/LOG.md``)."""
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
 
@@ -83,12 +83,16 @@ def select_backend(
     if spec.softcap is not None or q.shape[-1] != v.shape[-1]:
         return "math"
     if q.device.type == "cpu":
-        size = q.element_size()
-        few = bias is None and q.shape[2] <= FEW_QUERIES.get(size, 0) and k.numel() >= MANY_NUMBERS[size]
-        return "few_queries" if few and fewquery.fits(q, k, v) else "flash_cpu"
+        ours = bias is None and k.numel() >= _many(q) and fewquery.fits(q, k, v)
+        return "few_queries" if ours else "flash_cpu"
     if q.device.type == "cuda" and q.dtype != torch.float64:
         return "efficient"
     return "math"
+
+
+def _many(q: torch.Tensor) -> float:
+    """Numbers in the keys from which a kernel of our own is the faster one for these queries."""
+    return next((many for few, many in FEW_QUERIES.get(q.element_size(), {}).items() if q.shape[2] <= few), math.inf)
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:

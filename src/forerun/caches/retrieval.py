@@ -248,7 +248,7 @@ class _Layer:
         """Of every chunk, ``[Hkv, m]``; the first one's beats all others."""
         means = self._means[:, : self._known]
         summed = query.view(means.shape[0], -1, means.shape[2]).sum(1)  # over the query heads of a group
-        scores = (means.float() @ summed.float().unsqueeze(-1)).squeeze(-1)
+        scores = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1)).squeeze(-1)
         scores[:, 0] = torch.inf
         return scores
 
