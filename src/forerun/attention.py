@@ -44,7 +44,7 @@ class AttentionSpec:
     softcap: float | None = None
 
 
-FEW_QUERIES = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
+FEW_QUERIES: dict[int, dict[int, float]] = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
 """From how many numbers in the keys a kernel of our own was measured to be faster than torch's on a CPU: by bytes of a
 number, for up to so many queries (``docs/LOG.md``)."""
 
