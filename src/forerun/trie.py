@@ -95,7 +95,7 @@ class Trie:
         self.config = config or TrieConfig()
         self._shared: dict[str, Namespace] = {}
         self._live: dict[int, _Live] = {}
-        self._mixer = mixing.untrained()
+        self._mixer = mixing.prior()
         self._desk = Desk.allocate(64)
 
     def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:

@@ -8,7 +8,9 @@ corrects the result. Nothing here holds text.
 
 from __future__ import annotations
 
+import functools
 import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +57,9 @@ SETS = 81
 KNOTS = 33
 """Points of the final correction, every half a unit of log-odds from -8."""
 
+PRIOR = Path(__file__).with_name("prior.npy")
+"""What was learned on other texts."""
+
 SLOWEST = 0.0003
 """Least rate at which a cell changes."""
 
@@ -76,6 +81,10 @@ class Mixer(NamedTuple):
     cells: npt.NDArray[np.float32]
     weights: FloatArray
     correction: FloatArray
+
+    def copy(self) -> Mixer:
+        """The same, to learn on from."""
+        return Mixer(self.cells.copy(), self.weights.copy(), self.correction.copy())
 
 
 @compiled
@@ -183,6 +192,19 @@ def restore(learned: FloatArray) -> Mixer | None:
     mixer.cells[SEEN] = seen.clip(0)
     mixer.weights[:] = weights.reshape(SETS, ALL)
     mixer.correction[:SETS] = correction.reshape(SETS, KNOTS).clip(0, 1)
+    return mixer
+
+
+def prior() -> Mixer:
+    """A mixer that starts from what was learned on other texts (``benchmarks/learn_evidence.py``)."""
+    return _learned().copy()
+
+
+@functools.cache
+def _learned() -> Mixer:
+    mixer = restore(np.load(PRIOR, allow_pickle=False).astype(np.float64))
+    if mixer is None:
+        raise ValueError(f"{PRIOR} is not what this program learned; run benchmarks/learn_evidence.py")
     return mixer
 
 

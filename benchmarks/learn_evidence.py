@@ -1,0 +1,116 @@
+"""Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/index/prior.npy.
+
+    python benchmarks/learn_evidence.py --books books/train --maths maths.jsonl --answers answers.jsonl --tokenizer T ...
+
+Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
+models, and the bundled models' tasks. Every session starts with an empty index; what evidence was worth is kept. The
+file holds no text: a few thousand rates and weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import numpy as np
+import typer
+from tokenizers import Tokenizer
+
+from forerun.index import mixing
+from forerun.reference import material, tasks
+from forerun.trie import Trie
+
+PROMPT, ANSWER = 1200, 700
+"""Characters of a continued text, at most."""
+
+Request = tuple[str, str]
+Kind = Callable[[Random], Iterator[Request]]
+
+
+def continued(texts: tuple[str, ...]) -> Kind:
+    """Requests to go on with passages of one text after another."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        while True:
+            text = rng.choice(texts)
+            start = rng.randrange(max(1, len(text) - ANSWER))
+            middle = start + rng.randrange(20, PROMPT)
+            yield text[start:middle], text[middle : middle + ANSWER]
+
+    return requests
+
+
+def recorded(pairs: list[Request]) -> Kind:
+    """Recorded answers, in their order from somewhere on."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        start = rng.randrange(len(pairs))
+        while True:
+            yield pairs[start % len(pairs)]
+            start += 1
+
+    return requests
+
+
+def tasked(kind: str, texts: tasks.Material) -> Kind:
+    """Tasks of the bundled models, answered right."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        while True:
+            task = tasks.make(kind, rng, texts)
+            yield task.prompt, task.answer
+
+    return requests
+
+
+def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
+    """Everything that sessions are made of."""
+    texts = material.read(books, maths)
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    authors: dict[str, list[Request]] = {}
+    for row in rows:
+        if row["author"] != without:
+            authors.setdefault(row["author"], []).append((row["prompt"], row["answer"]))
+    prose = continued(("\n\n".join(texts.prose),))
+    own = [tasked(kind, texts) for kind in ("table", "rag", "quote", "needle")]
+    return [prose, continued(texts.code), recorded(list(texts.maths)), *map(recorded, authors.values()), *own]
+
+
+def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> mixing.Mixer:
+    """What was learned after so many sessions; rates are as if nothing had been seen more than ``most`` times."""
+    mixer = mixing.untrained()
+    for session in range(sessions):
+        rng = Random(session)
+        requests, tokenizer = rng.choice(made_of)(rng), rng.choice(tokenizers)
+        trie = Trie()
+        trie._mixer = mixer
+        for number in range(int(30 ** rng.random())):
+            prompt, answer = next(requests)
+            trie.begin(number, "session", tokenizer.encode(prompt, add_special_tokens=False).ids)
+            trie.extend(number, tokenizer.encode(answer, add_special_tokens=False).ids[:256])
+            trie.finish(number)
+    np.minimum(mixer.cells[mixing.SEEN], most, out=mixer.cells[mixing.SEEN])
+    return mixer
+
+
+def main(
+    books: Annotated[Path, typer.Option(help="A folder of .txt books.")],
+    maths: Annotated[Path, typer.Option(help="JSON lines of {prompt, answer}, by people.")],
+    answers: Annotated[Path, typer.Option(help="JSON lines of {prompt, answer, author}, by models.")],
+    tokenizer: Annotated[list[Path], typer.Option(help="A tokenizer.json; may be given several times.")],
+    without: Annotated[str, typer.Option(help="An author to leave out.")] = "llm:gpt3-175b_verification",
+    sessions: Annotated[int, typer.Option(help="How many.")] = 1500,
+    most: Annotated[float, typer.Option(help="How often a piece of evidence counts as seen, at most.")] = 40.0,
+    out: Annotated[Path, typer.Option(help="The file.")] = mixing.PRIOR,
+) -> None:
+    """Learn, and write what was learned."""
+    mixer = learn(kinds(books, maths, answers, without), [Tokenizer.from_file(str(file)) for file in tokenizer],
+                  sessions, most)  # fmt: skip
+    np.save(out, mixing.dump(mixer).astype(np.float32), allow_pickle=False)
+
+
+if __name__ == "__main__":
+    typer.run(main)
