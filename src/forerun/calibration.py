@@ -19,8 +19,6 @@ FIRST_GUESS = 0.8
 """Chance of a node under its parent, before a drafter that does not say has shown anything."""
 LOWEST, HIGHEST = -6, 8
 """Log-odds of what a drafter says, between which kinds are told apart by whole numbers."""
-TRUSTED = 2
-"""Log-odds beyond which a drafter is not believed before it has shown that it is right so often."""
 DOUBT = 2.0
 """Nodes that a drafter's own estimate counts for, against those that were seen."""
 UNSEEN = 0.1
@@ -85,7 +83,6 @@ class ByOdds(Calibration):
         super().__init__(len(self._centres))
         self._expected = np.zeros(len(self._centres))
         self._own = DOUBT * _chance(self._centres)
-        self._trusted = DOUBT * _chance(np.minimum(self._centres, TRUSTED))
         self._correction: tuple[FloatArray, FloatArray] | None = None
 
     def rates(self, tree: DraftTree) -> FloatArray:
@@ -99,7 +96,7 @@ class ByOdds(Calibration):
 
     def _correct(self) -> tuple[FloatArray, FloatArray]:
         """What to add to each kind's log-odds, and the bounds between kinds."""
-        came, expected, seen = self._hits + self._trusted, self._expected + self._own, self._seen + DOUBT
+        came, expected, seen = self._hits + self._own, self._expected + self._own, self._seen + DOUBT
         odds = self._centres + np.log(came / (seen - came) * (seen - expected) / expected)
         corrected = _rising(odds, self._seen + UNSEEN)
         middles = (corrected[1:] + corrected[:-1]) / 2
