@@ -1,10 +1,10 @@
 """Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/index/prior.npy.
 
-    python benchmarks/learn_evidence.py --books books/train --maths maths.jsonl --answers answers.jsonl --tokenizer T ...
+    python benchmarks/learn_evidence.py --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
 
 Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
-models, and the bundled models' tasks. Every session starts with an empty index; what evidence was worth is kept. The
-file holds no text: a few thousand rates and weights.
+models, the bundled models' tasks, and passages to be said again with changes; some requests come again. Every session
+starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand rates and weights.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from forerun.trie import Trie
 PROMPT, ANSWER = 1200, 700
 """Characters of a continued text, at most."""
 
+AGAIN = 0.12
+"""Share of requests that were asked before."""
+
 Request = tuple[str, str]
 Kind = Callable[[Random], Iterator[Request]]
 
@@ -39,6 +42,44 @@ def continued(texts: tuple[str, ...]) -> Kind:
             start = rng.randrange(max(1, len(text) - ANSWER))
             middle = start + rng.randrange(20, PROMPT)
             yield text[start:middle], text[middle : middle + ANSWER]
+
+    return requests
+
+
+def edited(texts: tuple[str, ...]) -> Kind:
+    """Passages to be said again with a few words replaced, left out or put in."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        while True:
+            text = rng.choice(texts)
+            start = rng.randrange(max(1, len(text) - ANSWER))
+            passage = text[start : start + rng.randrange(100, ANSWER)]
+            yield passage + "\n\n", edit(rng, passage, rng.randrange(8))
+
+    return requests
+
+
+def edit(rng: Random, text: str, changes: int) -> str:
+    """The text with so many words replaced by others of it, left out or put in."""
+    words = text.split(" ")
+    for _ in range(changes):
+        at = rng.randrange(len(words))
+        words[at : at + rng.randrange(2)] = rng.sample(words, rng.randrange(min(3, len(words))))
+        words = words or [text]
+    return " ".join(words)
+
+
+def asked_again(kind: Kind) -> Kind:
+    """Requests of a kind of which some come again later, and are answered alike but for a word or two."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        seen: list[Request] = []
+        for request in kind(rng):
+            seen.append(request)
+            while rng.random() < AGAIN:
+                prompt, answer = rng.choice(seen)
+                yield prompt, edit(rng, answer, rng.choice((0, 0, 1, 2)))
+            yield request
 
     return requests
 
@@ -76,7 +117,9 @@ def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
             authors.setdefault(row["author"], []).append((row["prompt"], row["answer"]))
     prose = continued(("\n\n".join(texts.prose),))
     own = [tasked(kind, texts) for kind in ("table", "rag", "quote", "needle")]
-    return [prose, continued(texts.code), recorded(list(texts.maths)), *map(recorded, authors.values()), *own]
+    changed = [edited(("\n\n".join(texts.prose),)), edited(texts.code)]
+    every = [prose, continued(texts.code), recorded(list(texts.maths)), *map(recorded, authors.values()), *own]
+    return [asked_again(kind) for kind in [*every, *changed]]
 
 
 def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> mixing.Mixer:

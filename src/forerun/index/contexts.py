@@ -154,6 +154,19 @@ def count(index: Index, hashed: np.uint64, token: int) -> bool:
 
 
 @compiled
+def times(index: Index, hashed: np.uint64, token: int) -> int:
+    """How often ``token`` was counted behind a context."""
+    slot = find(index, hashed)
+    if slot == 0:
+        return 0
+    value = index.slots[slot, VALUE]
+    if value >= 0:
+        return int(index.slots[slot, TOTAL]) if value == token else 0
+    entry = _entry(index, -1 - value, token)
+    return int(index.blocks[-1 - value + entry, COUNT]) if entry != 0 else 0
+
+
+@compiled
 def _erase(index: Index, slot: int, entry: int) -> None:
     """Take an entry out of a block; the block shrinks, and the last follower returns to the slot."""
     blocks = index.blocks

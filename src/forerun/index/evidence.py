@@ -26,7 +26,7 @@ from forerun.index.arrays import (
 )
 from forerun.index.compiling import compiled
 from forerun.index.history import FAR, UNWRITTEN, following
-from forerun.index.trail import AHEAD, AT, GAP, HEARD, JOINED, PROMPT, TRAIL_CELLS, next_on, trail_cell, turn
+from forerun.index.trail import AHEAD, AT, GAP, HEARD, JOINED, OUTPUT, PROMPT, TRAIL_CELLS, next_on, trail_cell, turn
 from forerun.tree import IntArray
 
 COUNTS, TOTALS, STATES = 9, 10, 3
@@ -76,7 +76,7 @@ class Board(NamedTuple):
 
     Attributes:
         names: token, order of the longest context that it followed, own and shared, and whether a trail foresees it
-            (1) or is sure of it (2); int64 ``[ROOM, 4]``.
+            or its stand-in (1), or is sure of it (2); int64 ``[ROOM, 4]``.
         cells: cell of each input or ``NONE``, int32 ``[ROOM, BIAS]``.
         result: probability, log-odds before the correction, and set; float64 ``[ROOM, 3]``.
         seen: number of a candidate plus one by hash of its token, and their number; int32 ``[SIZE + 1]``.
@@ -173,7 +173,9 @@ def _note(board: Board, at: int, source: int, order: int, token: int, cell: int,
     number = candidate(board, token, fresh)
     if number != NONE:
         board.cells[number, at] = cell
-        if at != TURN and board.names[number, OWN + source] < order:
+        if at == TURN:
+            board.names[number, AHEAD_OF] = max(board.names[number, AHEAD_OF], 1)
+        elif board.names[number, OWN + source] < order:
             board.names[number, OWN + source] = order
 
 
@@ -205,8 +207,8 @@ def _followers(index: Index, slot: int, source: int, order: int, facts: Facts, b
 
 
 @compiled
-def _foresee(own: Index, trails: IntArray, at: int, facts: Facts, board: Board) -> None:
-    """Put what the trails foresee on the board."""
+def _foresee(own: Index, trails: IntArray, at: int, facts: Facts, board: Board, least: float) -> None:
+    """Put what the trails foresee, and what came instead of such tokens, on the board."""
     facts.trails[INPUTS] = TURN
     for row in range(2):
         position, joined, gap = trails[at, row, AT], trails[at, row, JOINED], trails[at, row, GAP]
@@ -226,6 +228,11 @@ def _foresee(own: Index, trails: IntArray, at: int, facts: Facts, board: Board) 
                 sure = 2 if ahead == 0 and joined > HEARD else 1
                 board.names[number, AHEAD_OF] = max(board.names[number, AHEAD_OF], sure)
             position = following(own, position)
+    turned = turn(own, trails, at)
+    slot = find(own, turned) if turned != 0 else 0
+    facts.missing[0, ORDERS, 0] = NONE
+    if slot != 0:
+        _followers(own, slot, 0, ORDERS + 1, facts, board, least)
 
 
 @compiled
@@ -242,6 +249,10 @@ def gather(
 ) -> None:
     """What the copies and the trails say, and what followed the contexts ``slots[at]`` of no less than ``lowest``."""
     clear(board)
+    _foresee(own, trails, at, facts, board, least)
+    for source in range(2):
+        if facts.copies[source, SAID] != UNWRITTEN:
+            candidate(board, facts.copies[source, SAID], True)
     for order in range(ORDERS, 0, -1):
         for source in range(2):
             slot = slots[at, source, order]
@@ -252,17 +263,6 @@ def gather(
                 _followers(own, slot, 0, order, facts, board, least)
             else:
                 _followers(shared, slot, 1, order, facts, board, least)
-    for source in range(2):
-        if facts.copies[source, SAID] != UNWRITTEN:
-            candidate(board, facts.copies[source, SAID], True)
-    _foresee(own, trails, at, facts, board)
-    if facts.trails[INPUTS] == TURN:
-        return
-    turned = turn(own, trails, at)
-    slot = find(own, turned) if turned != 0 else 0
-    facts.missing[0, ORDERS, 0] = NONE
-    if slot != 0:
-        _followers(own, slot, 0, ORDERS + 1, facts, board, least)
 
 
 @compiled
@@ -294,11 +294,12 @@ def complete(board: Board, number: int, facts: Facts) -> None:
             board.cells[number, COPY + source] = facts.copies[source, ELSE] + says
     if facts.trails[INPUTS] == TURN:
         return
-    for trail in range(2):
-        if board.cells[number, WAY + trail] == NONE:
-            board.cells[number, WAY + trail] = facts.trails[trail]
+    if board.cells[number, WAY + OUTPUT] == NONE:
+        board.cells[number, WAY + OUTPUT] = facts.trails[OUTPUT]
     if board.cells[number, TURN] == NONE:
         board.cells[number, TURN] = facts.missing[0, ORDERS, 0]
+        if board.cells[number, WAY + PROMPT] == NONE:
+            board.cells[number, WAY + PROMPT] = facts.trails[PROMPT]
 
 
 @compiled

@@ -5,8 +5,8 @@ last tokens are no known context. A trail waits behind what was copied last and 
 the next few tokens that comes moves it on. One trail goes through the prompt, for what is rearranged, the other through
 the output, for its own form; each node of a draft has its own.
 
-What came instead of a token that the prompt's trail was sure of is a context too: a comma of the table's may stand
-where JSON has a quote and a comma.
+What came instead of a token that the prompt's trail was sure of is a context too: where a table has a comma, JSON may
+have a quote and a comma. What came instead of it twice takes its place.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from forerun.index.arrays import Index, mix
 from forerun.index.compiling import compiled
+from forerun.index.contexts import times
 from forerun.index.history import UNWRITTEN, following, read
 from forerun.tree import IntArray
 
@@ -60,6 +61,21 @@ def next_on(own: Index, trails: IntArray, at: int, row: int, position: int) -> i
 
 
 @compiled
+def instead(said: int) -> np.uint64:
+    """The hash of a token that a trail says, as a context of what came instead of it."""
+    return mix(BESIDE, said)
+
+
+@compiled
+def turn(own: Index, trails: IntArray, at: int) -> np.uint64:
+    """The context of what comes instead of what the prompt's trail says, where it is being followed; else 0."""
+    if trails[at, PROMPT, GAP] != 0 or trails[at, PROMPT, JOINED] < HEARD:
+        return np.uint64(0)
+    said = next_on(own, trails, at, PROMPT, trails[at, PROMPT, AT])
+    return np.uint64(0) if said == UNWRITTEN else instead(said)
+
+
+@compiled
 def _follow(own: Index, trails: IntArray, at: int, row: int, token: int, ahead: int) -> None:
     """Move a trail on if one of the tokens that it foresees came."""
     position = trails[at, row, AT]
@@ -78,6 +94,9 @@ def _follow(own: Index, trails: IntArray, at: int, row: int, token: int, ahead: 
             return
     if trails[at, row, GAP] == 0 and trails[at, row, RUN] == 1:
         trails[at, row, JOINED] = max(trails[at, row, JOINED] - 1, 0)
+    turned = turn(own, trails, at) if row == PROMPT else np.uint64(0)
+    if turned != 0 and times(own, turned, token) > 1:
+        trails[at, row, AT] = following(own, trails[at, row, AT])
     trails[at, row, GAP] += 1
     if trails[at, row, GAP] > LOST:
         trails[at, row, AT] = 0
@@ -108,21 +127,6 @@ def lay_trail(trails: IntArray, position: int, agreed: int) -> None:
     if position in (0, waiting) or agreed < (LAID if waiting == 0 else RELAID) or (waiting != 0 and gap == 0):
         return
     trails[0, row, AT], trails[0, row, GAP], trails[0, row, RUN], trails[0, row, JOINED] = position, 0, RELAID, 0
-
-
-@compiled
-def instead(said: int) -> np.uint64:
-    """The hash of a token that a trail says, as a context of what came instead of it."""
-    return mix(BESIDE, said)
-
-
-@compiled
-def turn(own: Index, trails: IntArray, at: int) -> np.uint64:
-    """The context of what comes instead of what the prompt's trail says, where it is being followed; else 0."""
-    if trails[at, PROMPT, GAP] != 0 or trails[at, PROMPT, JOINED] < HEARD:
-        return np.uint64(0)
-    said = next_on(own, trails, at, PROMPT, trails[at, PROMPT, AT])
-    return np.uint64(0) if said == UNWRITTEN else instead(said)
 
 
 @compiled
