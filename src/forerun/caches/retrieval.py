@@ -245,10 +245,13 @@ class _Layer:
         self._known = count
 
     def _scores(self, query: torch.Tensor) -> torch.Tensor:
-        """Of every chunk, ``[Hkv, m]``; the first one's beats all others."""
-        means = self._means[:, : self._known]
+        """Of every chunk, ``[Hkv, m]``; the first one's beats all others.
+
+        All the room is multiplied, for oneDNN makes and keeps a program for each new shape.
+        """
+        means = self._means
         summed = query.view(means.shape[0], -1, means.shape[2]).sum(1)  # over the query heads of a group
-        scores = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1)).squeeze(-1)
+        scores = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
         scores[:, 0] = torch.inf
         return scores
 
