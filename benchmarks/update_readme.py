@@ -1,10 +1,32 @@
-"""Put the table of a ``forerun bench`` into the README: python benchmarks/update_readme.py [runs/bench/speed.md]"""
+"""Put the tables of `forerun bench` and `forerun bench triforce` into the README: python benchmarks/update_readme.py"""
 
-import sys
+import json
 from pathlib import Path
 
+from forerun.bench.longcontext import PLAIN
+from forerun.bench.longrows import Row
 from forerun.bench.report import into_readme
+from forerun.bench.tables import pivot, speed_cell
 
 ROOT = Path(__file__).parents[1]
-table = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "runs" / "bench" / "speed.md"
-into_readme(ROOT / "README.md", table.read_text(), "bench")
+SPEED, LONG = ROOT / "runs" / "bench" / "speed.md", ROOT / "runs" / "triforce" / "triforce.json"
+
+
+def long_table(report: Path) -> str:
+    """Speed-up and acceptance by context, and at the longest one by temperature."""
+    parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
+    contexts = [row | {"at": f"{row['context']:,} tokens"} for row in parts["contexts"]]
+    shown = [row for row in parts.get("temperatures", []) if row["temperature"] in (0.6, 1.0)]
+    warm = [row | {"at": f"{row['context']:,}, T {row['temperature']:g}"} for row in shown]
+    return pivot([row | {"drafter": row["contestant"]} for row in contexts + warm], "drafter", "at", _cell)
+
+
+def _cell(row: Row) -> str:
+    return f"{row['tokens_per_second']:.0f} tokens/s" if row["contestant"] == PLAIN else speed_cell(row)
+
+
+if __name__ == "__main__":
+    if SPEED.exists():
+        into_readme(ROOT / "README.md", SPEED.read_text(encoding="utf-8"), "bench")
+    if LONG.exists():
+        into_readme(ROOT / "README.md", long_table(LONG), "long")

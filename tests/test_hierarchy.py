@@ -22,12 +22,12 @@ from test_distribution import (
 from test_sampling import chi_square_p
 
 from forerun.caches.full import FullCache
+from forerun.costs import CostCurve
 from forerun.drafters.base import Drafter
 from forerun.drafters.hierarchy import HierarchyDrafter
 from forerun.drafters.merged import MergedDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.trie import TrieDrafter
-from forerun.planner import Planner
 from forerun.request import Request
 from forerun.sampling import Processor, Sampler
 from forerun.shape import Shape
@@ -177,15 +177,15 @@ def inner_drafters() -> dict[str, Drafter]:
     }
 
 
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("fitted", [False, True])
 @pytest.mark.parametrize("inner", inner_drafters())
 @pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rejection without q"])
-def test_any_inner_drafter_gives_the_oracles_text(sampler: str, inner: str, planned: bool) -> None:
+def test_any_inner_drafter_gives_the_oracles_text(sampler: str, inner: str, fitted: bool) -> None:
     target, middle = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
     middle.table = 0.8 * target.table + 0.2 * middle.table
-    drafter = HierarchyDrafter(
-        inner_drafters()[inner], token_cache, 6, 5, MockScorer(middle), Planner(8) if planned else None
-    )
+    drafter = HierarchyDrafter(inner_drafters()[inner], token_cache, 6, 5, MockScorer(middle))
+    if fitted:
+        drafter.fit(CostCurve.linear(2))
     request = Request(PROMPT, 60, sampler=SAMPLERS[sampler])
     start(drafter, request, target)
     accepted = 0

@@ -61,6 +61,52 @@ def run(world: World, tokens: int, most: int = 16) -> tuple[float, list[int]]:
     return world.now / tokens, lengths
 
 
+class Asking(Drafter):
+    """Grows chains whose tokens are easy or hard in stretches, and knows which, as a model does; it may ask how far."""
+
+    def __init__(self, world: World, asks: bool) -> None:
+        self.world = world
+        self.asks = asks
+
+    def chance(self, position: int) -> float:
+        return 0.99 if uniform(0, position // 6, Salt.DRAFT) < 0.6 else 0.3
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        drafted = 0
+        while drafted < budget:
+            self.world.now += self.world.each_drafted
+            drafted += 1
+            likely = 0.9 * self.chance(len(request) + drafted - 1)  # it doubts itself too much
+            if self.asks and self.enough is not None and self.enough(request, likely):
+                break
+        return DraftTree.chain([7] * drafted)
+
+
+def run_asking(asks: bool, tokens: int = 3000) -> float:
+    """Seconds a token."""
+    world = World(30, 0.5, 4, 0.0)
+    inner = Asking(world, asks)
+    drafter = PacedDrafter(inner, 16, world.clock)
+    request = Request([1, 2, 3], tokens)
+    drafter.begin(request)
+    while request.finish_reason is None:
+        tree = drafter.propose(request, 64)
+        world.now += world.verify + len(tree) * world.each_verified
+        path: list[int] = []
+        at = len(request)
+        while len(path) < len(tree) and uniform(0, at + len(path), Salt.ACCEPT) < inner.chance(at + len(path)):
+            path.append(len(path))
+        emitted = [7] * len(path) + [8]
+        for token in emitted[: request.remaining]:
+            request.append(token)
+        drafter.observe(request, Outcome(tree, Verdict(path, emitted), torch.empty(0)))
+    return world.now / tokens
+
+
+def test_a_chain_ends_where_its_model_is_not_sure() -> None:
+    assert run_asking(True) < 0.9 * run_asking(False)
+
+
 def test_it_drafts_nearly_as_well_as_the_best_fixed_length() -> None:
     for acceptance in (0.6, 0.9, 0.98):
         seconds, lengths = run(World(30, 2, 4, acceptance), 2000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from forerun.caches.base import Cache
 from forerun.costs import CostCurve
@@ -26,6 +26,10 @@ class Drafter(ABC):
 
     sized: bool = False
     """Whether it knows how much to draft, so that no planner needs to cut its trees."""
+
+    enough: Callable[[Request, float], bool] | None = None
+    """Set by who paces this drafter: told how likely its model found each token of a chain, says where to end it. Who
+    does not grow chains token by token need not ask."""
 
     def bind(self, target: Scorer) -> None:  # noqa: B027
         """An engine takes the drafter into service for its target.
@@ -93,6 +97,10 @@ class OuterDrafter(Drafter):
     def bind(self, target: Scorer) -> None:
         """See ``Drafter.bind``."""
         self.inner.bind(target)
+
+    def fit(self, costs: CostCurve) -> None:
+        """See ``Drafter.fit``."""
+        self.inner.fit(costs)
 
     def warm_up(self) -> None:
         """See ``Drafter.warm_up``."""

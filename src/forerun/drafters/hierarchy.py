@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Cache
+from forerun.costs import CostCurve
 from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
@@ -33,7 +34,6 @@ class HierarchyDrafter(OuterDrafter):
         gamma1: nodes of an inner tree, at most.
         gamma2: tokens that the middle level verifies before the target is asked.
         middle: the middle level's model; the target itself if there is none.
-        planner: cuts inner trees to what is worth scoring; None scores all.
 
     Raises:
         ValueError: for ``gamma1`` or ``gamma2`` under 1.
@@ -48,7 +48,6 @@ class HierarchyDrafter(OuterDrafter):
         gamma1: int,
         gamma2: int,
         middle: Scorer | None = None,
-        planner: Planner | None = None,
     ) -> None:
         for name, value in (("gamma1", gamma1), ("gamma2", gamma2)):
             if value < 1:
@@ -57,13 +56,18 @@ class HierarchyDrafter(OuterDrafter):
         self.gamma1 = gamma1
         self.gamma2 = gamma2
         self.middle = middle
-        self.planner = planner
+        self._planner = None if inner.sized else Planner()
         self._cache = cache
 
     def bind(self, target: Scorer) -> None:
         """See ``Drafter.bind``."""
         self._level = Level(self.middle or target, self._cache)
         super().bind(self._level.scorer)
+
+    def fit(self, costs: CostCurve) -> None:
+        """Cut the trees of an inner drafter that does not know how much to draft by these costs."""
+        self._planner = None if self.inner.sized else Planner(costs)
+        super().fit(costs)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the middle level's cache."""
@@ -89,7 +93,7 @@ class HierarchyDrafter(OuterDrafter):
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose_batch(twins, self.gamma1)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
-        plan = None if self.planner is None else self.planner.plan(trees)
+        plan = None if self._planner is None else self._planner.plan(trees)
         trees = trees if plan is None else plan.trees
         clock.append(time.perf_counter())
         scored = self._level.score(twins, trees)
@@ -99,8 +103,10 @@ class HierarchyDrafter(OuterDrafter):
             verdict = draft.extend(tree, logits)
             self._level.commit(draft.twin, block, verdict.path)
             outcomes.append(Outcome(tree, verdict, logits))
-        if self.planner is not None and plan is not None:
-            self.planner.observe(plan, outcomes)
+            if self.enough is not None and any(self.enough(draft.twin, p) for p in likely(verdict, logits)):
+                draft.wanted = 0
+        if self._planner is not None and plan is not None:
+            self._planner.observe(plan, outcomes)
         clock.append(time.perf_counter())
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())
@@ -147,6 +153,13 @@ class _Draft:
     def tree(self) -> DraftTree:
         """What was verified."""
         return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None)
+
+
+def likely(verdict: Verdict, logits: torch.Tensor) -> list[float]:
+    """How likely a model found each token of a verdict by its logits ``[n + 1, V]``, before any processor."""
+    rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]
+    found: list[float] = logits[rows].softmax(-1)[range(len(rows)), verdict.tokens].tolist()
+    return found
 
 
 def distributions(verdict: Verdict, logits: torch.Tensor, before: Request) -> list[torch.Tensor]:

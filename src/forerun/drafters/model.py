@@ -72,6 +72,8 @@ class ModelDrafter(Drafter):
             for draft, (block, logits) in zip(active, scored, strict=True):
                 self._level.commit(draft.twin, block, [])
                 draft.extend(logits)
+                if self.enough is not None and isinstance(draft, _Chain):
+                    draft.ended = self.enough(draft.twin, float(logits[0].softmax(-1)[draft.last]))
         return [draft.tree() for draft in drafts]
 
     def _begin(self, request: Request, budget: int) -> _Draft:
@@ -122,13 +124,21 @@ class _Chain(_Draft):
 
     def __init__(self, twin: Request, wanted: int) -> None:
         super().__init__(twin)
+        self.ended = False
+        """Whether it is long enough, however much was wanted."""
         self._wanted = wanted
         self._tokens: list[int] = []
         self._q: list[torch.Tensor] = []
 
     @property
     def done(self) -> bool:
-        return len(self._tokens) >= self._wanted or (bool(self._tokens) and self.twin.finish_reason is not None)
+        full = self.ended or len(self._tokens) >= self._wanted
+        return full or (bool(self._tokens) and self.twin.finish_reason is not None)
+
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return self._tokens[-1]
 
     def unread(self) -> DraftTree:
         return DraftTree.empty()

@@ -4,6 +4,11 @@ For a chain whose tokens are accepted with probability a, a step over n drafts c
 (Leviathan et al., 2023, equation 1), and takes the time to draft n tokens and to verify them. All three are learned: a
 per request, the times per length of context. So drafts are long where the text is easy and the context makes a pass
 dear, and there are none where plain decoding is faster; then they are tried again now and then.
+
+A model that drafts knows more: how likely it found each token. From that and from what was accepted of tokens like it a
+chain's chance is known as it grows, and it ends where the next token would bring less than the time it takes is worth
+elsewhere: early at a word that could be another, late in a passage that is quoted. What is drafted already is kept,
+for under rejection sampling a token's own probability must not decide about it.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from forerun.calibration import ByOdds
 from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.request import Request
 from forerun.tree import DraftTree
@@ -22,6 +28,8 @@ from forerun.verify import Outcome
 
 MEMORY = 0.95
 """What remains of the weight of a measurement, or of a tested draft, after the next one."""
+RECENT = 0.98
+"""What remains of tokens and seconds after a step, of which the worth of time is taken."""
 PRIOR = (4.0, 0.8)
 """Drafts that the first guess at a request's acceptance counts for, and the guess."""
 LONGEST_PAUSE = 100
@@ -50,6 +58,11 @@ class PacedDrafter(OuterDrafter):
         self._acceptance: dict[int, _Rate] = {}
         self._costs: dict[int, _Costs] = {}
         self._step: _Step | None = None
+        self._calibration = ByOdds()
+        self._chains: dict[int, list[float]] = {}  # how likely the model found the tokens of each row's chain
+        self._chances: dict[int, float] = {}  # that all of it is accepted
+        self._price = 0.0
+        inner.enough = self._enough
 
     def begin(self, request: Request) -> None:
         """See ``Drafter.begin``."""
@@ -58,8 +71,12 @@ class PacedDrafter(OuterDrafter):
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """Chains of the length that pays for the batch."""
-        costs = self._costs_of(requests)
-        length = costs.next_length([self._acceptance[r.id].value for r in requests], min(self.most, budget))
+        costs, most = self._costs_of(requests), min(self.most, budget)
+        length = costs.next_length([self._acceptance[r.id].value for r in requests], most)
+        if length and self._chains and not costs.trying:
+            length = most  # its end is found as it grows
+        self._chains, self._price = {}, 0.0 if costs.trying else costs.price
+        self._chances = {request.id: self._acceptance[request.id].value for request in requests}
         began = self._clock()
         trees = self.inner.propose_batch(requests, length) if length else [DraftTree.empty()] * len(requests)
         ended = self._clock()
@@ -67,14 +84,26 @@ class PacedDrafter(OuterDrafter):
         self._step = _Step(costs, ended - began, ended, sum(map(len, trees)), len(trees)) if settled else None
         return trees
 
+    def _enough(self, request: Request, likely: float) -> bool:
+        """Whether the token behind this one would bring less than the time it takes is worth."""
+        self._chains.setdefault(request.id, []).append(likely)
+        self._chances[request.id] *= float(self._calibration.rates(_chain([likely]))[0])
+        return self._chances[request.id] < self._price
+
     def observe(self, request: Request, outcome: Outcome) -> None:
-        """Learn how long the step took, and how many drafts were accepted."""
+        """Learn how long the step took, and which drafts were accepted."""
+        accepted, drafted = len(outcome.verdict.path), outcome.tree.drafted
+        if drafted and (likely := self._chains.get(request.id, [])[:drafted]):
+            came = np.arange(len(likely)) < accepted
+            self._calibration.forget()
+            self._calibration.count(_chain(likely), np.arange(len(likely)) <= accepted, came)
         if self._step is not None:
+            self._step.costs.earn(len(outcome.verdict.tokens))
             self._step.costs.learn(self._step, self._clock() - self._step.proposed)
-            if 0 < outcome.tree.drafted == len(outcome.verdict.path):
+            if 0 < drafted == accepted:
                 self._step.costs.encourage()
             self._step = None
-        self._acceptance[request.id].count(len(outcome.verdict.path), outcome.tree.drafted)
+        self._acceptance[request.id].count(accepted, drafted)
         super().observe(request, outcome)
 
     def _costs_of(self, requests: Sequence[Request]) -> _Costs:
@@ -88,6 +117,12 @@ class PacedDrafter(OuterDrafter):
         """See ``Drafter.finish``."""
         self._acceptance.pop(request.id, None)
         super().finish(request)
+
+
+def _chain(likely: Sequence[float]) -> DraftTree:
+    """A chain whose model found each token so likely."""
+    count, chance = len(likely), np.cumprod(likely, dtype=np.float64)
+    return DraftTree(np.zeros(count, np.int64), np.arange(-1, count - 1), probability=chance)
 
 
 @dataclass(frozen=True)
@@ -127,12 +162,19 @@ class _Line:
     def learn(self, x: float, y: float) -> None:
         self.sums = MEMORY * self.sums + np.array([1.0, x, y, x * x, x * y])
 
-    def at(self, x: float) -> float:
-        """The value at x; a line that falls, or has one point, is level."""
+    @property
+    def slope(self) -> float:
+        """A line that falls, or has one point, is level."""
         weight, sum_x, sum_y, sum_xx, sum_xy = self.sums.tolist()
         spread = weight * sum_xx - sum_x * sum_x
-        slope = max(0.0, (weight * sum_xy - sum_x * sum_y) / spread) if spread > 1e-9 * weight * weight else 0.0
-        return max(0.0, (sum_y - slope * sum_x) / weight + slope * x)
+        if spread <= 1e-9 * weight * weight:
+            return 0.0
+        return max(0.0, float((weight * sum_xy - sum_x * sum_y) / spread))
+
+    def at(self, x: float) -> float:
+        """The value at x."""
+        weight, sum_x, sum_y = self.sums[:3].tolist()
+        return float(max(0.0, (sum_y - self.slope * sum_x) / weight + self.slope * x))
 
 
 @dataclass
@@ -145,17 +187,31 @@ class _Costs:
     pause: int = 1
     rested: int = 0
     hopeful: bool = False
+    trying: bool = True
+    earned: float = 0.0
+    spent: float = 0.0
+
+    @property
+    def price(self) -> float:
+        """Tokens a row that are worth what another draft costs."""
+        return self.earned / self.spent * (self.drafting + self.verifying.slope) if self.spent else 0.0
+
+    def earn(self, tokens: int) -> None:
+        """A row's tokens of a step; the others' are taken to be as many."""
+        self.earned = RECENT * self.earned + tokens
 
     def learn(self, step: _Step, verifying: float) -> None:
         self.verifying.learn(step.drafted / step.rows, verifying)
         self.steps += 1
+        self.spent = RECENT * self.spent + step.drafting + verifying
         if step.drafted:
             each = step.drafting * step.rows / step.drafted
             self.drafting = each if not self.drafting else MEMORY * self.drafting + (1 - MEMORY) * each
 
     def next_length(self, acceptance: Sequence[float], most: int) -> int:
         """Drafts a row: at first none and some, to learn what they cost; then what pays, or a pause and a trial."""
-        if self.steps < 3:
+        self.trying = self.steps < 3
+        if self.trying:
             return (0, (most + 3) // 4, (most + 1) // 2)[self.steps]
         length = self.best_length(acceptance, most)
         if length:
@@ -164,6 +220,7 @@ class _Costs:
         if self.rested < self.pause:
             self.rested += 1
             return 0
+        self.trying = True
         self.hopeful = self.best_length([EASY] * len(acceptance), most) > 0
         self.pause, self.rested = min(LONGEST_PAUSE, 2 * self.pause), 0
         return min(most, TRIAL)
