@@ -79,16 +79,16 @@ class Stage:
 
 TEXT = {"prose": 0.48, "code": 0.22, "maths": 0.09, "rag": 0.06, "table": 0.05, "quote": 0.05, "needle": 0.05}
 MIX = {
-    "prose": 0.18, "code": 0.12, "maths": 0.06, "spans": 0.16,
-    "rag": 0.16, "table": 0.17, "quote": 0.06, "needle": 0.09,
+    "prose": 0.14, "code": 0.09, "maths": 0.05, "spans": 0.19,
+    "rag": 0.17, "table": 0.22, "quote": 0.05, "needle": 0.09,
 }  # fmt: skip
-LONG = MIX | {"needle": 0.20, "rag": 0.20, "spans": 0.22, "table": 0.12}
+LONG = MIX | {"needle": 0.20, "rag": 0.20, "spans": 0.22, "table": 0.16}
 
 STAGES = (
     Stage("text", 0.25, length=256, rows=16, mix=TEXT, gaps=0.5),
     Stage("spans", 0.29, length=512, rows=8, mix={"spans": 1.0}, gaps=0.5),
-    Stage("mix", 0.87, length=512, rows=16, mix=MIX, crowd=64),
-    Stage("long", 0.95, length=2048, rows=4, mix=LONG, crowd=64),
+    Stage("mix", 0.92, length=512, rows=16, mix=MIX, crowd=64),
+    Stage("long", 0.97, length=2048, rows=4, mix=LONG, crowd=64),
     Stage("longer", 1.00, length=8192, rows=1, mix=LONG, crowd=16),
 )
 DRAFT_STAGES = (
