@@ -1,6 +1,6 @@
 """The trails of an output that says something again in another form: a table as JSON, a record like the one before.
 
-Between two things that it trails such an output says something of its own, and where it takes the text up again, its
+Between two things that it copies such an output says something of its own, and where it takes the text up again, its
 last tokens are no known context. A trail waits behind what was copied last and foresees what comes there; the first of
 the next few tokens that comes moves it on. One trail goes through the prompt, for what is rearranged, the other through
 the output, for its own form; each node of a draft has its own.
@@ -24,8 +24,8 @@ PROMPT, OUTPUT = range(2)
 
 AT, JOINED, GAP, RUN, LIMIT = range(5)
 """Columns: where a trail waits (0: none), how often it was taken up again, tokens since it last was followed, tokens
-that were followed in a row, and the prompt's last position. Taken up by one token only it was not, and may have been by
-chance before: a trail says nothing until it was taken up more often than missed."""
+that were followed in a row, and the prompt's last position. It is taken up by two tokens in a row; one alone came by
+chance, and counts against it."""
 
 AHEAD, FAR_AHEAD = 4, 8
 """Tokens of the prompt and of the output that may be left out."""
@@ -47,9 +47,8 @@ KINDS = (AHEAD + 1) + 2
 
 TRAIL_CELLS = KINDS * JOINS * GAPS
 
-
 BESIDE = np.uint64(0xD6E8FEB86659FD93)
-"""Where hashes of such contexts start, far from those of a text's."""
+"""Where the hashes of what a trail says start as contexts, far from those of a text's."""
 
 
 @compiled

@@ -200,10 +200,13 @@ def _places(corpus: Corpus, task: Task) -> list[tuple[int, int]]:
     return places
 
 
-def spans(corpus: Corpus, length: int, rng: Random) -> Row:
-    """Return a segment, then random pieces of it; the loss starts at the third token of each piece."""
+def spans(corpus: Corpus, length: int, rng: Random, text: float = TEXT_SPANS) -> Row:
+    """Return a segment, which is text in a share `text` of the calls, then random pieces of it.
+
+    The loss starts at the third token of each piece.
+    """
     size = int(length * rng.uniform(0.25, 0.6))
-    made = Row(_segment(corpus, size, rng), [0.0] * size)
+    made = Row(_segment(corpus, size, rng, text), [0.0] * size)
     while len(made) < length:
         piece = min(rng.randint(8, min(96, size)), length - len(made))
         start = rng.randrange(size - piece + 1)
@@ -213,10 +216,10 @@ def spans(corpus: Corpus, length: int, rng: Random) -> Row:
     return made
 
 
-def _segment(corpus: Corpus, size: int, rng: Random) -> list[int]:
-    """Return text in eight cases of ten, else tokens drawn at random, which are the easier ones to copy."""
+def _segment(corpus: Corpus, size: int, rng: Random, text: float) -> list[int]:
+    """Return text in a share of the cases, else tokens drawn at random, which are the easier ones to copy."""
     streams = [name for name in _STREAMS if len(corpus.streams[name]) > size]
-    if rng.random() < TEXT_SPANS and streams:
+    if rng.random() < text and streams:
         return window(corpus, rng.choice(streams), size, rng)
     vocabulary = len(corpus.tokenizer)
     return [rng.randrange(1, vocabulary) for _ in range(size)]

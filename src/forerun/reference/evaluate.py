@@ -25,6 +25,8 @@ from forerun.reference.tasks import Material, Task
 
 SEED = 90_210  # training draws its tasks from other seeds
 WINDOW = 512
+TEXT_SPANS = 0.4
+"""Share of the rows for copying whose spans are of text; the others are of random tokens."""
 READ_BLOCK = 1024
 """Tokens of a long text in one pass."""
 TOKENS_A_FACT = 400
@@ -102,7 +104,7 @@ class Judge:
         """Return the share of tokens foreseen in repeated spans, from the third token of a span on."""
         right = total = 0
         for i in range(self.examples):
-            row = corpus.spans(self.data, WINDOW, Random(f"{SEED}/{i}"))
+            row = corpus.spans(self.data, WINDOW, Random(f"{SEED}/{i}"), TEXT_SPANS)
             hits = self.predictions(row.tokens).argmax(-1) == torch.tensor(row.tokens[1:])
             counted = torch.tensor(row.weights[1:]) > 0
             right += int((hits & counted).sum())
