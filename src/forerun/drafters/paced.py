@@ -212,7 +212,7 @@ class _Costs:
         """Drafts a row: at first none and some, to learn what they cost; then what pays, or a pause and a trial."""
         self.trying = self.steps < 3
         if self.trying:
-            return (0, (most + 3) // 4, (most + 1) // 2)[self.steps]
+            return min(most, (0, TRIAL, 2 * TRIAL)[self.steps])
         length = self.best_length(acceptance, most)
         if length:
             self.pause, self.rested = 1, 0
