@@ -30,6 +30,9 @@ MEMORY = 0.95
 """What remains of the weight of a measurement, or of a tested draft, after the next one."""
 RECENT = 0.98
 """What remains of tokens and seconds after a step, of which the worth of time is taken."""
+AGREEING = 0.2
+"""A token of probability p is taken to be accepted with probability p to this power at first: where a model is not sure
+either, the target often chooses the same."""
 PRIOR = (4.0, 0.8)
 """Drafts that the first guess at a request's acceptance counts for, and the guess."""
 LONGEST_PAUSE = 100
@@ -120,8 +123,8 @@ class PacedDrafter(OuterDrafter):
 
 
 def _chain(likely: Sequence[float]) -> DraftTree:
-    """A chain whose model found each token so likely."""
-    count, chance = len(likely), np.cumprod(likely, dtype=np.float64)
+    """A chain whose model found each token so likely, as the target is thought to agree before it has shown."""
+    count, chance = len(likely), np.cumprod(np.power(likely, AGREEING), dtype=np.float64)
     return DraftTree(np.zeros(count, np.int64), np.arange(-1, count - 1), probability=chance)
 
 
@@ -182,7 +185,8 @@ class _Costs:
     """Seconds of a step at one length of context, and the pauses that drafting takes there."""
 
     verifying: _Line = field(default_factory=_Line)
-    drafting: float = 0.0
+    drafting: float = 0.0  # a token; what was measured first does not count, for a sparse cache chose its tokens then
+    drafts: int = 0
     steps: int = 0
     pause: int = 1
     rested: int = 0
@@ -206,7 +210,8 @@ class _Costs:
         self.spent = RECENT * self.spent + step.drafting + verifying
         if step.drafted:
             each = step.drafting * step.rows / step.drafted
-            self.drafting = each if not self.drafting else MEMORY * self.drafting + (1 - MEMORY) * each
+            self.drafting = each if self.drafts < 2 else MEMORY * self.drafting + (1 - MEMORY) * each
+            self.drafts += 1
 
     def next_length(self, acceptance: Sequence[float], most: int) -> int:
         """Drafts a row: at first none and some, to learn what they cost; then what pays, or a pause and a trial."""
@@ -222,7 +227,7 @@ class _Costs:
             return 0
         self.trying = True
         self.hopeful = self.best_length([EASY] * len(acceptance), most) > 0
-        self.pause, self.rested = min(LONGEST_PAUSE, 2 * self.pause), 0
+        self.pause, self.rested = min(LONGEST_PAUSE, (2 if self.hopeful else 8) * self.pause), 0
         return min(most, TRIAL)
 
     def encourage(self) -> None:

@@ -82,7 +82,10 @@ MIX = {
     "prose": 0.14, "code": 0.09, "maths": 0.05, "spans": 0.19,
     "rag": 0.17, "table": 0.22, "quote": 0.05, "needle": 0.09,
 }  # fmt: skip
-LONG = MIX | {"needle": 0.20, "rag": 0.20, "spans": 0.22, "table": 0.16}
+LONG = {
+    "prose": 0.30, "code": 0.06, "maths": 0.03, "spans": 0.18,
+    "rag": 0.12, "table": 0.14, "quote": 0.03, "needle": 0.14,
+}  # fmt: skip
 
 STAGES = (
     Stage("text", 0.25, length=256, rows=16, mix=TEXT, gaps=0.5),
