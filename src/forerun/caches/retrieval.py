@@ -202,7 +202,7 @@ class _Layer:
             self.write(new.start, keys[:, :, new], values[:, :, new])
             self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
         if count < self._known:
-            self._replace(self._scores(query).topk(count, -1).indices, (keys, values))
+            self._replace(self._best(query, count), (keys, values))
 
     def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put keys and values ``[1, Hkv, n, d]`` at a place; what lies behind them may be lost."""
@@ -244,16 +244,20 @@ class _Layer:
         self._means[:, self._known : count] = chunks[:, self._known :].mean(2)
         self._known = count
 
-    def _scores(self, query: torch.Tensor) -> torch.Tensor:
-        """Of every chunk, ``[Hkv, m]``; the first one's beats all others.
+    def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
+        """The chunks that score best, ``[Hkv, count]``; the first one beats all others.
 
-        All the room is multiplied, for oneDNN makes and keeps a program for each new shape.
+        Half precision finds those that may be among them, single precision decides. All the room is multiplied, for
+        oneDNN makes and keeps a program for each new shape.
         """
-        means = self._means
-        summed = query.view(means.shape[0], -1, means.shape[2]).sum(1)  # over the query heads of a group
-        scores = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
-        scores[:, 0] = torch.inf
-        return scores
+        means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
+        coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
+        coarse[:, 0] = torch.inf
+        some = coarse.topk(min(self._known, count + max(ROOM, count // 4)), -1, sorted=False).indices
+        near = means.gather(1, some.unsqueeze(-1).expand(-1, -1, means.shape[2]))
+        scores = torch.bmm(near.float(), summed.float().unsqueeze(-1)).squeeze(-1)
+        scores[some == 0] = torch.inf
+        return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, rows: Rows) -> None:
         """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
