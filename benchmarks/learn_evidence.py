@@ -3,13 +3,15 @@
     python benchmarks/learn_evidence.py --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
 
 Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
-models, the bundled models' tasks, and passages to be said again with changes; some requests come again. Every session
-starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand rates and weights.
+models, the bundled models' tasks, passages to be said again with changes, and strings to be copied; some requests come
+again. Every session starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand
+rates and weights.
 """
 
 from __future__ import annotations
 
 import json
+import string
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -26,7 +28,7 @@ from forerun.trie import Trie
 PROMPT, ANSWER = 1200, 700
 """Characters of a continued text, at most."""
 
-AGAIN = 0.12
+AGAIN = 0.25
 """Share of requests that were asked before."""
 
 Request = tuple[str, str]
@@ -54,7 +56,7 @@ def edited(texts: tuple[str, ...]) -> Kind:
             text = rng.choice(texts)
             start = rng.randrange(max(1, len(text) - ANSWER))
             passage = text[start : start + rng.randrange(100, ANSWER)]
-            yield passage + "\n\n", edit(rng, passage, rng.randrange(8))
+            yield passage + "\n\n", edit(rng, passage, rng.choice((0, 0, 1, 2, 4, 8)))
 
     return requests
 
@@ -69,6 +71,15 @@ def edit(rng: Random, text: str, changes: int) -> str:
     return " ".join(words)
 
 
+def scrambled(rng: Random) -> Iterator[Request]:
+    """Parts to be said again of a string that only its own earlier text foretells, of few characters or many."""
+    while True:
+        characters = rng.sample(string.ascii_letters + string.digits, rng.choice((2, 3, 4, 8, 20, 60)))
+        text = " ".join(rng.choices(characters, k=rng.randrange(60, 500)))
+        start = rng.randrange(len(text) // 2)
+        yield text + "\n\n", text[start:]
+
+
 def asked_again(kind: Kind) -> Kind:
     """Requests of a kind of which some come again later, and are answered alike but for a word or two."""
 
@@ -78,7 +89,7 @@ def asked_again(kind: Kind) -> Kind:
             seen.append(request)
             while rng.random() < AGAIN:
                 prompt, answer = rng.choice(seen)
-                yield prompt, edit(rng, answer, rng.choice((0, 0, 1, 2)))
+                yield prompt, edit(rng, answer, rng.choice((0, 0, 0, 1)))
             yield request
 
     return requests
@@ -119,7 +130,7 @@ def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
     own = [tasked(kind, texts) for kind in ("table", "rag", "quote", "needle")]
     changed = [edited(("\n\n".join(texts.prose),)), edited(texts.code)]
     every = [prose, continued(texts.code), recorded(list(texts.maths)), *map(recorded, authors.values()), *own]
-    return [asked_again(kind) for kind in [*every, *changed]]
+    return [asked_again(kind) for kind in [*every, *changed, scrambled]]
 
 
 def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> mixing.Mixer:
@@ -145,8 +156,8 @@ def main(
     answers: Annotated[Path, typer.Option(help="JSON lines of {prompt, answer, author}, by models.")],
     tokenizer: Annotated[list[Path], typer.Option(help="A tokenizer.json; may be given several times.")],
     without: Annotated[str, typer.Option(help="An author to leave out.")] = "llm:gpt3-175b_verification",
-    sessions: Annotated[int, typer.Option(help="How many.")] = 1500,
-    most: Annotated[float, typer.Option(help="How often a piece of evidence counts as seen, at most.")] = 40.0,
+    sessions: Annotated[int, typer.Option(help="How many.")] = 1800,
+    most: Annotated[float, typer.Option(help="How often a piece of evidence counts as seen, at most.")] = 4.0,
     out: Annotated[Path, typer.Option(help="The file.")] = mixing.PRIOR,
 ) -> None:
     """Learn, and write what was learned."""

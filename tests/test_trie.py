@@ -289,7 +289,7 @@ def test_the_tree_comes_likeliest_first() -> None:
 
 
 @pytest.mark.parametrize("source", ["prompt", "namespace"])
-def test_a_long_copy_is_drafted_to_full_length_as_likely(source: str) -> None:
+def test_a_long_copy_is_drafted_to_full_length_with_probability_near_one(source: str) -> None:
     original = np.random.default_rng(0).integers(0, 30_000, 600).tolist()
     trie = Trie()
     if source == "namespace":
@@ -304,7 +304,7 @@ def test_a_long_copy_is_drafted_to_full_length_as_likely(source: str) -> None:
     assert steps <= 5
     draft = trie.retrieve(0, 64, 64)
     assert draft.tokens.tolist() == original[at : at + 64]
-    assert draft.probability[-1] > 0.6
+    assert draft.probability[-1] > 0.9
 
 
 def test_a_copy_goes_on_where_four_tokens_would_not_tell() -> None:
@@ -312,7 +312,7 @@ def test_a_copy_goes_on_where_four_tokens_would_not_tell() -> None:
     trie = Trie()
     trie.begin(0, "a", original)
     trie.extend(0, original[100:200])
-    assert agreed(trie.retrieve(0, 64, 64), original[200:264]) > 20
+    assert agreed(trie.retrieve(0, 64, 64), original[200:264]) == 64
 
 
 def test_a_copy_resumes_after_a_token_that_was_replaced() -> None:
@@ -453,7 +453,7 @@ def test_a_full_namespace_keeps_the_latest_outputs() -> None:
         trie.warm("a", [[100 * number + i for i in range(20)]])
     trie.begin(0, "a", [1])
     latest = [49900 + i for i in range(20)]
-    assert agreed(trie.retrieve(0, 64, 15, latest[:5]), latest[5:]) >= 8
+    assert agreed(trie.retrieve(0, 64, 15, latest[:5]), latest[5:]) >= 10
     assert agreed(trie.retrieve(0, 64, 15, [0, 1, 2, 3, 4]), list(range(5, 20))) == 0
     assert 300 < trie.tokens("a") < 2000
 
