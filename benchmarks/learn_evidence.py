@@ -139,8 +139,8 @@ def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most:
     for session in range(sessions):
         rng = Random(session)
         requests, tokenizer = rng.choice(made_of)(rng), rng.choice(tokenizers)
-        trie = Trie()
-        trie._mixer = mixer
+        trie = Trie(mixer=mixer)
+        trie.spell(tokenizer)
         for number in range(int(30 ** rng.random())):
             prompt, answer = next(requests)
             trie.begin(number, "session", tokenizer.encode(prompt, add_special_tokens=False).ids)

@@ -37,7 +37,7 @@ from forerun.index.arrays import (
     find,
     mix,
 )
-from forerun.index.trail import instead
+from forerun.index.trail import ONWARD, instead
 from forerun.tree import ROOT, DraftTree
 from forerun.trie import Draft, Form, Trie, TrieConfig, TrieFileError
 
@@ -91,12 +91,16 @@ def contexts(tokens: list[int]) -> Counts:
     return Counter(pairs)
 
 
-def followers(index: Index, context: Path_) -> dict[int, int]:
-    """What the index counted behind a context; checks the context's own count."""
+def hash_of(context: Path_) -> np.uint64:
     hashed = np.uint64(0)
     for token in context:
         hashed = np.uint64(mix(hashed, token))
-    slot = find(index, hashed)
+    return hashed
+
+
+def followers(index: Index, context: Path_) -> dict[int, int]:
+    """What the index counted behind a context; checks the context's own count."""
+    slot = find(index, hash_of(context))
     if slot == 0:
         return {}
     value, total = int(index.slots[slot, VALUE]), int(index.slots[slot, TOTAL])
@@ -116,10 +120,9 @@ def counts(index: Index, known: Counts) -> Counts:
     """All counts of an index, whose contexts must be among those of ``known``."""
     every = {context for context, _ in known}
     found = Counter({(c, token): n for c in every for token, n in followers(index, c).items()})
-    turns = {
-        token for _, token in known if find(index, np.uint64(instead(token)))
-    }  # what came instead of these is counted too
-    assert len({context for context, _ in found}) + len(turns) == index.state[LIVE]
+    pairs = [np.uint64(mix(hash_of(context), ONWARD + row)) for context in every if len(context) == 2 for row in (0, 1)]
+    beside = [*(np.uint64(instead(token)) for token in {token for _, token in known}), *pairs]  # what trails count
+    assert len({context for context, _ in found}) + sum(find(index, one) != 0 for one in beside) == index.state[LIVE]
     return found
 
 

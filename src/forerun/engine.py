@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import attention
@@ -106,7 +106,7 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         attention.warm_up(self.target.device, self.target.model.dtype)
         self.budget = budget
@@ -125,6 +125,22 @@ class Engine:
             drafter.fit(self.planner.costs)
         drafter.warm_up()
         self.drafter = drafter
+        self._spell()
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """For prompts and results as text; the drafter is told of it."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        if tokenizer is not self._tokenizer:
+            self._tokenizer = tokenizer
+            self._spell()
+
+    def _spell(self) -> None:
+        if isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            self.drafter.spell(self._tokenizer.backend_tokenizer)
 
     def _default_planner(self, drafter: Drafter) -> Planner:
         """With measured costs, unless there is nothing to plan."""

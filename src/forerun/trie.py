@@ -14,14 +14,17 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from forerun import trie_file
 from forerun.index import arrays, bestfirst, learning, mixing, multibranch, place
 from forerun.index.arrays import ORDERS, TOKENS, Index
 from forerun.index.desk import Desk, Draft
 from forerun.index.learning import OWN_HINTS
+from forerun.index.mixing import Mixer
 from forerun.index.namespace import PIECE, Namespace
 from forerun.index.place import Place
+from forerun.index.spelling import spellings
 from forerun.tree import IntArray
 from forerun.trie_file import TrieFileError
 
@@ -89,14 +92,20 @@ class Trie:
 
     Args:
         config: see ``TrieConfig``.
+        mixer: what evidence is worth, to learn on from; by default what was learned on other texts.
     """
 
-    def __init__(self, config: TrieConfig | None = None) -> None:
+    def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
         self.config = config or TrieConfig()
         self._shared: dict[str, Namespace] = {}
         self._live: dict[int, _Live] = {}
-        self._mixer = mixing.prior()
+        self._mixer = mixing.prior() if mixer is None else mixer
         self._desk = Desk.allocate(64)
+        self._spelling = Index.allocate(0, 0, 0).spelling
+
+    def spell(self, tokenizer: Tokenizer) -> None:
+        """Tell how words are spelled, for requests from now on: a table's cells are foreseen in JSON then."""
+        self._spelling = spellings(tokenizer)
 
     def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
         """Start a request and index its prompt for it alone.
@@ -116,7 +125,8 @@ class Trie:
         kept = tokens[-self.config.prompt_capacity :]
         room = len(kept) + min(expected, 4096)
         self._namespace(namespace)
-        live = _Live(namespace, Index.for_tokens(room), Place.start(), len(tokens), room)
+        own = Index.for_tokens(room)._replace(spelling=self._spelling)
+        live = _Live(namespace, own, Place.start(), len(tokens), room)
         live.own = live.own.with_hints(len(kept))
         place.ingest(live.own, live.place, kept)
         self._live[request_id] = live

@@ -22,8 +22,10 @@ def run(options: ReplayOptions) -> None:
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
+    drafter = build_drafter(options.drafter)
+    drafter.spell(tokenizer)
     with working(stderr(), f"replaying {options.file}"):
-        summary = replay_files(options.file, encode, build_drafter(options.drafter), options.budget, options.warm or [])
+        summary = replay_files(options.file, encode, drafter, options.budget, options.warm or [])
     if options.json:
         print(json.dumps({"drafter": options.drafter, "budget": options.budget, **summary}))  # noqa: T201
         return

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 
+from tokenizers import Tokenizer
+
 from forerun.caches.base import Cache
 from forerun.costs import CostCurve
 from forerun.model.scorer import Scorer
@@ -37,6 +39,9 @@ class Drafter(ABC):
         Raises:
             ValueError: if the drafter does not fit it.
         """
+
+    def spell(self, tokenizer: Tokenizer) -> None:  # noqa: B027
+        """What the tokens of the texts say, where that is known: a drafter may see the same word in different tokens."""
 
     def fit(self, costs: CostCurve) -> None:  # noqa: B027
         """What the target's passes cost, before the first request: a drafter may choose its sizes by it."""
@@ -97,6 +102,10 @@ class OuterDrafter(Drafter):
     def bind(self, target: Scorer) -> None:
         """See ``Drafter.bind``."""
         self.inner.bind(target)
+
+    def spell(self, tokenizer: Tokenizer) -> None:
+        """See ``Drafter.spell``."""
+        self.inner.spell(tokenizer)
 
     def fit(self, costs: CostCurve) -> None:
         """See ``Drafter.fit``."""

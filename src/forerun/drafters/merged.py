@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tokenizers import Tokenizer
+
 from forerun.caches.base import Cache
 from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
@@ -30,6 +32,11 @@ class MergedDrafter(Drafter):
         """See ``Drafter.bind``."""
         self.cheap.bind(target)
         self.dear.bind(target)
+
+    def spell(self, tokenizer: Tokenizer) -> None:
+        """See ``Drafter.spell``."""
+        self.cheap.spell(tokenizer)
+        self.dear.spell(tokenizer)
 
     def warm_up(self) -> None:
         """See ``Drafter.warm_up``."""

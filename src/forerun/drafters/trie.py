@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tokenizers import Tokenizer
+
 from forerun.drafters.base import Drafter
 from forerun.request import Request
 from forerun.tree import DraftTree
@@ -45,6 +47,10 @@ class TrieDrafter(Drafter):
         trie.finish(0)
         trie.warm("", [[1, 2, 3]])
         trie.withdraw("")
+
+    def spell(self, tokenizer: Tokenizer) -> None:
+        """See ``Trie.spell``."""
+        self.trie.spell(tokenizer)
 
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""

@@ -68,6 +68,7 @@ class Index(NamedTuple):
         text: int32 ``[chunks, CHUNK + 2]``; row 0 is unused; see ``history``.
         hints: int32 ``[power of two]``; see ``history``.
         recent: distinct tokens, those seen last first, int32 ``[RECENT]``; -1 for none.
+        spelling: tokens of each word without the space before it; see ``spelling``; int32 ``[vocabulary, n]``.
         state: int64 ``[BLOCK_FREE + CLASSES]``.
     """
 
@@ -77,6 +78,7 @@ class Index(NamedTuple):
     text: Int32Array
     hints: Int32Array
     recent: Int32Array
+    spelling: Int32Array
     state: IntArray
 
     @classmethod
@@ -86,12 +88,13 @@ class Index(NamedTuple):
         state[MASK], state[TOP], state[BLOCK_TOP], state[TEXT_TOP] = 15, 1, 1, 1
         shapes = ((slots + 1, 4), (slots + 16,), (rows + 1, 2), (chunks + 1, CHUNK + 2), (FIRST_HINTS,))
         slots_, heads, blocks, text, hints = (_zeros(shape) for shape in shapes)
-        return cls(slots_, heads, blocks, text, hints, np.full(RECENT, -1, np.int32), state)
+        recent, spelling = np.full(RECENT, -1, np.int32), np.full((1, 1), -1, np.int32)
+        return cls(slots_, heads, blocks, text, hints, recent, spelling, state)
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """An empty index that any text of so many tokens fits."""
-        return cls.allocate((ORDERS + 1) * tokens, 5 * (ORDERS + 1) * tokens, tokens // CHUNK + 2)
+        """An empty index that any text of so many tokens fits, with two contexts more of each (``trail.py``)."""
+        return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK + 2)
 
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:

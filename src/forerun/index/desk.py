@@ -12,6 +12,7 @@ from forerun.index.compiling import compiled
 from forerun.index.evidence import AGREED, ELSE, SAID, Board, Facts, copy_cell
 from forerun.index.history import UNWRITTEN, read
 from forerun.index.place import DEPTH, LENGTH, POSITION, WRONG, Place
+from forerun.index.trail import COLUMNS
 from forerun.tree import IntArray
 
 
@@ -22,7 +23,7 @@ class Desk(NamedTuple):
         hashes: of the contexts at the root (row 0) and each node, uint64 ``[n + 1, 2, ORDERS + 1]``.
         slots: of the same contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
         copies: where copies stand, and in ``[:, 0, DEPTH]`` the node's depth; int64 ``[n + 1, 2, 4]``.
-        trails: where trails stand, int64 ``[n + 1, 2, 5]``.
+        trails: where trails stand, int64 ``[n + 1, 2, COLUMNS]``.
         chances: of the frontier's candidates, likeliest first from ``ends[0]`` to ``ends[1]``; float64 ``[2 n + 1]``.
         entries: token, parent and best orders of each, packed; int64 ``[2 n + 1]``.
         ends: int64 ``[2]``.
@@ -49,7 +50,7 @@ class Desk(NamedTuple):
             np.zeros((budget + 1, 2, ORDERS + 1), np.uint64),
             np.zeros((budget + 1, 2, ORDERS + 1), np.int32),
             np.zeros((budget + 1, 2, 4), np.int64),
-            np.zeros((budget + 1, 2, 5), np.int64),
+            np.zeros((budget + 1, 2, COLUMNS), np.int64),
             np.zeros(2 * budget + 1),
             np.zeros(2 * budget + 1, np.int64),
             np.zeros(2, np.int64),
@@ -92,7 +93,7 @@ def stand(own: Index, shared: Index, place: Place, desk: Desk) -> None:
             desk.hashes[0, source, order] = place.hashes[source, order]
         for column in range(3):
             desk.copies[0, source, column] = place.copies[0, source, column]
-        for column in range(5):
+        for column in range(COLUMNS):
             desk.trails[0, source, column] = place.trails[0, source, column]
     desk.copies[0, 0, DEPTH] = 0
     look(own, shared, desk.hashes, desk.slots, 0, ORDERS, ORDERS)

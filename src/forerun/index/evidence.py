@@ -19,14 +19,39 @@ from forerun.index.arrays import (
     TOTAL,
     VALUE,
     FloatArray,
+    HashArray,
     Index,
     Int32Array,
     find,
     mix,
 )
 from forerun.index.compiling import compiled
-from forerun.index.history import FAR, UNWRITTEN, following
-from forerun.index.trail import AHEAD, AT, GAP, HEARD, JOINED, OUTPUT, PROMPT, TRAIL_CELLS, next_on, trail_cell, turn
+from forerun.index.history import FAR, UNWRITTEN, following, read
+from forerun.index.spelling import spelled
+from forerun.index.trail import (
+    AHEAD,
+    ASTRAY,
+    AT,
+    GAP,
+    HEARD,
+    INSIDE,
+    JOINED,
+    NEXT,
+    OTHER,
+    OUTPUT,
+    PROMPT,
+    SPELLED,
+    SPELT,
+    SPELT_AHEAD,
+    TRAIL_CELLS,
+    UNFORESEEN,
+    WAYS,
+    crossing,
+    heard,
+    next_on,
+    trail_cell,
+    turn,
+)
 from forerun.tree import IntArray
 
 COUNTS, TOTALS, STATES = 9, 10, 3
@@ -41,7 +66,7 @@ COMMON, RANKS = 16, 6
 
 CONTEXT = COUNTS * TOTALS * STATES
 
-COPY_CELLS = (2 * ORDERS + 1) * CONTEXT
+COPY_CELLS = (2 * ORDERS + 5) * CONTEXT
 
 TOKEN_CELLS = COPY_CELLS + 2 * LENGTHS * MISSES * 2
 
@@ -49,7 +74,7 @@ WAY_CELLS = TOKEN_CELLS + 2 * COMMON * RANKS
 
 CELLS = WAY_CELLS + TRAIL_CELLS
 
-COPY, ALONE, TURN, WAY = 2 * ORDERS, 2 * ORDERS + 2, 2 * ORDERS + 4, 2 * ORDERS + 5
+COPY, ALONE, TURN, CROSSING, WAY = 2 * ORDERS, 2 * ORDERS + 2, 2 * ORDERS + 4, 2 * ORDERS + 5, 2 * ORDERS + 7
 
 BIAS = WAY + 2
 
@@ -101,18 +126,21 @@ class Facts(NamedTuple):
         missing: cells of contexts that a candidate did not follow, by source and order: known to the next shorter one
             (0), not even to that (1), or followed but not found among the most frequent (2); int32
             ``[2, ORDERS + 1, 3]``, of which ``[0, ORDERS]`` is that of what the prompt's trail says.
+        ways: cells of each trail's ways on, or ``NONE``; int32 ``[2, WAYS + 1]``.
         copies: token that each copy says, cell of its saying another, agreement; int64 ``[2, 3]``.
         trails: cell of what each does not foresee, and inputs to look at: those of trails are the last; int64 ``[3]``.
     """
 
     missing: Int32Array
+    ways: Int32Array
     copies: IntArray
     trails: IntArray
 
     @classmethod
     def allocate(cls) -> Facts:
         """Room for them."""
-        return cls(np.zeros((2, ORDERS + 1, 3), np.int32), np.zeros((2, 3), np.int64), np.full(3, NONE, np.int64))
+        missing, ways = np.zeros((2, ORDERS + 1, 3), np.int32), np.full((2, WAYS + 1), NONE, np.int32)
+        return cls(missing, ways, np.zeros((2, 3), np.int64), np.full(3, NONE, np.int64))
 
 
 SAID, ELSE, AGREED = range(3)
@@ -207,27 +235,78 @@ def _followers(index: Index, slot: int, source: int, order: int, facts: Facts, b
 
 
 @compiled
-def _foresee(own: Index, trails: IntArray, at: int, facts: Facts, board: Board, least: float) -> None:
+def _way_cell(row: int, way: int, count: int, total: int, state: int) -> int:
+    number = 2 * ORDERS + 1 + 2 * row + (1 if way == WAYS else 0)
+    return _cell(number, _count_class(count), _total_class(total), state)
+
+
+@compiled
+def _look_around(own: Index, trails: IntArray, at: int, row: int, hashed: np.uint64, facts: Facts) -> None:
+    """What a trail's ways on are worth, if it came by here before."""
+    crossed = crossing(trails, at, row, hashed)
+    slot = find(own, crossed) if crossed != 0 else 0
+    total, value = own.slots[slot, TOTAL], own.slots[slot, VALUE]
+    for way in range(WAYS + 1):
+        facts.ways[row, way] = NONE if slot == 0 else _way_cell(row, way, 0, total, 0)
+    if slot == 0:
+        return
+    if value >= 0:
+        facts.ways[row, value] = _way_cell(row, value, total, total, 2)
+        return
+    block = -1 - value
+    for entry in range(1, own.blocks[block, FOLLOWER] + 1):
+        state = 1 if entry == own.blocks[block, COUNT] else 0
+        way, count = own.blocks[block + entry, FOLLOWER], own.blocks[block + entry, COUNT]
+        facts.ways[row, way] = _way_cell(row, way, count, total, state)
+
+
+@compiled
+def _foreseen(trails: IntArray, at: int, row: int, board: Board, token: int, kind: int, way_cell: int) -> None:
+    """Put a token that a trail foresees on the board, unless it foresees it already."""
+    number = candidate(board, token, True)
+    if number == NONE or board.cells[number, WAY + row] != NONE:
+        return
+    joined, next_is = trails[at, row, JOINED], kind in (0, INSIDE, NEXT)
+    board.cells[number, CROSSING + row] = way_cell
+    board.cells[number, WAY + row] = WAY_CELLS + trail_cell(kind, joined, trails[at, row, GAP])
+    board.names[number, AHEAD_OF] = max(board.names[number, AHEAD_OF], 2 if next_is and joined > HEARD else 1)
+
+
+@compiled
+def _foresee_row(own: Index, trails: IntArray, at: int, row: int, facts: Facts, board: Board) -> int:
+    """Put what a trail foresees on the board; what it says of all other tokens."""
+    position, ahead = trails[at, row, AT], 0
+    if trails[at, row, SPELLED] != 0:
+        inside = spelled(own.spelling, read(own, position), trails[at, row, SPELLED])
+        _foreseen(trails, at, row, board, inside, INSIDE, NONE)
+        return ASTRAY
+    while ahead < (AHEAD if row == PROMPT else 1):
+        said = next_on(own, trails, at, row, position)
+        if said == UNWRITTEN:
+            break
+        _foreseen(trails, at, row, board, said, ahead if row == PROMPT else NEXT, facts.ways[row, ahead])
+        spelt = spelled(own.spelling, said, 0) if row == PROMPT else UNWRITTEN
+        if spelt != UNWRITTEN:
+            kind = SPELT if ahead == 0 else SPELT_AHEAD
+            _foreseen(trails, at, row, board, spelt, kind, facts.ways[row, AHEAD + ahead])
+        position = following(own, position)
+        ahead += 1
+    return UNFORESEEN if row == PROMPT else OTHER
+
+
+@compiled
+def _foresee(
+    own: Index, trails: IntArray, at: int, hashed: np.uint64, facts: Facts, board: Board, least: float
+) -> None:
     """Put what the trails foresee, and what came instead of such tokens, on the board."""
     facts.trails[INPUTS] = TURN
     for row in range(2):
-        position, joined, gap = trails[at, row, AT], trails[at, row, JOINED], trails[at, row, GAP]
-        first, count = (0, AHEAD) if row == PROMPT else (AHEAD + 1, 1)
-        facts.trails[row] = NONE
-        if position == 0 or joined < HEARD:
-            continue
-        facts.trails[INPUTS] = BIAS
-        facts.trails[row] = WAY_CELLS + trail_cell(first + count, joined, gap)
-        for ahead in range(count):
-            said = next_on(own, trails, at, row, position)
-            if said == UNWRITTEN:
-                break
-            number = candidate(board, said, True)
-            if number != NONE and board.cells[number, WAY + row] == NONE:
-                board.cells[number, WAY + row] = WAY_CELLS + trail_cell(first + ahead, joined, gap)
-                sure = 2 if ahead == 0 and joined > HEARD else 1
-                board.names[number, AHEAD_OF] = max(board.names[number, AHEAD_OF], sure)
-            position = following(own, position)
+        facts.trails[row], facts.ways[row, WAYS] = NONE, NONE
+        if heard(trails, at, row):
+            facts.trails[INPUTS] = BIAS
+            _look_around(own, trails, at, row, hashed, facts)
+            rest = _foresee_row(own, trails, at, row, facts, board)
+            facts.trails[row] = WAY_CELLS + trail_cell(rest, trails[at, row, JOINED], trails[at, row, GAP])
     turned = turn(own, trails, at)
     slot = find(own, turned) if turned != 0 else 0
     facts.missing[0, ORDERS, 0] = NONE
@@ -239,6 +318,7 @@ def _foresee(own: Index, trails: IntArray, at: int, facts: Facts, board: Board, 
 def gather(
     own: Index,
     shared: Index,
+    hashes: HashArray,
     slots: Int32Array,
     trails: IntArray,
     at: int,
@@ -249,7 +329,7 @@ def gather(
 ) -> None:
     """What the copies and the trails say, and what followed the contexts ``slots[at]`` of no less than ``lowest``."""
     clear(board)
-    _foresee(own, trails, at, facts, board, least)
+    _foresee(own, trails, at, hashes[at, 0, 2], facts, board, least)
     for source in range(2):
         if facts.copies[source, SAID] != UNWRITTEN:
             candidate(board, facts.copies[source, SAID], True)
@@ -294,6 +374,9 @@ def complete(board: Board, number: int, facts: Facts) -> None:
             board.cells[number, COPY + source] = facts.copies[source, ELSE] + says
     if facts.trails[INPUTS] == TURN:
         return
+    for row in range(2):
+        if board.cells[number, CROSSING + row] == NONE:
+            board.cells[number, CROSSING + row] = facts.ways[row, WAYS]
     if board.cells[number, WAY + OUTPUT] == NONE:
         board.cells[number, WAY + OUTPUT] = facts.trails[OUTPUT]
     if board.cells[number, TURN] == NONE:

@@ -28,6 +28,7 @@ from forerun.index.evidence import (
     COPY,
     COPY_CELLS,
     COUNTS,
+    CROSSING,
     ELSE,
     INPUTS,
     MISSES,
@@ -218,12 +219,13 @@ def untrained() -> Mixer:
         share = np.where(counts > 0, (counts - discount) / (totals + 0.2), 0.03 * (order + 1) / (totals + 1))
         share[-1] = 0.015 / (totals[-1] + 1)
         contexts[:, order] = share.clip(0.002, 0.95)[..., None]
-    cells[CHANCE, 2 * ORDERS * CONTEXT : COPY_CELLS] = contexts[0, 1].ravel()
+    cells[CHANCE, 2 * ORDERS * CONTEXT : COPY_CELLS] = np.tile(contexts[0, 1].ravel(), 5)
     agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     cells[CHANCE, COPY_CELLS:TOKEN_CELLS] = np.tile(says.ravel(), 2)
     ways = cells[CHANCE, WAY_CELLS:].reshape(KINDS, JOINS, GAPS)
-    ways[:] = np.array([*(0.2 * 0.4 ** np.arange(AHEAD)), 0.02, 0.4, 0.02])[:, None, None]
+    expected = [*(0.2 * 0.4 ** np.arange(AHEAD)), 0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]  # in the order of the kinds
+    ways[:] = np.array(expected)[:, None, None]
     ways[0, :, 0] = 0.6
     cells[STRETCHED] = np.log(cells[CHANCE] / (1 - cells[CHANCE]))
     cells[SEEN:] = 0
@@ -234,8 +236,8 @@ def untrained() -> Mixer:
     weights[9:12, ORDERS:COPY] = 0.2
     weights[18:21, ORDERS:COPY] = 0.1
     weights[2::3, COPY:ALONE] = 0.9  # a long copy says the candidate
-    weights[:, WAY:BIAS] = weights[:, TURN] = 0.1
+    weights[:, TURN:BIAS] = 0.1
     weights[27:] = np.tile(weights[:27], (2, 1))
-    weights[54:, WAY:BIAS] = 0.6  # a trail is sure of it
+    weights[54:, CROSSING:BIAS] = 0.6  # a trail is sure of it
     correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))
     return Mixer(cells.astype(np.float32), weights, correction)

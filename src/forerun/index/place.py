@@ -29,7 +29,7 @@ from forerun.index.history import (
     remember,
     set_hint,
 )
-from forerun.index.trail import LIMIT, OUTPUT, PROMPT, follow_trails, lay_trail, turn
+from forerun.index.trail import COLUMNS, LIMIT, OUTPUT, PROMPT, crossing, follow_trails, lay_trail, turn, way_on
 from forerun.tree import IntArray
 
 POSITION, LENGTH, WRONG, DEPTH = range(4)
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     Attributes:
         hashes: of its last tokens, own text and shared text; uint64 ``[2, LONGEST + 1]``.
         copies: of own and shared text, int64 ``[1, 2, 3]``.
-        trails: through prompt and output (``trail.py``), int64 ``[1, 2, 5]``.
+        trails: through prompt and output (``trail.py``), int64 ``[1, 2, COLUMNS]``.
         ends: position of its last token in own and shared text (-1: no longer written), and the first chunks;
             int64 ``[4]``.
     """
@@ -60,7 +60,7 @@ class Place(NamedTuple):
     def start(cls) -> Place:
         """Before a text."""
         hashes, copies = np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2, 3), np.int64)
-        place = cls(hashes, copies, np.zeros((1, 2, 5), np.int64), np.zeros(4, np.int64))
+        place = cls(hashes, copies, np.zeros((1, 2, COLUMNS), np.int64), np.zeros(4, np.int64))
         opening(place.hashes)
         return place
 
@@ -143,6 +143,10 @@ def take(index: Index, source: int, own: Index, place: Place, token: int) -> Non
         turned = turn(own, place.trails, 0)
         if turned != 0:
             count(own, turned, token)
+        for row in range(2):
+            crossed = crossing(place.trails, 0, row, place.hashes[0, 2])
+            if crossed != 0:
+                count(own, crossed, way_on(own, place.trails, 0, row, token))
     if place.ends[source] >= 0:
         fresh = place.ends[source] == 0
         place.ends[source] = write(index, place.hashes, source, place.ends[source], token)

@@ -1,0 +1,49 @@
+"""How a word is spelled where no space stands before it.
+
+What a table says as `` silver``, one token perhaps, JSON says as ``silver`` behind a quote, in other tokens. Trails
+(``trail.py``) follow the one through the other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from forerun.index.arrays import Int32Array
+from forerun.index.compiling import compiled
+from forerun.index.history import UNWRITTEN
+
+LONGEST_WORD = 4
+"""Tokens of a spelling at most; longer ones are not known."""
+
+SPACES = ("Ġ", "▁")
+"""How vocabularies write the space before a word: byte-level, and SentencePiece."""
+
+QUOTE = '"'
+
+
+def spellings(tokenizer: Tokenizer) -> Int32Array:
+    """The spelling of each token that starts with a space and a letter or digit, as it is behind a quote.
+
+    Returns:
+        int32 ``[vocabulary, LONGEST_WORD]``, filled up with ``UNWRITTEN``; a token without a spelling has a row of it.
+    """
+    table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
+    spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
+    words = [word.lstrip(" ") for word in tokenizer.decode_batch([[number] for number in spaced])]
+    quote = tokenizer.encode(QUOTE, add_special_tokens=False).ids
+    quoted = tokenizer.encode_batch([QUOTE + word for word in words], add_special_tokens=False)
+    for number, word, encoding in zip(spaced, words, quoted, strict=True):
+        spelled = encoding.ids[len(quote) :]
+        apart = encoding.ids[: len(quote)] == quote
+        if apart and word[:1].isalnum() and len(spelled) <= LONGEST_WORD and number < len(table):
+            table[number, : len(spelled)] = spelled
+    return table
+
+
+@compiled
+def spelled(table: Int32Array, token: int, at: int) -> int:
+    """The token at a place of a token's spelling, or ``UNWRITTEN`` where it ends or there is none."""
+    if token < 0 or token >= len(table) or at >= table.shape[1]:
+        return UNWRITTEN
+    return int(table[token, at])
