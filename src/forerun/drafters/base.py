@@ -41,7 +41,7 @@ class Drafter(ABC):
         """
 
     def spell(self, tokenizer: Tokenizer) -> None:  # noqa: B027
-        """What the tokens of the texts say, where that is known: a drafter may see the same word in different tokens."""
+        """What the tokens say, where that is known: a drafter may see the same word in different tokens."""
 
     def fit(self, costs: CostCurve) -> None:  # noqa: B027
         """What the target's passes cost, before the first request: a drafter may choose its sizes by it."""

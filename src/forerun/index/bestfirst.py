@@ -67,7 +67,8 @@ def _expand(own: Index, shared: Index, mixer: Mixer, desk: Desk, at: int, bound:
         return
     hear(own, 0, desk.copies, at, facts)
     hear(shared, 1, desk.copies, at, facts)
-    gather(own, shared, desk.hashes, desk.slots, desk.trails, at, facts, found, 2 if share > CUT_SHORT else 1, 2 * share)
+    lowest = 2 if share > CUT_SHORT else 1
+    gather(own, shared, desk.hashes, desk.slots, desk.trails, at, facts, found, lowest, 2 * share)
     for number in range(found.seen[SIZE]):
         complete(found, number, facts)
         likely = chance * weigh(mixer, found, number, facts)

@@ -42,7 +42,6 @@ from forerun.index.evidence import (
     TOKEN_CELLS,
     TOTALS,
     TURN,
-    WAY,
     WAY_CELLS,
     Board,
     Facts,

@@ -9,8 +9,8 @@ A word that starts with a space in the prompt may start without one in the outpu
 goes through its spelling then (``spelling.py``).
 
 What came instead of a token that the prompt's trail was sure of is a context too: where a table has a comma, JSON may
-have a quote and a comma. What came instead of it twice takes its place. And the output's last two tokens are a context of
-the way on: behind a colon and a quote, say, not as in the last record, but by the spelling of the token after next.
+have a quote and a comma. What came instead of it twice takes its place. And the output's last two tokens are a context
+of the way on: behind a colon and a quote, say, not as in the last record, but by the spelling of the token after next.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PROMPT, OUTPUT = range(2)
 
 AT, JOINED, GAP, RUN, LIMIT, SPELLED = range(6)
 """Columns: where a trail waits (0: none), how often it was taken up again, tokens since it last was followed, tokens
-that were followed in a row, the prompt's last position, and how many tokens of the spelling of the token at ``AT`` came.
-A trail is taken up by two tokens in a row; one alone came by chance, and counts against it."""
+that were followed in a row, the prompt's last position, and tokens that came of the spelling of the token at ``AT``. A
+trail is taken up by two tokens in a row; one alone came by chance, and counts against it."""
 
 COLUMNS = 6
 
@@ -44,8 +44,8 @@ LAID, RELAID = 3, 6
 """Tokens that must agree before a trail is laid where there is none, and where one waits."""
 
 HEARD, PLAIN = 2, 32
-"""Times that a trail must have been taken up before it says anything, and tokens followed in a row from which on it is a
-plain copy, which needs no trail."""
+"""Times that a trail must have been taken up before it says anything, and tokens followed in a row from which on it is
+a plain copy, which needs no trail."""
 
 JOINS, GAPS = 3, 7
 """Classes of how often it was taken up, and of tokens since."""
@@ -100,7 +100,7 @@ def turn(own: Index, trails: IntArray, at: int) -> np.uint64:
 
 @compiled
 def crossing(trails: IntArray, at: int, row: int, hashed: np.uint64) -> np.uint64:
-    """The context of a trail's way on behind two tokens: where the prompt's waits, or the output's is followed; or 0."""
+    """The context of the way on behind two tokens, where the prompt's trail waits or the output's is followed; or 0."""
     if trails[at, row, AT] == 0 or trails[at, row, JOINED] + 1 < HEARD or trails[at, row, SPELLED] != 0:
         return np.uint64(0)
     waits = trails[at, row, GAP] != 0
