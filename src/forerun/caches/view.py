@@ -31,6 +31,11 @@ class View(Cache):
         """Whether the source has read enough to look at."""
         return bool(self.source.layers)
 
+    @property
+    def whole(self) -> bool:
+        """Whether it holds all that the source holds: reading through it saves nothing then."""
+        return False
+
     @abstractmethod
     def sync(self) -> None:
         """Follow the source."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from forerun.costs import CostCurve
 from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
-from forerun.planner import Planner
+from forerun.planner import Plan, Planner
 from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.verify import Outcome, Verdict, verify
@@ -27,6 +28,9 @@ from forerun.verify import Outcome, Verdict, verify
 
 class HierarchyDrafter(OuterDrafter):
     """Lets a middle level verify an inner drafter's trees until a chain of ``gamma2`` tokens stands.
+
+    While the middle level's cache holds all of a text, it could only do what the target does: the inner drafter's trees
+    go to the target then, at once.
 
     Args:
         inner: proposes to the middle level.
@@ -58,6 +62,7 @@ class HierarchyDrafter(OuterDrafter):
         self.middle = middle
         self._planner = None if inner.sized else Planner()
         self._cache = cache
+        self._past: _Past | None = None
 
     def bind(self, target: Scorer) -> None:
         """See ``Drafter.bind``."""
@@ -75,7 +80,28 @@ class HierarchyDrafter(OuterDrafter):
         super().prefilled(request, cache)
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """A chain for each row; the rows share the passes of both levels."""
+        """A chain for each row, or the inner drafter's tree; the rows share the passes of both levels."""
+        short = [request for request in requests if self.middle is None and self._level.whole(request)]
+        past = dict(zip([request.id for request in short], self._pass_by(short, budget), strict=True))
+        long = [request for request in requests if request.id not in past]
+        drafted = dict(zip([request.id for request in long], self._draft(long, budget), strict=True))
+        return [(past | drafted)[request.id] for request in requests]
+
+    def _pass_by(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """The inner drafter's trees, for the target itself."""
+        self._past = None
+        if not requests:
+            return []
+        known = self._level.scorer.vocabulary
+        proposed = self.inner.propose_batch(requests, min(self.gamma1, budget) if self.inner.sized else self.gamma1)
+        trees = [tree.trim(min(budget, r.max_draft_depth), known) for tree, r in zip(proposed, requests, strict=True)]
+        if self._planner is None:
+            return trees
+        self._past = _Past(self._planner.plan(trees), [request.id for request in requests])
+        return self._past.plan.trees
+
+    def _draft(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """Chains that the middle level has verified."""
         drafts = [_Draft(request, min(self.gamma2, budget, request.max_draft_depth)) for request in requests]
         for draft in drafts:
             if draft.missing > 0 and self._level.ready(draft.twin):
@@ -113,13 +139,27 @@ class HierarchyDrafter(OuterDrafter):
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""
-        self._level.verified(request, outcome)
+        if self._past is not None and request.id in self._past.rows:
+            self._past.outcomes[request.id] = outcome
+            if self._planner is not None and len(self._past.outcomes) == len(self._past.rows):
+                self._planner.observe(self._past.plan, [self._past.outcomes[row] for row in self._past.rows])
+        else:
+            self._level.verified(request, outcome)
         super().observe(request, outcome)
 
     def finish(self, request: Request) -> None:
         """Free the request's caches."""
         self._level.finish(request)
         super().finish(request)
+
+
+@dataclass
+class _Past:
+    """Trees that went past the middle level: what was planned for which rows, and what became of them."""
+
+    plan: Plan
+    rows: list[int]
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
 
 
 class _Draft:

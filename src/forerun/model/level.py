@@ -111,6 +111,11 @@ class Level:
         cache = self.cache(request)
         return not isinstance(cache, View) or (cache.ready and cache.source.length == len(request) - 1)
 
+    def whole(self, request: Request) -> bool:
+        """Whether the request's cache holds all that the target's does."""
+        cache = self.cache(request)
+        return isinstance(cache, View) and cache.whole
+
     def follow(self, request: Request) -> None:
         """Take back what was read on trial, but for what has come true; the last token is always read anew."""
         reader = self._readers[request.id]
