@@ -11,7 +11,7 @@ anew as the text grows, and of a new choice only the chunks that changed are cop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,6 @@ class RetrievalConfig:
         refresh: ``stride`` does only that; ``acceptance`` chooses anew, too, when the rolling acceptance of drafts made
             with this cache falls below ``threshold``; ``verify`` after each verification, by its queries.
         threshold: acceptance per drafted token.
-        fresh: tokens of the budget, an eighth of it at most, that each pass chooses anew by its own queries.
 
     Raises:
         ValueError: for a value out of range.
@@ -51,7 +50,6 @@ class RetrievalConfig:
     stride: int = 64
     refresh: Policy = "stride"
     threshold: float = 0.85
-    fresh: int = 256
 
     def __post_init__(self) -> None:
         for name in ("chunk", "window", "stride"):
@@ -78,11 +76,6 @@ class RetrievalConfig:
     def slots(self) -> int:
         """Chunks held, but for the recent tokens."""
         return max(1, (self.budget - self.recent - self.growth) // self.chunk)
-
-    @property
-    def moving(self) -> int:
-        """Of these, chunks that each pass chooses anew."""
-        return min(self.fresh // self.chunk, self.slots // 8)
 
 
 ROLLING = 0.7
@@ -164,8 +157,6 @@ class RetrievalCache(View):
         held = self._place(self.length)
         mine = self._layers[layer]
         mine.write(held, k, v)
-        if self.config.moving:
-            mine.turn(q, self.config.moving, lambda: self.source.read(layer, 0, self._tail))
         if spec.window is not None:
             return self._attend_window(layer, q, k, v, block, spec)
         if len(block) == 1:
@@ -217,16 +208,6 @@ class _Layer:
             self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
         if count < self._known:
             self._replace(self._best(query, count), (keys, values))
-
-    def turn(self, queries: torch.Tensor, count: int, source: Callable[[], Rows]) -> None:
-        """Let the last ``count`` chunks held be the best of those that are not held otherwise, by any of the queries."""
-        if self._chosen.shape[1] >= self._known:
-            return
-        means, kept = self._means, self._chosen.shape[1] - count
-        summed = queries.reshape(means.shape[0], -1, *queries.shape[2:]).sum(1).to(means.dtype)
-        scores = torch.bmm(means, summed.mT)[:, : self._known].amax(-1)
-        scores.scatter_(1, self._chosen[:, :kept], -torch.inf)
-        self._replace(scores.topk(count, -1, sorted=False).indices, source(), kept)
 
     def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Put keys and values ``[1, Hkv, n, d]`` at a place; what lies behind them may be lost."""
@@ -283,17 +264,16 @@ class _Layer:
         scores[some == 0] = torch.inf
         return some.gather(1, scores.topk(count, -1).indices)
 
-    def _replace(self, best: torch.Tensor, rows: Rows, first: int = 0) -> None:
-        """Put the chunks of ``best`` that are not held yet into those slots, from a first on, that are not wanted."""
+    def _replace(self, best: torch.Tensor, rows: Rows) -> None:
+        """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
         assert self._rows is not None
-        chosen = self._chosen[:, first:]
         wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
         wanted.scatter_(1, best, True)
-        stays = wanted.gather(1, chosen)
-        wanted.scatter_(1, chosen, False)
+        stays = wanted.gather(1, self._chosen)
+        wanted.scatter_(1, self._chosen, False)
         head, slot = (~stays).nonzero(as_tuple=True)  # as many for each head as there are in `wanted`, in its order
         chunk = wanted.nonzero(as_tuple=True)[1]
-        chosen[head, slot] = chunk
+        self._chosen[head, slot] = chunk
         for mine, source in zip(self._rows, rows, strict=True):
-            slots = self._cut(mine[0, :, first * self._chunk : (first + best.shape[1]) * self._chunk])
+            slots = self._cut(mine[0, :, : best.shape[1] * self._chunk])
             slots[head, slot] = self._cut(source[0])[head, chunk]
