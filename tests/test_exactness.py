@@ -98,3 +98,17 @@ def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> Non
     batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
     for request in batch.requests:
         assert len(request.generated) == NEW_TOKENS or request.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("drafter", ["triforce", "triforce-trie", "triforce-auto"])
+def test_a_level_that_holds_all_of_the_text_is_passed_by_until_it_does_not(drafter: str) -> None:
+    texts, middles = [], []
+    for budget in (1000, 24, 8):
+        chosen = replace(settings("mistral"), cache_budget=budget)
+        result = forerun.Engine(tiny("mistral"), drafter, settings=chosen).generate([7, 9] * 5, max_new_tokens=40)
+        texts.append(result.requests[0].tokens.tolist())
+        middles.append(result.requests[0].stats.middle)
+        assert sum(result.requests[0].stats.drafted) > 0
+    assert texts[0] == texts[1] == texts[2]
+    assert middles[0] is None
+    assert middles[1].steps < middles[2].steps
