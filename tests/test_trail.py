@@ -9,6 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from forerun.index.arrays import Index
+from forerun.index.contexts import count
+from forerun.index.evidence import Facts, look_around
 from forerun.index.place import Place, ingest
 from forerun.index.spelling import spellings
 from forerun.index.trail import (
@@ -227,3 +229,15 @@ def test_spellings_are_those_behind_a_quote() -> None:
         else:
             assert not (token.startswith("Ġ") and token[1:].isascii() and token[1:].isalpha() and len(token) < 5)
     assert known > 1000
+
+
+def test_a_context_with_a_crossings_hash_is_no_crossing() -> None:
+    """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no ways."""
+    index, trails, first = prompt_of([10, 11, 12])
+    hashed, facts = np.uint64(12345), Facts.allocate()
+    trails[0, PROMPT, AT], trails[0, PROMPT, JOINED], trails[0, PROMPT, GAP] = first, HEARD, 1
+    for token in (5000, 1, WAYS + 1):
+        count(index, crossing(trails, 0, PROMPT, hashed), token)
+        look_around(index, trails, 0, PROMPT, hashed, facts)
+        known = {way for way in range(WAYS) if facts.ways[PROMPT, way] != facts.ways[PROMPT, 0]}
+        assert known == (set() if token == 5000 else {1})

@@ -241,7 +241,7 @@ def _way_cell(row: int, way: int, count: int, total: int, state: int) -> int:
 
 
 @compiled
-def _look_around(own: Index, trails: IntArray, at: int, row: int, hashed: np.uint64, facts: Facts) -> None:
+def look_around(own: Index, trails: IntArray, at: int, row: int, hashed: np.uint64, facts: Facts) -> None:
     """What a trail's ways on are worth, if it came by here before."""
     crossed = crossing(trails, at, row, hashed)
     slot = find(own, crossed) if crossed != 0 else 0
@@ -250,14 +250,13 @@ def _look_around(own: Index, trails: IntArray, at: int, row: int, hashed: np.uin
         facts.ways[row, way] = NONE if slot == 0 else _way_cell(row, way, 0, total, 0)
     if slot == 0:
         return
-    if value >= 0:
-        facts.ways[row, value] = _way_cell(row, value, total, total, 2)
-        return
     block = -1 - value
-    for entry in range(1, own.blocks[block, FOLLOWER] + 1):
-        state = 1 if entry == own.blocks[block, COUNT] else 0
-        way, count = own.blocks[block + entry, FOLLOWER], own.blocks[block + entry, COUNT]
-        facts.ways[row, way] = _way_cell(row, way, count, total, state)
+    for entry in range(1, 2 if value >= 0 else own.blocks[block, FOLLOWER] + 1):
+        way = value if value >= 0 else own.blocks[block + entry, FOLLOWER]
+        count = total if value >= 0 else own.blocks[block + entry, COUNT]
+        state = 2 if value >= 0 else 1 if entry == own.blocks[block, COUNT] else 0
+        if way <= WAYS:  # else another context's hash is the same
+            facts.ways[row, way] = _way_cell(row, way, count, total, state)
 
 
 @compiled
@@ -304,7 +303,7 @@ def _foresee(
         facts.trails[row], facts.ways[row, WAYS] = NONE, NONE
         if heard(trails, at, row):
             facts.trails[INPUTS] = BIAS
-            _look_around(own, trails, at, row, hashed, facts)
+            look_around(own, trails, at, row, hashed, facts)
             rest = _foresee_row(own, trails, at, row, facts, board)
             facts.trails[row] = WAY_CELLS + trail_cell(rest, trails[at, row, JOINED], trails[at, row, GAP])
     turned = turn(own, trails, at)
