@@ -34,7 +34,7 @@ class Settings:
     paced: bool = True
     cache_budget: int = 4096
     chunk: int = 8
-    refresh: Policy = "stride"
+    refresh: Policy = "acceptance"
     sinks: int = 4
     window: int = 252
 

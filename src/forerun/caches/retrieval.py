@@ -48,7 +48,7 @@ class RetrievalConfig:
     chunk: int = 8
     window: int = 64
     stride: int = 64
-    refresh: Policy = "stride"
+    refresh: Policy = "acceptance"
     threshold: float = 0.85
 
     def __post_init__(self) -> None:
