@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.drafters.base import Drafter
 from forerun.engine import Engine
@@ -107,14 +107,23 @@ class Bench:
         model: the target, in the dtype to measure in.
         drafters: names from ``forerun.recipes``, each run cold; those that remember run warm as well.
         draft: a small model with the same tokenizer for transformers' assisted generation, or None.
+        tokenizer: of both, or None; drafters learn the spelling of words from it.
     """
 
-    def __init__(self, model: PreTrainedModel, drafters: Sequence[str], draft: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafters: Sequence[str],
+        draft: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         self.settings = Settings(draft_model=draft)
         self.model = model
         self.draft = draft
         self.drafters = list(drafters)
-        self._engines = {name: Engine(model, name, settings=self.settings) for name in self.drafters}
+        self._engines = {
+            name: Engine(model, name, settings=self.settings, tokenizer=tokenizer) for name in self.drafters
+        }
         self._wrong = Engine(model, WrongDrafter())
 
     def run(self, jobs: Sequence[Job], rounds: int, progress: Progress | None = None) -> list[Series]:

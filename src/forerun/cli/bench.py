@@ -32,7 +32,7 @@ def run(options: BenchOptions) -> None:
     )
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason} (--books, --maths)")
-    bench = Bench(target, options.drafter or ["none", "lookup", "jacobi", "trie"], draft)
+    bench = Bench(target, options.drafter or ["none", "lookup", "jacobi", "trie"], draft, tokenizer)
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(jobs))

@@ -100,7 +100,7 @@ def _real(options: TriforceOptions, named: list[str]) -> Subject:
     texts = Texts.read(options.text, encoder(tokenizer))
     settings = settings_for(options, options.model, named or DRAFTERS, model, tokenizer, options.trust_remote_code)
     drafters = named or [name for name in DRAFTERS if name in buildable(settings)]
-    engine = Engine(model, "none")
+    engine = Engine(model, "none", tokenizer=tokenizer)
 
     def read(index: int, length: int) -> Prefilled:
         return prefill(engine, texts.tokens(index, length), _room(options))

@@ -6,6 +6,8 @@ What a table says as `` silver``, one token perhaps, JSON says as ``silver`` beh
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -22,8 +24,11 @@ SPACES = ("Ġ", "▁")
 QUOTE = '"'
 
 
+@functools.lru_cache(maxsize=4)
 def spellings(tokenizer: Tokenizer) -> Int32Array:
     """The spelling of each token that starts with a space and a letter or digit, as it is behind a quote.
+
+    The last tables are kept, for a tokenizer does not change.
 
     Returns:
         int32 ``[vocabulary, LONGEST_WORD]``, filled up with ``UNWRITTEN``; a token without a spelling has a row of it.
