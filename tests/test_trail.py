@@ -9,8 +9,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from forerun.index.arrays import Index
+from forerun.index.board import Facts
 from forerun.index.contexts import count
-from forerun.index.evidence import Facts, look_around
+from forerun.index.foresight import look_around
 from forerun.index.place import Place, ingest
 from forerun.index.spelling import spellings
 from forerun.index.trail import (

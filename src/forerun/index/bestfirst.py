@@ -9,23 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.index.arrays import ORDERS, Index, mix
+from forerun.index.board import ALONE, NONE, OWN, SHARED, SIZE, TOKEN, Board, candidate, clear
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, hear, look, stand
-from forerun.index.evidence import (
-    ALONE,
-    ENOUGH,
-    NONE,
-    OWN,
-    SHARED,
-    SIZE,
-    TOKEN,
-    Board,
-    candidate,
-    clear,
-    complete,
-    gather,
-    gather_alone,
-)
+from forerun.index.evidence import ENOUGH, complete, gather, gather_alone
 from forerun.index.mixing import LIKELY, STRETCHED, Mixer, corrected, odds_alone, weigh
 from forerun.index.place import DEPTH, POSITION, Place, follow_copy
 from forerun.index.trail import branch, follow_trails

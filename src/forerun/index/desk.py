@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.index.arrays import ORDERS, FloatArray, HashArray, Index, Int32Array, find
+from forerun.index.board import AGREED, ELSE, SAID, Board, Facts
 from forerun.index.compiling import compiled
-from forerun.index.evidence import AGREED, ELSE, SAID, Board, Facts, copy_cell
+from forerun.index.evidence import copy_cell
 from forerun.index.history import UNWRITTEN, read
 from forerun.index.place import DEPTH, LENGTH, POSITION, WRONG, Place
 from forerun.index.trail import COLUMNS

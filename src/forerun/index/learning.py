@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from forerun.index.arrays import TOKENS, Index, tight
+from forerun.index.board import INPUTS, SIZE
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, hear, stand
-from forerun.index.evidence import ENOUGH, INPUTS, SIZE, complete, gather, gather_alone
+from forerun.index.evidence import ENOUGH, complete, gather, gather_alone
 from forerun.index.mixing import Mixer, teach, weigh
 from forerun.index.place import Place, take
 from forerun.tree import IntArray

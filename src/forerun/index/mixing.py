@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.index.arrays import ORDERS, FloatArray
-from forerun.index.compiling import compiled
-from forerun.index.evidence import (
+from forerun.index.board import (
     AGREED,
     AHEAD_OF,
     ALONE,
@@ -46,6 +45,7 @@ from forerun.index.evidence import (
     Board,
     Facts,
 )
+from forerun.index.compiling import compiled
 from forerun.index.history import UNWRITTEN
 from forerun.index.trail import AHEAD, GAPS, JOINS, KINDS
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from forerun.index.arrays import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, find, mix
 from forerun.index.bestfirst import offer
+from forerun.index.board import NONE, SIZE, TOKEN, Board, candidate, clear
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, stand
-from forerun.index.evidence import NONE, SIZE, TOKEN, WIDTH, Board, candidate, clear
+from forerun.index.evidence import WIDTH
 from forerun.index.mixing import LIKELY
 from forerun.index.place import DEPTH, Place
 from forerun.tree import ROOT
