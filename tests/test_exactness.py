@@ -73,21 +73,43 @@ def test_the_matrix_exercises_acceptance(architecture: str, sampling: str) -> No
     assert any(accepted < drafted for drafted, accepted in steps)
 
 
-LONG = ("retrieval", "triforce", "triforce-trie", "triforce-auto")
+LONG = ("low-rank", "retrieval", "triforce", "triforce-trie", "triforce-auto")
 
 
-@pytest.mark.parametrize("refresh", ["stride", "acceptance", "verify"])
+@pytest.mark.parametrize("choice", ["low-rank", "stride", "acceptance", "verify"])
 @pytest.mark.parametrize("budget", [1, 2, 16, 1000])
 @pytest.mark.parametrize("drafter", LONG)
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("architecture", ["mistral", "gpt_neox", "gpt2"])
 def test_output_equals_plain_generation_for_every_budget_and_policy(
-    architecture: str, drafter: str, budget: int, refresh: str, sampling: str
+    architecture: str, drafter: str, budget: int, choice: str, sampling: str
 ) -> None:
-    chosen = replace(settings(architecture), cache_budget=budget, chunk=min(budget, 4), refresh=refresh, paced=True)
+    how = {"sparse": choice} if choice == "low-rank" else {"sparse": "retrieval", "refresh": choice}
+    chosen = replace(settings(architecture), cache_budget=budget, chunk=min(budget, 4), paced=True, **how)
     engine = forerun.Engine(tiny(architecture), drafter, settings=chosen, prefill_block=4, planner=None)
     batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **SAMPLING[sampling])
     assert [request.tokens.tolist() for request in batch.requests] == plain(architecture, sampling)
+
+
+@pytest.mark.parametrize("budget", [1, 16, 64, 130])
+@pytest.mark.parametrize("drafter", ["low-rank", "triforce", "triforce-trie"])
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gpt2"])
+def test_output_equals_plain_generation_where_queries_choose(
+    architecture: str, drafter: str, budget: int, sampling: str
+) -> None:
+    """Texts of several chunks more than a query sees."""
+    prompts = [list(range(3, 36)) * 3, [5, 6, 7] * 21]
+    chosen = replace(settings(architecture), cache_budget=budget, chunk=1)
+    options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS}
+    expected, found = (
+        forerun.Engine(tiny(architecture), name, settings=chosen, prefill_block=40, planner=None).generate(
+            prompts, **options
+        )
+        for name in ("none", drafter)
+    )
+    assert [r.tokens.tolist() for r in found.requests] == [r.tokens.tolist() for r in expected.requests]
+    assert sum(sum(request.stats.drafted) for request in found.requests) > 0
 
 
 @pytest.mark.parametrize("drafter", [name for name, recipe in RECIPES.items() if name != "none"])

@@ -17,7 +17,7 @@ LAYERS = [
     ["attention", "block"],
     ["caches"],
     ["model"],
-    ["calibration"],
+    ["calibration", "ledger", "line"],
     ["planner"],
     ["drafters"],
     ["recipes"],

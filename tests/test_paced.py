@@ -61,6 +61,15 @@ def run(world: World, tokens: int, most: int = 16) -> tuple[float, list[int]]:
     return world.now / tokens, lengths
 
 
+def test_drafts_that_do_not_pay_cost_three_passes_and_two_in_a_hundred() -> None:
+    """Whatever their acceptance: a small model whose drafts cost a third of a pass, and half of them are wrong."""
+    for acceptance in (0.0, 0.3, 0.5):
+        for tokens in (128, 1000):
+            seconds, lengths = run(World(30, 4, 10, acceptance), tokens)
+            assert sum(lengths) > 0
+            assert seconds * tokens < 30 * (1.025 * tokens + 5)
+
+
 class Asking(Drafter):
     """Grows chains whose tokens are easy or hard in stretches, and knows which, as a model does; it may ask how far."""
 

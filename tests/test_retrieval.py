@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from forerun.attention import AttentionSpec, attend
 from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.caches.low_rank import LowRankCache, LowRankConfig
 from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
 from forerun.caches.topk import TopKCache
+from forerun.caches.view import View
 from forerun.tree import DraftTree
 
 SPEC = AttentionSpec(scaling=0.35)
@@ -69,6 +71,13 @@ def held_keys(row: Row, chunks: set[int], head: int, layer: int, config: Retriev
     return {keys[p].numpy().tobytes() for p in [*positions, *range(tail, row.full.length)] if p < row.full.length}
 
 
+def view_of(row: Row, kind: str) -> View:
+    """With a budget for all of the text."""
+    if kind == "low-rank":
+        return LowRankCache(row.full, LowRankConfig(1000, window=8))
+    return RetrievalCache(row.full, RetrievalConfig(1000, 4)) if kind == "retrieval" else TopKCache(row.full, 1000)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     length=st.integers(1, 90),
@@ -101,7 +110,8 @@ def test_it_holds_the_chunks_of_its_definition_whole(
 @given(length=st.integers(1, 60), extra=st.integers(0, 5), seed=st.integers(0, 99))
 def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length: int, extra: int, seed: int) -> None:
     row = Row.of(length, seed)
-    for view in (RetrievalCache(row.full, RetrievalConfig(budget=1000, chunk=4)), TopKCache(row.full, 1000)):
+    for kind in ("retrieval", "topk", "low-rank"):
+        view = view_of(row, kind)
         view.sync()
         tree = DraftTree.from_branches([[1, 2, 3], [1, 4], [5]][: extra // 2 + 1], extra)
         block = Block(np.zeros(1, np.int64), tree, row.full.length)
@@ -109,13 +119,13 @@ def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length: int,
         assert torch.allclose(view.attend(0, *qkv, block, SPEC), row.full.attend(0, *qkv, block, SPEC), atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "topk"])
+@pytest.mark.parametrize("kind", ["retrieval", "topk", "low-rank"])
 @pytest.mark.parametrize("window", [None, 5, 17])
 def test_tokens_on_trial_are_seen_and_forgotten(kind: str, window: int | None) -> None:
     """Accepting a branch on trial and reading on equals the full cache's doing so; ``sync`` takes it back."""
     spec = AttentionSpec(0.35, window)
     row = Row.of(23)
-    view = RetrievalCache(row.full, RetrievalConfig(1000, 4)) if kind == "retrieval" else TopKCache(row.full, 1000)
+    view = view_of(row, kind)
     view.sync()
     twin = Row.of(23)
     tree = DraftTree.from_branches([[1, 2], [3, 4, 5]], 8)

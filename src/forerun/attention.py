@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.kernels import fewquery, vector
+from forerun.kernels import chosen, fewquery, scan, vector
 
 
 class AttentionState(NamedTuple):
@@ -70,10 +70,57 @@ def attend(
     return AttentionState(out.reshape(1, heads, n, v.shape[3]), lse.reshape(1, heads, n))
 
 
-def merge(a: AttentionState, b: AttentionState) -> torch.Tensor:
-    """Output of attention over the keys of both states, ``[1, H, n, d]``."""
-    weight = torch.sigmoid(a.lse - b.lse).unsqueeze(-1)
-    return torch.lerp(b.out.to(weight.dtype), a.out.to(weight.dtype), weight).to(a.out.dtype)
+def attend_chosen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    worth: torch.Tensor,
+    count: int,
+    near: chosen.Near,
+    spec: AttentionSpec,
+) -> AttentionState:
+    """Attention of each query over the first chunk, those that are worth most to it, and near keys.
+
+    Args:
+        q: ``[1, H, n, d]``.
+        k, v: ``[1, Hkv, m * CHUNK, d]``.
+        worth: of each chunk, its best key's product with the query, roughly; float32 ``[H, n, m]``, and lost. None is
+            taken whose scaled product is more than ``MARGIN`` below the best.
+        count: of these chunks, at most; less than m.
+        near: keys and values, ``[1, Hkv, >= r + CHUNK, d]``, and how many of them all queries see, r. What lies behind
+            them is finite.
+        spec: what the layer asks for; no window.
+    """
+    worth[..., 0] = -torch.inf
+    if spec.softcap is None and chosen.fits(q, k, v):
+        return AttentionState(*chosen.attend_chosen(q, k, v, worth, count, near, spec.scaling))
+    heads, n = q.shape[1:3]
+    best, chunks = worth.topk(count, -1)
+    hidden = best * spec.scaling < best[..., :1] * spec.scaling - chosen.MARGIN
+    chunks, hidden = (torch.nn.functional.pad(t, (1, 0)) for t in (chunks, hidden))
+    owner = torch.arange(heads, device=q.device).div(heads // k.shape[1], rounding_mode="floor")[:, None, None]
+    keys, values = (
+        t[0].view(t.shape[1], -1, chosen.CHUNK, t.shape[3])[owner, chunks].flatten(2, 3).flatten(0, 1) for t in (k, v)
+    )
+    bias = (
+        torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf).repeat_interleave(chosen.CHUNK, -1)
+    )
+    out, lse = _math(q.reshape(heads * n, 1, -1), keys, values, spec, bias.flatten(0, 1).unsqueeze(1))
+    far = AttentionState(out.view(1, heads, n, -1), lse.view(1, heads, n))
+    if not near[2]:
+        return far
+    recent = attend(q, near[0][:, :, : near[2]], near[1][:, :, : near[2]], spec)
+    return AttentionState(merge(far, recent), torch.logaddexp(far.lse, recent.lse))
+
+
+def merge(*states: AttentionState) -> torch.Tensor:
+    """Output of attention over the keys of all states, ``[1, H, n, d]``."""
+    out, lse = states[0]
+    for i, state in enumerate(states[1:], 2):
+        weight = torch.sigmoid(lse - state.lse).unsqueeze(-1)
+        out = torch.lerp(state.out.to(weight.dtype), out.to(weight.dtype), weight).to(state.out.dtype)
+        lse = torch.logaddexp(lse, state.lse) if i < len(states) else lse
+    return out
 
 
 def select_backend(
@@ -98,7 +145,8 @@ def _many(q: torch.Tensor) -> float:
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what attention on this device with this type may run, or load what an earlier process compiled."""
     if device.type == "cpu" and dtype in fewquery.KINDS and vector.fused():
-        fewquery.warm_up()
+        for kernel in (fewquery, scan, chosen):
+            kernel.warm_up()
 
 
 def _math(

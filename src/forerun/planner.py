@@ -25,6 +25,7 @@ import numpy as np
 
 from forerun.calibration import ByDepth, ByOdds, Calibration
 from forerun.costs import CRITICAL_LENGTH, CostCurve, FloatArray
+from forerun.ledger import Ledger
 from forerun.tree import ROOT, BoolArray, DraftTree, IntArray
 from forerun.verify import Outcome
 
@@ -72,12 +73,23 @@ class Planner:
     """
 
     def __init__(self, costs: CostCurve | float = CRITICAL_LENGTH) -> None:
-        self.costs = costs if isinstance(costs, CostCurve) else CostCurve.linear(costs)
-        self._by_odds, self._by_depth, self._probing = ByOdds(), ByDepth(), _Ledger()
+        self._costs = costs if isinstance(costs, CostCurve) else CostCurve.linear(costs)
+        self._by_odds, self._by_depth = ByOdds(), ByDepth()
+        self._probing = Ledger(ALLOWANCE, INTEREST, ALLOWANCE, ALLOWANCE)
         self._tokens = self._spent = 1.0
         self._wanted = math.inf
         self._idle, self._asked = 0, PATIENCE
         self._known = np.empty(0)
+
+    @property
+    def costs(self) -> CostCurve:
+        """What a pass costs."""
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: CostCurve) -> None:
+        if costs != self._costs:
+            self._costs, self._known = costs, np.empty(0)
 
     def budget(self, most: int) -> int:
         """Nodes to ask a drafter for: no more than pay, going by the last plans, with room to find out that more do.
@@ -116,7 +128,7 @@ class Planner:
         self._wanted = max(FADING * min(self._wanted, most), *map(len, kept), 0)
         fed, scored = sum(pending), sum(pending) + sum(map(len, kept))
         plain = self._passes(scored + 1)[fed] + self._reading(pending, cached)
-        more = self.costs.per_pair * sum(len(tree) * length for tree, length in zip(kept, cached, strict=True))
+        more = self._costs.per_pair * sum(len(tree) * length for tree, length in zip(kept, cached, strict=True))
         cost = plain + self._passes(scored + 1)[scored] - self._passes(scored + 1)[fed] + more
         nodes = [np.flatnonzero(mask) for mask in masks]
         return Plan(kept, proposed, nodes, float(plain), float(cost), fed == len(pending))
@@ -167,22 +179,22 @@ class Planner:
     ) -> tuple[IntArray, FloatArray, FloatArray]:
         """Nodes in the order of their worth, parents first for chances never rise along a path; then, by how many are
         taken, the tokens that they give and what looking back costs them."""
-        if not self.costs.per_pair:
+        if not self._costs.per_pair:
             order = np.argsort(-chance, kind="stable")
             return order, np.cumsum(chance[order]), np.zeros(len(chance))
-        reading = self.costs.per_pair * np.repeat(np.asarray(cached, np.float64), list(map(len, estimates)))
+        reading = self._costs.per_pair * np.repeat(np.asarray(cached, np.float64), list(map(len, estimates)))
         order = np.argsort(self._tokens / self._spent * reading - chance, kind="stable")
         return order, np.cumsum(chance[order]), np.cumsum(reading[order])
 
     def _reading(self, pending: Sequence[int], cached: Sequence[int]) -> float:
         """What a pass without trees pays for looking back."""
         pairs = sum(count * length for count, length in zip(pending, cached, strict=True))
-        return self.costs.per_cached * sum(cached) + self.costs.per_pair * pairs
+        return self._costs.per_cached * sum(cached) + self._costs.per_pair * pairs
 
     def _passes(self, count: int) -> FloatArray:
         """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, worked out once."""
         if len(self._known) < count:
-            self._known = self.costs.passes(np.arange(2 * count))
+            self._known = self._costs.passes(np.arange(2 * count))
         return self._known
 
     def _estimate(self, tree: DraftTree) -> FloatArray:
@@ -197,19 +209,6 @@ class Planner:
 
     def _table(self, tree: DraftTree) -> Calibration:
         return self._by_depth if tree.probability is None or tree.q is not None else self._by_odds
-
-
-class _Ledger:
-    """Bounds what probes may lose: the allowance once, and the interest on all passes after it."""
-
-    def __init__(self) -> None:
-        self.open = True
-        self._balance = ALLOWANCE
-
-    def enter(self, saved: float | None) -> None:
-        """Book a step: what its probes saved, in passes without them, or None if it had none."""
-        self._balance = min(self._balance + (INTEREST if saved is None else saved), ALLOWANCE)
-        self.open = self._balance > 0 if self.open else self._balance >= ALLOWANCE
 
 
 def _tested(outcome: Outcome) -> tuple[BoolArray, BoolArray]:

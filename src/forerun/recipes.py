@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from forerun.caches.bounded import SLACK
 from forerun.caches.full import FullCache
 from forerun.caches.heavy_hitter import HeavyHitterCache
+from forerun.caches.low_rank import LowRankCache, LowRankConfig
 from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
 from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
@@ -97,6 +98,11 @@ def _retrieval(settings: Settings) -> CacheFactory:
     return lambda scorer, source: RetrievalCache(source, config)
 
 
+def _low_rank(settings: Settings) -> CacheFactory:
+    config = LowRankConfig(settings.cache_budget)
+    return lambda scorer, source: LowRankCache(source, config)
+
+
 def _topk(settings: Settings) -> CacheFactory:
     return lambda scorer, source: TopKCache(source, settings.cache_budget)
 
@@ -106,12 +112,18 @@ SPARSE: dict[str, Callable[[Settings], CacheFactory]] = {
     "streaming": _self_streaming,
     "h2o": _heavy_hitter,
     "retrieval": _retrieval,
+    "low-rank": _low_rank,
 }
 """The target's sparse caches, of ``Settings.cache_budget`` tokens; ``topk`` is the oracle that they are measured by."""
 
 
+def sparse_cache(settings: Settings) -> CacheFactory:
+    """What the middle level reads through."""
+    return SPARSE[settings.sparse](settings)
+
+
 def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
-    return HierarchyDrafter(inner, _retrieval(settings), nodes, settings.gamma2)
+    return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2)
 
 
 def _long(build: Callable[[Settings], Drafter], small: bool = False) -> Recipe:
@@ -137,6 +149,7 @@ RECIPES: dict[str, Recipe] = {
         lambda s: _triforce(s, MergedDrafter(TrieDrafter(), _small(s, s.gamma1), s.gamma1), TRIE_NODES), small=True
     ),
     "retrieval": _long(lambda s: ModelDrafter(_retrieval(s), s.gamma2)),
+    "low-rank": _long(lambda s: ModelDrafter(_low_rank(s), s.gamma2)),
     "streaming": _long(lambda s: _small(s, s.gamma2), small=True),
     "streaming-hierarchy": _long(
         lambda s: HierarchyDrafter(_small(s, s.gamma1), _self_streaming(s), s.gamma1, s.gamma2), small=True
@@ -148,9 +161,9 @@ RECIPES: dict[str, Recipe] = {
 """``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` is plain.
 
 For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a trie in the small model's place, and
-``triforce-auto`` both. Its paper's baselines: ``retrieval`` is TriForce without hierarchy, ``streaming`` the naive
-policy (the small model alone), ``streaming-hierarchy`` has a streaming cache in the retrieval cache's place;
-``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone.
+``triforce-auto`` both; ``low-rank`` is the target alone over their middle cache. The paper's baselines: ``retrieval``
+is TriForce without hierarchy, ``streaming`` the naive policy (the small model alone), ``streaming-hierarchy`` has a
+streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone.
 """
 
 

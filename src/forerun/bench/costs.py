@@ -22,7 +22,7 @@ from forerun.caches.base import Cache
 from forerun.caches.view import View
 from forerun.model.level import read
 from forerun.model.scorer import Scorer
-from forerun.recipes import SPARSE, small_cache, small_model
+from forerun.recipes import small_cache, small_model, sparse_cache
 from forerun.settings import Settings
 from forerun.tree import DraftTree
 
@@ -95,7 +95,7 @@ def measure(target: Scorer, prompt: Prefilled, settings: Settings, repeats: int 
     prompt.rewind()
     token = prompt.tokens[-1]
     full = {n: _time(target, prompt.cache, token, n, repeats) for n in _sizes(settings.gamma2)}
-    sparse = SPARSE["retrieval"](settings)(target, prompt.cache)
+    sparse = sparse_cache(settings)(target, prompt.cache)
     assert isinstance(sparse, View)
     sparse.sync()
     middle = {n: _time(target, sparse, token, n, repeats) for n in _sizes(settings.gamma1)}

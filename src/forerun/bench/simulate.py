@@ -33,7 +33,7 @@ SHAPES = {
 POSITIONS = 1 << 20
 READ = 4096
 """Tokens whose keys and values are made at a time."""
-SELF_DRAFTING = ("retrieval", "streaming-self", "h2o", "topk")
+SELF_DRAFTING = ("low-rank", "retrieval", "streaming-self", "h2o", "topk")
 BELOW_MIDDLE = ("triforce", "streaming-hierarchy")
 SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
 """The drafters whose acceptance can be stated: those that are models all the way."""

@@ -19,7 +19,7 @@ from forerun.drafters.model import ModelDrafter
 from forerun.engine import Engine
 from forerun.model.level import read
 from forerun.model.scorer import Scorer
-from forerun.recipes import SPARSE
+from forerun.recipes import sparse_cache
 from forerun.settings import Settings
 from forerun.shape import Shape
 from forerun.tree import DraftTree
@@ -39,7 +39,7 @@ def rank_rates(target: Scorer, prompt: Prefilled, settings: Settings, new_tokens
     full, tokens = prompt.cache, list(prompt.tokens)
     full.truncate(len(tokens) - 2)
     read(target, full, np.array(tokens[:-1]))  # leaves the queries to choose by
-    view = SPARSE["retrieval"](settings)(target, full)
+    view = sparse_cache(settings)(target, full)
     assert isinstance(view, View)
     counts = np.zeros(RANKS)
     for _ in range(new_tokens):
@@ -90,7 +90,7 @@ def tree_rows(
 
 def _run(engine: Engine, prompt: Prefilled, shape: Shape, settings: Settings, make: RequestMaker) -> tuple[int, int]:
     """Tokens and steps after the first step, in which a cache that is new cannot draft."""
-    engine.use(ModelDrafter(SPARSE["retrieval"](settings), 1, shape=shape))
+    engine.use(ModelDrafter(sparse_cache(settings), 1, shape=shape))
     prompt.rewind()
     request = make(engine, prompt.tokens, "")
     for _ in engine.run([request], caches=[prompt.cache]):

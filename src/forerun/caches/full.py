@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec
+from forerun.attention import AttentionSpec, merge
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.rows import Rows, append, attend_in_order, compact
@@ -39,7 +39,7 @@ class FullCache(Cache):
             self._capacity = end + max(GROWTH, end // 32)
         rows = self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
         self.queries[layer] = q
-        return attend_in_order(q, rows, self.length, block, spec)
+        return merge(*attend_in_order(q, rows, self.length, block, spec))
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         """See ``Cache.commit``. An accepted chain lies in place already and costs nothing."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec, attend, merge
+from forerun.attention import AttentionSpec, AttentionState, attend
 from forerun.block import Block
 
 Rows = tuple[torch.Tensor, ...]
@@ -35,8 +35,8 @@ def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
         t[:, :, start : start + len(path)] = t.index_select(2, chosen)
 
 
-def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: AttentionSpec) -> torch.Tensor:
-    """Attention of the block's queries over ``held`` committed rows and the block behind them, ``[1, H, n, dv]``.
+def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: AttentionSpec) -> list[AttentionState]:
+    """Attention of the block's queries over ``held`` committed rows and the block behind them, in parts to be merged.
 
     Distances, which a layer with a window asks for, are counted in rows.
 
@@ -51,7 +51,7 @@ def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: 
     end = held + len(block)
     if len(block) == 1:  # one token sees all that is kept, itself included: no mask, and nothing to merge
         first = 0 if spec.window is None else max(0, end - spec.window)
-        return attend(q, keys[:, :, first:end], values[:, :, first:end], spec).out
+        return [attend(q, keys[:, :, first:end], values[:, :, first:end], spec)]
     edge, prefix = _split(held, block, spec.window)
     k, v = keys[:, :, held:end], values[:, :, held:end]
     if edge:
@@ -60,9 +60,9 @@ def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: 
     gone = block.start - held
     local = attend(q, k, v, spec, block.bias(spec.window, range(edge.start + gone, edge.stop + gone), q))
     if not prefix:
-        return local.out
+        return [local]
     seen = slice(prefix.start, prefix.stop)
-    return merge(attend(q, keys[:, :, seen], values[:, :, seen], spec), local)
+    return [attend(q, keys[:, :, seen], values[:, :, seen], spec), local]
 
 
 def _split(held: int, block: Block, window: int | None) -> tuple[range, range]:

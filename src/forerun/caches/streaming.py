@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from forerun.attention import AttentionSpec
+from forerun.attention import AttentionSpec, merge
 from forerun.block import Block
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rotation import Rotation
@@ -51,7 +51,7 @@ class StreamingCache(BoundedCache):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
         """See ``Cache.attend``."""
-        return attend_in_order(q, self._store(layer, k, v), self._held, block, spec)
+        return merge(*attend_in_order(q, self._store(layer, k, v), self._held, block, spec))
 
     def next_read(self, goal: int) -> int:
         """See ``Cache.next_read``: the sinks first, then no more than the window before ``goal``."""

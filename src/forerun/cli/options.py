@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from forerun.cli.errors import user_errors
-from forerun.settings import Policy, Settings
+from forerun.settings import Policy, Settings, Sparse
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 
@@ -55,6 +55,10 @@ class LongOptions:
     paced: Annotated[
         bool, _option("--paced/--fixed", panel=_LONG, help="Draft as many of these as pay, or always all.")
     ] = Settings.paced
+    sparse: Annotated[
+        Sparse,
+        _option("--sparse", panel=_LONG, help="The target's cache in triforce, triforce-trie and triforce-auto."),
+    ] = Settings.sparse
     cache_budget: Annotated[
         int, _option("--cache-budget", panel=_LONG, help="Tokens in a sparse cache of the target.", min=1)
     ] = Settings.cache_budget
@@ -71,7 +75,7 @@ class LongOptions:
 
     def settings(self, draft_model: Any = None) -> Settings:
         """The same as drafters take it."""
-        names = ("gamma1", "gamma2", "paced", "cache_budget", "chunk", "refresh", "sinks", "window")
+        names = ("gamma1", "gamma2", "paced", "sparse", "cache_budget", "chunk", "refresh", "sinks", "window")
         return Settings(draft_model, **{name: getattr(self, name) for name in names})
 
 

@@ -22,7 +22,7 @@ from forerun.model.load import load
 from forerun.recipes import buildable, check_drafter
 from forerun.settings import Settings
 
-DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "streaming", "retrieval", "streaming-hierarchy")
+DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
 """TriForce, what is ours, and its paper's baselines: the naive policy, no hierarchy, no retrieval."""
 
 

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Cache
-from forerun.costs import CostCurve
+from forerun.costs import CRITICAL_LENGTH, CostCurve
 from forerun.drafters.base import Drafter, OuterDrafter
+from forerun.line import Line
 from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
 from forerun.planner import Plan, Planner
@@ -61,6 +62,8 @@ class HierarchyDrafter(OuterDrafter):
         self.gamma2 = gamma2
         self.middle = middle
         self._planner = None if inner.sized else Planner()
+        self._costs = CostCurve.linear(CRITICAL_LENGTH)
+        self._passes = Line()  # seconds of the middle level's passes, by their trees' nodes
         self._cache = cache
         self._past: _Past | None = None
 
@@ -70,8 +73,9 @@ class HierarchyDrafter(OuterDrafter):
         super().bind(self._level.scorer)
 
     def fit(self, costs: CostCurve) -> None:
-        """Cut the trees of an inner drafter that does not know how much to draft by these costs."""
-        self._planner = None if self.inner.sized else Planner(costs)
+        """Cut the trees of an inner drafter that does not know how much to draft by these costs, where it drafts for
+        the target, and until the middle level's own are measured."""
+        self._costs, self._planner = costs, None if self.inner.sized else Planner(costs)
         super().fit(costs)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
@@ -97,6 +101,7 @@ class HierarchyDrafter(OuterDrafter):
         trees = [tree.trim(min(budget, r.max_draft_depth), known) for tree, r in zip(proposed, requests, strict=True)]
         if self._planner is None:
             return trees
+        self._planner.costs = self._costs
         self._past = _Past(self._planner.plan(trees), [request.id for request in requests])
         return self._past.plan.trees
 
@@ -119,7 +124,7 @@ class HierarchyDrafter(OuterDrafter):
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose_batch(twins, self.gamma1)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
-        plan = None if self._planner is None else self._planner.plan(trees)
+        plan = None if self._planner is None else self._plan(self._planner, trees)
         trees = trees if plan is None else plan.trees
         clock.append(time.perf_counter())
         scored = self._level.score(twins, trees)
@@ -131,11 +136,18 @@ class HierarchyDrafter(OuterDrafter):
             outcomes.append(Outcome(tree, verdict, logits))
             if self.enough is not None and any(self.enough(draft.twin, p) for p in likely(verdict, logits)):
                 draft.wanted = 0
+        self._passes.learn(sum(map(len, trees)), clock[2] - clock[1])
         if self._planner is not None and plan is not None:
             self._planner.observe(plan, outcomes)
         clock.append(time.perf_counter())
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())
+
+    def _plan(self, planner: Planner, trees: list[DraftTree]) -> Plan:
+        """By what the middle level's passes were seen to cost, if that shows."""
+        slope, plain = self._passes.slope, self._passes.at(0)
+        planner.costs = CostCurve.linear(plain / slope).rounded() if slope and plain else self._costs
+        return planner.plan(trees)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""

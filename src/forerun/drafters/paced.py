@@ -22,6 +22,8 @@ import numpy as np
 
 from forerun.calibration import ByOdds
 from forerun.drafters.base import Drafter, OuterDrafter
+from forerun.ledger import Ledger
+from forerun.line import Line
 from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.verify import Outcome
@@ -39,6 +41,9 @@ LONGEST_PAUSE = 100
 """Steps without drafts, at most, before they are tried again."""
 TRIAL = 2
 """Drafts of such a trial."""
+ALLOWANCE, INTEREST, REOPENING, SAVINGS = 3.0, 0.02, 1.0, 16.0
+"""Passes that drafts may cost before they pay, what they are given for each step without them, what must be there
+before they are tried again, and what they may lose of what they saved: the worst case is two in a hundred and three."""
 EASY = 0.98
 """Acceptance at which drafting has to pay if trials that succeed shall be repeated soon."""
 
@@ -102,7 +107,7 @@ class PacedDrafter(OuterDrafter):
             self._calibration.count(_chain(likely), np.arange(len(likely)) <= accepted, came)
         if self._step is not None:
             self._step.costs.earn(len(outcome.verdict.tokens))
-            self._step.costs.learn(self._step, self._clock() - self._step.proposed)
+            self._step.costs.learn(self._step, self._clock() - self._step.proposed, len(outcome.verdict.tokens))
             if 0 < drafted == accepted:
                 self._step.costs.encourage()
             self._step = None
@@ -157,34 +162,10 @@ class _Rate:
 
 
 @dataclass
-class _Line:
-    """A line fitted through measurements, the older the lighter."""
-
-    sums: np.ndarray[tuple[int], np.dtype[np.float64]] = field(default_factory=lambda: np.zeros(5))
-
-    def learn(self, x: float, y: float) -> None:
-        self.sums = MEMORY * self.sums + np.array([1.0, x, y, x * x, x * y])
-
-    @property
-    def slope(self) -> float:
-        """A line that falls, or has one point, is level."""
-        weight, sum_x, sum_y, sum_xx, sum_xy = self.sums.tolist()
-        spread = weight * sum_xx - sum_x * sum_x
-        if spread <= 1e-9 * weight * weight:
-            return 0.0
-        return max(0.0, float((weight * sum_xy - sum_x * sum_y) / spread))
-
-    def at(self, x: float) -> float:
-        """The value at x."""
-        weight, sum_x, sum_y = self.sums[:3].tolist()
-        return float(max(0.0, (sum_y - self.slope * sum_x) / weight + self.slope * x))
-
-
-@dataclass
 class _Costs:
     """Seconds of a step at one length of context, and the pauses that drafting takes there."""
 
-    verifying: _Line = field(default_factory=_Line)
+    verifying: Line = field(default_factory=Line)
     drafting: float = 0.0  # a token; what was measured first does not count, for a sparse cache chose its tokens then
     drafts: int = 0
     steps: int = 0
@@ -194,6 +175,7 @@ class _Costs:
     trying: bool = True
     earned: float = 0.0
     spent: float = 0.0
+    ledger: Ledger = field(default_factory=lambda: Ledger(ALLOWANCE, INTEREST, REOPENING, SAVINGS))
 
     @property
     def price(self) -> float:
@@ -204,8 +186,12 @@ class _Costs:
         """A row's tokens of a step; the others' are taken to be as many."""
         self.earned = RECENT * self.earned + tokens
 
-    def learn(self, step: _Step, verifying: float) -> None:
+    def learn(self, step: _Step, verifying: float, tokens: int) -> None:
+        """Take in a step's times; the tokens are one row's, and the others' are taken to be as many."""
         self.verifying.learn(step.drafted / step.rows, verifying)
+        if not step.drafted or self.drafts >= 2:
+            seconds = step.drafting + verifying
+            self.ledger.enter(tokens - seconds / self.verifying.at(0) if step.drafted else None)
         self.steps += 1
         self.spent = RECENT * self.spent + step.drafting + verifying
         if step.drafted:
@@ -219,6 +205,8 @@ class _Costs:
         if self.trying:
             return min(most, (0, TRIAL, 2 * TRIAL)[self.steps])
         length = self.best_length(acceptance, most)
+        if not self.ledger.open:
+            return 0
         if length:
             self.pause, self.rested = 1, 0
             return length

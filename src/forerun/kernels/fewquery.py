@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
-import struct
-import threading
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
-from numba.np import arrayobj
 
 from forerun.index.compiling import compiled
 from forerun.kernels import team
+from forerun.kernels.memory import Job, Room, address_of, floats
 from forerun.kernels.tiles import (
     QUERIES,
     STATE,
@@ -41,7 +36,7 @@ from forerun.kernels.tiles import (
     widen_bfloat16,
     widen_float16,
 )
-from forerun.kernels.vector import F64, I64, LANES, LINE, Code, Emitter, fused, intrinsic
+from forerun.kernels.vector import LANES, LINE, fused
 
 BLOCK = 32
 """Keys of a block: with their values they stay in the nearest cache."""
@@ -57,7 +52,7 @@ JOB_ROOM = 512
 """Bytes that are kept for the job."""
 
 
-class Job(NamedTuple):
+class Fields(NamedTuple):
     """One call, as the threads see it: addresses, distances in bytes, and counts."""
 
     next_task: int
@@ -89,23 +84,10 @@ class Job(NamedTuple):
     scale: float
 
 
-LAYOUT = struct.Struct(f"{len(Job._fields) - 1}qd")
-JOB = types.NamedTuple([types.int64] * (len(Job._fields) - 1) + [types.float64], Job)
-FLOAT_ARRAY = types.Array(types.float32, 1, "C")
+JOB = Job(Fields)
+read_job = JOB.reader()
 
-
-class _Memory(threading.local):
-    """Room for a job, its threads and its pieces; each thread that calls keeps its own."""
-
-    def __init__(self) -> None:
-        self.reserve(1 << 16)
-
-    def reserve(self, size: int) -> None:
-        self.bytes = np.zeros(size, np.uint8)
-        self.address = self.bytes.ctypes.data
-
-
-_memory = _Memory()
+_memory = Room()
 
 
 def few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +113,7 @@ def few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: floa
     rows = (*_place(floats_of_q), *_place(k), *_place(v))
     sizes = (slots, slot_size, slots + threads * slot_size, part_size, scaling / math.log(2))
     counts = (0, 0, heads, n, m, dim, piece, pieces, KINDS[k.dtype], k.element_size())
-    LAYOUT.pack_into(_memory.bytes.data, 0, *counts, *rows, out.data_ptr(), lse.data_ptr(), done, *sizes)
+    JOB.layout.pack_into(_memory.bytes.data, 0, *counts, *rows, out.data_ptr(), lse.data_ptr(), done, *sizes)
     team.run(warm_up(), job, threads)
     return out.to(q.dtype), lse
 
@@ -154,40 +136,10 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-finalized = operator.attrgetter("library")
-"""The machine code of numba's compile result."""
-
-
 @functools.cache
 def warm_up() -> int:
     """Compile, or load what an earlier process has compiled; gives the address of ``work``."""
-    code = cast(Any, work).get_compile_result(types.void(types.int64))
-    return int(finalized(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
-
-
-@intrinsic
-def read_job(typing: Any, address: Any) -> Code:
-    """The job at an address."""
-
-    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        e = Emitter(builder)
-        kinds = [F64 if kind == types.float64 else I64 for kind in JOB.types]
-        return context.make_tuple(builder, JOB, [e.load(e.at(values[0], 8 * i), kind) for i, kind in enumerate(kinds)])
-
-    return JOB(types.int64), write
-
-
-@intrinsic
-def floats(typing: Any, address: Any, count: Any) -> Code:
-    """The floats at an address as an array."""
-
-    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        array = arrayobj.make_array(FLOAT_ARRAY)(context, builder)
-        data = builder.inttoptr(values[0], array.data.type)
-        arrayobj.populate_array(array, data, [values[1]], [I64(4)], I64(4), None)
-        return array._getvalue()
-
-    return FLOAT_ARRAY(types.int64, types.int64), write
+    return address_of(work)
 
 
 @compiled
@@ -206,7 +158,7 @@ def work(address: int) -> None:
 
 
 @compiled
-def _piece(job: Job, task: int, slot: int) -> None:
+def _piece(job: Fields, task: int, slot: int) -> None:
     """Outputs and states of all queries over one piece of one head's keys."""
     tiles = (job.n + QUERIES - 1) // QUERIES
     head, first = task // job.pieces, task % job.pieces * job.piece
@@ -227,7 +179,7 @@ def _piece(job: Job, task: int, slot: int) -> None:
 
 
 @compiled
-def _pack(job: Job, q: int, to: int) -> None:
+def _pack(job: Fields, q: int, to: int) -> None:
     """Scaled queries as vectors of four numbers of four queries; the last query fills up the last tile."""
     packed = floats(to, (job.n + QUERIES - 1) // QUERIES * QUERIES * job.dim)
     for i in range(packed.size // job.dim):
@@ -238,7 +190,7 @@ def _pack(job: Job, q: int, to: int) -> None:
 
 
 @compiled
-def _copy(job: Job, rows: int, row: int, count: int, to: int) -> None:
+def _copy(job: Fields, rows: int, row: int, count: int, to: int) -> None:
     """``count`` rows as a whole block of floats, filled up with zeros."""
     for i in range(count):
         for c in range(0, job.dim, LANES):
@@ -255,7 +207,7 @@ def _copy(job: Job, rows: int, row: int, count: int, to: int) -> None:
 
 @compiled
 def _block(
-    job: Job, q: int, k: int, v: int, count: int, scores: int, spare: int, out: int, state: int, after: int
+    job: Fields, q: int, k: int, v: int, count: int, scores: int, spare: int, out: int, state: int, after: int
 ) -> None:
     """All tiles over one block of keys; values are fetched with the scores, the next keys with the values."""
     tiles, size = (job.n + QUERIES - 1) // QUERIES, BLOCK * QUERIES * 4
@@ -275,7 +227,7 @@ def _block(
 
 
 @compiled
-def _score_all(job: Job, tiles: int, q: int, k: int, k_row: int, scores: int, ahead: int) -> None:
+def _score_all(job: Fields, tiles: int, q: int, k: int, k_row: int, scores: int, ahead: int) -> None:
     size, tile = BLOCK * QUERIES * 4, QUERIES * job.dim * 4
     pace, t = LANES * job.width // ((tiles + TILES - 1) // TILES), 0
     share = pace * (BLOCK * job.dim // LANES)
@@ -290,7 +242,7 @@ def _score_all(job: Job, tiles: int, q: int, k: int, k_row: int, scores: int, ah
 
 
 @compiled
-def _gather_all(job: Job, tiles: int, weights: int, state: int, v: int, v_row: int, out: int, ahead: int) -> None:
+def _gather_all(job: Fields, tiles: int, weights: int, state: int, v: int, v_row: int, out: int, ahead: int) -> None:
     size, tile, pace = BLOCK * QUERIES * 4, QUERIES * job.dim * 4, LANES * job.width // tiles
     for t in range(tiles):
         p, factors, c = weights + t * size, state + t * STATE, 0
@@ -315,7 +267,7 @@ def _hide(scores: int, tiles: int, count: int) -> None:
 
 
 @compiled
-def _merge(job: Job, head: int) -> None:
+def _merge(job: Fields, head: int) -> None:
     """Output and log-sum-exp of one head from those of its pieces, in their order."""
     tiles = (job.n + QUERIES - 1) // QUERIES
     states = tiles * QUERIES * job.dim * 4

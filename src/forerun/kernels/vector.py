@@ -36,7 +36,7 @@ ROUND = 1.5 * 2.0**23
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 FLOATS, WORDS, FOUR = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, 4)
-HALVES = ir.VectorType(ir.IntType(16), LANES)
+HALVES, BYTES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.IntType(8), LANES)
 
 Code = tuple[Any, Callable[..., Any]]
 
@@ -89,7 +89,7 @@ class Emitter:
 
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
         """A value from memory."""
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=2)
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1 if kind == BYTES else 2)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
         """A value into memory."""
@@ -123,6 +123,18 @@ class Emitter:
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """``a`` where it is larger, else ``b``."""
         return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+
+    def largest(self, x: ir.Value) -> ir.Value:
+        """The largest float of a vector."""
+        kind = ir.FunctionType(F32, (FLOATS,))
+        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.fmax.v{LANES}f32")
+        return self.builder.call(function, (x,), fastmath=("nnan",))
+
+    def total(self, x: ir.Value) -> ir.Value:
+        """The sum of a vector's floats, in any order."""
+        kind = ir.FunctionType(F32, (F32, FLOATS))
+        function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
+        return self.builder.call(function, (F32(-0.0), x), fastmath=("reassoc",))
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2 ** x for x <= 0: within one unit, 0 below -126.5, and not a number where x is none."""

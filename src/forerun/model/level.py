@@ -95,7 +95,10 @@ class Level:
         cache = self._make(self.scorer, source)
         first = request.prompt_length - 1
         self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
-        if not isinstance(cache, View):
+        if isinstance(cache, View):
+            if cache.ready and not cache.whole:
+                cache.sync()  # a first choice costs as much as many passes: it belongs to reading the prompt
+        else:
             read(self.scorer, cache, request.tokens[:first])
 
     def finish(self, request: Request) -> None:

@@ -1,0 +1,226 @@
+"""A sparse cache whose every query finds the chunks that matter to it, by keys in a few dimensions.
+
+TriForce's retrieval cache chooses for the tokens to come by the queries of those before them. Where a text is strung
+together from far places that is too late: the next token looks elsewhere. Here a query goes over all keys, in 16
+dimensions of one byte (a thirty-second of what a key and its value take in float32), and attends to the chunks that
+hold its best ones, in place, in the target's own cache. Keys lie close to few dimensions (Loki, Singhania et al. 2024,
+arXiv 2406.02542); which ones is found such that products with queries, not keys, are kept best. A chunk is worth its
+best key: means, and bounds by the extremes of each dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the
+single key that a head copies from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forerun.attention import AttentionSpec, attend, attend_chosen, merge
+from forerun.block import Block
+from forerun.caches.full import FullCache
+from forerun.caches.rows import attend_in_order, compact
+from forerun.caches.view import View
+from forerun.kernels.scan import CHUNK, GROUP, best_keys
+
+SHARE = 4
+"""Of the budget, what a query sees: it looks for itself."""
+ROOM = 64
+"""Tokens by which the recent ones' buffer grows at least."""
+GROUPS = 8
+"""Groups of chunks by which an index grows at least."""
+SAMPLE = 8192
+"""Keys, at most, that the dimensions are found by."""
+
+
+@dataclass(frozen=True)
+class LowRankConfig:
+    """What a query sees.
+
+    Attributes:
+        budget: a text of so many tokens is seen whole. Of a longer one each query of each head sees a quarter as many,
+            in chunks of 16 that it chooses, and the first chunk.
+        window: most recent tokens, which it sees in any case; an eighth of the budget at most.
+        rank: dimensions of the keys that it chooses by.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    budget: int = 4096
+    window: int = 64
+    rank: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "window", "rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+    @property
+    def recent(self) -> int:
+        """Most recent tokens that are seen, at least."""
+        return max(1, min(self.window, self.budget // 8))
+
+    @property
+    def slots(self) -> int:
+        """Chunks that a query sees."""
+        return max(1, self.budget // SHARE // CHUNK)
+
+
+class LowRankCache(View):
+    """Over one row's full cache.
+
+    Args:
+        source: the target's own; read, never changed.
+        config: what a query sees.
+    """
+
+    def __init__(self, source: FullCache, config: LowRankConfig) -> None:
+        super().__init__(source)
+        self.config = config
+        self._tail = 0  # position of the first recent token; the chunks before it are indexed
+        self._indexes: dict[int, _Index] = {}
+        self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent tokens and those on trial
+
+    @property
+    def ready(self) -> bool:
+        """See ``View.ready``. The dimensions are found by the queries of a pass."""
+        return bool(self._indexes or self.source.queries)
+
+    @property
+    def whole(self) -> bool:
+        """See ``View.whole``."""
+        return self.source.length <= self.config.budget
+
+    def sync(self) -> None:
+        """See ``View.sync``."""
+        self.length = self.settled = self.source.length
+        self._tail = max(0, self.length - self.config.recent) // CHUNK * CHUNK
+        for layer in self.source.layers:
+            self._store(layer, self._tail, *self.source.read(layer, self._tail, self.length))
+            if layer not in self._indexes:
+                keys = self.source.read(layer, 0, self.length)[0]
+                self._indexes[layer] = _Index.of(keys[0], self.source.queries[layer][0], self.config.rank)
+            self._indexes[layer].extend(self.source.read(layer, 0, self._tail)[0][0])
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``. A layer with a sliding window needs no choice: it sees its window, all of it."""
+        near = self._store(layer, self.length, k, v)
+        if spec.window is not None:
+            return self._attend_window(layer, q, near, block, spec)
+        held, (keys, values) = self.length - self._tail, self.source.read(layer, 0, self._tail)
+        if self.whole or self._tail // CHUNK <= self.config.slots:
+            parts = attend_in_order(q, near, held, block, spec)
+            return merge(attend(q, keys, values, spec), *parts) if self._tail else merge(*parts)
+        alone, worth = len(block) == 1, self._indexes[layer].worth(q[0])
+        seen = attend_chosen(q, keys, values, worth, self.config.slots, (*near, held + alone), spec)
+        return seen.out if alone else merge(seen, attend(q, k, v, spec, block.bias(None, range(0), q)))
+
+    def _attend_window(
+        self, layer: int, q: torch.Tensor, near: tuple[torch.Tensor, torch.Tensor], block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        first = max(0, self.length - (spec.window or 0) + 1)
+        before = self.source.read(layer, min(first, self._tail), self._tail)
+        after = slice(max(0, first - self._tail), self.length - self._tail + len(block))
+        keys, values = (torch.cat((old, new[:, :, after]), 2) for old, new in zip(before, near, strict=True))
+        return attend(q, keys, values, spec, block.bias(spec.window, range(first, self.length), q)).out
+
+    def _store(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put keys and values at a recent position; what lies behind them may be lost."""
+        place = position - self._tail
+        end, old = place + k.shape[2], self._near.get(layer)
+        if old is None or old[0].shape[2] < end + CHUNK:
+            self._near[layer] = (_room(k, end), _room(v, end))
+            for new, before in zip(self._near[layer], old or (), strict=bool(old)):
+                new[:, :, :place] = before[:, :, :place]
+        for buffer, part in zip(self._near[layer], (k, v), strict=True):
+            buffer[:, :, place:end] = part
+        return self._near[layer]
+
+    def _compact(self, start: int, path: Sequence[int]) -> None:
+        for rows in self._near.values():
+            compact(rows, start - self._tail, path)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the short keys, and of the recent tokens."""
+        near = sum(t.nbytes for rows in self._near.values() for t in rows)
+        return near + sum(index.nbytes for index in self._indexes.values())
+
+
+class _Index:
+    """One layer's keys in a few dimensions, chunk by chunk.
+
+    Args:
+        of_keys, of_queries: what turns keys, less their mean, and queries into those dimensions, ``[Hkv, d, rank]``.
+        mean: of the keys, ``[Hkv, 1, d]``.
+    """
+
+    def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor) -> None:
+        self._of_keys, self._of_queries, self._mean = of_keys, of_queries, mean
+        self._short = torch.empty(len(mean), 0, CHUNK, of_keys.shape[2], GROUP, dtype=torch.int8, device=mean.device)
+        self._known = 0  # chunks
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> _Index:
+        """For the keys ``[Hkv, m, d]`` of a text and some queries ``[H, n, d]`` of it.
+
+        The products of queries with keys of rank r that are closest to those with the keys themselves come from the
+        largest eigenvectors of S = Q^1/2 K Q^1/2, where Q and K are the second moments of queries and keys.
+        """
+        heads, count, d = keys.shape
+        some = keys[:, :: -(-count // SAMPLE)].double()
+        mean = some.mean(1, keepdim=True)
+        asked = queries.double().reshape(heads, -1, d)
+        moments = _moments(asked)
+        even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * torch.eye(d).to(moments)
+        values, vectors = torch.linalg.eigh(moments + (0.01 + 1 / asked.shape[1]) * even)
+        root, inverse = ((vectors * power.unsqueeze(1)) @ vectors.mT for power in (values.sqrt(), values.rsqrt()))
+        best = torch.linalg.eigh(root @ _moments(some - mean) @ root)[1][:, :, -rank:]
+        of_keys = root @ best
+        scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+        return cls(of_keys / scale, (inverse @ best * scale).float(), mean.to(keys.dtype)).to(keys.dtype)
+
+    def to(self, dtype: torch.dtype) -> _Index:
+        """With keys turned in their own type."""
+        self._of_keys = self._of_keys.to(dtype)
+        return self
+
+    def extend(self, keys: torch.Tensor) -> None:
+        """Take in what is new of the keys ``[Hkv, m * CHUNK, d]``."""
+        count = keys.shape[1] // CHUNK
+        groups = -(-count // GROUP)
+        if self._short.shape[1] < groups:
+            room = self._short.new_zeros(len(self._short), groups + groups // 16 + GROUPS, *self._short.shape[2:])
+            room[:, : self._short.shape[1]] = self._short
+            self._short = room
+        if self._known < count:
+            first = self._known // GROUP
+            new = (keys[:, first * GROUP * CHUNK :] - self._mean) @ self._of_keys
+            rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP - count) * CHUNK))
+            chunks = rows.view(len(rows), -1, GROUP, CHUNK, rows.shape[2]).permute(0, 1, 3, 4, 2)
+            self._short[:, first:groups] = chunks.round().clamp(-127, 127).to(torch.int8)
+        self._known = count
+
+    def worth(self, queries: torch.Tensor) -> torch.Tensor:
+        """Of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
+        heads, n, d = queries.shape
+        turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
+        return best_keys(self._short, self._known, turned)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return self._short.nbytes
+
+
+def _room(like: torch.Tensor, count: int) -> torch.Tensor:
+    """Zeros for ``count`` tokens like these, for some more, and for a chunk that is read behind them."""
+    return like.new_zeros(*like.shape[:2], count + ROOM + CHUNK, like.shape[3])
+
+
+def _moments(rows: torch.Tensor) -> torch.Tensor:
+    """``[H, n, d]`` to ``[H, d, d]``."""
+    return rows.mT @ rows / rows.shape[1]

@@ -1,0 +1,93 @@
+"""What kernels share with the Python that calls them: functions and arrays by their address, jobs, and room."""
+
+from __future__ import annotations
+
+import operator
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.np import arrayobj
+
+from forerun.kernels.vector import F64, I64, Code, Emitter, intrinsic
+
+FLOAT_ARRAY = types.Array(types.float32, 1, "C")
+INTEGER_ARRAY = types.Array(types.int64, 1, "C")
+
+finalized = operator.attrgetter("library")
+"""The machine code of numba's compile result."""
+
+
+class Room(threading.local):
+    """Memory for a job, its threads and its pieces; each thread that calls keeps its own."""
+
+    def __init__(self) -> None:
+        self.reserve(1 << 16)
+
+    def reserve(self, size: int) -> None:
+        """Have so many bytes, and none of those before."""
+        self.bytes = np.zeros(size, np.uint8)
+        self.address = self.bytes.ctypes.data
+
+
+class Job:
+    """How one call is laid out for the threads: integers (addresses, distances in bytes, counts), at the end a float.
+
+    The first integer is the next task's number; the fields are those of a ``NamedTuple``.
+    """
+
+    def __init__(self, fields: Any) -> None:
+        count = len(fields._fields) - 1
+        self.layout = struct.Struct(f"{count}qd")
+        self.kind = types.NamedTuple([types.int64] * count + [types.float64], fields)
+
+    def reader(self) -> Any:
+        """What reads it in compiled code, given its address."""
+        kind = self.kind
+
+        @intrinsic
+        def read_job(typing: Any, address: Any) -> Code:
+            def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+                e = Emitter(builder)
+                parts = [F64 if part == types.float64 else I64 for part in kind.types]
+                fields = [e.load(e.at(values[0], 8 * i), part) for i, part in enumerate(parts)]
+                return context.make_tuple(builder, kind, fields)
+
+            return kind(types.int64), write
+
+        return read_job
+
+
+def address_of(work: Callable[[int], None]) -> int:
+    """Where the machine code of a compiled function of one address lies, for ``team.run``.
+
+    Compiles it, or loads what an earlier process has compiled.
+    """
+    code = cast(Any, work).get_compile_result(types.void(types.int64))
+    return int(finalized(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+
+
+@intrinsic
+def floats(typing: Any, address: Any, count: Any) -> Code:
+    """The floats at an address as an array."""
+    return _array(FLOAT_ARRAY, 4)
+
+
+@intrinsic
+def integers(typing: Any, address: Any, count: Any) -> Code:
+    """The integers of 64 bits at an address as an array."""
+    return _array(INTEGER_ARRAY, 8)
+
+
+def _array(kind: Any, size: int) -> Code:
+    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        array = arrayobj.make_array(kind)(context, builder)
+        data = builder.inttoptr(values[0], array.data.type)
+        arrayobj.populate_array(array, data, [values[1]], [I64(size)], I64(size), None)
+        return array._getvalue()
+
+    return kind(types.int64, types.int64), write

@@ -1,0 +1,178 @@
+"""The low-rank cache: what its queries choose, against the definition, and that it finds what a head looks for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.attention import AttentionSpec, attend, attend_chosen
+from forerun.block import Block
+from forerun.caches.full import FullCache
+from forerun.caches.low_rank import CHUNK, LowRankCache, LowRankConfig
+from forerun.kernels import chosen, scan
+from forerun.kernels.vector import fused
+from forerun.tree import DraftTree
+
+SPEC = AttentionSpec(scaling=0.25)
+DIM = 16
+
+
+def text(length: int, heads: int = 2, kv_heads: int = 2, seed: int = 0, dim: int = DIM) -> FullCache:
+    """A full cache of two layers with random keys and values, read in two passes."""
+    generator = torch.Generator().manual_seed(seed)
+    full = FullCache()
+    for count in (length - 1, 1):
+        block = Block(np.zeros(count, np.int64), DraftTree.empty(), full.length)
+        for layer in range(2):
+            q, k, v = (torch.randn(1, h, count, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
+            full.attend(layer, q, k, v, block, SPEC)
+        full.commit(block, [])
+    return full
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 90),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    n=st.integers(1, 9),
+    rank=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
+def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, rank: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-count // scan.GROUP) + 1
+    index = torch.randint(-127, 128, (kv_heads, groups, CHUNK, rank, scan.GROUP), dtype=torch.int8, generator=generator)
+    q = torch.randn(kv_heads * group, n, rank, generator=generator)
+    found, expected = scan.best_keys(index, count, q), scan.by_definition(index, count, q)
+    assert found.shape == (kv_heads * group, n, count)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.skipif(not fused(), reason="the processor cannot run the kernel")
+def test_a_query_is_scored_alike_alone_and_among_others() -> None:
+    generator = torch.Generator().manual_seed(1)
+    index = torch.randint(-127, 128, (2, 40, CHUNK, 16, scan.GROUP), dtype=torch.int8, generator=generator)
+    q = torch.randn(4, 7, 16, generator=generator)
+    together = scan.best_keys(index, 600, q)
+    for i in range(7):
+        assert torch.equal(scan.best_keys(index, 600, q[:, i : i + 1]), together[:, i : i + 1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=st.integers(2, 70),
+    count=st.integers(1, 20),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 2),
+    n=st.integers(1, 5),
+    recent=st.sampled_from([0, 1, 15, 16, 17, 40]),
+    spread=st.sampled_from([0.0, 1.0, 40.0]),
+    seed=st.integers(0, 99),
+)
+def test_attention_over_chosen_chunks_is_its_definition(
+    chunks: int, count: int, kv_heads: int, group: int, n: int, recent: int, spread: float, seed: int
+) -> None:
+    """By the kernel, and by torch in double precision; where chunks are worth the same, by either's choice."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, count = kv_heads * group, min(count, chunks - 1)
+    q = torch.randn(1, heads, n, 32, generator=generator)
+    k, v = (torch.randn(1, kv_heads, chunks * CHUNK, 32, generator=generator) for _ in "kv")
+    worth = torch.randn(heads, n, chunks, generator=generator) * spread
+    if not spread:  # all the same: as many as asked for, any of them
+        k[:], v[:] = k[:, :, :CHUNK].repeat(1, 1, chunks, 1), v[:, :, :CHUNK].repeat(1, 1, chunks, 1)
+    near = [torch.randn(1, kv_heads, recent + CHUNK, 32, generator=generator) for _ in "kv"]
+    out, lse = attend_chosen(q, k, v, worth.clone(), count, (near[0], near[1], recent), SPEC)
+    wide = [t.double() for t in (q, k, v, *near)]
+    exact = attend_chosen(*wide[:3], worth.clone(), count, (wide[3], wide[4], recent), SPEC)
+    assert torch.allclose(out.double(), exact.out, atol=2e-5)
+    assert torch.allclose(lse.double(), exact.lse.double(), atol=2e-5)
+    for head in range(heads):
+        for i in range(n):
+            order = [c for c in worth[head, i].argsort(descending=True).tolist() if c][:count]
+            best = worth[head, i, order[0]]
+            kept = [c for c in order if worth[head, i, c] * SPEC.scaling >= best * SPEC.scaling - chosen.MARGIN]
+            rows = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in [0, *kept]])
+            held = [
+                torch.cat((t[:, head // group : head // group + 1, rows], new[:, head // group : head // group + 1, :recent]), 2)
+                for t, new in zip((k, v), near, strict=True)
+            ]
+            expected = attend(q[:, head : head + 1, i : i + 1], *held, SPEC)
+            assert torch.allclose(out[0, head, i], expected.out[0, 0, 0], atol=2e-5)
+            assert torch.allclose(lse[0, head, i], expected.lse[0, 0, 0].float(), atol=2e-5)
+
+
+def test_a_soft_cap_is_kept() -> None:
+    q, k, v = torch.randn(1, 2, 3, 32), torch.randn(1, 2, 5 * CHUNK, 32), torch.randn(1, 2, 5 * CHUNK, 32)
+    spec = AttentionSpec(0.25, softcap=0.5)
+    out = attend_chosen(q, k[:, :, 16:], v[:, :, 16:], torch.zeros(2, 3, 4), 3, (k, v, 16), spec)
+    assert torch.allclose(out.out, attend(q, k, v, spec).out, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_query_finds_the_one_key_that_it_looks_for(group: int) -> None:
+    """Wherever it is, though the chunk's other keys point elsewhere; an index of chunk means would not show it."""
+    full = text(4000, heads=2 * group)
+    cache = LowRankCache(full, LowRankConfig(budget=256, window=16, rank=DIM))
+    keys, values = full.read(0, 0, 4000)
+    places = (100, 1234, 3900)
+    for place in places:
+        keys[0, :, place] *= 8 / keys[0, :, place].norm(dim=-1, keepdim=True)
+        values[0, :, place] = 0
+        values[0, :, place, 0] = place
+    cache.sync()
+    for place in places:
+        q = 12 * keys[:, :, place : place + 1].repeat_interleave(group, 1)
+        k, v = torch.zeros(1, 2, 1, DIM), torch.zeros(1, 2, 1, DIM)
+        out = cache.attend(0, q, k, v, Block(np.zeros(1, np.int64), DraftTree.empty(), 4000), SPEC)
+        assert (out[0, :, 0, 0] > 0.99 * place).all()
+
+
+def test_the_index_follows_a_growing_text() -> None:
+    """As if it had been made of the longer text at once, with the same dimensions."""
+    full = text(900)
+    cache = LowRankCache(full, LowRankConfig(budget=200, window=16))
+    cache.sync()
+    generator = torch.Generator().manual_seed(5)
+    for count in (1, 3, 40, 700, 16):
+        block = Block(np.zeros(count, np.int64), DraftTree.empty(), full.length)
+        for layer in range(2):
+            full.attend(layer, *(torch.randn(1, 2, count, DIM, generator=generator) for _ in "qkv"), block, SPEC)
+        full.commit(block, [])
+        cache.sync()
+        index = cache._indexes[1]
+        short, known = index._short.clone(), index._known
+        index._known = 0
+        index.extend(full.read(1, 0, known * CHUNK)[0][0])
+        groups = -(-known // scan.GROUP)
+        assert known == (full.length - 16) // CHUNK
+        assert torch.equal(index._short[:, :groups], short[:, :groups])
+
+
+def test_what_a_query_sees_does_not_depend_on_what_stands_beside_it() -> None:
+    full = text(3000)
+    cache = LowRankCache(full, LowRankConfig(budget=512))
+    cache.sync()
+    pending = np.zeros(1, np.int64)
+    block = Block(pending, DraftTree.from_branches([[1, 2, 3], [4, 5]], 5), 3000)
+    q, k, v = (torch.randn(1, 2, len(block), DIM, generator=torch.Generator().manual_seed(7)) for _ in "qkv")
+    together = cache.attend(0, q, k, v, block, SPEC)
+    first = Block(pending, DraftTree.empty(), 3000)
+    alone = cache.attend(0, *(t[:, :, :1] for t in (q, k, v)), first, SPEC)
+    assert torch.allclose(together[:, :, :1], alone, atol=1e-6)
+
+
+def test_short_keys_cost_a_thirty_second_of_the_full_cache() -> None:
+    full = text(20000, dim=64)
+    cache = LowRankCache(full, LowRankConfig())
+    cache.sync()
+    assert sum(index.nbytes for index in cache._indexes.values()) < 1.25 * 20000 * 2 * 2 * (64 * 2 * 4) / 32
+
+
+@pytest.mark.parametrize("name", ["budget", "window", "rank"])
+def test_settings_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is 0; it must be at least 1$"):
+        LowRankConfig(**{name: 0})
