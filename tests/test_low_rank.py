@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +16,7 @@ from forerun.attention import AttentionSpec, attend, attend_chosen
 from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.low_rank import CHUNK, LowRankCache, LowRankConfig
-from forerun.kernels import chosen, scan
+from forerun.kernels import chosen, scan, vector
 from forerun.kernels.vector import fused
 from forerun.tree import DraftTree
 
@@ -39,23 +43,25 @@ def text(length: int, heads: int = 2, kv_heads: int = 2, seed: int = 0, dim: int
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 3),
     n=st.integers(1, 9),
-    rank=st.integers(1, 20),
+    quads=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, rank: int, seed: int) -> None:
+def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, quads: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     groups = -(-count // scan.GROUP) + 1
-    index = torch.randint(-127, 128, (kv_heads, groups, CHUNK, rank, scan.GROUP), dtype=torch.int8, generator=generator)
-    q = torch.randn(kv_heads * group, n, rank, generator=generator)
+    shape = (kv_heads, groups, CHUNK, quads, scan.GROUP, scan.QUAD)
+    index = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    q = torch.randn(kv_heads * group, n, quads * scan.QUAD, generator=generator)
+    q[0, 0] = 0
     found, expected = scan.best_keys(index, count, q), scan.by_definition(index, count, q)
     assert found.shape == (kv_heads * group, n, count)
-    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-3)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.skipif(not fused(), reason="the processor cannot run the kernel")
 def test_a_query_is_scored_alike_alone_and_among_others() -> None:
     generator = torch.Generator().manual_seed(1)
-    index = torch.randint(-127, 128, (2, 40, CHUNK, 16, scan.GROUP), dtype=torch.int8, generator=generator)
+    index = torch.randint(0, 256, (2, 40, CHUNK, 4, scan.GROUP, scan.QUAD), dtype=torch.uint8, generator=generator)
     q = torch.randn(4, 7, 16, generator=generator)
     together = scan.best_keys(index, 600, q)
     for i in range(7):
@@ -97,7 +103,10 @@ def test_attention_over_chosen_chunks_is_its_definition(
             kept = [c for c in order if worth[head, i, c] * SPEC.scaling >= best * SPEC.scaling - chosen.MARGIN]
             rows = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in [0, *kept]])
             held = [
-                torch.cat((t[:, head // group : head // group + 1, rows], new[:, head // group : head // group + 1, :recent]), 2)
+                torch.cat(
+                    (t[:, head // group : head // group + 1, rows], new[:, head // group : head // group + 1, :recent]),
+                    2,
+                )
                 for t, new in zip((k, v), near, strict=True)
             ]
             expected = attend(q[:, head : head + 1, i : i + 1], *held, SPEC)
@@ -176,3 +185,24 @@ def test_short_keys_cost_a_thirty_second_of_the_full_cache() -> None:
 def test_settings_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} is 0; it must be at least 1$"):
         LowRankConfig(**{name: 0})
+    with pytest.raises(ValueError, match=r"^rank is 6; it must be a multiple of 4$"):
+        LowRankConfig(rank=6)
+
+
+WITHOUT_DOTS = """
+import torch
+from forerun.kernels import scan
+assert not scan.DOTS
+generator = torch.Generator().manual_seed(3)
+index = torch.randint(0, 256, (2, 9, 16, 4, 16, 4), dtype=torch.uint8, generator=generator)
+for n in (1, 3, 6):
+    q = torch.randn(4, n, 16, generator=generator)
+    assert torch.allclose(scan.best_keys(index, 140, q), scan.by_definition(index, 140, q), rtol=1e-5, atol=1e-4)
+"""
+
+
+@pytest.mark.skipif(not scan.DOTS, reason="the processor has no such instruction anyway")
+def test_processors_that_do_not_multiply_bytes_find_the_same() -> None:
+    features = vector.features().replace("+avx512vnni", "-avx512vnni")
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    subprocess.run([sys.executable, "-c", WITHOUT_DOTS], env=environment, check=True, timeout=300)

@@ -21,7 +21,7 @@ from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.rows import attend_in_order, compact
 from forerun.caches.view import View
-from forerun.kernels.scan import CHUNK, GROUP, best_keys
+from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
 SHARE = 4
 """Of the budget, what a query sees: it looks for itself."""
@@ -55,6 +55,8 @@ class LowRankConfig:
         for name in ("budget", "window", "rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.rank % QUAD:
+            raise ValueError(f"rank is {self.rank}; it must be a multiple of {QUAD}")
 
     @property
     def recent(self) -> int:
@@ -160,7 +162,8 @@ class _Index:
 
     def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor) -> None:
         self._of_keys, self._of_queries, self._mean = of_keys, of_queries, mean
-        self._short = torch.empty(len(mean), 0, CHUNK, of_keys.shape[2], GROUP, dtype=torch.int8, device=mean.device)
+        shape = (len(mean), 0, CHUNK, of_keys.shape[2] // QUAD, GROUP, QUAD)
+        self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
         self._known = 0  # chunks
 
     @classmethod
@@ -200,8 +203,8 @@ class _Index:
             first = self._known // GROUP
             new = (keys[:, first * GROUP * CHUNK :] - self._mean) @ self._of_keys
             rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP - count) * CHUNK))
-            chunks = rows.view(len(rows), -1, GROUP, CHUNK, rows.shape[2]).permute(0, 1, 3, 4, 2)
-            self._short[:, first:groups] = chunks.round().clamp(-127, 127).to(torch.int8)
+            chunks = rows.view(len(rows), -1, GROUP, CHUNK, rows.shape[2] // QUAD, QUAD).permute(0, 1, 3, 4, 2, 5)
+            self._short[:, first:groups] = (chunks.round() + ZERO).clamp(0, 255).to(torch.uint8)
         self._known = count
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:

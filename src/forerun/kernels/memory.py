@@ -16,6 +16,7 @@ from numba.np import arrayobj
 from forerun.kernels.vector import F64, I64, Code, Emitter, intrinsic
 
 FLOAT_ARRAY = types.Array(types.float32, 1, "C")
+BYTE_ARRAY = types.Array(types.int8, 1, "C")
 INTEGER_ARRAY = types.Array(types.int64, 1, "C")
 
 finalized = operator.attrgetter("library")
@@ -75,6 +76,12 @@ def address_of(work: Callable[[int], None]) -> int:
 def floats(typing: Any, address: Any, count: Any) -> Code:
     """The floats at an address as an array."""
     return _array(FLOAT_ARRAY, 4)
+
+
+@intrinsic
+def signed_bytes(typing: Any, address: Any, count: Any) -> Code:
+    """The bytes at an address as an array."""
+    return _array(BYTE_ARRAY, 1)
 
 
 @intrinsic

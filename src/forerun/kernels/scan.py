@@ -1,7 +1,8 @@
 """The best key of each chunk for each query, over short keys of a byte a number: how a sparse cache finds its chunks.
 
-A vector holds one number of one key of 16 chunks: it is widened to floats once for the queries of a tile, and each
-query adds it with its own number. Of a chunk's 16 keys, one after the other, the larger vector remains each time.
+A vector holds four numbers of one key of 16 chunks. Processors that multiply bytes (VNNI) add their products with a
+query's four bytes at once; others widen them to floats, which hold the same integers. Of a chunk's 16 keys, one after
+the other, the larger remains.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from llvmlite import ir
 
 from forerun.index.compiling import compiled
 from forerun.kernels import team
-from forerun.kernels.memory import Job, Room, address_of
+from forerun.kernels.memory import Job, Room, address_of, floats, signed_bytes
 from forerun.kernels.tiles import ticket
 from forerun.kernels.vector import (
+    BYTE,
     BYTES,
     F32,
     FLOATS,
+    I32,
     I64,
     LANES,
     LINE,
@@ -28,19 +32,35 @@ from forerun.kernels.vector import (
     Code,
     Emitter,
     constant,
+    features,
     fused,
     intrinsic,
     intrinsic_code,
+    words_of,
 )
 
 CHUNK = 16
 """Keys of a chunk."""
 GROUP = LANES
 """Chunks whose keys lie side by side."""
+QUAD = 4
+"""Numbers of a key that lie side by side."""
+ZERO = 128
+"""What stands for 0 in a key: its bytes have no sign."""
 TILE = 4
 """Queries, or keys of one query, whose sums are in registers at a time."""
+AHEAD = 16384
+"""Bytes from what is read to what is fetched."""
 PIECE = 16
 """Groups that a thread takes at a time."""
+
+
+LARGEST, SMALLEST = 127.0, 1e-30
+"""A query's largest number as a byte, and the least unit that it is counted in."""
+JOB_ROOM = 256
+"""Bytes that are kept for the job."""
+DOTS = "+avx512vnni" in features()
+"""Whether the processor multiplies bytes, 64 at a time."""
 
 
 class Fields(NamedTuple):
@@ -56,6 +76,9 @@ class Fields(NamedTuple):
     keys_head: int
     q: int
     out: int
+    next_slot: int
+    slots: int
+    slot_size: int
     unused: float
 
 
@@ -66,38 +89,45 @@ _room = Room()
 
 
 def best_keys(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
-    """The largest product of each query with a key of each chunk.
+    """The largest product of each query with a key of each chunk, and for each query a number more.
 
     Args:
-        index: the keys, int8 ``[Hkv, groups, CHUNK, rank, GROUP]``.
+        index: the keys, uint8 ``[Hkv, groups, CHUNK, rank / QUAD, GROUP, QUAD]``, of which ``ZERO`` is taken in thought
+            only: that is the number more.
         count: chunks; the first of them in the first group, and so on.
-        q: float32 ``[H, n, rank]``; H is a multiple of Hkv.
+        q: float32 ``[H, n, rank]``; H is a multiple of Hkv. They are rounded to bytes.
 
     Returns:
         float32 ``[H, n, count]``.
     """
     if index.device.type != "cpu" or not fused():
         return by_definition(index, count, q)
-    heads, _, _, rank, _ = index.shape
+    heads, rank = index.shape[0], q.shape[2]
     groups, grouped = math.ceil(count / GROUP), q.reshape(heads, -1, rank)
     rows = grouped.shape[1]
     if rows > 1 and rows % TILE:  # a tile is faster than its queries one by one
         grouped = torch.nn.functional.pad(grouped, (0, 0, 0, TILE - rows % TILE))
     grouped = grouped.contiguous()
     out = grouped.new_empty(*grouped.shape[:2], groups * GROUP)
+    threads, each = torch.get_num_threads(), LINE * math.ceil(heads * grouped.shape[1] * (4 + rank) / LINE)
+    if _room.bytes.nbytes < JOB_ROOM + threads * each:
+        _room.reserve(JOB_ROOM + threads * each)
+    job = _room.address
     sizes = (0, heads, grouped.shape[1], rank, groups, math.ceil(groups / PIECE))
-    places = (index.data_ptr(), index.stride(0), grouped.data_ptr(), out.data_ptr())
+    places = (index.data_ptr(), index.stride(0), grouped.data_ptr(), out.data_ptr(), 0, job + JOB_ROOM, each)
     JOB.layout.pack_into(_room.bytes.data, 0, *sizes, *places, 0.0)
-    team.run(warm_up(), _room.address, torch.get_num_threads())
+    team.run(warm_up(), job, threads)
     return out[:, :rows, :count].reshape(*q.shape[:2], count)
 
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
     """The same by torch's operations."""
-    grouped = q.view(index.shape[0], -1, q.shape[2])
+    heads, rank = index.shape[0], q.shape[2]
+    scale = q.abs().amax(-1, keepdim=True) / LARGEST
+    rounded = (q / scale.clamp_min(SMALLEST)).round().view(heads, -1, rank // QUAD, QUAD)
     keys = index[:, : math.ceil(count / GROUP)].to(q.dtype)
-    products = torch.einsum("hnr,hgkrc->hngck", grouped, keys)
-    return products.amax(-1).flatten(2)[..., :count].reshape(*q.shape[:2], count)
+    products = torch.einsum("hnrj,hgkrcj->hngck", rounded, keys)
+    return products.amax(-1).flatten(2)[..., :count].reshape(*q.shape[:2], count) * scale
 
 
 @functools.cache
@@ -110,6 +140,9 @@ def warm_up() -> int:
 def work(address: int) -> None:
     """What each thread does: take pieces until there are none."""
     job = read_job(address)
+    slot = job.slots + ticket(address + 8 * 10) * job.slot_size
+    queries = job.heads * job.rows
+    _round(job, floats(slot, queries), signed_bytes(slot + 4 * queries, queries * job.rank))
     while True:
         task = ticket(address)
         if task >= job.heads * job.pieces:
@@ -119,25 +152,39 @@ def work(address: int) -> None:
         keys, row = job.keys + head * job.keys_head + first * size, 0
         while row < job.rows:
             place = head * job.rows + row
-            q, out = job.q + 4 * place * job.rank, job.out + 4 * GROUP * (place * job.groups + first)
+            scale, q = slot + 4 * place, slot + 4 * queries + place * job.rank
+            out = job.out + 4 * GROUP * (place * job.groups + first)
             if row + TILE <= job.rows:
-                score_queries(keys, q, job.rank, groups, out, 4 * GROUP * job.groups)
+                score_queries(keys, q, job.rank, groups, scale, out, 4 * GROUP * job.groups)
                 row += TILE
             else:
-                score_query(keys, q, job.rank, groups, out, 0)
+                score_query(keys, q, job.rank, groups, scale, out, 0)
                 row += 1
 
 
+@compiled
+def _round(job: Fields, scales: Any, numbers: Any) -> None:
+    """All queries as bytes, and what each is counted in."""
+    for i in range(job.heads * job.rows):
+        query = floats(job.q + 4 * i * job.rank, job.rank)
+        largest = np.float32(0)
+        for d in range(job.rank):
+            largest = max(largest, abs(query[d]))
+        scales[i] = largest / np.float32(LARGEST)
+        for d in range(job.rank):
+            numbers[i * job.rank + d] = int(np.rint(query[d] / max(scales[i], np.float32(SMALLEST))))
+
+
 @intrinsic
-def score_query(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, out: Any, row: Any) -> Code:
+def score_query(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: Any, out: Any, row: Any) -> Code:
     """One query, ``TILE`` keys at a time."""
-    return intrinsic_code(6, lambda e, *arguments: _score(e, 1, TILE, *arguments))
+    return intrinsic_code(7, lambda e, *arguments: _score(e, 1, TILE, *arguments))
 
 
 @intrinsic
-def score_queries(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, out: Any, row: Any) -> Code:
+def score_queries(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: Any, out: Any, row: Any) -> Code:
     """``TILE`` queries, a key at a time."""
-    return intrinsic_code(6, lambda e, *arguments: _score(e, TILE, 1, *arguments))
+    return intrinsic_code(7, lambda e, *arguments: _score(e, TILE, 1, *arguments))
 
 
 def _score(
@@ -148,25 +195,51 @@ def _score(
     q: ir.Value,
     rank: ir.Value,
     groups: ir.Value,
+    scale: ir.Value,
     out: ir.Value,
     row: ir.Value,
 ) -> None:
     b, size = e.builder, e.times(rank, GROUP)
+    zero = words_of(0) if DOTS else constant(0.0)
     with e.loop(groups) as group:
-        best = [e.variable(constant(-math.inf)) for _ in range(queries)]
+        best = [e.variable(words_of(-(2**31)) if DOTS else constant(-math.inf)) for _ in range(queries)]
         with e.loop(I64(CHUNK // keys)) as step:
             begin = e.at(first, e.times(e.at(e.times(group, CHUNK), e.times(step, keys)), size))
-            sums = [[e.variable(constant(0.0)) for _ in range(keys)] for _ in range(queries)]
-            with e.loop(rank) as d:
-                here = e.at(begin, e.times(d, GROUP))
-                found = [e.load(e.at(here, e.times(size, j)), BYTES) for j in range(keys)]
-                numbers = [b.sitofp(b.sext(part, WORDS), FLOATS) for part in found]
-                for i in range(queries):
-                    factor = e.everywhere(e.load(e.at(q, e.times(e.at(e.times(rank, i), d), 4)), F32))
-                    for number, place in zip(numbers, sums[i], strict=True):
-                        b.store(e.fma(number, factor, b.load(place)), place)
+            sums = [[e.variable(zero) for _ in range(keys)] for _ in range(queries)]
+            with e.loop(b.udiv(e.times(size, keys), I64(LINE))) as line:
+                e.prefetch(e.at(begin, e.times(line, LINE), AHEAD))
+            with e.loop(b.udiv(rank, I64(QUAD))) as quad:
+                here = e.at(begin, e.times(quad, LINE))
+                places = [e.at(here, e.times(size, j)) for j in range(keys)]
+                fours = [e.at(q, e.times(rank, i), e.times(quad, QUAD)) for i in range(queries)]
+                (_add_dots if DOTS else _add_products)(e, places, fours, sums)
             for i in range(queries):
                 for place in sums[i]:
                     b.store(e.larger(b.load(place), b.load(best[i])), best[i])
         for i in range(queries):
-            e.store(b.load(best[i]), e.at(out, e.times(row, i), e.times(group, LINE)))
+            found = b.load(best[i])
+            found = b.sitofp(found, FLOATS) if DOTS else found
+            factor = e.everywhere(e.load(e.at(scale, 4 * i), F32))
+            e.store(b.fmul(found, factor), e.at(out, e.times(row, i), e.times(group, LINE)))
+
+
+def _add_dots(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
+    """Bytes without a sign, by bytes with one, four products to a lane."""
+    b = e.builder
+    found = [e.load(place, WORDS) for place in places]
+    for four, rows in zip(fours, sums, strict=True):
+        query = e.everywhere(e.load(four, I32))
+        for keys, place in zip(found, rows, strict=True):
+            b.store(e.dots(keys, query, b.load(place)), place)
+
+
+def _add_products(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
+    """The same as floats, number by number."""
+    b = e.builder
+    found = [e.load(place, BYTES) for place in places]
+    for j in range(QUAD):
+        numbers = [b.uitofp(b.zext(e.every_fourth(keys, j), WORDS), FLOATS) for keys in found]
+        for four, rows in zip(fours, sums, strict=True):
+            query = e.everywhere(b.sitofp(e.load(e.at(four, j), BYTE), F32))
+            for number, place in zip(numbers, rows, strict=True):
+                b.store(e.fma(number, query, b.load(place)), place)

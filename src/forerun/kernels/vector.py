@@ -36,7 +36,8 @@ ROUND = 1.5 * 2.0**23
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 FLOATS, WORDS, FOUR = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, 4)
-HALVES, BYTES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.IntType(8), LANES)
+HALVES, BYTE = ir.VectorType(ir.IntType(16), LANES), ir.IntType(8)
+BYTES = ir.VectorType(BYTE, 4 * LANES)
 
 Code = tuple[Any, Callable[..., Any]]
 
@@ -89,7 +90,9 @@ class Emitter:
 
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
         """A value from memory."""
-        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1 if kind == BYTES else 2)
+        return self.builder.load(
+            self.builder.inttoptr(address, kind.as_pointer()), align=1 if kind in (BYTE, BYTES, I32) else 2
+        )
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
         """A value into memory."""
@@ -120,9 +123,17 @@ class Emitter:
         function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32")
         return self.builder.call(function, (a, b, c))
 
+    def dots(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+        """c plus four products in each lane, of bytes of ``a`` without a sign by bytes of ``b`` with one (AVX-512)."""
+        kind = ir.FunctionType(WORDS, (WORDS,) * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
+        return self.builder.call(function, (c, a, b))
+
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """``a`` where it is larger, else ``b``."""
-        return self.builder.select(self.builder.fcmp_ordered(">", a, b), a, b)
+        whole = a.type == WORDS
+        more = self.builder.icmp_signed(">", a, b) if whole else self.builder.fcmp_ordered(">", a, b)
+        return self.builder.select(more, a, b)
 
     def largest(self, x: ir.Value) -> ir.Value:
         """The largest float of a vector."""
@@ -148,8 +159,15 @@ class Emitter:
         exponent = b.add(b.bitcast(shifted, WORDS), words_of(127))
         return b.fmul(power, b.bitcast(b.shl(exponent, words_of(23)), FLOATS))
 
+    def every_fourth(self, a: ir.Value, first: int) -> ir.Value:
+        """Of 64 bytes, 16."""
+        return self._shuffle(a, a, list(range(first, 4 * LANES, 4)))
+
     def everywhere(self, value: ir.Value) -> ir.Value:
-        """One float, or four, repeated over the vector."""
+        """One float or integer, or four floats, repeated over the vector."""
+        if value.type == I32:
+            value = self.builder.insert_element(WORDS(ir.Undefined), value, I32(0))
+            return self._shuffle(value, value, [0] * LANES)
         if value.type == F32:
             value = self.builder.insert_element(FOUR(ir.Undefined), value, I32(0))
             return self._shuffle(value, value, [0] * LANES)
