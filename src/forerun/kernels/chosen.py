@@ -163,11 +163,12 @@ def _attend(job: Fields, task: int, slot: int) -> None:
     k, v, chunk_k, chunk_v = job.k + head * job.k_head, job.v + head * job.v_head, CHUNK * job.k_row, CHUNK * job.v_row
     for i in range(count):
         after = k + chosen[min(i + 1, count - 1)] * chunk_k
-        products(q, k + chosen[i] * chunk_k, job.k_row, job.dim, weights + 4 * i * CHUNK, after)
+        value = v + chosen[i] * chunk_v
+        products(q, k + chosen[i] * chunk_k, job.k_row, job.dim, weights + 4 * i * CHUNK, after, value, job.v_row)
     k = job.near_k + head * job.near_k_head
     for i in range(recent):
         here = k + i * CHUNK * job.near_k_row
-        products(q, here, job.near_k_row, job.dim, weights + 4 * (count + i) * CHUNK, here)
+        products(q, here, job.near_k_row, job.dim, weights + 4 * (count + i) * CHUNK, here, here, job.near_k_row)
     floats(weights, (count + recent) * CHUNK)[count * CHUNK + job.near :] = -np.inf
     state = floats(spare, 2)
     exponentials(weights, count + recent, spare)
@@ -175,12 +176,11 @@ def _attend(job: Fields, task: int, slot: int) -> None:
     result = floats(out, job.dim)
     result[:] = np.float32(0)
     for i in range(count):
-        after = v + chosen[min(i + 1, count - 1)] * chunk_v
-        add(weights + 4 * i * CHUNK, v + chosen[i] * chunk_v, job.v_row, job.dim, out, after)
+        add(weights + 4 * i * CHUNK, v + chosen[i] * chunk_v, job.v_row, job.dim, out)
     v = job.near_v + head * job.near_v_head
     for i in range(recent):
         here = v + i * CHUNK * job.near_v_row
-        add(weights + 4 * (count + i) * CHUNK, here, job.near_v_row, job.dim, out, here)
+        add(weights + 4 * (count + i) * CHUNK, here, job.near_v_row, job.dim, out)
     for c in range(job.dim):
         result[c] = np.float32(result[c] / state[1])
     floats(job.lse + 4 * task, 1)[0] = np.float32((state[0] + math.log2(state[1])) * math.log(2.0))
@@ -274,9 +274,11 @@ def largest(typing: Any, values: Any, vectors: Any, out: Any) -> Code:
 
 
 @intrinsic
-def products(typing: Any, q: Any, keys: Any, row: Any, dim: Any, out: Any, ahead: Any) -> Code:
-    """Products of a query with the keys of a chunk; the lines of the chunk at ``ahead`` are fetched meanwhile."""
-    return intrinsic_code(6, _products)
+def products(
+    typing: Any, q: Any, keys: Any, row: Any, dim: Any, out: Any, ahead: Any, values: Any, values_row: Any
+) -> Code:
+    """Products of a query with the keys of a chunk; the chunks at ``ahead`` and ``values`` are fetched meanwhile."""
+    return intrinsic_code(8, _products)
 
 
 @intrinsic
@@ -286,9 +288,9 @@ def exponentials(typing: Any, scores: Any, vectors: Any, state: Any) -> Code:
 
 
 @intrinsic
-def add(typing: Any, weights: Any, values: Any, row: Any, dim: Any, out: Any, ahead: Any) -> Code:
-    """Add a chunk's weighted values; the lines of the chunk at ``ahead`` are fetched meanwhile."""
-    return intrinsic_code(6, _add)
+def add(typing: Any, weights: Any, values: Any, row: Any, dim: Any, out: Any) -> Code:
+    """Add a chunk's weighted values."""
+    return intrinsic_code(5, _add)
 
 
 def _largest(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
@@ -297,7 +299,15 @@ def _largest(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> 
 
 
 def _products(
-    e: Emitter, q: ir.Value, keys: ir.Value, row: ir.Value, dim: ir.Value, out: ir.Value, ahead: ir.Value
+    e: Emitter,
+    q: ir.Value,
+    keys: ir.Value,
+    row: ir.Value,
+    dim: ir.Value,
+    out: ir.Value,
+    ahead: ir.Value,
+    values: ir.Value,
+    values_row: ir.Value,
 ) -> None:
     b = e.builder
     with e.loop(b.udiv(row.type(CHUNK), row.type(KEYS))) as group:
@@ -307,8 +317,9 @@ def _products(
         with e.loop(b.udiv(dim, row.type(LANES))) as c:
             line = e.times(c, LINE)
             part = e.load(e.at(q, line))
-            for offset, place in zip(offsets, sums, strict=True):
+            for j, (offset, place) in enumerate(zip(offsets, sums, strict=True)):
                 e.prefetch(e.at(ahead, offset, line))
+                e.prefetch(e.at(values, e.times(e.at(first, j), values_row), line))
                 b.store(e.fma(e.load(e.at(keys, offset, line)), part, b.load(place)), place)
         for j, place in enumerate(sums):
             e.store(e.total(b.load(place)), e.at(out, e.times(first, 4), 4 * j))
@@ -330,16 +341,13 @@ def _exponentials(e: Emitter, scores: ir.Value, vectors: ir.Value, state: ir.Val
     e.store(e.total(b.load(total)), e.at(state, 4))
 
 
-def _add(
-    e: Emitter, weights: ir.Value, values: ir.Value, row: ir.Value, dim: ir.Value, out: ir.Value, ahead: ir.Value
-) -> None:
+def _add(e: Emitter, weights: ir.Value, values: ir.Value, row: ir.Value, dim: ir.Value, out: ir.Value) -> None:
     b = e.builder
     with e.loop(b.udiv(dim, row.type(LANES))) as c:
         line = e.times(c, LINE)
         parts = [e.variable(constant(0.0)) for _ in range(KEYS)]
         for key in range(CHUNK):
             offset = e.at(e.times(row, key), line)
-            e.prefetch(e.at(ahead, offset))
             weight = e.everywhere(e.load(e.at(weights, 4 * key), F32))
             place = parts[key % KEYS]
             b.store(e.fma(e.load(e.at(values, offset)), weight, b.load(place)), place)
