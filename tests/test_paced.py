@@ -61,7 +61,7 @@ def run(world: World, tokens: int, most: int = 16) -> tuple[float, list[int]]:
     return world.now / tokens, lengths
 
 
-def test_drafts_that_do_not_pay_cost_three_passes_and_two_in_a_hundred() -> None:
+def test_drafts_that_do_not_pay_cost_two_passes_and_two_in_a_hundred() -> None:
     """Whatever their acceptance: a small model whose drafts cost a third of a pass, and half of them are wrong."""
     for acceptance in (0.0, 0.3, 0.5):
         for tokens in (128, 1000):

@@ -99,13 +99,10 @@ def attend_chosen(
     hidden = best * spec.scaling < best[..., :1] * spec.scaling - chosen.MARGIN
     chunks, hidden = (torch.nn.functional.pad(t, (1, 0)) for t in (chunks, hidden))
     owner = torch.arange(heads, device=q.device).div(heads // k.shape[1], rounding_mode="floor")[:, None, None]
-    keys, values = (
-        t[0].view(t.shape[1], -1, chosen.CHUNK, t.shape[3])[owner, chunks].flatten(2, 3).flatten(0, 1) for t in (k, v)
-    )
-    bias = (
-        torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -torch.inf).repeat_interleave(chosen.CHUNK, -1)
-    )
-    out, lse = _math(q.reshape(heads * n, 1, -1), keys, values, spec, bias.flatten(0, 1).unsqueeze(1))
+    cut = (t[0].view(t.shape[1], -1, chosen.CHUNK, t.shape[3]) for t in (k, v))
+    keys, values = (t[owner, chunks].flatten(2, 3).flatten(0, 1) for t in cut)
+    bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(chosen.CHUNK, -1).flatten(0, 1)
+    out, lse = _math(q.reshape(heads * n, 1, -1), keys, values, spec, bias.unsqueeze(1))
     far = AttentionState(out.view(1, heads, n, -1), lse.view(1, heads, n))
     if not near[2]:
         return far

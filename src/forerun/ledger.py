@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class Ledger:
     """Open as long as there is something left to lose; closed, until so much has come together again.
@@ -9,19 +11,54 @@ class Ledger:
     Args:
         allowance: what may be lost at first, and after a time without losses; in passes, as all of this.
         interest: what each step without guesses adds, up to the allowance.
-        reopening: what must be there before guesses are tried again.
-        savings: what guesses may have saved, at most, to lose it later.
     """
 
-    def __init__(self, allowance: float, interest: float, reopening: float, savings: float) -> None:
+    def __init__(self, allowance: float, interest: float) -> None:
         self.open = True
-        self._allowance, self._interest, self._reopening, self._savings = allowance, interest, reopening, savings
+        self._allowance, self._interest = allowance, interest
         self._balance = allowance
 
     def enter(self, saved: float | None) -> None:
         """Book a step: what its guesses saved, in passes without them, or None if it had none."""
-        if saved is not None:
-            self._balance = min(self._balance + saved, self._savings)
-        elif self._balance < self._allowance:
-            self._balance = min(self._balance + self._interest, self._allowance)
-        self.open = self._balance > 0 if self.open else self._balance >= self._reopening
+        self._balance = min(self._balance + (self._interest if saved is None else saved), self._allowance)
+        self.open = self._balance > 0 if self.open else self._balance >= self._allowance
+
+
+@dataclass
+class Purse:
+    """The same in seconds, which are valued by what a step without guesses takes as it is known now.
+
+    What guesses saved they may lose later.
+
+    Attributes:
+        allowance, interest: as of ``Ledger``, in steps without guesses.
+        reopening: what must be there before guesses are tried again.
+        savings: what may be saved, at most.
+        open: whether there is something left to lose.
+    """
+
+    allowance: float
+    interest: float
+    reopening: float
+    savings: float
+    open: bool = True
+    _given: float = 0.0
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+
+    def enter(self, tokens: float, seconds: float, plain: float, guessed: bool) -> None:
+        """Book a step.
+
+        Args:
+            tokens: that a row got of it.
+            seconds: that it took.
+            plain: that a step without guesses takes, which gives one token.
+            guessed: whether it had any.
+        """
+        if guessed:
+            self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
+        self._tokens = min(self._tokens, self.savings + self._seconds / plain)
+        balance = self.allowance + self._given + self._tokens - self._seconds / plain
+        if not guessed and balance < self.allowance:
+            self._given += self.interest
+        self.open = balance > 0 if self.open else balance >= self.reopening

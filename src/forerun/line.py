@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 MEMORY = 0.95
 """What remains of the weight of a measurement after the next one."""
@@ -12,26 +10,31 @@ MEMORY = 0.95
 
 @dataclass
 class Line:
-    """A line fitted through measurements, the older the lighter."""
+    """A line fitted through measurements, in plain numbers: it is asked in every step."""
 
-    sums: np.ndarray[tuple[int], np.dtype[np.float64]] = field(default_factory=lambda: np.zeros(5))
+    _weight: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
 
     def learn(self, x: float, y: float) -> None:
         """Take in a measurement."""
-        self.sums = MEMORY * self.sums + np.array([1.0, x, y, x * x, x * y])
+        self._weight = MEMORY * self._weight + 1
+        self._x, self._y = MEMORY * self._x + x, MEMORY * self._y + y
+        self._xx, self._xy = MEMORY * self._xx + x * x, MEMORY * self._xy + x * y
 
     @property
     def slope(self) -> float:
         """A line that falls, or has one point, is level."""
-        weight, sum_x, sum_y, sum_xx, sum_xy = self.sums.tolist()
-        spread = weight * sum_xx - sum_x * sum_x
-        if spread <= 1e-9 * weight * weight:
+        spread = self._weight * self._xx - self._x * self._x
+        if spread <= 1e-9 * self._weight * self._weight:
             return 0.0
-        return max(0.0, float((weight * sum_xy - sum_x * sum_y) / spread))
+        return max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
 
     def at(self, x: float) -> float:
         """The value at x; 0 where nothing was measured."""
-        weight, sum_x, sum_y = self.sums[:3].tolist()
-        if not weight:
+        if not self._weight:
             return 0.0
-        return float(max(0.0, (sum_y - self.slope * sum_x) / weight + self.slope * x))
+        slope = self.slope
+        return max(0.0, (self._y - slope * self._x) / self._weight + slope * x)

@@ -75,7 +75,7 @@ class Planner:
     def __init__(self, costs: CostCurve | float = CRITICAL_LENGTH) -> None:
         self._costs = costs if isinstance(costs, CostCurve) else CostCurve.linear(costs)
         self._by_odds, self._by_depth = ByOdds(), ByDepth()
-        self._probing = Ledger(ALLOWANCE, INTEREST, ALLOWANCE, ALLOWANCE)
+        self._probing = Ledger(ALLOWANCE, INTEREST)
         self._tokens = self._spent = 1.0
         self._wanted = math.inf
         self._idle, self._asked = 0, PATIENCE

@@ -119,8 +119,8 @@ def report_trees(report: Report, rows: Sequence[Row]) -> None:
     """Figure 6c."""
     columns = {"shape": "shape", "nodes": "nodes", "depth": "depth", "tokens_per_step": "tokens per step"}
     report.add(
-        "trees", "Tokens per step of the target, by draft tree over its retrieval cache, greedy", rows,
+        "trees", "Tokens per step of the target, by draft tree over its sparse cache, greedy", rows,
         pivot(rows, "shape", "nodes", number_cell("tokens_per_step")), listing(rows, columns),
     )  # fmt: skip
-    frame = Frame("Draft trees over the retrieval cache, greedy", "nodes of a tree", "tokens per step", log=True)
+    frame = Frame("Draft trees over the sparse cache, greedy", "nodes of a tree", "tokens per step", log=True)
     report.plot("trees", lambda path: plots.lines(path, frame, plots.by(rows, "shape", "nodes", "tokens_per_step")))

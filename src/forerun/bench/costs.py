@@ -33,7 +33,7 @@ class Costs:
 
     Attributes:
         full: of the target over all it has read.
-        middle: of the target over its retrieval cache.
+        middle: of the target over its sparse cache.
         small: of the small model, one token; None without one.
     """
 

@@ -1,4 +1,4 @@
-"""Draft trees by the target over its retrieval cache: tokens per step by the tree's shape and size (figure 6c).
+"""Draft trees by the target over its sparse cache: tokens per step by the tree's shape and size (figure 6c).
 
 Steps are counted here, not timed: on long contexts a step's cost is mostly that of reading the full cache, which does
 not depend on the tree.
@@ -74,7 +74,7 @@ def tree_rows(
         engine: without a planner, and with a budget of the largest size, so that trees stay whole.
         prompts: read already.
         sizes: nodes.
-        settings: of the retrieval cache.
+        settings: of the sparse cache.
         make: makes the requests; the length of the continuation is theirs.
     """
     rates = rank_rates(engine.target, prompts[0], settings, make(engine, prompts[0].tokens, "").max_new_tokens)

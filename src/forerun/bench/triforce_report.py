@@ -100,7 +100,7 @@ def cost_table(costs: Mapping[int, Costs]) -> str:
     rows = [
         {"context": context, "pass": f"{level}, {tokens} token{'s' * (tokens > 1)}", "ms": 1000 * seconds}
         for context, found in sorted(costs.items())
-        for level, by_tokens in (("full cache", found.full), ("retrieval cache", found.middle),
+        for level, by_tokens in (("full cache", found.full), ("sparse cache", found.middle),
                                  ("small model", {1: found.small} if found.small is not None else {}))
         for tokens, seconds in by_tokens.items()
     ]  # fmt: skip

@@ -100,6 +100,8 @@ class LowRankCache(View):
         self._tail = max(0, self.length - self.config.recent) // CHUNK * CHUNK
         for layer in self.source.layers:
             self._store(layer, self._tail, *self.source.read(layer, self._tail, self.length))
+            if self.whole:
+                continue
             if layer not in self._indexes:
                 keys = self.source.read(layer, 0, self.length)[0]
                 self._indexes[layer] = _Index.of(keys[0], self.source.queries[layer][0], self.config.rank)
@@ -156,7 +158,8 @@ class _Index:
     """One layer's keys in a few dimensions, chunk by chunk.
 
     Args:
-        of_keys, of_queries: what turns keys, less their mean, and queries into those dimensions, ``[Hkv, d, rank]``.
+        of_keys, of_queries: what turns keys, less their mean, and queries into those dimensions, ``[Hkv, d, rank]``; the
+            latter in float32.
         mean: of the keys, ``[Hkv, 1, d]``.
     """
 
@@ -184,12 +187,7 @@ class _Index:
         best = torch.linalg.eigh(root @ _moments(some - mean) @ root)[1][:, :, -rank:]
         of_keys = root @ best
         scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
-        return cls(of_keys / scale, (inverse @ best * scale).float(), mean.to(keys.dtype)).to(keys.dtype)
-
-    def to(self, dtype: torch.dtype) -> _Index:
-        """With keys turned in their own type."""
-        self._of_keys = self._of_keys.to(dtype)
-        return self
+        return cls((of_keys / scale).to(keys.dtype), (inverse @ best * scale).float(), mean.to(keys.dtype))
 
     def extend(self, keys: torch.Tensor) -> None:
         """Take in what is new of the keys ``[Hkv, m * CHUNK, d]``."""

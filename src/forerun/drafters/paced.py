@@ -22,7 +22,7 @@ import numpy as np
 
 from forerun.calibration import ByOdds
 from forerun.drafters.base import Drafter, OuterDrafter
-from forerun.ledger import Ledger
+from forerun.ledger import Purse
 from forerun.line import Line
 from forerun.request import Request
 from forerun.tree import DraftTree
@@ -41,9 +41,11 @@ LONGEST_PAUSE = 100
 """Steps without drafts, at most, before they are tried again."""
 TRIAL = 2
 """Drafts of such a trial."""
-ALLOWANCE, INTEREST, REOPENING, SAVINGS = 3.0, 0.02, 1.0, 16.0
+FIRST = (0, 0, 0, TRIAL, 2 * TRIAL)
+"""Drafts of the first steps, to learn what they cost. The first one of all is not counted: caches are cold then."""
+ALLOWANCE, INTEREST, REOPENING, SAVINGS = 2.0, 0.02, 1.0, 16.0
 """Passes that drafts may cost before they pay, what they are given for each step without them, what must be there
-before they are tried again, and what they may lose of what they saved: the worst case is two in a hundred and three."""
+before they are tried again, and what they may lose of what they saved: the worst case is two in a hundred and two passes."""
 EASY = 0.98
 """Acceptance at which drafting has to pay if trials that succeed shall be repeated soon."""
 
@@ -106,11 +108,10 @@ class PacedDrafter(OuterDrafter):
             self._calibration.forget()
             self._calibration.count(_chain(likely), np.arange(len(likely)) <= accepted, came)
         if self._step is not None:
-            self._step.costs.earn(len(outcome.verdict.tokens))
-            self._step.costs.learn(self._step, self._clock() - self._step.proposed, len(outcome.verdict.tokens))
-            if 0 < drafted == accepted:
-                self._step.costs.encourage()
-            self._step = None
+            self._step.observe(len(outcome.verdict.tokens), 0 < drafted == accepted, self._clock())
+            if self._step.ended:
+                self._step.costs.learn(self._step)
+                self._step = None
         self._acceptance[request.id].count(accepted, drafted)
         super().observe(request, outcome)
 
@@ -133,15 +134,29 @@ def _chain(likely: Sequence[float]) -> DraftTree:
     return DraftTree(np.zeros(count, np.int64), np.arange(-1, count - 1), probability=chance)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Step:
-    """A step under way: seconds of drafting, when it ended, drafted tokens and rows."""
+    """A step under way: seconds of drafting, when it ended, drafted tokens and rows; then what came of it."""
 
     costs: _Costs
     drafting: float
     proposed: float
     drafted: int
     rows: int
+    verifying: float = 0.0
+    tokens: int = 0
+    seen: int = 0
+    foreseen: bool = False
+
+    def observe(self, tokens: int, foreseen: bool, now: float) -> None:
+        """A row's tokens, and whether all its drafts were accepted; the time is the first row's, by then the pass is over."""
+        self.verifying = self.verifying or now - self.proposed
+        self.tokens, self.seen, self.foreseen = self.tokens + tokens, self.seen + 1, self.foreseen or foreseen
+
+    @property
+    def ended(self) -> bool:
+        """Whether all rows have been observed."""
+        return self.seen >= self.rows
 
 
 @dataclass
@@ -175,38 +190,37 @@ class _Costs:
     trying: bool = True
     earned: float = 0.0
     spent: float = 0.0
-    ledger: Ledger = field(default_factory=lambda: Ledger(ALLOWANCE, INTEREST, REOPENING, SAVINGS))
+    purse: Purse = field(default_factory=lambda: Purse(ALLOWANCE, INTEREST, REOPENING, SAVINGS))
 
     @property
     def price(self) -> float:
         """Tokens a row that are worth what another draft costs."""
         return self.earned / self.spent * (self.drafting + self.verifying.slope) if self.spent else 0.0
 
-    def earn(self, tokens: int) -> None:
-        """A row's tokens of a step; the others' are taken to be as many."""
-        self.earned = RECENT * self.earned + tokens
-
-    def learn(self, step: _Step, verifying: float, tokens: int) -> None:
-        """Take in a step's times; the tokens are one row's, and the others' are taken to be as many."""
-        self.verifying.learn(step.drafted / step.rows, verifying)
-        if not step.drafted or self.drafts >= 2:
-            seconds = step.drafting + verifying
-            self.ledger.enter(tokens - seconds / self.verifying.at(0) if step.drafted else None)
+    def learn(self, step: _Step) -> None:
+        """Take in what a step took, and what it gave a row."""
         self.steps += 1
-        self.spent = RECENT * self.spent + step.drafting + verifying
+        if self.steps == 1:
+            return
+        self.verifying.learn(step.drafted / step.rows, step.verifying)
+        seconds, tokens = step.drafting + step.verifying, step.tokens / step.rows
+        self.purse.enter(tokens, seconds, self.verifying.at(0), step.drafted > 0)
+        self.earned, self.spent = RECENT * self.earned + tokens, RECENT * self.spent + seconds
+        if step.foreseen:
+            self.encourage()
         if step.drafted:
             each = step.drafting * step.rows / step.drafted
             self.drafting = each if self.drafts < 2 else MEMORY * self.drafting + (1 - MEMORY) * each
             self.drafts += 1
 
     def next_length(self, acceptance: Sequence[float], most: int) -> int:
-        """Drafts a row: at first none and some, to learn what they cost; then what pays, or a pause and a trial."""
-        self.trying = self.steps < 3
+        """Drafts a row: at first none and some; then what pays, or a pause and a trial."""
+        self.trying = self.steps < len(FIRST)
         if self.trying:
-            return min(most, (0, TRIAL, 2 * TRIAL)[self.steps])
-        length = self.best_length(acceptance, most)
-        if not self.ledger.open:
+            return min(most, FIRST[self.steps])
+        if not self.purse.open:
             return 0
+        length = self.best_length(acceptance, most)
         if length:
             self.pause, self.rested = 1, 0
             return length
@@ -228,5 +242,5 @@ class _Costs:
         lengths = np.arange(most + 1)
         powers = np.array(acceptance)[:, None] ** lengths
         tokens = powers.cumsum(1).sum(0)  # 1 + a + ... + a^n, over the rows
-        seconds = np.array([self.verifying.at(n) + n * self.drafting for n in lengths.tolist()])
+        seconds = self.verifying.at(0) + lengths * (self.verifying.slope + self.drafting)
         return int(np.argmax(tokens / seconds.clip(1e-9)))
