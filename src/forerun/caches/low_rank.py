@@ -158,8 +158,8 @@ class _Index:
     """One layer's keys in a few dimensions, chunk by chunk.
 
     Args:
-        of_keys, of_queries: what turns keys, less their mean, and queries into those dimensions, ``[Hkv, d, rank]``; the
-            latter in float32.
+        of_keys, of_queries: what turns keys, less their mean, and queries into those dimensions, ``[Hkv, d, rank]``;
+            the latter in float32.
         mean: of the keys, ``[Hkv, 1, d]``.
     """
 

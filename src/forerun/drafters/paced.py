@@ -45,7 +45,7 @@ FIRST = (0, 0, 0, TRIAL, 2 * TRIAL)
 """Drafts of the first steps, to learn what they cost. The first one of all is not counted: caches are cold then."""
 ALLOWANCE, INTEREST, REOPENING, SAVINGS = 2.0, 0.02, 1.0, 16.0
 """Passes that drafts may cost before they pay, what they are given for each step without them, what must be there
-before they are tried again, and what they may lose of what they saved: the worst case is two in a hundred and two passes."""
+before they are tried again, and what they may lose of what they saved: two in a hundred and two is the worst case."""
 EASY = 0.98
 """Acceptance at which drafting has to pay if trials that succeed shall be repeated soon."""
 
@@ -68,6 +68,7 @@ class PacedDrafter(OuterDrafter):
         self._acceptance: dict[int, _Rate] = {}
         self._costs: dict[int, _Costs] = {}
         self._step: _Step | None = None
+        self._drafted: set[int] = set()  # requests that had drafts
         self._calibration = ByOdds()
         self._chains: dict[int, list[float]] = {}  # how likely the model found the tokens of each row's chain
         self._chances: dict[int, float] = {}  # that all of it is accepted
@@ -90,8 +91,10 @@ class PacedDrafter(OuterDrafter):
         began = self._clock()
         trees = self.inner.propose_batch(requests, length) if length else [DraftTree.empty()] * len(requests)
         ended = self._clock()
+        drafted = {request.id for request, tree in zip(requests, trees, strict=True) if len(tree)}
+        fresh, self._drafted = not drafted <= self._drafted, self._drafted | drafted
         settled = all(len(request) > request.prompt_length for request in requests)  # else the pass ends the prefill
-        self._step = _Step(costs, ended - began, ended, sum(map(len, trees)), len(trees)) if settled else None
+        self._step = _Step(costs, ended - began, ended, sum(map(len, trees)), len(trees), fresh) if settled else None
         return trees
 
     def _enough(self, request: Request, likely: float) -> bool:
@@ -125,6 +128,7 @@ class PacedDrafter(OuterDrafter):
     def finish(self, request: Request) -> None:
         """See ``Drafter.finish``."""
         self._acceptance.pop(request.id, None)
+        self._drafted.discard(request.id)
         super().finish(request)
 
 
@@ -136,20 +140,24 @@ def _chain(likely: Sequence[float]) -> DraftTree:
 
 @dataclass
 class _Step:
-    """A step under way: seconds of drafting, when it ended, drafted tokens and rows; then what came of it."""
+    """A step under way: seconds of drafting, when it ended, drafted tokens and rows; then what came of it.
+
+    ``fresh`` where a row has drafts for the first time: a sparse cache may make its first choice then.
+    """
 
     costs: _Costs
     drafting: float
     proposed: float
     drafted: int
     rows: int
+    fresh: bool
     verifying: float = 0.0
     tokens: int = 0
     seen: int = 0
     foreseen: bool = False
 
     def observe(self, tokens: int, foreseen: bool, now: float) -> None:
-        """A row's tokens, and whether all its drafts were accepted; the time is the first row's, by then the pass is over."""
+        """A row's tokens, and whether all its drafts were accepted; at the first row's time the pass is over."""
         self.verifying = self.verifying or now - self.proposed
         self.tokens, self.seen, self.foreseen = self.tokens + tokens, self.seen + 1, self.foreseen or foreseen
 
@@ -181,7 +189,7 @@ class _Costs:
     """Seconds of a step at one length of context, and the pauses that drafting takes there."""
 
     verifying: Line = field(default_factory=Line)
-    drafting: float = 0.0  # a token; what was measured first does not count, for a sparse cache chose its tokens then
+    drafting: float = 0.0  # a token
     drafts: int = 0
     steps: int = 0
     pause: int = 1
@@ -200,7 +208,7 @@ class _Costs:
     def learn(self, step: _Step) -> None:
         """Take in what a step took, and what it gave a row."""
         self.steps += 1
-        if self.steps == 1:
+        if self.steps == 1 or step.fresh:
             return
         self.verifying.learn(step.drafted / step.rows, step.verifying)
         seconds, tokens = step.drafting + step.verifying, step.tokens / step.rows
@@ -210,7 +218,7 @@ class _Costs:
             self.encourage()
         if step.drafted:
             each = step.drafting * step.rows / step.drafted
-            self.drafting = each if self.drafts < 2 else MEMORY * self.drafting + (1 - MEMORY) * each
+            self.drafting = each if not self.drafts else MEMORY * self.drafting + (1 - MEMORY) * each
             self.drafts += 1
 
     def next_length(self, acceptance: Sequence[float], most: int) -> int:
