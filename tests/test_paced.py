@@ -10,6 +10,7 @@ import torch
 
 from forerun.drafters.base import Drafter
 from forerun.drafters.paced import PacedDrafter
+from forerun.ledger import Purse
 from forerun.request import Request
 from forerun.sampling import Salt, uniform
 from forerun.tree import DraftTree
@@ -176,3 +177,13 @@ def test_it_waits_for_the_prefill_and_counts_costs_apart_by_context() -> None:
         assert len(drafter.propose(request, 64)) == 0
     assert len(drafter._costs) == 2
     assert all(costs.steps == 0 for costs in drafter._costs.values())
+
+
+def test_times_that_make_no_sense_do_no_harm() -> None:
+    """A clock that stands still, and one by which a pass over more tokens takes less time."""
+    for each_verified in (0.0, -7.0):
+        seconds, lengths = run(World(0 if not each_verified else 30, each_verified, 0, 0.9), 200)
+        assert seconds < 31 and len(lengths) <= 200
+    purse = Purse(2.0, 0.02, 1.0, 16.0)
+    purse.enter(3, 1.0, 0.0, guessed=True)
+    assert purse.open

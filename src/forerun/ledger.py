@@ -52,9 +52,11 @@ class Purse:
         Args:
             tokens: that a row got of it.
             seconds: that it took.
-            plain: that a step without guesses takes, which gives one token.
+            plain: that a step without guesses takes, which gives one token; where it takes no time nothing is booked.
             guessed: whether it had any.
         """
+        if not plain:
+            return
         if guessed:
             self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
         self._tokens = min(self._tokens, self.savings + self._seconds / plain)

@@ -212,7 +212,8 @@ class _Costs:
             return
         self.verifying.learn(step.drafted / step.rows, step.verifying)
         seconds, tokens = step.drafting + step.verifying, step.tokens / step.rows
-        self.purse.enter(tokens, seconds, self.verifying.at(0), step.drafted > 0)
+        plain = self.verifying.at(0) or step.verifying  # a line through noise may end at nothing
+        self.purse.enter(tokens, seconds, plain, step.drafted > 0)
         self.earned, self.spent = RECENT * self.earned + tokens, RECENT * self.spent + seconds
         if step.foreseen:
             self.encourage()
