@@ -91,9 +91,9 @@ def attend_chosen(
             them is finite.
         spec: what the layer asks for; no window.
     """
-    worth[..., 0] = -torch.inf
     if spec.softcap is None and chosen.fits(q, k, v):
         return AttentionState(*chosen.attend_chosen(q, k, v, worth, count, near, spec.scaling))
+    worth[..., 0] = -torch.inf
     heads, n = q.shape[1:3]
     best, chunks = worth.topk(count, -1)
     hidden = best * spec.scaling < best[..., :1] * spec.scaling - chosen.MARGIN

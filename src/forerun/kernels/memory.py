@@ -6,7 +6,7 @@ import operator
 import struct
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 import numpy as np
 from llvmlite import ir
@@ -36,15 +36,15 @@ class Room(threading.local):
 
 
 class Job:
-    """How one call is laid out for the threads: integers (addresses, distances in bytes, counts), at the end a float.
+    """How one call is laid out for the threads: by the fields of a ``NamedTuple``, integers and floats of 64 bits.
 
-    The first integer is the next task's number; the fields are those of a ``NamedTuple``.
+    The first integer is the number of the next task, the second that of the next thread's memory, if it needs one.
     """
 
     def __init__(self, fields: Any) -> None:
-        count = len(fields._fields) - 1
-        self.layout = struct.Struct(f"{count}qd")
-        self.kind = types.NamedTuple([types.int64] * count + [types.float64], fields)
+        kinds = list(get_type_hints(fields).values())
+        self.layout = struct.Struct("".join("d" if kind is float else "q" for kind in kinds))
+        self.kind = types.NamedTuple([types.float64 if kind is float else types.int64 for kind in kinds], fields)
 
     def reader(self) -> Any:
         """What reads it in compiled code, given its address."""

@@ -53,8 +53,6 @@ AHEAD = 16384
 """Bytes from what is read to what is fetched."""
 PIECE = 16
 """Groups that a thread takes at a time."""
-
-
 LARGEST, SMALLEST = 127.0, 1e-30
 """A query's largest number as a byte, and the least unit that it is counted in."""
 JOB_ROOM = 256
@@ -67,6 +65,7 @@ class Fields(NamedTuple):
     """One call, as the threads see it: addresses, distances in bytes, and counts."""
 
     next_task: int
+    next_slot: int
     heads: int
     rows: int
     rank: int
@@ -76,10 +75,8 @@ class Fields(NamedTuple):
     keys_head: int
     q: int
     out: int
-    next_slot: int
     slots: int
     slot_size: int
-    unused: float
 
 
 JOB = Job(Fields)
@@ -113,9 +110,9 @@ def best_keys(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
     if _room.bytes.nbytes < JOB_ROOM + threads * each:
         _room.reserve(JOB_ROOM + threads * each)
     job = _room.address
-    sizes = (0, heads, grouped.shape[1], rank, groups, math.ceil(groups / PIECE))
-    places = (index.data_ptr(), index.stride(0), grouped.data_ptr(), out.data_ptr(), 0, job + JOB_ROOM, each)
-    JOB.layout.pack_into(_room.bytes.data, 0, *sizes, *places, 0.0)
+    sizes = (0, 0, heads, grouped.shape[1], rank, groups, math.ceil(groups / PIECE))
+    places = (index.data_ptr(), index.stride(0), grouped.data_ptr(), out.data_ptr(), job + JOB_ROOM, each)
+    JOB.layout.pack_into(_room.bytes.data, 0, *sizes, *places)
     team.run(warm_up(), job, threads)
     return out[:, :rows, :count].reshape(*q.shape[:2], count)
 
@@ -140,7 +137,7 @@ def warm_up() -> int:
 def work(address: int) -> None:
     """What each thread does: take pieces until there are none."""
     job = read_job(address)
-    slot = job.slots + ticket(address + 8 * 10) * job.slot_size
+    slot = job.slots + ticket(address + 8) * job.slot_size
     queries = job.heads * job.rows
     _round(job, floats(slot, queries), signed_bytes(slot + 4 * queries, queries * job.rank))
     while True:
