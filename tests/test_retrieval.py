@@ -71,11 +71,11 @@ def held_keys(row: Row, chunks: set[int], head: int, layer: int, config: Retriev
     return {keys[p].numpy().tobytes() for p in [*positions, *range(tail, row.full.length)] if p < row.full.length}
 
 
-def view_of(row: Row, kind: str) -> View:
-    """With a budget for all of the text."""
+def view_of(row: Row, kind: str, budget: int = 1000) -> View:
+    """With a budget for all of the text, if none is given."""
     if kind == "low-rank":
-        return LowRankCache(row.full, LowRankConfig(1000, window=8))
-    return RetrievalCache(row.full, RetrievalConfig(1000, 4)) if kind == "retrieval" else TopKCache(row.full, 1000)
+        return LowRankCache(row.full, LowRankConfig(budget, window=8))
+    return RetrievalCache(row.full, RetrievalConfig(budget, 4)) if kind == "retrieval" else TopKCache(row.full, budget)
 
 
 @settings(max_examples=60, deadline=None)
@@ -146,11 +146,16 @@ def test_tokens_on_trial_are_seen_and_forgotten(kind: str, window: int | None) -
     assert view.length == 23
 
 
-def test_a_layer_with_a_sliding_window_sees_its_window_whatever_the_budget() -> None:
+@pytest.mark.parametrize("kind", ["retrieval", "low-rank"])
+def test_a_layer_with_a_sliding_window_sees_its_window_whatever_the_budget(kind: str) -> None:
+    """And nothing is made to choose by."""
     spec = AttentionSpec(0.35, window=6)
     row = Row.of(80)
-    cache = RetrievalCache(row.full, RetrievalConfig(budget=4, chunk=2))
+    choosing, cache = view_of(row, kind, 4), view_of(row, kind, 4)
+    choosing.sync()
+    row.full.specs = dict.fromkeys(row.full.specs, spec)
     cache.sync()
+    assert cache.nbytes < choosing.nbytes
     block = Block(np.zeros(1, np.int64), DraftTree.chain([1, 2]), 80)
     qkv = row.qkv(3)
     assert torch.allclose(cache.attend(0, *qkv, block, spec), row.full.attend(0, *qkv, block, spec), atol=1e-12)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from forerun.kernels import chosen, fewquery, scan, vector
+from forerun.kernels.memory import address_of
 
 
 class AttentionState(NamedTuple):
@@ -99,9 +100,9 @@ def attend_chosen(
     hidden = best * spec.scaling < best[..., :1] * spec.scaling - chosen.MARGIN
     chunks, hidden = (torch.nn.functional.pad(t, (1, 0)) for t in (chunks, hidden))
     owner = torch.arange(heads, device=q.device).div(heads // k.shape[1], rounding_mode="floor")[:, None, None]
-    cut = (t[0].view(t.shape[1], -1, chosen.CHUNK, t.shape[3]) for t in (k, v))
+    cut = (t[0].view(t.shape[1], -1, scan.CHUNK, t.shape[3]) for t in (k, v))
     keys, values = (t[owner, chunks].flatten(2, 3).flatten(0, 1) for t in cut)
-    bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(chosen.CHUNK, -1).flatten(0, 1)
+    bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(scan.CHUNK, -1).flatten(0, 1)
     out, lse = _math(q.reshape(heads * n, 1, -1), keys, values, spec, bias.unsqueeze(1))
     far = AttentionState(out.view(1, heads, n, -1), lse.view(1, heads, n))
     if not near[2]:
@@ -143,7 +144,7 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what attention on this device with this type may run, or load what an earlier process compiled."""
     if device.type == "cpu" and dtype in fewquery.KINDS and vector.fused():
         for kernel in (fewquery, scan, chosen):
-            kernel.warm_up()
+            address_of(kernel.work)
 
 
 def _math(

@@ -29,6 +29,8 @@ class FullCache(Cache):
         self.queries: dict[int, torch.Tensor] = {}
         """The queries of the last pass, by layer, ``[1, H, n, d]``: what a sparse cache chooses its keys by. None are
         left where the tokens of that pass were forgotten."""
+        self.specs: dict[int, AttentionSpec] = {}
+        """What each layer asked for in its last pass."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -38,7 +40,7 @@ class FullCache(Cache):
         if end > self._capacity:
             self._capacity = end + max(GROWTH, end // 32)
         rows = self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
-        self.queries[layer] = q
+        self.queries[layer], self.specs[layer] = q, spec
         return merge(*attend_in_order(q, rows, self.length, block, spec))
 
     def commit(self, block: Block, path: Sequence[int]) -> None:

@@ -100,7 +100,7 @@ class LowRankCache(View):
         self._tail = max(0, self.length - self.config.recent) // CHUNK * CHUNK
         for layer in self.source.layers:
             self._store(layer, self._tail, *self.source.read(layer, self._tail, self.length))
-            if self.whole:
+            if self.whole or self.source.specs[layer].window is not None:
                 continue
             if layer not in self._indexes:
                 keys = self.source.read(layer, 0, self.length)[0]

@@ -144,9 +144,9 @@ class RetrievalCache(View):
         self._chunks = min(complete, self.config.slots)
         for index in self.source.layers:
             layer = self._layers.setdefault(index, _Layer(size))
-            keys, values = self.source.read(index, 0, self._tail)
-            queries = self.source.queries[index]
-            layer.choose(queries[:, :, list(rows)].sum(2), keys, values, self._chunks)
+            if self.source.specs[index].window is None:
+                query = self.source.queries[index][:, :, list(rows)].sum(2)
+                layer.choose(query, *self.source.read(index, 0, self._tail), self._chunks)
             layer.write(self._chunks * size, *self.source.read(index, self._tail, self.length))
         self.refreshes += 1
 

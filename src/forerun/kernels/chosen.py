@@ -1,13 +1,11 @@
 """Attention of each query over chunks of its own choice, read in place, given what every chunk is worth to it.
 
-One thread takes one query of one head: it finds the best chunks by two selections, of groups and of chunks, scores
-their keys, and adds up their values. Nothing is sorted and nothing is copied. Many heads look at a few places only, so
-what is worth next to nothing beside the best is left out.
+One thread takes one query of one head: it finds the best chunks, scores their keys, and adds up their values. Nothing
+is copied. Many heads look at a few places only, so what is worth next to nothing beside the best is left out.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -16,21 +14,17 @@ import torch
 from llvmlite import ir
 
 from forerun.index.compiling import compiled
-from forerun.kernels import team
-from forerun.kernels.memory import Job, Room, address_of, floats, integers
+from forerun.kernels import memory, team
+from forerun.kernels.memory import Job, Room, address_of, floats, integers, place
+from forerun.kernels.scan import CHUNK
+from forerun.kernels.selection import choose, numbers_of
 from forerun.kernels.tiles import ticket
-from forerun.kernels.vector import F32, LANES, LINE, Code, Emitter, constant, fused, intrinsic, intrinsic_code
+from forerun.kernels.vector import F32, LANES, LINE, Code, Emitter, constant, intrinsic, intrinsic_code
 
-CHUNK = LANES
-"""Keys of a chunk."""
-GROUP = LANES
-"""Chunks whose best one decides whether they are looked at one by one."""
 KEYS = 4
 """Keys whose products are in registers at a time."""
 MARGIN = 7.0
 """What is further below the best score, in nats, has a thousandth of its weight."""
-JOB_ROOM = 256
-"""Bytes that are kept for the job."""
 
 
 class Fields(NamedTuple):
@@ -96,41 +90,21 @@ def attend_chosen(
     _, heads, n, dim = q.shape
     q, worth, chunks = q.contiguous(), worth.contiguous(), worth.shape[2]
     threads = min(torch.get_num_threads(), heads * n)
-    numbers, keys = 1 + chunks + math.ceil(chunks / GROUP), (1 + count + math.ceil(near[2] / CHUNK)) * CHUNK
+    numbers, keys = 1 + numbers_of(chunks), (1 + count + math.ceil(near[2] / CHUNK)) * CHUNK
     slot_size = LINE * math.ceil((8 * (numbers + chunks) + 4 * (keys + dim)) / LINE)
-    if _room.bytes.nbytes < JOB_ROOM + threads * slot_size:
-        _room.reserve(JOB_ROOM + threads * slot_size)
-    job = _room.address
+    job = _room.claim(JOB.size + threads * slot_size)
     out, lse = q.new_empty(1, heads, n, dim), q.new_empty(1, heads, n)
-    sizes = (0, 0, heads * n, n * (heads // k.shape[1]), dim, chunks, count, job + JOB_ROOM, slot_size)
-    recent = (near[2], *_place(near[0]), *_place(near[1]))
-    places = (worth.data_ptr(), 4 * chunks, q.data_ptr(), *_place(k), *_place(v), *recent)
+    sizes = (0, 0, heads * n, n * (heads // k.shape[1]), dim, chunks, count, job + JOB.size, slot_size)
+    recent = (near[2], *place(near[0]), *place(near[1]))
+    places = (worth.data_ptr(), 4 * chunks, q.data_ptr(), *place(k), *place(v), *recent)
     JOB.layout.pack_into(_room.bytes.data, 0, *sizes, *places, out.data_ptr(), lse.data_ptr(), scaling / math.log(2))
-    team.run(warm_up(), job, threads)
+    team.run(address_of(work), job, threads)
     return out, lse
-
-
-def _place(t: torch.Tensor) -> tuple[int, int, int]:
-    """Address, and bytes from head to head and from row to row."""
-    return t.data_ptr(), 4 * t.stride(1), 4 * t.stride(2)
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether these are such as ``attend_chosen`` reads: floats on a CPU, in rows of a multiple of 16."""
-    return (
-        fused()
-        and q.device.type == "cpu"
-        and q.dtype == k.dtype == v.dtype == torch.float32
-        and q.shape[3] == v.shape[3]
-        and q.shape[3] % LANES == 0
-        and q.stride(3) == k.stride(3) == v.stride(3) == 1
-    )
-
-
-@functools.cache
-def warm_up() -> int:
-    """Compile, or load what an earlier process has compiled; gives the address of ``work``."""
-    return address_of(work)
+    return q.dtype == torch.float32 and memory.fits(q, k, v)
 
 
 @compiled
@@ -148,7 +122,7 @@ def work(address: int) -> None:
 @compiled
 def _attend(job: Fields, task: int, slot: int) -> None:
     """Output and log-sum-exp of one query of one head."""
-    found, spare = slot, slot + 8 * (1 + job.chunks + (job.chunks + GROUP - 1) // GROUP)
+    found, spare = slot, slot + 8 * (1 + numbers_of(job.chunks))
     weights = spare + 8 * job.chunks
     recent = (job.near + CHUNK - 1) // CHUNK
     q = weights + 4 * (1 + job.chosen + recent) * CHUNK
@@ -186,93 +160,6 @@ def _attend(job: Fields, task: int, slot: int) -> None:
     floats(job.lse + 4 * task, 1)[0] = np.float32((state[0] + math.log2(state[1])) * math.log(2.0))
 
 
-@compiled
-def choose(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
-    """The numbers of the ``count`` chunks that are worth most, or of fewer, in their order.
-
-    The best ``count`` chunks lie in the best ``count`` groups, so what the least of those groups is worth is a bound.
-
-    Args:
-        worth: of each chunk.
-        count: no more than there are.
-        margin: what is worth so much less than the best is left out.
-        found: room for a number of each chunk and each group, 8 bytes each; the first of them are the result.
-        spare: room for two floats of each chunk.
-
-    Returns:
-        How many there are.
-    """
-    groups = (len(worth) + GROUP - 1) // GROUP
-    numbers = integers(found, len(worth) + groups)
-    maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))
-    whole = len(worth) // GROUP
-    if whole < groups:
-        maxima[whole] = worth[whole * GROUP]
-        for c in range(whole * GROUP + 1, len(worth)):
-            maxima[whole] = max(maxima[whole], worth[c])
-    largest(worth.ctypes.data, whole, spare)
-    top = maxima[0]
-    for g in range(groups):
-        copy[g] = maxima[g]
-        top = max(top, maxima[g])
-    bound = np.float32(top - margin)
-    if groups > count:
-        bound = max(bound, np.float32(nth_largest(copy[:groups], count)))
-    likely = 0
-    for g in range(groups):
-        if maxima[g] >= bound:
-            for c in range(g * GROUP, min(g * GROUP + GROUP, len(worth))):
-                if worth[c] >= bound:
-                    numbers[likely], copy[likely] = c, worth[c]
-                    likely += 1
-    if likely <= count:
-        return likely
-    bound = np.float32(nth_largest(copy[:likely], count))
-    ties = count
-    for i in range(likely):
-        ties -= worth[numbers[i]] > bound
-    kept = 0
-    for i in range(likely):
-        chunk = numbers[i]
-        if worth[chunk] == bound:
-            ties -= 1
-        if worth[chunk] > bound or (worth[chunk] == bound and ties >= 0):
-            numbers[kept] = chunk
-            kept += 1
-    return kept
-
-
-@compiled
-def nth_largest(values: Any, n: int) -> float:
-    """The ``n``-th largest value, counted from 1; the values change places (Hoare's selection)."""
-    low, high, place = 0, len(values) - 1, n - 1
-    while low < high:
-        pivot = values[(low + high) // 2]
-        i, j = low, high
-        while i <= j:
-            while values[i] > pivot:
-                i += 1
-            while values[j] < pivot:
-                j -= 1
-            if i <= j:
-                values[i], values[j] = values[j], values[i]
-                i += 1
-                j -= 1
-        if place <= j:
-            high = j
-        elif place >= i:
-            low = i
-        else:
-            break
-    return float(values[place])
-
-
-@intrinsic
-def largest(typing: Any, values: Any, vectors: Any, out: Any) -> Code:
-    """The largest float of each vector."""
-    return intrinsic_code(3, _largest)
-
-
 @intrinsic
 def products(
     typing: Any, q: Any, keys: Any, row: Any, dim: Any, out: Any, ahead: Any, values: Any, values_row: Any
@@ -291,11 +178,6 @@ def exponentials(typing: Any, scores: Any, vectors: Any, state: Any) -> Code:
 def add(typing: Any, weights: Any, values: Any, row: Any, dim: Any, out: Any) -> Code:
     """Add a chunk's weighted values."""
     return intrinsic_code(5, _add)
-
-
-def _largest(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
-    with e.loop(vectors) as i:
-        e.store(e.largest(e.load(e.at(values, e.times(i, LINE)))), e.at(out, e.times(i, 4)))
 
 
 def _products(

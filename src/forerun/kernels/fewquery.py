@@ -11,7 +11,6 @@ query alone or among others.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -19,8 +18,8 @@ import numpy as np
 import torch
 
 from forerun.index.compiling import compiled
-from forerun.kernels import team
-from forerun.kernels.memory import Job, Room, address_of, floats
+from forerun.kernels import memory, team
+from forerun.kernels.memory import Job, Room, address_of, floats, place
 from forerun.kernels.tiles import (
     QUERIES,
     STATE,
@@ -36,7 +35,7 @@ from forerun.kernels.tiles import (
     widen_bfloat16,
     widen_float16,
 )
-from forerun.kernels.vector import LANES, LINE, fused
+from forerun.kernels.vector import LANES, LINE
 
 BLOCK = 32
 """Keys of a block: with their values they stay in the nearest cache."""
@@ -48,8 +47,6 @@ LOWEST = -3e38
 """Where the running maximum begins. Finite, so that differences are numbers."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What keys and values may be; 16 bits are widened block by block, and all sums are float32."""
-JOB_ROOM = 512
-"""Bytes that are kept for the job."""
 
 
 class Fields(NamedTuple):
@@ -87,7 +84,7 @@ class Fields(NamedTuple):
 JOB = Job(Fields)
 read_job = JOB.reader()
 
-_memory = Room()
+_room = Room()
 
 
 def few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,44 +99,22 @@ def few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: floa
     pieces, tiles = math.ceil(m / piece), math.ceil(n / QUERIES)
     slot_size = tiles * QUERIES * 4 * (dim + BLOCK) + BLOCK * dim * 4
     part_size = tiles * (QUERIES * dim * 4 + STATE)
-    size = JOB_ROOM + 8 * heads + threads * slot_size + heads * pieces * part_size
-    if _memory.bytes.nbytes < size:
-        _memory.reserve(size)
-    job = _memory.address
-    done = job + JOB_ROOM
+    job = _room.claim(JOB.size + 8 * heads + threads * slot_size + heads * pieces * part_size)
+    done = job + JOB.size
     slots = done + 8 * heads
-    _memory.bytes[JOB_ROOM : JOB_ROOM + 8 * heads] = 0
+    _room.bytes[JOB.size : JOB.size + 8 * heads] = 0
     out, lse = floats_of_q.new_empty(1, heads, n, dim), floats_of_q.new_empty(1, heads, n)
-    rows = (*_place(floats_of_q), *_place(k), *_place(v))
+    rows = (*place(floats_of_q), *place(k), *place(v))
     sizes = (slots, slot_size, slots + threads * slot_size, part_size, scaling / math.log(2))
     counts = (0, 0, heads, n, m, dim, piece, pieces, KINDS[k.dtype], k.element_size())
-    JOB.layout.pack_into(_memory.bytes.data, 0, *counts, *rows, out.data_ptr(), lse.data_ptr(), done, *sizes)
-    team.run(warm_up(), job, threads)
+    JOB.layout.pack_into(_room.bytes.data, 0, *counts, *rows, out.data_ptr(), lse.data_ptr(), done, *sizes)
+    team.run(address_of(work), job, threads)
     return out.to(q.dtype), lse
-
-
-def _place(t: torch.Tensor) -> tuple[int, int, int]:
-    """Address, and bytes from head to head and from row to row."""
-    return t.data_ptr(), t.element_size() * t.stride(1), t.element_size() * t.stride(2)
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether these tensors of a CPU are such as ``few_queries`` reads: rows of a multiple of 16 numbers."""
-    return (
-        fused()
-        and q.dtype in KINDS
-        and q.dtype == k.dtype == v.dtype
-        and q.shape[0] == 1
-        and q.shape[3] % LANES == 0
-        and q.stride(3) == k.stride(3) == v.stride(3) == 1
-        and not (q.requires_grad or k.requires_grad or v.requires_grad)
-    )
-
-
-@functools.cache
-def warm_up() -> int:
-    """Compile, or load what an earlier process has compiled; gives the address of ``work``."""
-    return address_of(work)
+    return q.dtype in KINDS and memory.fits(q, k, v)
 
 
 @compiled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 import struct
 import threading
@@ -9,11 +11,12 @@ from collections.abc import Callable
 from typing import Any, cast, get_type_hints
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import types
 from numba.np import arrayobj
 
-from forerun.kernels.vector import F64, I64, Code, Emitter, intrinsic
+from forerun.kernels.vector import F64, I64, LANES, LINE, Code, Emitter, fused, intrinsic
 
 FLOAT_ARRAY = types.Array(types.float32, 1, "C")
 BYTE_ARRAY = types.Array(types.int8, 1, "C")
@@ -27,12 +30,13 @@ class Room(threading.local):
     """Memory for a job, its threads and its pieces; each thread that calls keeps its own."""
 
     def __init__(self) -> None:
-        self.reserve(1 << 16)
+        self.bytes = np.zeros(1 << 16, np.uint8)
 
-    def reserve(self, size: int) -> None:
-        """Have so many bytes, and none of those before."""
-        self.bytes = np.zeros(size, np.uint8)
-        self.address = self.bytes.ctypes.data
+    def claim(self, size: int) -> int:
+        """The address of so many bytes; where there are too few, those before are lost."""
+        if self.bytes.nbytes < size:
+            self.bytes = np.zeros(size, np.uint8)
+        return int(self.bytes.ctypes.data)
 
 
 class Job:
@@ -45,6 +49,8 @@ class Job:
         kinds = list(get_type_hints(fields).values())
         self.layout = struct.Struct("".join("d" if kind is float else "q" for kind in kinds))
         self.kind = types.NamedTuple([types.float64 if kind is float else types.int64 for kind in kinds], fields)
+        self.size = LINE * math.ceil(self.layout.size / LINE)
+        """Bytes kept for it, in whole lines."""
 
     def reader(self) -> Any:
         """What reads it in compiled code, given its address."""
@@ -63,6 +69,26 @@ class Job:
         return read_job
 
 
+def place(t: torch.Tensor) -> tuple[int, int, int]:
+    """Where the rows ``[1, H, n, d]`` lie: their address, and the bytes from head to head and from row to row."""
+    return t.data_ptr(), t.element_size() * t.stride(1), t.element_size() * t.stride(2)
+
+
+def fits(*rows: torch.Tensor) -> bool:
+    """Whether kernels can read these, ``[1, H, n, d]``, on a CPU: of one type, in rows of a multiple of 16 numbers."""
+    return fused() and all(
+        t.shape[0] == 1
+        and t.device.type == "cpu"
+        and t.dtype == rows[0].dtype
+        and t.shape[3] == rows[0].shape[3]
+        and t.shape[3] % LANES == 0
+        and t.stride(3) == 1
+        and not t.requires_grad
+        for t in rows
+    )
+
+
+@functools.cache
 def address_of(work: Callable[[int], None]) -> int:
     """Where the machine code of a compiled function of one address lies, for ``team.run``.
 

@@ -7,7 +7,6 @@ the other, the larger remains.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -55,8 +54,6 @@ PIECE = 16
 """Groups that a thread takes at a time."""
 LARGEST, SMALLEST = 127.0, 1e-30
 """A query's largest number as a byte, and the least unit that it is counted in."""
-JOB_ROOM = 256
-"""Bytes that are kept for the job."""
 DOTS = "+avx512vnni" in features()
 """Whether the processor multiplies bytes, 64 at a time."""
 
@@ -107,13 +104,11 @@ def best_keys(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
     grouped = grouped.contiguous()
     out = grouped.new_empty(*grouped.shape[:2], groups * GROUP)
     threads, each = torch.get_num_threads(), LINE * math.ceil(heads * grouped.shape[1] * (4 + rank) / LINE)
-    if _room.bytes.nbytes < JOB_ROOM + threads * each:
-        _room.reserve(JOB_ROOM + threads * each)
-    job = _room.address
+    job = _room.claim(JOB.size + threads * each)
     sizes = (0, 0, heads, grouped.shape[1], rank, groups, math.ceil(groups / PIECE))
-    places = (index.data_ptr(), index.stride(0), grouped.data_ptr(), out.data_ptr(), job + JOB_ROOM, each)
+    places = (index.data_ptr(), index.stride(0), grouped.data_ptr(), out.data_ptr(), job + JOB.size, each)
     JOB.layout.pack_into(_room.bytes.data, 0, *sizes, *places)
-    team.run(warm_up(), job, threads)
+    team.run(address_of(work), job, threads)
     return out[:, :rows, :count].reshape(*q.shape[:2], count)
 
 
@@ -125,12 +120,6 @@ def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Ten
     keys = index[:, : math.ceil(count / GROUP)].to(q.dtype)
     products = torch.einsum("hnrj,hgkrcj->hngck", rounded, keys)
     return products.amax(-1).flatten(2)[..., :count].reshape(*q.shape[:2], count) * scale
-
-
-@functools.cache
-def warm_up() -> int:
-    """Compile, or load what an earlier process has compiled; gives the address of ``work``."""
-    return address_of(work)
 
 
 @compiled
