@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from forerun import trie_file
-from forerun.index import arrays, bestfirst, learning, mixing, multibranch, place
+from forerun.index import arrays, calls, mixing, multibranch, place
 from forerun.index.arrays import ORDERS, TOKENS, Index
 from forerun.index.desk import Desk, Draft
 from forerun.index.learning import OWN_HINTS
 from forerun.index.mixing import Mixer
 from forerun.index.namespace import PIECE, Namespace
+from forerun.index.pinned import Pin
 from forerun.index.place import Place
 from forerun.index.spelling import spellings
 from forerun.tree import IntArray
@@ -85,6 +86,7 @@ class _Live:
     place: Place
     length: int
     room: int
+    pins: tuple[Pin[Index], Pin[Place]] = field(default_factory=lambda: (Pin(), Pin()))
 
 
 class Trie:
@@ -101,6 +103,7 @@ class Trie:
         self._live: dict[int, _Live] = {}
         self._mixer = mixing.prior() if mixer is None else mixer
         self._desk = Desk.allocate(64)
+        self._pins: tuple[Pin[Mixer], Pin[Desk]] = (Pin(), Pin())
         self._spelling = Index.allocate(0, 0, 0).spelling
 
     def spell(self, tokenizer: Tokenizer) -> None:
@@ -144,7 +147,7 @@ class Trie:
             live.own, live.room = live.own.grown(), 2 * live.room
         for start in range(0, len(new), PIECE):
             piece = new[start : start + PIECE]
-            needs = learning.extend(live.own, space.index, live.place, self._mixer, self._desk, piece, rate)
+            needs = calls.extend(*self._addresses(live, space, live.place), piece, rate)
             if needs:
                 self._supply(live, space, needs, len(piece))
         live.length += len(new)
@@ -178,17 +181,18 @@ class Trie:
         if budget and max_depth >= 1:
             if len(self._desk.chances) <= 2 * budget:
                 self._desk = Desk.allocate(budget)
-            size = self._fill(live, _moved(live, self._index(live), pending), draft, max_depth)
-        draft = Draft(draft.tokens[:size], draft.parents[:size], draft.probability[:size])
+            size = self._fill(live, self._moved(live, pending), draft, max_depth)
+        if size < budget:
+            draft = Draft(draft.tokens[:size], draft.parents[:size], draft.probability[:size])
         return multibranch.unmerge(draft, budget) if self.config.form == "parallel" else draft
 
     def _fill(self, live: _Live, where: Place, draft: Draft, max_depth: int) -> int:
-        config, shared = self.config, self._index(live)
+        config, space = self.config, self._shared.get(live.namespace, _NOTHING)
         if config.form == "merged":
-            return bestfirst.grow(live.own, shared, where, self._mixer, self._desk, draft, max_depth)
+            return calls.grow(*self._addresses(live, space, where), draft, max_depth)
         return multibranch.retrieve(
             live.own,
-            shared,
+            space.index,
             where,
             float(config.prompt_weight),
             self._desk,
@@ -199,6 +203,12 @@ class Trie:
             config.branch_length,
             config.form == "single",
         )
+
+    def _addresses(self, live: _Live, space: Namespace, where: Place) -> tuple[int, int, int, int, int]:
+        """Of what ``calls`` work on."""
+        own, place = live.pins
+        mixer, desk = self._pins
+        return own.at(live.own), space.pin.at(space.index), place.at(where), mixer.at(self._mixer), desk.at(self._desk)
 
     def finish(self, request_id: int) -> None:
         """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
@@ -274,9 +284,13 @@ class Trie:
             raise ValueError(f"request {request_id} is not live; begin it first")
         return live
 
-    def _index(self, live: _Live) -> Index:
-        space = self._shared.get(live.namespace)
-        return _NOTHING if space is None else space.index
+    def _moved(self, live: _Live, pending: Tokens) -> Place:
+        """Where the text stands behind tokens that are not taken in."""
+        if not len(pending):
+            return live.place
+        where = live.place.copy()
+        place.skip(live.own, self._shared.get(live.namespace, _NOTHING).index, where, _checked(pending))
+        return where
 
     def _namespace(self, name: str) -> Namespace:
         space = self._shared.get(name)
@@ -285,16 +299,7 @@ class Trie:
         return space
 
 
-_NOTHING = Index.for_tokens(1)
-
-
-def _moved(live: _Live, shared: Index, pending: Tokens) -> Place:
-    """Where the text stands behind tokens that are not taken in."""
-    if not len(pending):
-        return live.place
-    where = live.place.copy()
-    place.skip(live.own, shared, where, _checked(pending))
-    return where
+_NOTHING = Namespace(1 << 16)
 
 
 def _checked(tokens: Tokens) -> IntArray:

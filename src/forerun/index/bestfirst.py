@@ -46,16 +46,14 @@ def least(desk: Desk, bound: int) -> float:
 
 
 @compiled
-def _expand(own: Index, shared: Index, mixer: Mixer, desk: Desk, at: int, bound: int, chance: float) -> None:
+def _expand(
+    own: Index, shared: Index, mixer: Mixer, desk: Desk, at: int, bound: int, chance: float, share: float
+) -> None:
     """Offer what may follow a node."""
     found, facts = desk.found, desk.facts
-    share = least(desk, bound) / chance
-    if share > CUT:
-        return
     hear(own, 0, desk.copies, at, facts)
     hear(shared, 1, desk.copies, at, facts)
-    lowest = 2 if share > CUT_SHORT else 1
-    gather(own, shared, desk.hashes, desk.slots, desk.trails, at, facts, found, lowest, 2 * share)
+    gather(own, shared, desk.hashes, desk.slots, desk.trails, at, facts, found, 2 * share)
     for number in range(found.seen[SIZE]):
         complete(found, number, facts)
         likely = chance * weigh(mixer, found, number, facts)
@@ -96,7 +94,7 @@ def rank_alone(own: Index, shared: Index, mixer: Mixer, alone: Board) -> None:
 
 
 @compiled
-def _enter(own: Index, shared: Index, desk: Desk, above: int, at: int, token: int, orders: int) -> None:
+def _enter(own: Index, shared: Index, desk: Desk, above: int, at: int, token: int, orders: int, share: float) -> None:
     """Where node ``at`` stands, which follows ``above`` with a token."""
     hashes, copies = desk.hashes, desk.copies
     for source in range(2):
@@ -105,7 +103,8 @@ def _enter(own: Index, shared: Index, desk: Desk, above: int, at: int, token: in
             hashes[at, source, order] = mix(hashes[above, source, order - 1], token)
         for column in range(3):
             copies[at, source, column] = copies[above, source, column]
-    look(own, shared, hashes, desk.slots, at, (orders >> 3) + 1, (orders & 7) + 1)
+    lowest = 2 if share > CUT_SHORT else 1
+    look(own, shared, hashes, desk.slots, at, lowest, (orders >> 3) + 1, (orders & 7) + 1)
     follow_copy(own, copies, at, 0, token, copies[0, 0, POSITION])
     follow_copy(shared, copies, at, 1, token, 0)
     branch(desk.trails, above, at)
@@ -120,7 +119,7 @@ def grow(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, draf
     rank_alone(own, shared, mixer, desk.alone)
     stand(own, shared, place, desk)
     ends[0], ends[1] = 0, 0
-    _expand(own, shared, mixer, desk, 0, budget, 1.0)
+    _expand(own, shared, mixer, desk, 0, budget, 1.0, 0.0)
     size = 0
     while ends[0] < ends[1] and size < budget:
         chance, entry = desk.chances[ends[0]], desk.entries[ends[0]]
@@ -129,6 +128,8 @@ def grow(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, draf
         draft.tokens[size], draft.parents[size], draft.probability[size] = token, above - 1, chance
         size += 1
         if size < budget and desk.copies[above, 0, DEPTH] + 1 < deepest:
-            _enter(own, shared, desk, above, size, token, entry & 63)
-            _expand(own, shared, mixer, desk, size, budget - size, chance)
+            share = least(desk, budget - size) / chance
+            if share <= CUT:
+                _enter(own, shared, desk, above, size, token, entry & 63, share)
+                _expand(own, shared, mixer, desk, size, budget - size, chance, share)
     return size

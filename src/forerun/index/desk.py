@@ -70,11 +70,13 @@ class Draft(NamedTuple):
 
 
 @compiled
-def look(own: Index, shared: Index, hashes: HashArray, slots: Int32Array, at: int, own_most: int, most: int) -> None:
-    """The slots of a node's contexts up to the given orders."""
+def look(
+    own: Index, shared: Index, hashes: HashArray, slots: Int32Array, at: int, least: int, own_most: int, most: int
+) -> None:
+    """The slots of a node's contexts from one order up to the given ones; those of others count for nothing."""
     for order in range(1, ORDERS + 1):
-        slots[at, 0, order] = find(own, hashes[at, 0, order]) if order <= own_most else 0
-        slots[at, 1, order] = find(shared, hashes[at, 1, order]) if order <= most else 0
+        slots[at, 0, order] = find(own, hashes[at, 0, order]) if least <= order <= own_most else 0
+        slots[at, 1, order] = find(shared, hashes[at, 1, order]) if least <= order <= most else 0
 
 
 @compiled
@@ -97,4 +99,4 @@ def stand(own: Index, shared: Index, place: Place, desk: Desk) -> None:
         for column in range(COLUMNS):
             desk.trails[0, source, column] = place.trails[0, source, column]
     desk.copies[0, 0, DEPTH] = 0
-    look(own, shared, desk.hashes, desk.slots, 0, ORDERS, ORDERS)
+    look(own, shared, desk.hashes, desk.slots, 0, 1, ORDERS, ORDERS)

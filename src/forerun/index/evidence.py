@@ -123,10 +123,9 @@ def gather(
     at: int,
     facts: Facts,
     board: Board,
-    lowest: int,
     least: float,
 ) -> None:
-    """What the copies and the trails say, and what followed the contexts ``slots[at]`` of no less than ``lowest``."""
+    """What the copies and the trails say, and what followed the contexts ``slots[at]``."""
     clear(board)
     foresee(own, trails, at, hashes[at, 0, 2], facts, board)
     _turns(own, trails, at, facts, board, least)
@@ -136,7 +135,7 @@ def gather(
     for order in range(ORDERS, 0, -1):
         for source in range(2):
             slot = slots[at, source, order]
-            if slot == 0 or order < lowest:
+            if slot == 0:
                 for kind in range(3):
                     facts.missing[source, order - 1, kind] = NONE
             elif source == 0:

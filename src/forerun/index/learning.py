@@ -19,7 +19,7 @@ def learn(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, tok
     stand(own, shared, place, desk)
     hear(own, 0, desk.copies, 0, facts)
     hear(shared, 1, desk.copies, 0, facts)
-    gather(own, shared, desk.hashes, desk.slots, desk.trails, 0, facts, found, 1, 0.0)
+    gather(own, shared, desk.hashes, desk.slots, desk.trails, 0, facts, found, 0.0)
     if found.seen[SIZE] < ENOUGH and own.state[TOKENS] & 1:
         gather_alone(own, shared, found)
     for number in range(found.seen[SIZE]):

@@ -9,6 +9,7 @@ import numpy as np
 from forerun.index import arrays, place
 from forerun.index.arrays import AFTER, CHUNK, Index
 from forerun.index.history import UNWRITTEN
+from forerun.index.pinned import Pin
 from forerun.index.place import Place
 from forerun.tree import IntArray
 
@@ -27,11 +28,13 @@ class Namespace:
     Attributes:
         index: what is shared.
         outputs: first chunks of the finished outputs, oldest first.
+        pin: of the index.
     """
 
     def __init__(self, capacity: int) -> None:
         self.index = Index.for_bytes(capacity)
         self.outputs: deque[int] = deque()
+        self.pin: Pin[Index] = Pin()
         self._leaving: Place | None = None
 
     def publish(self, tokens: IntArray) -> None:

@@ -1,0 +1,31 @@
+"""What is called at every step, with all that it works on given by the addresses of pins."""
+
+from __future__ import annotations
+
+from forerun.index import bestfirst, learning
+from forerun.index.arrays import Index
+from forerun.index.compiling import compiled
+from forerun.index.desk import Desk, Draft
+from forerun.index.mixing import untrained
+from forerun.index.pinned import reader
+from forerun.index.place import Place
+from forerun.tree import IntArray
+
+index_at = reader(Index.allocate(0, 0, 0))
+place_at = reader(Place.start())
+mixer_at = reader(untrained())
+desk_at = reader(Desk.allocate(1))
+
+_grow, _extend = bestfirst.grow, learning.extend
+
+
+@compiled
+def grow(own: int, shared: int, place: int, mixer: int, desk: int, draft: Draft, deepest: int) -> int:
+    """See ``bestfirst.grow``."""
+    return _grow(index_at(own), index_at(shared), place_at(place), mixer_at(mixer), desk_at(desk), draft, deepest)
+
+
+@compiled
+def extend(own: int, shared: int, place: int, mixer: int, desk: int, tokens: IntArray, rate: float) -> int:
+    """See ``learning.extend``."""
+    return _extend(index_at(own), index_at(shared), place_at(place), mixer_at(mixer), desk_at(desk), tokens, rate)
