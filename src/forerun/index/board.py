@@ -19,6 +19,9 @@ COUNTS, TOTALS, STATES = 9, 10, 3
 """Classes of a follower's count (the last: unknown to the shorter context too), a context's, and a follower's state:
 others came later, it came last, it is the only one."""
 
+COUNT_CLASSES = np.searchsorted([0, 1, 2, 3, 5, 10, 30], np.arange(32))
+TOTAL_CLASSES = np.searchsorted([0, 1, 2, 3, 4, 6, 10, 20, 60], np.arange(62))
+
 LENGTHS, MISSES = 8, 4
 """Classes of the agreement before a copy and of what it got wrong lately."""
 
@@ -108,17 +111,13 @@ INPUTS = 2
 @compiled
 def class_of_count(count: int) -> int:
     """Of ``COUNTS``."""
-    if count <= 3:
-        return count
-    return 4 if count <= 5 else 5 if count <= 10 else 6 if count <= 30 else 7
+    return int(COUNT_CLASSES[min(count, len(COUNT_CLASSES) - 1)])
 
 
 @compiled
 def class_of_total(total: int) -> int:
     """Of ``TOTALS``."""
-    if total <= 4:
-        return total
-    return 5 if total <= 6 else 6 if total <= 10 else 7 if total <= 20 else 8 if total <= 60 else 9
+    return int(TOTAL_CLASSES[min(total, len(TOTAL_CLASSES) - 1)])
 
 
 @compiled

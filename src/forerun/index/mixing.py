@@ -73,7 +73,8 @@ class Mixer(NamedTuple):
     """What was learned.
 
     Attributes:
-        cells: log-odds, probability and uses of each piece of evidence, and a stamp; float32 ``[4, CELLS]``.
+        cells: log-odds, probability and uses of each piece of evidence, and a stamp; float32
+            ``[4, CELLS + 1]``; the last column, which ``NONE`` stands for too, says nothing.
         weights: float64 ``[SETS, ALL]``.
         correction: probability at each knot, float64 ``[SETS + 1, KNOTS]``; the last row is the logistic function.
     """
@@ -110,9 +111,7 @@ def weigh(mixer: Mixer, board: Board, number: int, facts: Facts) -> float:
     chosen += 27 * board.names[number, AHEAD_OF]
     odds = mixer.weights[chosen, BIAS]
     for at in range(facts.trails[INPUTS]):
-        cell = board.cells[number, at]
-        if cell != NONE:
-            odds += mixer.weights[chosen, at] * mixer.cells[STRETCHED, cell]
+        odds += mixer.weights[chosen, at] * mixer.cells[STRETCHED, board.cells[number, at]]
     likely = corrected(mixer, chosen, odds)
     board.result[number, LIKELY], board.result[number, ODDS], board.result[number, SET] = likely, odds, chosen
     return likely
@@ -176,7 +175,7 @@ def teach(mixer: Mixer, board: Board, inputs: int, token: int, rate: float) -> N
 def dump(mixer: Mixer) -> FloatArray:
     """What was learned, as one vector."""
     return np.concatenate(
-        [mixer.cells[CHANCE], mixer.cells[SEEN], mixer.weights.ravel(), mixer.correction[:SETS].ravel()]
+        [mixer.cells[CHANCE, :CELLS], mixer.cells[SEEN, :CELLS], mixer.weights.ravel(), mixer.correction[:SETS].ravel()]
     )
 
 
@@ -187,9 +186,9 @@ def restore(learned: FloatArray) -> Mixer | None:
         return None
     chances, seen, weights, correction = np.split(learned, ends[:-1])
     mixer = untrained()
-    mixer.cells[CHANCE] = chances.clip(1e-4, 1 - 1e-4)
+    mixer.cells[CHANCE, :CELLS] = chances.clip(1e-4, 1 - 1e-4)
     mixer.cells[STRETCHED] = np.log(mixer.cells[CHANCE] / (1 - mixer.cells[CHANCE]))
-    mixer.cells[SEEN] = seen.clip(0)
+    mixer.cells[SEEN, :CELLS] = seen.clip(0)
     mixer.weights[:] = weights.reshape(SETS, ALL)
     mixer.correction[:SETS] = correction.reshape(SETS, KNOTS).clip(0, 1)
     return mixer
@@ -212,7 +211,7 @@ def untrained() -> Mixer:
     """A mixer that expects what relative frequencies suggest."""
     counts = np.array([0, 1, 2, 3, 4.5, 8, 20, 60, 0])[:, None]
     totals = np.maximum(np.array([0.5, 1, 2, 3, 4, 5.5, 8, 15, 40, 150]), np.maximum(counts, 1))
-    cells = np.full((4, CELLS), 0.01)
+    cells = np.full((4, CELLS + 1), 0.01)
     contexts = cells[CHANCE, : 2 * ORDERS * CONTEXT].reshape(2, ORDERS, COUNTS, TOTALS, STATES)
     for order, discount in enumerate((0.58, 0.45, 0.4, 0.33)):
         share = np.where(counts > 0, (counts - discount) / (totals + 0.2), 0.03 * (order + 1) / (totals + 1))
@@ -222,10 +221,11 @@ def untrained() -> Mixer:
     agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     cells[CHANCE, COPY_CELLS:TOKEN_CELLS] = np.tile(says.ravel(), 2)
-    ways = cells[CHANCE, WAY_CELLS:].reshape(KINDS, JOINS, GAPS)
+    ways = cells[CHANCE, WAY_CELLS:CELLS].reshape(KINDS, JOINS, GAPS)
     expected = [*(0.2 * 0.4 ** np.arange(AHEAD)), 0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]  # in the order of the kinds
     ways[:] = np.array(expected)[:, None, None]
     ways[0, :, 0] = 0.6
+    cells[CHANCE, NONE] = 0.5
     cells[STRETCHED] = np.log(cells[CHANCE] / (1 - cells[CHANCE]))
     cells[SEEN:] = 0
     weights = np.full((SETS, ALL), 0.3)
