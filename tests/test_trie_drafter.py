@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import forerun
 from forerun.drafters.trie import TrieDrafter
-from forerun.index import arrays, bestfirst, learning, multibranch, place
+from forerun.index import arrays, calls, multibranch, place
 from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.trie import Form, Trie, TrieConfig
@@ -127,7 +127,7 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed(form: Form) ->
     drafter = TrieDrafter(TrieConfig(capacity=1 << 16, learning_rate=0, prompt_weight=1, form=form))
     drafter.warm_up()
     assert drafter.trie.nbytes == 0
-    functions = [bestfirst.grow, multibranch.retrieve, learning.extend, arrays.valid, arrays.tight]
+    functions = [calls.grow, multibranch.retrieve, calls.extend, arrays.valid, arrays.tight]
     functions += [place.ingest, place.publish, place.withdraw, place.skip]
     before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
     for _ in range(60):
@@ -151,7 +151,7 @@ def test_kept_machine_code_is_thrown_away_when_any_source_of_the_index_changes(t
     package = tmp_path / "forerun"
     shutil.copytree(Path(forerun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "weights"))
     script = "from forerun.drafters.trie import TrieDrafter; TrieDrafter().warm_up()"
-    script += "; from forerun.index import bestfirst as b; print(sum(b.grow.stats.cache_hits.values()))"
+    script += "; from forerun.index import calls; print(sum(calls.grow.stats.cache_hits.values()))"
 
     def cache_hits() -> int:
         environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

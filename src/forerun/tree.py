@@ -173,10 +173,9 @@ def _check(tree: DraftTree) -> None:
     n = len(tree.tokens)
     if tree.tokens.ndim != 1 or tree.parents.shape != tree.tokens.shape:
         raise ValueError(f"tokens {tree.tokens.shape} and parents {tree.parents.shape} must be equally long vectors")
-    if n and np.count_nonzero((tree.parents - ROOT).view(np.uint64) > np.arange(n, dtype=np.uint64)):
+    if np.count_nonzero((tree.parents - ROOT).view(np.uint64) > np.arange(n, dtype=np.uint64)):
         raise ValueError("parents must be ROOT (-1) or the index of an earlier node")
-    for name in ("q", "probe", "probability"):
-        value = getattr(tree, name)
+    for name, value in (("q", tree.q), ("probe", tree.probe), ("probability", tree.probability)):
         if value is not None and len(value) != n:
             raise ValueError(f"{name} has {len(value)} rows for {n} nodes")
 

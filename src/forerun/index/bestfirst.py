@@ -17,9 +17,10 @@ from forerun.index.mixing import LIKELY, STRETCHED, Mixer, corrected, odds_alone
 from forerun.index.place import DEPTH, POSITION, Place, follow_copy
 from forerun.index.trail import branch, follow_trails
 
-CUT_ALONE, CUT_SHORT, CUT = 0.02, 0.15, 0.5
-"""A node is expanded without the tokens that only their frequency speaks for, without contexts of one token, or not at
-all, when the least of the nodes that the draft would take otherwise is likelier than this share of it."""
+CUT_ALONE, CUT_SHORT, CUT = 0.01, 0.15, 0.35
+"""When the least of the nodes that the draft would take otherwise is likelier than this share of a node's chance, the
+node is expanded without the tokens that only their frequency speaks for, without contexts of one token, or not at all.
+A token is looked for behind a context if it is at least as large a share of what followed it."""
 
 
 @compiled
@@ -53,7 +54,7 @@ def _expand(
     found, facts = desk.found, desk.facts
     hear(own, 0, desk.copies, at, facts)
     hear(shared, 1, desk.copies, at, facts)
-    gather(own, shared, desk.hashes, desk.slots, desk.trails, at, facts, found, 2 * share)
+    gather(own, shared, desk.hashes, desk.slots, desk.trails, at, facts, found, share)
     for number in range(found.seen[SIZE]):
         complete(found, number, facts)
         likely = chance * weigh(mixer, found, number, facts)

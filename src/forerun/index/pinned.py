@@ -54,7 +54,6 @@ def reader(like: NamedTuple) -> Any:
     """What finds arrays such as these in compiled code, given the address of their ``Pin``."""
     kind = numba.typeof(like)
 
-    @numba.extending.intrinsic
     def read(typing: Any, address: Any) -> Any:
         def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
             start = builder.inttoptr(values[0], I64.as_pointer())
@@ -63,7 +62,7 @@ def reader(like: NamedTuple) -> Any:
 
         return kind(types.int64), write
 
-    return read
+    return numba.extending.intrinsic(read)
 
 
 def _build(context: Any, builder: ir.IRBuilder, kind: Any, numbers: Iterator[ir.Value]) -> Any:
