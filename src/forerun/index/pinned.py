@@ -7,6 +7,7 @@ than forty, and looking at them all at each call took as long as a fifth of a dr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numba.extending
@@ -57,7 +58,7 @@ def reader(like: NamedTuple) -> Any:
     def read(typing: Any, address: Any) -> Any:
         def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
             start = builder.inttoptr(values[0], I64.as_pointer())
-            numbers = (builder.load(builder.gep(start, [I64(i)])) for i in range(1 << 10))
+            numbers = (builder.load(builder.gep(start, [I64(i)])) for i in count())
             return _build(context, builder, kind, numbers)
 
         return kind(types.int64), write
