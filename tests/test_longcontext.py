@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from forerun.bench import longcontext
 from forerun.bench.costs import Costs, drafting_seconds, expected_tokens, measure, speed_up_limit
-from forerun.bench.longcontext import LongBench, Prefilled, Run, Series, prefill, sampled
+from forerun.bench.longcontext import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
 from forerun.bench.longrows import summarise
 from forerun.bench.simulate import Shape, check_simulated, random_model, random_prompt, simulated
 from forerun.bench.tables import Report, pivot
@@ -104,6 +104,19 @@ def test_prefill_time_of_a_shorter_context_is_what_had_passed_by_then(engine: En
     assert Prefilled(PROMPT, whole.cache).seconds is None
     whole.cut(49).rewind()
     assert whole.cache.length == 48
+
+
+@pytest.mark.parametrize("length", [90, 61])
+def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine: Engine, length: int) -> None:
+    """So that a sparse cache chooses before the first token, as behind a prompt that was just read."""
+    prompt = shortened(engine, prefill(engine, PROMPT, 40), length)
+    expected = engine.prefill(PROMPT[:length]).queries
+    for _ in range(2):
+        LongBench(engine, 1).run([[prompt]], ["low-rank"], SETTINGS, sampled(0.0, 5))
+        prompt.rewind()
+        assert prompt.cache.length == length - 1
+        for layer, queries in prompt.cache.queries.items():
+            assert torch.allclose(queries[:, :, -1], expected[layer][:, :, -1], atol=1e-12)
 
 
 def run_of(seconds: float, text: list[int], accepted: list[int]) -> Run:

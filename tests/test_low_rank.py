@@ -174,11 +174,19 @@ def test_what_a_query_sees_does_not_depend_on_what_stands_beside_it() -> None:
     assert torch.allclose(together[:, :, :1], alone, atol=1e-6)
 
 
-def test_short_keys_cost_a_thirty_second_of_the_full_cache() -> None:
+@pytest.mark.parametrize(
+    ("budget", "length", "slots"),
+    [(4096, 5000, 64), (4096, 120_000, 125), (4096, 300_000, 256), (16, 9000, 1), (1, 9, 1)],
+)
+def test_a_query_sees_more_of_a_longer_text_up_to_the_budget(budget: int, length: int, slots: int) -> None:
+    assert LowRankConfig(budget).slots(length) == slots
+
+
+def test_short_keys_cost_a_twenty_first_of_the_full_cache() -> None:
     full = text(20000, dim=64)
     cache = LowRankCache(full, LowRankConfig())
     cache.sync()
-    assert sum(index.nbytes for index in cache._indexes.values()) < 1.25 * 20000 * 2 * 2 * (64 * 2 * 4) / 32
+    assert sum(index.nbytes for index in cache._indexes.values()) < 1.25 * 20000 * 2 * 2 * (64 * 2 * 4) * 24 / 512
 
 
 @pytest.mark.parametrize("name", ["budget", "window", "rank"])

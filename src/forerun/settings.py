@@ -18,8 +18,8 @@ class Settings:
             ``streaming-hierarchy``.
         gamma1: tokens that the small model drafts at a time.
         gamma2: tokens that the target verifies at a time.
-        cache_budget: tokens that a sparse cache of the target holds, for each layer and KV head; of low rank, four
-            times as many as a query sees.
+        cache_budget: tokens that a sparse cache of the target holds, for each layer and KV head; of low rank, what a
+            query sees at most.
         chunk: tokens that the retrieval cache chooses together.
         refresh: when it chooses anew; see ``RetrievalConfig``.
         paced: draft as many of these as pay by the clock, none where none pay; otherwise always ``gamma2``.

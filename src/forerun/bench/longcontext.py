@@ -8,15 +8,17 @@ within a round, and the order rotates from round to round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from forerun.caches.full import FullCache
 from forerun.engine import Engine
+from forerun.model.level import read
 from forerun.recipes import build_drafter
 from forerun.request import Request
 from forerun.settings import Settings
@@ -39,12 +41,15 @@ class Prefilled:
         cache: holds its first tokens, with others behind them.
         keep: how many of the prompt's tokens are taken from the cache; all but the last one if it is None.
         read: how many tokens had been read after how many seconds, rising; empty if none were really read.
+        queries: of the last pass of reading, by layer; where they are known, a sparse cache chooses by them before the
+            first token, as it does behind a prompt that the engine reads.
     """
 
     tokens: Tokens
     cache: FullCache
     read: Sequence[tuple[int, float]] = ()
     keep: int | None = None
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, length: int) -> Prefilled:
         """The first ``length`` tokens of it, in the same cache."""
@@ -53,6 +58,7 @@ class Prefilled:
     def rewind(self) -> None:
         """Forget all that follows in the cache."""
         self.cache.truncate(self.held)
+        self.cache.queries = dict(self.queries)
 
     @property
     def held(self) -> int:
@@ -73,7 +79,17 @@ def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
     cache = engine.prefill(tokens, room, lambda done, total: read.append((done, time.perf_counter() - begin)))
-    return Prefilled(tokens, cache, read)
+    return Prefilled(tokens, cache, read, queries=cache.queries)
+
+
+def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
+    """The first ``length`` tokens of a prompt; the last of them are read once more, for their queries."""
+    if length == len(prompt.tokens):
+        return prompt
+    cut = prompt.cut(length)
+    cut.cache.truncate(max(0, cut.held - engine.prefill_block))
+    read(engine.target, cut.cache, np.array(cut.tokens[: cut.held]), engine.prefill_block)
+    return replace(cut, queries=cut.cache.queries)
 
 
 @dataclass(frozen=True)

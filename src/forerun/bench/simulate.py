@@ -110,7 +110,8 @@ def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed:
     while cache.length < length - 1:  # in parts: all at once would take the memory twice
         count = min(READ, length - 1 - cache.length)
         cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})
-    return Prefilled(tokens.tolist(), cache)
+    cache.specs = sample.specs
+    return Prefilled(tokens.tolist(), cache, queries=sample.queries)
 
 
 def _random_rows(sample: FullCache, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

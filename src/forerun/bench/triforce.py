@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from forerun.bench import needles
 from forerun.bench.costs import Costs, expected_tokens, measure, speed_up_limit
-from forerun.bench.longcontext import LongBench, Prefilled, RequestMaker, Series, combine
+from forerun.bench.longcontext import LongBench, Prefilled, RequestMaker, Series, combine, shortened
 from forerun.bench.longrows import Row, summarise
 from forerun.bench.needles import Haystack
 from forerun.bench.tables import Report
@@ -98,7 +98,7 @@ class TriforceBench:
             prompt = self.read(index, longest)
             for case, series in found.items():
                 self.say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}, budget {case.budget:,}")
-                cut = prompt.cut(case.context)
+                cut = shortened(self.bench.engine, prompt, case.context)
                 settings = replace(self.settings, cache_budget=case.budget)
                 series.append(self._run([[cut]], case.temperature, settings))
                 if "contexts" in parts and case.context not in costs:

@@ -1,8 +1,8 @@
 """A sparse cache whose every query finds the chunks that matter to it, by keys in a few dimensions.
 
 TriForce's retrieval cache chooses for the tokens to come by the queries of those before them. Where a text is strung
-together from far places that is too late: the next token looks elsewhere. Here a query goes over all keys, in 16
-dimensions of one byte (a thirty-second of what a key and its value take in float32), and attends to the chunks that
+together from far places that is too late: the next token looks elsewhere. Here a query goes over all keys, in 24
+dimensions of one byte (a twenty-first of what a key and its value take in float32), and attends to the chunks that
 hold its best ones, in place, in the target's own cache. Keys lie close to few dimensions (Loki, Singhania et al. 2024,
 arXiv 2406.02542); which ones is found such that products with queries, not keys, are kept best. A chunk is worth its
 best key: means, and bounds by the extremes of each dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the
@@ -23,8 +23,9 @@ from forerun.caches.rows import attend_in_order, compact
 from forerun.caches.view import View
 from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
-SHARE = 4
-"""Of the budget, what a query sees: it looks for itself."""
+SHARE, LONG = 4, 60
+"""A query sees a fourth of the budget, for it looks for itself; or a sixtieth of a long text, where the target's own
+pass costs so much that drafts may."""
 ROOM = 64
 """Tokens by which the recent ones' buffer grows at least."""
 GROUPS = 8
@@ -38,8 +39,9 @@ class LowRankConfig:
     """What a query sees.
 
     Attributes:
-        budget: a text of so many tokens is seen whole. Of a longer one each query of each head sees a quarter as many,
-            in chunks of 16 that it chooses, and the first chunk.
+        budget: a text of so many tokens is seen whole. Of a longer one each query of each head sees a fourth as many,
+            or a sixtieth of the text if that is more, but never more than the budget: in chunks of 16 that it chooses.
+            It sees the first chunk in any case.
         window: most recent tokens, which it sees in any case; an eighth of the budget at most.
         rank: dimensions of the keys that it chooses by.
 
@@ -49,7 +51,7 @@ class LowRankConfig:
 
     budget: int = 4096
     window: int = 64
-    rank: int = 16
+    rank: int = 24
 
     def __post_init__(self) -> None:
         for name in ("budget", "window", "rank"):
@@ -63,10 +65,9 @@ class LowRankConfig:
         """Most recent tokens that are seen, at least."""
         return max(1, min(self.window, self.budget // 8))
 
-    @property
-    def slots(self) -> int:
-        """Chunks that a query sees."""
-        return max(1, self.budget // SHARE // CHUNK)
+    def slots(self, length: int) -> int:
+        """Chunks that a query sees of a text."""
+        return max(1, min(self.budget, max(self.budget // SHARE, length // LONG)) // CHUNK)
 
 
 class LowRankCache(View):
@@ -115,11 +116,12 @@ class LowRankCache(View):
         if spec.window is not None:
             return self._attend_window(layer, q, near, block, spec)
         held, (keys, values) = self.length - self._tail, self.source.read(layer, 0, self._tail)
-        if self.whole or self._tail // CHUNK <= self.config.slots:
+        slots = self.config.slots(self._tail)
+        if self.whole or self._tail // CHUNK <= slots:
             parts = attend_in_order(q, near, held, block, spec)
             return merge(attend(q, keys, values, spec), *parts) if self._tail else merge(*parts)
         alone, worth = len(block) == 1, self._indexes[layer].worth(q[0])
-        seen = attend_chosen(q, keys, values, worth, self.config.slots, (*near, held + alone), spec)
+        seen = attend_chosen(q, keys, values, worth, slots, (*near, held + alone), spec)
         return seen.out if alone else merge(seen, attend(q, k, v, spec, block.bias(None, range(0), q)))
 
     def _attend_window(
