@@ -188,7 +188,8 @@ class _Rate:
 class _Costs:
     """Seconds of a step at one length of context, and the pauses that drafting takes there."""
 
-    verifying: Line = field(default_factory=Line)
+    plain: Line = field(default_factory=Line)  # a pass without drafts
+    verifying: Line = field(default_factory=Line)  # one with drafts, by their number
     drafting: float = 0.0  # a token
     drafts: int = 0
     steps: int = 0
@@ -210,10 +211,9 @@ class _Costs:
         self.steps += 1
         if self.steps == 1 or step.fresh:
             return
-        self.verifying.learn(step.drafted / step.rows, step.verifying)
+        (self.verifying if step.drafted else self.plain).learn(step.drafted / step.rows, step.verifying)
         seconds, tokens = step.drafting + step.verifying, step.tokens / step.rows
-        plain = self.verifying.at(0) or step.verifying  # a line through noise may end at nothing
-        self.purse.enter(tokens, seconds, plain, step.drafted > 0)
+        self.purse.enter(tokens, seconds, self.plain.at(0), step.drafted > 0)
         self.earned, self.spent = RECENT * self.earned + tokens, RECENT * self.spent + seconds
         if step.foreseen:
             self.encourage()
@@ -251,5 +251,7 @@ class _Costs:
         lengths = np.arange(most + 1)
         powers = np.array(acceptance)[:, None] ** lengths
         tokens = powers.cumsum(1).sum(0)  # 1 + a + ... + a^n, over the rows
-        seconds = self.verifying.at(0) + lengths * (self.verifying.slope + self.drafting)
+        plain = self.plain.at(0)
+        seconds = (self.verifying.at(0) or plain) + lengths * (self.verifying.slope + self.drafting)
+        seconds[0] = plain  # no point of that line: a second token in a pass costs more than a third
         return int(np.argmax(tokens / seconds.clip(1e-9)))
