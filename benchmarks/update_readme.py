@@ -1,6 +1,10 @@
-"""Put the tables of `forerun bench` and `forerun bench triforce` into the README: python benchmarks/update_readme.py"""
+"""Put the tables of the last `forerun bench` and `forerun bench triforce` into the README.
+
+python benchmarks/update_readme.py [bench] [long]
+"""
 
 import json
+import sys
 from pathlib import Path
 
 from forerun.bench.longcontext import PLAIN
@@ -26,7 +30,8 @@ def _cell(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    if SPEED.exists():
+    wanted = sys.argv[1:] or ["bench", "long"]
+    if "bench" in wanted and SPEED.exists():
         into_readme(ROOT / "README.md", SPEED.read_text(encoding="utf-8"), "bench")
-    if LONG.exists():
+    if "long" in wanted and LONG.exists():
         into_readme(ROOT / "README.md", long_table(LONG), "long")
