@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,16 @@ def test_arrays_are_laid_out_once() -> None:
     pin: Pin[Outer] = Pin()
     arrays = Outer.of(2)
     assert pin.at(arrays) == pin.at(arrays)
+
+
+def test_a_copy_s_address_is_that_of_the_copied_arrays() -> None:
+    """Copied with what it holds, a pin would go on writing to the original's arrays, or to freed memory."""
+    pin: Pin[Outer] = Pin()
+    arrays = Outer.of(4)
+    address = pin.at(arrays)
+    twin, same = copy.deepcopy((pin, arrays))
+    assert twin.at(same) != address
+    assert total(twin.at(same)) > 0 and not same.table[-1, -1] and arrays.table[-1, -1]
 
 
 @pytest.mark.parametrize("kind", ["apart", "frozen"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import os
@@ -527,6 +528,18 @@ def test_the_largest_token_id_is_a_token() -> None:
     trie = Trie()
     trie.begin(0, "a", [(1 << 31) - 1, 0, (1 << 31) - 1])
     assert trie.retrieve(0, 1, 4).tokens.tolist() == [0]
+
+
+def test_a_copied_trie_goes_its_own_way() -> None:
+    trie = Trie()
+    trie.begin(0, "a", [1, 2, 3, 1])
+    trie.extend(0, [2])
+    before = trie.retrieve(0, 8, 8).tokens.tolist()
+    twin = copy.deepcopy(trie)
+    twin.extend(0, [9, 1, 2, 9, 1, 2])
+    twin.finish(0)
+    assert trie.retrieve(0, 8, 8).tokens.tolist() == before and 9 not in before
+    assert trie.tokens("a") == 1 and twin.tokens("a") == 7
 
 
 def test_requests_begin_once_and_before_anything_else() -> None:

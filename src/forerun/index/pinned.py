@@ -29,6 +29,10 @@ class Pin(Generic[T]):
         self._memory = np.zeros(0, np.int64)
         self._address = 0
 
+    def __reduce__(self) -> tuple[type[Pin[T]], tuple[()]]:
+        """A copy holds nothing yet: the address is that of the original's arrays."""
+        return Pin, ()
+
     def at(self, arrays: T) -> int:
         """The address of these, which are kept until others are asked for."""
         if arrays is not self._arrays:
