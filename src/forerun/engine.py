@@ -263,7 +263,7 @@ class Engine:
             if self.planner is not None and plan is not None:
                 self.planner.observe(plan, outcomes)
             clock.append(time.perf_counter())
-        _record_times(rows, np.diff(clock).tolist())
+        _record_times(rows, clock)
         return [
             Commit(row.request, outcome.verdict.tokens, len(outcome.verdict.path))
             for row, outcome in zip(rows, outcomes, strict=True)
@@ -342,10 +342,11 @@ def feed(
     streamer.end()
 
 
-def _record_times(rows: Sequence[Row], seconds: Sequence[float]) -> None:
+def _record_times(rows: Sequence[Row], clock: Sequence[float]) -> None:
+    began, proposed, scored, verified = clock
     for row in rows:
         stats = row.request.stats
         if stats.steps == 1:
-            stats.prefill_seconds += sum(seconds)
+            stats.prefill_seconds += verified - began
         else:
-            stats.add_seconds(*seconds)
+            stats.add_seconds(proposed - began, scored - proposed, verified - scored)

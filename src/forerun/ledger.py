@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 class Ledger:
@@ -32,19 +32,20 @@ class Purse:
 
     Attributes:
         allowance, interest: as of ``Ledger``, in steps without guesses.
-        reopening: what must be there before guesses are tried again.
         savings: what may be saved, at most.
-        open: whether there is something left to lose.
+        balance: what there is left to lose, in steps without guesses.
     """
 
     allowance: float
     interest: float
-    reopening: float
     savings: float
-    open: bool = True
+    balance: float = field(init=False)
     _given: float = 0.0
     _tokens: float = 0.0
     _seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.balance = self.allowance
 
     def enter(self, tokens: float, seconds: float, plain: float, guessed: bool) -> None:
         """Book a step.
@@ -60,7 +61,6 @@ class Purse:
         if guessed:
             self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
         self._tokens = min(self._tokens, self.savings + self._seconds / plain)
-        balance = self.allowance + self._given + self._tokens - self._seconds / plain
-        if not guessed and balance < self.allowance:
+        self.balance = self.allowance + self._given + self._tokens - self._seconds / plain
+        if not guessed and self.balance < self.allowance:
             self._given += self.interest
-        self.open = balance > 0 if self.open else balance >= self.reopening

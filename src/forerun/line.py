@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MEMORY = 0.95
 """What remains of the weight of a measurement after the next one."""
+DOUBT = 1.5
+"""Tokens: two noisy points that lie closer than this say next to nothing of a slope (a ridge)."""
 
 
 @dataclass
@@ -26,11 +28,11 @@ class Line:
 
     @property
     def slope(self) -> float:
-        """A line that falls, or has one point, is level."""
-        spread = self._weight * self._xx - self._x * self._x
-        if spread <= 1e-9 * self._weight * self._weight:
+        """It falls nowhere, and is level until the tokens of its points differ by more than ``DOUBT``."""
+        if not self._weight:
             return 0.0
-        return max(0.0, (self._weight * self._xy - self._x * self._y) / spread)
+        spread = self._xx - self._x * self._x / self._weight
+        return max(0.0, (self._xy - self._x * self._y / self._weight) / (spread + DOUBT * DOUBT))
 
     def at(self, x: float) -> float:
         """The value at x; 0 where nothing was measured."""

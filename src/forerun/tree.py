@@ -162,6 +162,8 @@ class DraftTree:
 
     def trim(self, max_depth: int, vocabulary: int) -> DraftTree:
         """The tree without nodes deeper than ``max_depth`` or under a token that is not in 0..vocabulary-1."""
+        if not len(self):
+            return self
         keep = self.depths <= max_depth
         unknown = (self.tokens < 0) | (self.tokens >= vocabulary)
         if unknown.any():

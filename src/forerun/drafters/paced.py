@@ -41,11 +41,22 @@ LONGEST_PAUSE = 100
 """Steps without drafts, at most, before they are tried again."""
 TRIAL = 2
 """Drafts of such a trial."""
-FIRST = (0, 0, 0, TRIAL, 2 * TRIAL)
+FIRST = (0, 0, 0, TRIAL)
 """Drafts of the first steps, to learn what they cost. The first one of all is not counted: caches are cold then."""
-ALLOWANCE, INTEREST, REOPENING, SAVINGS = 2.0, 0.02, 1.0, 16.0
-"""Passes that drafts may cost before they pay, what they are given for each step without them, what must be there
-before they are tried again, and what they may lose of what they saved: two in a hundred and two is the worst case."""
+ALLOWANCE, INTEREST, SAVINGS = 2.0, 0.01, 16.0
+"""Passes that drafts may cost before they pay, what they are given for each step without them, and what they may lose
+of what they saved: one in a hundred and the allowance is the worst case."""
+UNKNOWN = 1 << 30
+"""Drafts that are affordable before it is known what they cost."""
+SETTLING = 0.02
+"""Seconds of plain steps in a row after which one takes what it takes where nothing is drafted at all. Behind a prompt,
+and among drafts, caches hold other things than its own, and a short one takes up to a third longer."""
+SOONEST, CHECK = 16, 800
+"""Steps with drafts from one such row to the next: at least, and for each plain step that a step saves. Seeing that
+costs about a hundredth."""
+OUTLIER, SELDOM = 4.0, 50
+"""A step that takes so many times what was to be expected was held up by something else and does not count; of so many
+steps one."""
 EASY = 0.98
 """Acceptance at which drafting has to pay if trials that succeed shall be repeated soon."""
 
@@ -68,7 +79,6 @@ class PacedDrafter(OuterDrafter):
         self._acceptance: dict[int, _Rate] = {}
         self._costs: dict[int, _Costs] = {}
         self._step: _Step | None = None
-        self._drafted: set[int] = set()  # requests that had drafts
         self._calibration = ByOdds()
         self._chains: dict[int, list[float]] = {}  # how likely the model found the tokens of each row's chain
         self._chances: dict[int, float] = {}  # that all of it is accepted
@@ -82,20 +92,24 @@ class PacedDrafter(OuterDrafter):
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """Chains of the length that pays for the batch."""
-        costs, most = self._costs_of(requests), min(self.most, budget)
-        length = costs.next_length([self._acceptance[r.id].value for r in requests], most)
-        if length and self._chains and not costs.trying:
-            length = most  # its end is found as it grows
-        self._chains, self._price = {}, 0.0 if costs.trying else costs.price
-        self._chances = {request.id: self._acceptance[request.id].value for request in requests}
+        costs = self._costs_of(requests)
+        most = min(self.most, budget)
+        length = 0 if costs.closed else self._length(costs, requests, most)
         began = self._clock()
         trees = self.inner.propose_batch(requests, length) if length else [DraftTree.empty()] * len(requests)
         ended = self._clock()
-        drafted = {request.id for request, tree in zip(requests, trees, strict=True) if len(tree)}
-        fresh, self._drafted = not drafted <= self._drafted, self._drafted | drafted
         settled = all(len(request) > request.prompt_length for request in requests)  # else the pass ends the prefill
-        self._step = _Step(costs, ended - began, ended, sum(map(len, trees)), len(trees), fresh) if settled else None
+        self._step = _Step(costs, ended - began, ended, sum(map(len, trees)), len(trees)) if settled else None
         return trees
+
+    def _length(self, costs: _Costs, requests: Sequence[Request], most: int) -> int:
+        """Drafts a row. Where the inner drafter asks whether a chain is long enough, its end is found as it grows."""
+        self._chances = {request.id: self._acceptance[request.id].value for request in requests}
+        length = costs.next_length(list(self._chances.values()), most)
+        if length and self._chains and not costs.trying:
+            length = most
+        self._chains, self._price = {}, 0.0 if costs.trying else costs.price
+        return length
 
     def _enough(self, request: Request, likely: float) -> bool:
         """Whether the token behind this one would bring less than the time it takes is worth."""
@@ -106,16 +120,17 @@ class PacedDrafter(OuterDrafter):
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Learn how long the step took, and which drafts were accepted."""
         accepted, drafted = len(outcome.verdict.path), outcome.tree.drafted
-        if drafted and (likely := self._chains.get(request.id, [])[:drafted]):
-            came = np.arange(len(likely)) < accepted
-            self._calibration.forget()
-            self._calibration.count(_chain(likely), np.arange(len(likely)) <= accepted, came)
+        if drafted:
+            self._acceptance[request.id].count(accepted, drafted)
+            if likely := self._chains.get(request.id, [])[:drafted]:
+                came = np.arange(len(likely)) < accepted
+                self._calibration.forget()
+                self._calibration.count(_chain(likely), np.arange(len(likely)) <= accepted, came)
         if self._step is not None:
             self._step.observe(len(outcome.verdict.tokens), 0 < drafted == accepted, self._clock())
             if self._step.ended:
                 self._step.costs.learn(self._step)
                 self._step = None
-        self._acceptance[request.id].count(accepted, drafted)
         super().observe(request, outcome)
 
     def _costs_of(self, requests: Sequence[Request]) -> _Costs:
@@ -128,7 +143,6 @@ class PacedDrafter(OuterDrafter):
     def finish(self, request: Request) -> None:
         """See ``Drafter.finish``."""
         self._acceptance.pop(request.id, None)
-        self._drafted.discard(request.id)
         super().finish(request)
 
 
@@ -138,19 +152,15 @@ def _chain(likely: Sequence[float]) -> DraftTree:
     return DraftTree(np.zeros(count, np.int64), np.arange(-1, count - 1), probability=chance)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
-    """A step under way: seconds of drafting, when it ended, drafted tokens and rows; then what came of it.
-
-    ``fresh`` where a row has drafts for the first time: a sparse cache may make its first choice then.
-    """
+    """A step under way: seconds of drafting, when it ended, drafted tokens and rows; then what came of it."""
 
     costs: _Costs
     drafting: float
     proposed: float
     drafted: int
     rows: int
-    fresh: bool
     verifying: float = 0.0
     tokens: int = 0
     seen: int = 0
@@ -185,55 +195,121 @@ class _Rate:
 
 
 @dataclass
+class _Plain:
+    """Seconds of a pass without drafts where nothing is drafted at all; until one was seen, of any without drafts.
+
+    Attributes:
+        seconds: 0 where nothing was measured.
+        row: what the passes since the last draft took together.
+    """
+
+    seconds: float = 0.0
+    row: float = 0.0
+    _seen: int = 0
+
+    def learn(self, seconds: float) -> bool:
+        """Take in a measurement; true for one behind enough of its like."""
+        settled, self.row = self.row >= SETTLING, self.row + seconds
+        self._seen += settled
+        if self._seen > 1:
+            self.seconds += settled * (seconds - self.seconds) * max(1 / self._seen, 1 - MEMORY)
+        else:
+            self.seconds = min(seconds, self.seconds or seconds)
+        return settled
+
+    def disturb(self) -> None:
+        """There was a draft."""
+        self.row = 0.0
+
+
+@dataclass
 class _Costs:
     """Seconds of a step at one length of context, and the pauses that drafting takes there."""
 
-    plain: Line = field(default_factory=Line)  # a pass without drafts
+    plain: _Plain = field(default_factory=lambda: _Plain())
     verifying: Line = field(default_factory=Line)  # one with drafts, by their number
     drafting: float = 0.0  # a token
     drafts: int = 0
     steps: int = 0
+    open: bool = True
     pause: int = 1
     rested: int = 0
+    unchecked: int = 0
+    watching: bool = False
+    excusing: int = 0
     hopeful: bool = False
     trying: bool = True
     earned: float = 0.0
     spent: float = 0.0
-    purse: Purse = field(default_factory=lambda: Purse(ALLOWANCE, INTEREST, REOPENING, SAVINGS))
+    purse: Purse = field(default_factory=lambda: Purse(ALLOWANCE, INTEREST, SAVINGS))
+
+    @property
+    def closed(self) -> bool:
+        """Whether drafts have lost all that they may."""
+        return not self.open and self.steps >= len(FIRST)
 
     @property
     def price(self) -> float:
         """Tokens a row that are worth what another draft costs."""
         return self.earned / self.spent * (self.drafting + self.verifying.slope) if self.spent else 0.0
 
+    @property
+    def affordable(self) -> int:
+        """Drafts a row that may all be wrong, by what there is left to lose."""
+        each, plain = self.drafting + self.verifying.slope, self.plain.seconds
+        if not each or not plain:
+            return UNKNOWN
+        return max(0, int(((self.purse.balance + 1) * plain - self.verifying.at(0)) / each))
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether it is time to see again what plain steps take: the less drafts gain, the sooner."""
+        gain = self.earned / self.spent * self.plain.seconds if self.spent else 1.0
+        return self.unchecked >= max(SOONEST, CHECK * (gain - 1))
+
     def learn(self, step: _Step) -> None:
         """Take in what a step took, and what it gave a row."""
         self.steps += 1
-        if self.steps == 1 or step.fresh:
-            return
-        (self.verifying if step.drafted else self.plain).learn(step.drafted / step.rows, step.verifying)
-        seconds, tokens = step.drafting + step.verifying, step.tokens / step.rows
-        self.purse.enter(tokens, seconds, self.plain.at(0), step.drafted > 0)
-        self.earned, self.spent = RECENT * self.earned + tokens, RECENT * self.spent + seconds
-        if step.foreseen:
-            self.encourage()
+        self.unchecked += 1
         if step.drafted:
+            self.plain.disturb()
+        if self.steps == 1 or self._excuse(step):
+            return
+        tokens, seconds = step.tokens / step.rows, step.drafting + step.verifying
+        if step.drafted:
+            self.verifying.learn(step.drafted / step.rows, step.verifying)
             each = step.drafting * step.rows / step.drafted
             self.drafting = each if not self.drafts else MEMORY * self.drafting + (1 - MEMORY) * each
             self.drafts += 1
+        elif self.plain.learn(step.verifying):
+            self.unchecked = 0
+        self.purse.enter(tokens, seconds, self.plain.seconds, step.drafted > 0)
+        self.open = self.purse.balance > 0 if self.open else self.affordable >= TRIAL
+        self.earned, self.spent = RECENT * self.earned + tokens, RECENT * self.spent + seconds
+        if step.foreseen:
+            self.encourage()
+
+    def _excuse(self, step: _Step) -> bool:
+        """Whether a step took so long that something else must have held it up; seldom."""
+        each = step.drafted / step.rows
+        expected = max(self.plain.seconds, each and self.verifying.at(each) + each * self.drafting)
+        excused = 0 < OUTLIER * expected < step.drafting + step.verifying and self.steps >= self.excusing
+        if excused:
+            self.excusing = self.steps + SELDOM
+            self.steps -= not self.drafts  # the trial is made again
+        return excused
 
     def next_length(self, acceptance: Sequence[float], most: int) -> int:
         """Drafts a row: at first none and some; then what pays, or a pause and a trial."""
         self.trying = self.steps < len(FIRST)
         if self.trying:
             return min(most, FIRST[self.steps])
-        if not self.purse.open:
-            return 0
         length = self.best_length(acceptance, most)
         if length:
             self.pause, self.rested = 1, 0
-            return length
-        if self.rested < self.pause:
+            self.watching = self.unchecked > 0 if self.watching else self.doubtful
+            return 0 if self.watching else length
+        if self.rested < self.pause or self.affordable < TRIAL:
             self.rested += 1
             return 0
         self.trying = True
@@ -251,7 +327,7 @@ class _Costs:
         lengths = np.arange(most + 1)
         powers = np.array(acceptance)[:, None] ** lengths
         tokens = powers.cumsum(1).sum(0)  # 1 + a + ... + a^n, over the rows
-        plain = self.plain.at(0)
+        plain = self.plain.seconds
         seconds = (self.verifying.at(0) or plain) + lengths * (self.verifying.slope + self.drafting)
         seconds[0] = plain  # no point of that line: a second token in a pass costs more than a third
         return int(np.argmax(tokens / seconds.clip(1e-9)))

@@ -96,8 +96,7 @@ class Level:
         first = request.prompt_length - 1
         self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
         if isinstance(cache, View):
-            if cache.ready and not cache.whole:
-                cache.sync()  # a first choice costs as much as many passes: it belongs to reading the prompt
+            _choose_first(cache)
         else:
             read(self.scorer, cache, request.tokens[:first])
 
@@ -152,13 +151,23 @@ class Level:
         reader.read[place : place + len(kept)] = kept
 
     def verified(self, request: Request, outcome: Outcome) -> None:
-        """The target has verified a draft that this level had a part in."""
+        """The target has read on, and verified what was drafted."""
         cache = self.cache(request)
-        if isinstance(cache, View) and len(outcome.tree):
+        if not isinstance(cache, View):
+            return
+        if len(outcome.tree):
             nodes = len(outcome.logits)  # the root and the tree's nodes are the pass's last rows
             rows = [-nodes, *(node + 1 - nodes for node in outcome.verdict.path)]
             cache.verified(rows, outcome.tree.drafted, len(outcome.verdict.path))
+        _choose_first(cache)
 
     def nbytes(self, request: Request) -> int:
         """Bytes of the request's cache."""
         return self.cache(request).nbytes
+
+
+def _choose_first(cache: View) -> None:
+    """Let a cache make its first choice as soon as it can: it costs as much as many passes, and belongs to reading the
+    prompt, or to the step that ends it."""
+    if not cache.settled and cache.ready and not cache.whole:
+        cache.sync()
