@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,14 @@ from forerun.bench.longrows import summarise
 from forerun.bench.simulate import Shape, check_simulated, random_model, random_prompt, simulated
 from forerun.bench.tables import Report, pivot
 from forerun.bench.texts import Texts
+from forerun.caches.low_rank import LowRankCache
+from forerun.caches.retrieval import RetrievalCache
 from forerun.cli import app
 from forerun.engine import Engine
+from forerun.request import Request
 from forerun.settings import Settings
 from forerun.stats import Stats
+from forerun.tree import DraftTree
 
 SETTINGS = Settings(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
 DRAFTERS = ["triforce", "triforce-trie", "streaming", "retrieval"]
@@ -68,6 +74,32 @@ def test_a_cut_cache_forgets_the_queries_of_what_is_gone(engine: Engine) -> None
     assert cache.queries
     cache.truncate(cache.length - 1)
     assert not cache.queries
+
+
+@pytest.mark.parametrize("held", [89, 40])
+@pytest.mark.parametrize("drafter", ["low-rank", "retrieval", "triforce-trie"])
+def test_a_first_choice_is_never_made_while_drafting(
+    engine: Engine, drafter: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the cache that is continued has no queries left to choose by."""
+    cache = engine.prefill([*PROMPT, 1])
+    cache.truncate(held)
+    mine = Engine(tiny("llama"), drafter, settings=replace(SETTINGS, paced=False), prefill_block=32)
+    drafting, choices, propose = False, [], mine.drafter.propose_batch
+
+    def watched(requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        nonlocal drafting
+        drafting = True
+        trees = propose(requests, budget)
+        drafting = False
+        return trees
+
+    monkeypatch.setattr(mine.drafter, "propose_batch", watched)
+    for kind in (LowRankCache, RetrievalCache):
+        sync = kind.sync
+        monkeypatch.setattr(kind, "sync", lambda view, sync=sync: (choices.append(drafting), sync(view)))
+    list(mine.run(mine.requests(PROMPT, max_new_tokens=12), caches=[cache]))
+    assert choices[0] is False and True in choices
 
 
 def test_keys_and_values_can_be_appended_for_every_layer_only(engine: Engine) -> None:
