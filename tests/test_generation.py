@@ -308,6 +308,17 @@ def test_bad_input_is_refused_with_the_reason(prompts: Any, options: Any, error:
         forerun.Engine(MODEL, "none").generate(prompts, **options)
 
 
+def test_a_processor_that_asks_for_more_than_there_is_is_refused_as_by_transformers() -> None:
+    class Asking(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, mood: str) -> torch.Tensor:
+            return scores
+
+    options = {"max_new_tokens": 2, "logits_processor": LogitsProcessorList([BanEven(), Asking()])}
+    for run in (by_transformers, lambda **given: forerun.generate(tiny("llama"), PROMPT, **given)):
+        with pytest.raises(ValueError, match="required parameters"):
+            run(**options)
+
+
 def test_bad_settings_are_refused_with_the_reason(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(ValueError, match="drafter is 'magic'; known are none, lookup"):
         forerun.Engine(MODEL, "magic")

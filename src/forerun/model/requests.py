@@ -7,8 +7,10 @@ a ``custom_generate`` that only keeps what was prepared. So every option means h
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -117,16 +119,23 @@ def make_request(
     max_new_tokens = config.max_length - len(prompt) - len(padding)
     check_length(model, len(prompt), max_new_tokens)
     eos = config._eos_token_tensor
-    processor: Processor | None = prepared.processors if len(prepared.processors) else None
     return Request(
         prompt,
         max_new_tokens,
         eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
-        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor),
+        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, _in_turn(prepared.processors)),
         stopping=_stopping(prepared.criteria, model.device),
         namespace=options.namespace,
         padding=padding,
     )
+
+
+def _in_turn(processors: LogitsProcessorList) -> Processor | None:
+    """All of them as one; the list itself would look up the parameters of each at every token, to ask for more than a
+    generation has where one takes more than ids and scores."""
+    if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
+        return processors  # type: ignore[no-any-return]
+    return (lambda ids, scores: reduce(lambda so_far, p: p(ids, so_far), processors, scores)) if processors else None
 
 
 def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
