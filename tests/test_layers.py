@@ -18,7 +18,7 @@ LAYERS = [
     ["caches"],
     ["model"],
     ["calibration", "ledger", "line"],
-    ["planner"],
+    ["planner", "pacing"],
     ["drafters"],
     ["recipes"],
     ["result"],

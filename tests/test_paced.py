@@ -197,8 +197,8 @@ def test_it_waits_for_the_prefill_and_counts_costs_apart_by_context() -> None:
         drafter.begin(request)
         world.now += 1e6  # a long prefill, in the first step
         assert len(drafter.propose(request, 64)) == 0
-    assert len(drafter._costs) == 2
-    assert all(costs.steps == 0 for costs in drafter._costs.values())
+    assert len(drafter._paces) == 2
+    assert all(pace.steps == 0 for pace in drafter._paces.values())
 
 
 def test_times_that_make_no_sense_do_no_harm() -> None:
