@@ -79,14 +79,15 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self._inputs: Any = model.get_input_embeddings()
+        self.vocabulary = int(self._inputs.weight.shape[0])
         """Token ids that the model can read: rows of its input embedding."""
         self._keeps_logits = model._supports_logits_to_keep()
 
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
-        return self.model.device  # type: ignore[no-any-return]
+        return self._inputs.weight.device  # type: ignore[no-any-return]
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         """One forward pass over all rows.
