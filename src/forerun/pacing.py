@@ -36,6 +36,8 @@ costs about a hundredth."""
 OUTLIER, SELDOM = 4.0, 50
 """A step that takes so many times what was to be expected was held up by something else and does not count; of so many
 steps one."""
+COLD = 1.5
+"""Plain steps that the first pass with drafts is taken to last, at most: it is cold, and no measure of the next."""
 EASY = 0.98
 """Acceptance at which drafting has to pay if trials that succeed shall be repeated soon."""
 
@@ -158,14 +160,16 @@ class Pace:
             self.plain.disturb()
         if self.steps == 1 or self._excuse(step):
             return
-        tokens, seconds = step.tokens / step.rows, step.drafting + step.verifying
+        verifying = step.verifying
         if step.drafted:
-            self.verifying.learn(step.drafted / step.rows, step.verifying)
+            verifying = verifying if self.drafts else min(verifying, COLD * self.plain.seconds)
+            self.verifying.learn(step.drafted / step.rows, verifying)
             each = step.drafting * step.rows / step.drafted
             self.drafting = each if not self.drafts else MEMORY * self.drafting + (1 - MEMORY) * each
             self.drafts += 1
-        elif self.plain.learn(step.verifying):
+        elif self.plain.learn(verifying):
             self.unchecked = 0
+        tokens, seconds = step.tokens / step.rows, step.drafting + verifying
         self.purse.enter(tokens, seconds, self.plain.seconds, step.drafted > 0)
         self.open = self.purse.balance > 0 if self.open else self.affordable >= TRIAL
         self.earned, self.spent = RECENT * self.earned + tokens, RECENT * self.spent + seconds
