@@ -89,7 +89,7 @@ def test_drafts_are_measured_by_plain_steps_as_they_are_without_drafts() -> None
     """They would pay if plain steps took what they take among drafts."""
     seconds, lengths = run(Cold(0.003, 0.0002, 0.001, 0.5), 2000)
     assert sum(lengths) > 0
-    assert seconds < 1.05 * 0.003
+    assert seconds < 1.06 * 0.003  # 1.08 if plain steps among drafts were the measure
 
 
 @dataclass

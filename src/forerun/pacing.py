@@ -18,7 +18,7 @@ RECENT = 0.98
 """What remains of tokens and seconds after a step, of which the worth of time is taken."""
 LONGEST_PAUSE = 100
 """Steps without drafts, at most, before they are tried again."""
-TRIAL = 2
+TRIAL = 1
 """Drafts of such a trial."""
 FIRST = (0, 0, 0, TRIAL)
 """Drafts of the first steps, to learn what they cost. The first one of all is not counted: caches are cold then."""
@@ -33,6 +33,8 @@ and among drafts, caches hold other things than its own, and a short one takes u
 SOONEST, CHECK = 16, 800
 """Steps with drafts from one such row to the next: at least, and for each plain step that a step saves. Seeing that
 costs about a hundredth."""
+MEASURED = 8
+"""Of so many steps one is measured where drafting is closed: to look at the clock costs a hundredth of a short step."""
 OUTLIER, SELDOM = 4.0, 50
 """A step that takes so many times what was to be expected was held up by something else and does not count; of so many
 steps one."""
@@ -165,7 +167,7 @@ class Pace:
             verifying = verifying if self.drafts else min(verifying, COLD * self.plain.seconds)
             self.verifying.learn(step.drafted / step.rows, verifying)
             each = step.drafting * step.rows / step.drafted
-            self.drafting = each if not self.drafts else MEMORY * self.drafting + (1 - MEMORY) * each
+            self.drafting = each if self.drafts < 2 else MEMORY * self.drafting + (1 - MEMORY) * each
             self.drafts += 1
         elif self.plain.learn(verifying):
             self.unchecked = 0
@@ -175,6 +177,15 @@ class Pace:
         self.earned, self.spent = RECENT * self.earned + tokens, RECENT * self.spent + seconds
         if step.foreseen:
             self.encourage()
+
+    def rest(self) -> bool:
+        """Whether a step without drafts, while closed, needs no measuring; most do not."""
+        self.rested += 1
+        measured = self.rested % MEASURED == 0
+        if not measured:
+            self.purse.rest()
+            self.open = self.affordable >= TRIAL
+        return not measured
 
     def _excuse(self, step: Step) -> bool:
         """Whether a step took so long that something else must have held it up; seldom."""
@@ -196,7 +207,8 @@ class Pace:
             self.pause, self.rested = 1, 0
             self.watching = self.unchecked > 0 if self.watching else self.doubtful
             return 0 if self.watching else length
-        if self.rested < self.pause or self.affordable < TRIAL:
+        self.open = self.affordable >= TRIAL
+        if self.rested < self.pause or not self.open:
             self.rested += 1
             return 0
         self.trying = True

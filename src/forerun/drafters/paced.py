@@ -67,6 +67,9 @@ class PacedDrafter(OuterDrafter):
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """Chains of the length that pays for the batch."""
         pace = self._pace_of(requests)
+        if pace.closed and pace.rest():
+            self._step = None
+            return [DraftTree.empty()] * len(requests)
         most = min(self.most, budget)
         length = 0 if pace.closed else self._length(pace, requests, most)
         began = self._clock()
