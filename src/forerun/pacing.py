@@ -24,7 +24,7 @@ FIRST = (0, 0, 0, TRIAL)
 """Drafts of the first steps, to learn what they cost. The first one of all is not counted: caches are cold then."""
 ALLOWANCE, INTEREST, SAVINGS = 2.0, 0.01, 16.0
 """Passes that drafts may cost before they pay, what they are given for each step without them, and what they may lose
-of what they saved: one in a hundred and the allowance is the worst case."""
+of what they saved. The last draft may lose more than there is, and what is excused or cold is not booked."""
 UNKNOWN = 1 << 30
 """Drafts that are affordable before it is known what they cost."""
 SETTLING = 0.02
@@ -34,7 +34,7 @@ SOONEST, CHECK = 16, 800
 """Steps with drafts from one such row to the next: at least, and for each plain step that a step saves. Seeing that
 costs about a hundredth."""
 MEASURED = 8
-"""Of so many steps one is measured where drafting is closed: to look at the clock costs a hundredth of a short step."""
+"""Of so many steps one is measured where drafting is closed, for a short step feels the measuring."""
 OUTLIER, SELDOM = 4.0, 50
 """A step that takes so many times what was to be expected was held up by something else and does not count; of so many
 steps one."""
