@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forerun.bench.machine import machine
 from forerun.bench.speed import BASELINE, Series
 
 Row = dict[str, Any]
@@ -33,27 +32,6 @@ def _row(one: Series, baseline: Series) -> Row:
         "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
         "same_output": sum(same) / len(same),
     }
-
-
-def machine() -> Row:
-    """What it was measured on."""
-    import torch
-    import transformers
-
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.longrows import Row
-from forerun.bench.report import machine
+from forerun.bench.machine import footer, machine
 
 Cell = Callable[[Row], str]
 
@@ -92,8 +92,8 @@ class Report:
 
     @property
     def markdown(self) -> str:
-        """All tables."""
-        return "\n".join([f"# {self.named(self.title)}\n", *self.text])
+        """All tables, and what they were measured on."""
+        return "\n".join([f"# {self.named(self.title)}\n", *self.text, footer(self.settings)])
 
     @property
     def json(self) -> Row:

@@ -9,6 +9,7 @@ import typer
 from forerun import __version__
 from forerun.cli.long_options import AnalyseOptions, TriforceOptions
 from forerun.cli.options import AuditOptions, BenchOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
+from forerun.cli.passes_options import PassesOptions
 
 app = typer.Typer(
     name="forerun",
@@ -39,7 +40,9 @@ command(app, "generate", GenerateOptions)
 command(app, "audit", AuditOptions)
 command(app, "demo", DemoOptions)
 command(app, "replay", ReplayOptions)
-command(group(app, "bench", BenchOptions), "triforce", TriforceOptions)
+bench = group(app, "bench", BenchOptions)
+command(bench, "triforce", TriforceOptions)
+command(bench, "passes", PassesOptions)
 command(app, "analyse", AnalyseOptions)
 
 

@@ -7,6 +7,7 @@ import json
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from forerun.bench import report
+from forerun.bench.machine import machine
 from forerun.bench.prompts import KINDS, build_jobs
 from forerun.bench.speed import Bench
 from forerun.cli.options import BenchOptions
@@ -46,7 +47,7 @@ def run(options: BenchOptions) -> None:
     }
     paths = report.write(rows, settings, options.out, "speed")
     if options.json:
-        print(json.dumps({"settings": settings, "machine": report.machine(), "rows": rows}))  # noqa: T201
+        print(json.dumps({"settings": settings, "machine": machine(), "rows": rows}))  # noqa: T201
         return
     stdout().print(report.markdown(rows), soft_wrap=True)
     console.print(f"written: {', '.join(map(str, paths))}")

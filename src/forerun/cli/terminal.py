@@ -7,11 +7,18 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.style import Style
 
 PATIENCE = 2.0
@@ -84,6 +91,15 @@ def working(console: Console, what: str) -> Iterator[None]:
         if timer.ident is not None:
             timer.join()
             status.stop()
+
+
+@contextmanager
+def measuring(console: Console) -> Iterator[Callable[[int, int], None]]:
+    """A bar for what is measured, in a terminal; call it with what is done and to do."""
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class PrefillBar:

@@ -1,0 +1,64 @@
+"""What something was measured on: the machine, the versions and the settings, for every report."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
+PEERS = ("xllamacpp", "openvino-genai", "openvino")
+
+
+def machine() -> Row:
+    """What it was measured on."""
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gigabytes": _memory(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **versions(PACKAGES),
+    }
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def footer(settings: Row) -> str:
+    """Machine, versions and settings as two lines of Markdown; settings that were not given are left out."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    return f"Machine: {_listed(machine())}\n\nSettings: {_listed(given)}\n"
+
+
+def _listed(values: Row) -> str:
+    return "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _memory() -> float | None:
+    """Gigabytes of memory, where the system tells."""
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
+    except (AttributeError, ValueError, OSError):
+        return None
