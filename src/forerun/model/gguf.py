@@ -1,0 +1,270 @@
+"""GGUF files: what is checked before transformers reads one, and what it leaves undone after it.
+
+transformers dequantises the weights; they then take as much memory as those of any other model. The header is read here
+first, in a fraction of a second, so that a file which cannot be loaded is refused before the weights are touched. The
+format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import pre_tokenizers
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    modeling_gguf_pytorch_utils,
+)
+
+SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+NEEDED = ("gguf", "accelerate")
+"""Packages that transformers reads GGUF files with."""
+DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
+"""Vocabularies whose merges were learned with every digit apart, which transformers does not know of."""
+
+_SCALARS = dict(enumerate("BbHhIif?", 0)) | dict(enumerate("Qqd", 10))
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor's data lies.
+
+    Attributes:
+        shape: the fastest-moving dimension first, as GGUF has it.
+        kind: the number of its quantisation, ``ggml_type``.
+        offset: from the beginning of the data, in bytes.
+    """
+
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """All of a GGUF file but its data; of arrays in the metadata only the lengths."""
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+    end: int
+    """Bytes up to the end of the header; the data begins at the next multiple of the alignment."""
+
+    @property
+    def architecture(self) -> str:
+        """As llama.cpp names it."""
+        return str(self.metadata.get("general.architecture", "none"))
+
+    @property
+    def data(self) -> int:
+        """Where the data begins."""
+        alignment = int(self.metadata.get("general.alignment", 32))
+        return -(-self.end // alignment) * alignment
+
+
+def check(file: Path) -> Header:
+    """Read a file's header and refuse what cannot be loaded, or would be loaded wrongly.
+
+    Raises:
+        ValueError: naming the file and what is wrong: not a GGUF file, damaged, cut off, an unknown quantisation, or
+            packages that are not installed.
+        OSError: if it cannot be read.
+    """
+    header = read_header(file)
+    _check_installed(file)
+    _check_content(file, header)
+    for name, tensor in header.tensors.items():
+        _check_tensor(file, header, name, tensor)
+    return header
+
+
+def read_header(file: Path) -> Header:
+    """The header of a GGUF file.
+
+    Raises:
+        ValueError: if it is not one, or damaged, or cut off.
+        OSError: if it cannot be read.
+    """
+    with file.open("rb") as opened:
+        if opened.read(len(MAGIC)) != MAGIC:
+            raise ValueError(f"{file} is no GGUF file: it does not begin with {MAGIC.decode()}")
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                return _Reader(data, len(MAGIC)).header()
+            except (struct.error, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
+                raise ValueError(f"the header of {file} is damaged or cut off: {error}") from error
+
+
+@contextmanager
+def alone(file: Path) -> Iterator[Path]:
+    """A folder that holds nothing but the file, for transformers would take a tokenizer that lies beside it."""
+    folder = Path(tempfile.mkdtemp(prefix="forerun-gguf-"))
+    try:
+        (folder / file.name).symlink_to(file.resolve())
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def without_bar() -> Iterator[None]:
+    """No progress bar while transformers dequantises: this one does not heed transformers' own switch."""
+    shown = modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = partial(shown, disable=True)
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = shown
+
+
+def finish(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: Header) -> None:
+    """Make what was loaded an ordinary model: it can be moved, cast and saved, and is named after its file."""
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config._name_or_path = tokenizer.name_or_path = str(file)
+    if header.metadata.get("tokenizer.ggml.pre") in DIGITS_APART and isinstance(tokenizer, PreTrainedTokenizerFast):
+        apart, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, words])
+
+
+def quantisations(header: Header) -> str:
+    """The quantisations of a file by how many tensors have them, as ``Q4_1, F32``."""
+    from gguf import GGMLQuantizationType
+
+    kinds = [tensor.kind for tensor in header.tensors.values()]
+    return ", ".join(GGMLQuantizationType(kind).name for kind in sorted(set(kinds), key=kinds.count, reverse=True))
+
+
+def _check_installed(file: Path) -> None:
+    missing = [package for package in NEEDED if find_spec(package) is None]
+    if missing:
+        raise ValueError(
+            f"{file} is a GGUF file, and {' and '.join(missing)} to read it with is not installed; "
+            "pip install 'forerun[real]'"
+        )
+
+
+def _check_content(file: Path, header: Header) -> None:
+    """Refuse what transformers would leave out or stumble over."""
+    metadata = header.metadata
+    if metadata.get("split.count", 1) > 1:
+        raise ValueError(
+            f"{file} is one of {metadata['split.count']} parts; merge them first (llama-gguf-split --merge)"
+        )
+    if not metadata.get("tokenizer.ggml.tokens"):
+        raise ValueError(f"{file} has no tokenizer (tokenizer.ggml.tokens)")
+    if not header.tensors:
+        raise ValueError(f"{file} has no weights: there is no tensor in it")
+    scaling = metadata.get(f"{header.architecture}.rope.scaling.type", "none")
+    factors = next((name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))), None)
+    if header.architecture != "gpt-oss" and (scaling != "none" or factors is not None):
+        raise ValueError(
+            f"{file} scales its rotary positions ({factors or scaling}), which transformers leaves out of GGUF files: "
+            "the model would be another one; give the folder of its safetensors"
+        )
+
+
+def _check_tensor(file: Path, header: Header, name: str, tensor: Tensor) -> None:
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+    known = {kind.value: kind for kind in GGMLQuantizationType}
+    if tensor.kind not in known:
+        raise ValueError(f"{file}: tensor {name} has quantisation number {tensor.kind}, which is not known")
+    kind = known[tensor.kind]
+    block, size = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros((1, size), np.uint8), kind)
+    except NotImplementedError:
+        raise ValueError(f"{file}: tensor {name} is quantised as {kind.name}, which cannot be dequantised") from None
+    if not tensor.shape or tensor.shape[0] % block:
+        raise ValueError(f"{file} is damaged: rows of {tensor.shape} in tensor {name} are not whole {kind.name} blocks")
+    end, there = header.data + tensor.offset + prod(tensor.shape) // block * size, file.stat().st_size
+    if end > there:
+        raise ValueError(f"{file} is cut off: tensor {name} ends at byte {end:,}, and the file has {there:,}")
+
+
+@dataclass
+class _Reader:
+    """Reads a header front to back; every step checks that the file goes on that far."""
+
+    data: mmap.mmap
+    at: int
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def header(self) -> Header:
+        (version,) = self.take("I")
+        if version not in VERSIONS:
+            raise ValueError(
+                f"its version is {version}; readable are {' and '.join(map(str, VERSIONS))}, little-endian"
+            )
+        tensors, entries = self.take("QQ")
+        for _ in range(entries):
+            key = self.string()
+            self.metadata[key] = self.value(*self.take("I"))
+        if self.metadata.get("general.alignment", 32) < 1:
+            raise ValueError(f"general.alignment is {self.metadata['general.alignment']}")
+        described = dict(self.tensor() for _ in range(tensors))
+        return Header(self.metadata, described, self.at)
+
+    def take(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from("<" + form, self.data, self.at)
+        self.at += struct.calcsize("<" + form)
+        return values
+
+    def skip(self, count: int) -> None:
+        if self.at + count > len(self.data):
+            raise ValueError(f"it goes on to byte {self.at + count:,}, and the file has {len(self.data):,}")
+        self.at += count
+
+    def string(self) -> str:
+        (length,) = self.take("Q")
+        start = self.at
+        self.skip(length)
+        return self.data[start : self.at].decode()
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.take(_SCALARS[kind])[0]
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self.array(*self.take("IQ"))
+        raise ValueError(f"the metadata holds a value of type {kind}")
+
+    def array(self, kind: int, length: int) -> int:
+        """Pass over an array, to its length."""
+        if kind in _SCALARS:
+            self.skip(length * struct.calcsize("<" + _SCALARS[kind]))
+            return length
+        for _ in range(length):
+            if kind == _STRING:
+                self.skip(*self.take("Q"))
+            else:
+                self.value(kind)
+        return length
+
+    def tensor(self) -> tuple[str, Tensor]:
+        name = self.string()
+        (dimensions,) = self.take("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
+        shape = self.take(f"{dimensions}Q")
+        return name, Tensor(shape, *self.take("IQ"))
