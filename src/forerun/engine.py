@@ -150,7 +150,8 @@ class Engine:
         """Continue one prompt or several, as one batch of ragged rows.
 
         Args:
-            prompts: text, token ids, or a list of either; or a tensor ``[B, t]`` with ``attention_mask``.
+            prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
+                or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
             streamer: a transformers streamer; for one sequence only.
             options: ``seed``, ``verification`` and ``namespace`` (see ``RowOptions``), and everything that
                 ``model.generate`` takes: ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
