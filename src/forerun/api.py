@@ -45,7 +45,8 @@ def generate(
 
     Args:
         model: a transformers decoder.
-        prompts: text (with ``tokenizer``), token ids, a list of either, or a tensor.
+        prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
+            dicts with ``role`` and ``content``, which the tokenizer's chat template makes a text of.
         drafter: a name from ``forerun.recipes``, or an object.
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.

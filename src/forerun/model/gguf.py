@@ -7,6 +7,7 @@ format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import json
 import mmap
 import shutil
 import struct
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -139,10 +140,20 @@ def finish(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.config._name_or_path = tokenizer.name_or_path = str(file)
-    if header.metadata.get("tokenizer.ggml.pre") in DIGITS_APART and isinstance(tokenizer, PreTrainedTokenizerFast):
-        apart, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, words])
+    model.name_or_path = model.config._name_or_path = tokenizer.name_or_path = str(file)
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        _drop_additions(tokenizer, header.metadata["tokenizer.ggml.tokens"])
+        if header.metadata.get("tokenizer.ggml.pre") in DIGITS_APART:
+            apart, words = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, words])
+
+
+def _drop_additions(tokenizer: PreTrainedTokenizerFast, count: int) -> None:
+    """Drop tokens that are not among the file's: GPT-2's tokenizer adds its own end where there is none."""
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    own = [token for token in described["added_tokens"] if token["id"] < count]
+    if len(own) < len(described["added_tokens"]):
+        tokenizer._tokenizer = Tokenizer.from_str(json.dumps(described | {"added_tokens": own}))
 
 
 def quantisations(header: Header) -> str:
@@ -212,9 +223,7 @@ class _Reader:
     def header(self) -> Header:
         (version,) = self.take("I")
         if version not in VERSIONS:
-            raise ValueError(
-                f"its version is {version}; readable are {' and '.join(map(str, VERSIONS))}, little-endian"
-            )
+            raise ValueError(f"the version is {version}; readable are {VERSIONS}, little-endian")
         tensors, entries = self.take("QQ")
         for _ in range(entries):
             key = self.string()

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -169,14 +176,14 @@ def _from_file(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
     LOG.info("%s: the weights (%s) are dequantised to %s", file, gguf.quantisations(header), dtype)
     with gguf.alone(file) as folder, gguf.without_bar():
         source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
-        _check_config(source)
+        config = _check_config(source)
         tokenizer = _tokenizer(source)
-        model = _model(source, dtype)
+        model = _model(source, dtype, config=config)  # transformers takes seconds to read it again
     gguf.finish(file, model, tokenizer, header)
     return model, tokenizer
 
 
-def _check_config(source: _Source) -> None:
+def _check_config(source: _Source) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source.folder, **source.options)
     except (OSError, KeyError, ValueError) as error:
@@ -188,6 +195,7 @@ def _check_config(source: _Source) -> None:
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     if encoder or not (kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or own_code):
         raise ValueError(f"{source.name} holds no decoder: model type {kind!r} does not generate text")
+    return config
 
 
 def _check_weights(folder: Path) -> None:

@@ -8,8 +8,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | Mapping[str, Any]
-"""Text, token ids, several of either, a tensor ``[t]`` or ``[B, t]``, or a tokenizer's output."""
+from forerun.model.messages import Messages, apply_template, check_messages, is_conversation
+
+Prompts = (
+    str
+    | Sequence[str]
+    | Sequence[int]
+    | Sequence[Sequence[int]]
+    | Messages
+    | Sequence[Messages]
+    | torch.Tensor
+    | Mapping[str, Any]
+)
+"""Text, token ids, messages, several of any of them, a tensor ``[t]`` or ``[B, t]``, or a tokenizer's output."""
 
 
 def encode(
@@ -18,10 +29,16 @@ def encode(
     """Token ids of each prompt, without padding.
 
     Raises:
-        ValueError: for no prompt at all, text without a tokenizer, or a mask that does not fit.
-        TypeError: for anything else than a prompt.
+        ValueError: for no prompt at all, text without a tokenizer, messages without a chat template or in a wrong
+            shape, or a mask that does not fit.
+        TypeError: for anything else than a prompt, or messages beside other prompts.
     """
     if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise TypeError(
+                f"the prompt is a mapping with {', '.join(map(repr, prompts)) or 'no keys'}; a tokenizer's output has "
+                "'input_ids', and messages are a list"
+            )
         return encode(prompts["input_ids"], tokenizer, prompts.get("attention_mask", attention_mask))
     if isinstance(prompts, torch.Tensor):
         return _from_tensor(prompts, attention_mask)
@@ -29,6 +46,10 @@ def encode(
         return [_encode_one(prompts, tokenizer)]
     if not len(prompts):
         raise ValueError("there is no prompt")
+    if is_conversation(prompts):
+        return [apply_template(prompts, tokenizer)]
+    if any(map(is_conversation, prompts)):
+        return _encode_conversations(prompts, tokenizer)
     return [_encode_one(prompt, tokenizer) for prompt in prompts]
 
 
@@ -42,6 +63,18 @@ def _encode_one(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[
     if isinstance(prompt, Sequence) and all(isinstance(token, int) for token in prompt):
         return list(prompt)
     raise TypeError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
+
+
+def _encode_conversations(conversations: Sequence[Any], tokenizer: PreTrainedTokenizerBase | None) -> list[list[int]]:
+    for place, conversation in enumerate(conversations):
+        if not is_conversation(conversation):
+            kind = type(conversation).__name__
+            raise TypeError(f"prompt {place} is {kind} and others are messages; all of a batch must be messages then")
+        try:
+            check_messages(conversation)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"in conversation {place}, {error}") from None
+    return [apply_template(conversation, tokenizer) for conversation in conversations]
 
 
 def _from_tensor(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

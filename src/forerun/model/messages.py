@@ -1,0 +1,75 @@
+"""Conversations to token ids, by the tokenizer's own chat template.
+
+A template writes all special tokens itself, the one that begins a text included, so none is added to what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, Any]]
+"""The turns of a conversation, oldest first: ``{"role": "user", "content": "..."}``."""
+REQUIRED = ("role", "content")
+ANSWERER = "assistant"
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is meant as messages: a list in which there is one."""
+    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
+
+
+def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether conversations can be put to a model with this tokenizer."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def check_messages(messages: Messages) -> None:
+    """Refuse what is no conversation, or one that waits for no answer.
+
+    Raises:
+        ValueError: for no message, one without role or content, or an answer as the last one.
+        TypeError: for a message, a key, a role or a content of a wrong type.
+    """
+    if not len(messages):
+        raise ValueError("there is no message")
+    for place, message in enumerate(messages):
+        _check_message(f"message {place}", message)
+    if messages[-1]["role"] == ANSWERER:
+        raise ValueError(f"the last message is the {ANSWERER}'s; the last one must be another's, which it answers")
+
+
+def apply_template(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """The ids of a conversation up to where the answer begins.
+
+    Raises:
+        ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.
+        TypeError: as from ``check_messages``.
+    """
+    check_messages(messages)
+    if tokenizer is None:
+        raise ValueError("the prompt is messages and there is no tokenizer; pass tokenizer= or token ids")
+    if not has_template(tokenizer):
+        raise ValueError("the prompt is messages and the tokenizer has no chat template; give text instead")
+    try:
+        told = tokenizer.apply_chat_template([dict(message) for message in messages], add_generation_prompt=True)
+    except Exception as error:  # a template is a program, and may raise anything
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    return [int(token) for token in told["input_ids"]]
+
+
+def _check_message(name: str, message: Any) -> None:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{name} is {type(message).__name__}; it must be a dict with {' and '.join(REQUIRED)}")
+    wrong = next((key for key in message if not isinstance(key, str)), None)
+    if wrong is not None:
+        raise TypeError(f"{name} has the key {wrong!r}; keys are text")
+    for key in REQUIRED:
+        if key not in message:
+            raise ValueError(f"{name} has no {key!r}; it has {', '.join(map(repr, message)) or 'no keys'}")
+        if not isinstance(message[key], str):
+            raise TypeError(f"the {key} of {name} is {type(message[key]).__name__}; it must be text")
+    if not message["role"]:
+        raise ValueError(f"the role of {name} is empty; it must be user, system, {ANSWERER} or what the template knows")
