@@ -11,9 +11,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from forerun.bench import report
-from forerun.bench.prompts import build_jobs
+from forerun.bench.chat import Prompt
+from forerun.bench.contestants import PADDED, Bench
+from forerun.bench.continuations import continuations
+from forerun.bench.prompts import Counts, build_jobs
 from forerun.bench.replay import Recorded, Selection, replay
-from forerun.bench.speed import BASELINE, Bench, Job, Run, Series
+from forerun.bench.speed import BASELINE, Job, Run, Series
 from forerun.cli import app
 from forerun.recipes import build_drafter
 from forerun.reference.tasks import Material
@@ -44,7 +47,7 @@ def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> Non
 
 
 def test_speed_is_the_median_and_spread_the_extremes() -> None:
-    runs = [[Run([1] * 10, seconds, 5) for seconds in (1.0, 2.0, 4.0)]]
+    runs = [[Run([[1] * 10], seconds, 5) for seconds in (1.0, 2.0, 4.0)]]
     one = Series("x", "t", runs)
     assert one.tokens_per_second == 5
     assert one.spread == (2.5, 10)
@@ -52,7 +55,7 @@ def test_speed_is_the_median_and_spread_the_extremes() -> None:
 
 
 def test_a_report_is_written_in_three_forms(series: list[Series], tmp_path: Path) -> None:
-    paths = report.write(report.summarise(series), {"rounds": 2}, tmp_path / "new", "speed")
+    paths = report.write(report.Result(report.summarise(series), {"rounds": 2}), tmp_path / "new", "speed")
     assert json.loads(paths[0].read_text())["rows"][0]["contestant"] == BASELINE
     assert "| forerun trie, warm |" in paths[1].read_text()
     assert paths[2].read_bytes()[:4] == b"\x89PNG"
@@ -69,14 +72,45 @@ def test_the_table_goes_between_the_readme_s_markers(tmp_path: Path) -> None:
 
 
 def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:
-    jobs, skipped = build_jobs(["json", "prose"], Material(), lambda text: list(text.encode()), 2, 1, 8)
-    again, _ = build_jobs(["json"], Material(), lambda text: list(text.encode()), 2, 1, 8)
+    tasks = continuations(Material())
+
+    def encode(prompt: Prompt) -> list[int]:
+        return list(str(prompt).encode())
+
+    jobs, skipped = build_jobs(["json", "prose"], tasks, encode, Counts(2, 1, 8))
+    again, _ = build_jobs(["json"], tasks, encode, Counts(2, 1, 8))
     assert [job.task for job in jobs] == ["json"]
     assert jobs == again
     assert len(jobs[0].prompts) == 2 and len(jobs[0].warm_prompts) == 1
-    assert skipped == {"prose": "needs a text for prose"}
+    assert skipped == {"prose": "needs a text for prose (--books)"}
     with pytest.raises(ValueError, match="known are copy, json"):
-        build_jobs(["verse"], Material(), lambda text: [1], 1, 0, 8)
+        build_jobs(["verse"], tasks, encode, Counts(1, 0, 8))
+    with pytest.raises(ValueError, match=r"task json, prompt 1: .* more than the model's 9 positions"):
+        build_jobs(["json"], tasks, encode, Counts(1, 0, 8), positions=9)
+
+
+def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them() -> None:
+    def row(task: str, contestant: str, speed_up: float, passes: float | None) -> report.Row:
+        return {"task": task, "contestant": contestant, "speed_up": speed_up, "tokens_per_second": speed_up * 10,
+                "tokens_per_pass": passes}  # fmt: skip
+
+    rows = [row("a", "x", 2.0, 1.0), row("b", "x", 8.0, 4.0), row("a", "y", 1.0, None), row("b", "z", 3.0, 1.0)]
+    assert [(mean["contestant"], mean["speed_up"], mean["tokens_per_pass"]) for mean in report.means(rows)] == [
+        ("x", 4.0, 2.0)
+    ]
+    assert report.means(rows[:1]) == []
+    assert "| x | 2.00x (1.00) | 8.00x (4.00) | 4.00x (2.00) |" in report.markdown(rows)
+    assert "| y | 1.00x | - | - |" in report.markdown(rows)
+
+
+def test_batches_give_the_texts_of_padded_ones_whatever_their_size() -> None:
+    bench = Bench(tiny("llama"), ["none"])
+    found = bench.run_batches([*PROMPTS, PROMPTS[0]], [2, 4], 12, rounds=1)
+    for size, series in found.items():
+        rows = report.summarise(series, PADDED)
+        assert [row["contestant"] for row in rows] == [PADDED, "forerun none", "forerun trie"]
+        assert all(row["same_output"] == 1 and row["texts"] == 4 for row in rows)
+        assert len(series[0].runs) == 4 // size
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from typing import Any
 Row = dict[str, Any]
 PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
 PEERS = ("xllamacpp", "openvino-genai", "openvino")
+LEFT_OUT = ("json", "debug", "out")
+"""Settings that change nothing about what is measured."""
 
 
 def machine() -> Row:
@@ -42,12 +44,16 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 def footer(settings: Row) -> str:
     """Machine, versions and settings as two lines of Markdown; settings that were not given are left out."""
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None and name not in LEFT_OUT}
     return f"Machine: {_listed(machine())}\n\nSettings: {_listed(given)}\n"
 
 
 def _listed(values: Row) -> str:
-    return "; ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+    return "; ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in values.items())
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _processor() -> str:

@@ -1,49 +1,110 @@
-"""The bench's prompts: seeded tasks of every kind, none of which the bundled models were trained on."""
+"""From tasks to jobs: so many prompts of each, and others of its kind for drafters that have seen some before.
+
+A set of tasks is a mapping from names to what draws their prompts. Models with a chat template are asked questions
+(``forerun.bench.questions``); others continue texts (``forerun.bench.continuations``), of which the bundled models
+were trained on none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from random import Random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
+from forerun.bench.chat import Prompt
+from forerun.bench.own import Line, check_length
 from forerun.bench.speed import Job
-from forerun.reference import tasks
-from forerun.reference.tasks import Material
 
-SEED = "bench"
-KINDS = {"copy": "quote", "json": "table", "rag": "rag", "code": "code", "maths": "maths", "prose": "prose"}
-"""Task by its name in the tables, and in ``forerun.reference.tasks``."""
+Draw = Callable[[int], Sequence[Prompt]]
+"""The first so many prompts of a task, the same at every call."""
+Tasks = Mapping[str, Draw]
+
+
+class LackingError(Exception):
+    """A task needs what was not given; the message says what."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much of each task.
+
+    Attributes:
+        prompts: measured; None for all there are.
+        warm: of the same task, which warm drafters have drafted the answers to.
+        new_tokens: per prompt, at most.
+    """
+
+    prompts: int | None
+    warm: int
+    new_tokens: int
+
+
+def check_names(names: Iterable[str], tasks: Tasks) -> None:
+    """Refuse unknown tasks.
+
+    Raises:
+        ValueError: naming the first and those that are known.
+    """
+    for name in names:
+        if name not in tasks:
+            raise ValueError(f"task is {name!r}; known are {', '.join(tasks)}")
 
 
 def build_jobs(
     names: Sequence[str],
-    material: Material,
-    encode: Callable[[str], list[int]],
-    prompts: int,
-    warm_prompts: int,
-    max_new_tokens: int,
+    tasks: Tasks,
+    encode: Callable[[Prompt], list[int]],
+    counts: Counts,
+    positions: int | None = None,
 ) -> tuple[list[Job], dict[str, str]]:
     """The jobs that can be built, and why the others cannot.
 
     Args:
-        names: of ``KINDS``.
-        material: held-out texts.
-        encode: text to token ids.
-        prompts: measured, per task.
-        warm_prompts: of each task, which warm drafters have drafted the answers to.
-        max_new_tokens: per prompt.
+        names: of ``tasks``.
+        tasks: what draws their prompts.
+        encode: prompt to token ids.
+        counts: how many; ``counts.prompts`` must be given.
+        positions: that the model has, or None.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: for an unknown name, or a prompt that is too long for the model.
     """
+    check_names(names, tasks)
     jobs: list[Job] = []
     skipped: dict[str, str] = {}
-    for name in names:
-        if name not in KINDS:
-            raise ValueError(f"task is {name!r}; known are {', '.join(KINDS)}")
-        if KINDS[name] in ("maths", "code", "prose") and not getattr(material, KINDS[name]):
-            skipped[name] = f"needs a text for {KINDS[name]}"
+    measured = counts.prompts or 1
+    for name in dict.fromkeys(names):
+        try:
+            ids = [encode(prompt) for prompt in tasks[name](measured + counts.warm)]
+        except LackingError as lacking:
+            skipped[name] = str(lacking)
             continue
-        drawn = [tasks.make(KINDS[name], Random(f"{SEED}/{name}/{i}"), material) for i in range(prompts + warm_prompts)]
-        ids = [encode(task.prompt) for task in drawn]
-        jobs.append(Job(name, ids[:prompts], ids[prompts:], max_new_tokens))
+        _check_lengths(name, ids, positions, counts.new_tokens)
+        jobs.append(Job(name, ids[:measured], ids[measured:], counts.new_tokens))
     return jobs, skipped
+
+
+def own_jobs(lines: Sequence[Line], ids: Sequence[list[int]], counts: Counts) -> list[Job]:
+    """A job for each task of the user's file, in its order."""
+    by_task: dict[str, list[list[int]]] = {}
+    for line, tokens in zip(lines, ids, strict=True):
+        by_task.setdefault(line.task, []).append(tokens)
+    return [
+        Job(task, found[: counts.prompts], found[len(found[: counts.prompts]) :][: counts.warm], counts.new_tokens)
+        for task, found in by_task.items()
+    ]
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """How many tokens the model has positions for, if it says."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _check_lengths(name: str, ids: Sequence[list[int]], positions: int | None, new: int) -> None:
+    for number, tokens in enumerate(ids, 1):
+        try:
+            check_length(len(tokens), positions, new)
+        except ValueError as error:
+            raise ValueError(f"task {name}, prompt {number}: {error}; leave the task out with --task") from None

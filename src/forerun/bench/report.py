@@ -1,110 +1,164 @@
-"""What a bench measured, as JSON, a Markdown table and plots; and the README's table from the Markdown one."""
+"""What a bench measured, as JSON, Markdown tables and plots; and the README's table from the Markdown one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
-from forerun.bench.machine import machine
+from forerun.bench import plots
+from forerun.bench.machine import footer, machine
+from forerun.bench.plots import Frame
 from forerun.bench.speed import BASELINE, Series
+from forerun.bench.speed_plot import plot
+from forerun.bench.tables import pivot
 
 Row = dict[str, Any]
+MEAN = "geometric mean"
+"""The column over all tasks."""
 
 
-def summarise(series: Sequence[Series]) -> list[Row]:
-    """A row per task and contestant: speeds, tokens per pass, and the ratio to ``transformers`` greedy."""
-    baselines = {one.task: one for one in series if one.contestant == BASELINE}
+def summarise(series: Sequence[Series], baseline: str = BASELINE) -> list[Row]:
+    """A row per task and contestant: speeds, tokens per pass, and the ratio to the baseline."""
+    baselines = {one.task: one for one in series if one.contestant == baseline}
     return [_row(one, baselines[one.task]) for one in series]
 
 
 def _row(one: Series, baseline: Series) -> Row:
     slow, fast = one.spread
-    same = [mine[0].tokens == theirs[0].tokens for mine, theirs in zip(one.runs, baseline.runs, strict=True)]
+    passes = one.tokens_per_pass
     return {
         "task": one.task,
         "contestant": one.contestant,
         "tokens_per_second": round(one.tokens_per_second, 1),
         "slowest": round(slow, 1),
         "fastest": round(fast, 1),
-        "tokens_per_pass": round(one.tokens_per_pass, 3),
+        "tokens_per_pass": None if passes is None else round(passes, 3),
         "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
-        "same_output": sum(same) / len(same),
+        "same_output": one.same_texts(baseline),
+        "texts": sum(len(rounds[0].texts) for rounds in one.runs),
+        "tokens": sum(rounds[0].tokens for rounds in one.runs),
     }
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """For each contestant that was in every task, the geometric means over the tasks; none for a single task."""
+    tasks = {row["task"] for row in rows}
+    found = []
+    for contestant in dict.fromkeys(row["contestant"] for row in rows):
+        mine = [row for row in rows if row["contestant"] == contestant]
+        if 1 < len(mine) == len(tasks):
+            names = ("tokens_per_second", "tokens_per_pass", "speed_up")
+            values = {name: _mean([row[name] for row in mine]) for name in names}
+            found.append({"task": MEAN, "contestant": contestant, **values})
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return round(geometric_mean(known), 3) if len(known) == len(values) else None
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """Speed-up over ``transformers`` greedy by task, with tokens per pass of the target in brackets."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    cells = {(row["contestant"], row["task"]): row for row in rows}
-    lines = [f"| | {' | '.join(tasks)} |", "|---|" + "---|" * len(tasks)]
-    for contestant in dict.fromkeys(row["contestant"] for row in rows):
-        found = [cells.get((contestant, task)) for task in tasks]
-        lines.append(f"| {contestant} | {' | '.join(_cell(row) for row in found)} |")
-    return "\n".join(lines) + "\n"
+    named = [row | {"task": row["task"].replace("|", "\\|")} for row in [*rows, *means(rows)]]
+    return pivot(named, "contestant", "task", _cell).replace("| contestant |", "| |", 1)
 
 
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return "-"
+def _cell(row: Row) -> str:
     if row["contestant"] == BASELINE:
         return f"{row['tokens_per_second']:.0f} tokens/s"
-    return f"{row['speed_up']:.2f}x ({row['tokens_per_pass']:.2f})"
+    passes = "" if row["tokens_per_pass"] is None else f" ({row['tokens_per_pass']:.2f})"
+    return f"{row['speed_up']:.2f}x{passes}"
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Bars of tokens per second, with the spread of the rounds, and of tokens per pass, by task."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    contestants = list(dict.fromkeys(row["contestant"] for row in rows))
-    figure, axes = plt.subplots(2, 1, figsize=(2.2 + 1.6 * len(tasks), 8), sharex=True, layout="constrained")
-    theirs = [name for name in contestants if name.startswith("transformers")]
-    ours = [name for name in contestants if name not in theirs]
-    colours = dict(zip(theirs, plt.get_cmap("Greys")(_spaced(len(theirs), 0.7, 0.3)), strict=True))
-    colours |= dict(zip(ours, plt.get_cmap("viridis")(_spaced(len(ours), 0.9, 0.1)), strict=True))
-    width = 0.86 / len(contestants)
-    for i, contestant in enumerate(contestants):
-        mine = {row["task"]: row for row in rows if row["contestant"] == contestant}
-        at = [x + (i - (len(contestants) - 1) / 2) * width for x, task in enumerate(tasks) if task in mine]
-        found = [mine[task] for task in tasks if task in mine]
-        speeds = [row["tokens_per_second"] for row in found]
-        spread = [
-            [row["tokens_per_second"] - row["slowest"] for row in found],
-            [row["fastest"] - row["tokens_per_second"] for row in found],
-        ]
-        axes[0].bar(
-            at, speeds, width * 0.92, yerr=spread, label=contestant, color=colours[contestant], error_kw={"lw": 0.8}
-        )
-        axes[1].bar(at, [row["tokens_per_pass"] for row in found], width * 0.92, color=colours[contestant])
-    axes[0].set_ylabel("tokens per second")
-    axes[1].set_ylabel("tokens per forward pass")
-    axes[1].set_xticks(range(len(tasks)), tasks)
-    axes[0].legend(ncols=3, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 1.22), frameon=False)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_axisbelow(True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+def equality(rows: Sequence[Row]) -> str:
+    """A sentence about texts that differ from the baseline's."""
+    parted: dict[str, list[float]] = {}
+    for row in rows:
+        parted.setdefault(row["contestant"], []).extend([row["same_output"]] * row["texts"])
+    shares = {name: sum(found) / len(found) for name, found in parted.items() if sum(found) < len(found)}
+    if not shares:
+        return "Every text equals that of transformers.\n"
+    listed = "; ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
+    return (
+        f"Texts equal to those of transformers, token for token: {listed}; all others 100 %. Rounding can part texts "
+        "where two tokens are nearly as good; `forerun audit` tells whether it was that.\n"
+    )
 
 
-def _spaced(count: int, first: float, last: float) -> list[float]:
-    return [first + (last - first) * i / max(count - 1, 1) for i in range(count)]
+@dataclass(frozen=True)
+class Result:
+    """What a bench measured.
+
+    Attributes:
+        rows: of single prompts.
+        settings: what it was measured with.
+        batches: rows with ``batch``, or none.
+        skipped: tasks and contestants that were not measured, and why.
+        notes: what a reader of the figures must know.
+    """
+
+    rows: Sequence[Row]
+    settings: Row
+    batches: Sequence[Row] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def json(self) -> Row:
+        """All of it as plain values."""
+        return {
+            "machine": machine(),
+            "settings": self.settings,
+            "rows": list(self.rows),
+            "means": means(self.rows),
+            "batches": list(self.batches),
+            "skipped": dict(self.skipped),
+            "notes": list(self.notes),
+        }
+
+    @property
+    def markdown(self) -> str:
+        """All tables, and what they were measured on."""
+        parts = [markdown(self.rows), equality(self.rows)]
+        if self.batches:
+            parts += ["## Batches\n", batch_table(self.batches), equality(self.batches)]
+        parts += [f"{note}\n" for note in self.notes]
+        parts += [f"Not measured: {name}: {reason}.\n" for name, reason in self.skipped.items()]
+        return "\n".join([*parts, footer(self.settings)])
 
 
-def write(rows: Sequence[Row], settings: Row, folder: Path, name: str) -> list[Path]:
-    """Write ``name.json``, ``name.md`` and ``name.png`` into ``folder``."""
+def batch_table(rows: Sequence[Row]) -> str:
+    """Tokens per second of all rows, and the ratio to transformers' padded batches."""
+    sized = [row | {"rows": f"{row['batch']} rows"} for row in rows]
+    return pivot(sized, "contestant", "rows", lambda r: f"{r['tokens_per_second']:.0f} tokens/s ({r['speed_up']:.2f}x)")
+
+
+def write(result: Result, folder: Path, name: str) -> list[Path]:
+    """Write ``name.json``, ``name.md`` and the plots into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{suffix}" for suffix in ("json", "md", "png")]
-    paths[0].write_text(json.dumps({"machine": machine(), "settings": settings, "rows": list(rows)}, indent=1) + "\n")
-    paths[1].write_text(markdown(rows))
-    plot(rows, paths[2])
+    texts = {"json": json.dumps(result.json, indent=1) + "\n", "md": result.markdown}
+    paths = [_written(folder / f"{name}.{suffix}", text) for suffix, text in texts.items()]
+    paths.append(_drawn(folder / f"{name}.png", lambda path: plot(result.rows, path)))
+    if result.batches:
+        frame = Frame("Batches of ragged prompts, greedy", "rows", "tokens per second of all rows", log=True)
+        lines = plots.by(result.batches, "contestant", "batch", "tokens_per_second")
+        paths.append(_drawn(folder / f"{name}-batches.png", lambda path: plots.lines(path, frame, lines)))
     return paths
+
+
+def _written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def _drawn(path: Path, draw: Callable[[Path], None]) -> Path:
+    draw(path)
+    return path
 
 
 def into_readme(readme: Path, table: str, marker: str) -> None:

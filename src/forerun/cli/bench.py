@@ -1,53 +1,105 @@
-"""``forerun bench``: Forerun's drafters beside transformers' own ways to generate, on the bundled models."""
+"""``forerun bench``: Forerun's drafters beside transformers' own ways to generate, and beside other engines."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import PreTrainedModel
 
-from forerun.bench import report
-from forerun.bench.machine import machine
-from forerun.bench.prompts import KINDS, build_jobs
-from forerun.bench.speed import Bench
-from forerun.cli.options import BenchOptions
-from forerun.cli.terminal import stderr, stdout, working
-from forerun.model.load import BUNDLED, load
-from forerun.reference import bundled, material
+from forerun.bench import own, report
+from forerun.bench.chat import Encoder
+from forerun.bench.contestants import PADDED, Bench
+from forerun.bench.continuations import continuations
+from forerun.bench.prompts import Counts, Tasks, build_jobs, own_jobs, positions_of
+from forerun.bench.questions import Files, questions
+from forerun.bench.report import Result, Row
+from forerun.bench.speed import Job, Tokens
+from forerun.cli.bench_options import PROMPTS, BenchOptions
+from forerun.cli.long_options import plain
+from forerun.cli.terminal import measuring, stderr, stdout, working
+from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load
+from forerun.reference import material
+
+DRAFTERS = ("none", "lookup", "jacobi", "trie")
 
 
 def run(options: BenchOptions) -> None:
-    """Measure, print the table, and write JSON, Markdown and plots."""
+    """Measure, print the tables, and write JSON, Markdown and plots."""
     console = stderr()
-    texts = material.read_held_out(options.books, options.maths)
+    lines = own.read(options.prompts_file) if options.prompts_file else []
     with working(console, "loading"):
-        target, tokenizer = load(options.model)
-        draft = load(str(bundled("draft")))[0] if options.model == BUNDLED else None
-    jobs, skipped = build_jobs(
-        options.task or list(KINDS),
-        texts,
-        lambda text: [int(token) for token in tokenizer(text)["input_ids"]],
-        options.prompts,
-        options.warm_prompts,
-        options.max_new_tokens,
-    )
+        target, tokenizer = load(
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        )
+        draft = load(BUNDLED_DRAFT, options.dtype, device=options.device)[0] if options.model == BUNDLED else None
+    encoder = Encoder(tokenizer, options.raw)
+    jobs, skipped, tasks = _jobs(options, encoder, lines, target)
     for name, reason in skipped.items():
-        console.print(f"skipped {name}: {reason} (--books, --maths)")
-    bench = Bench(target, options.drafter or ["none", "lookup", "jacobi", "trie"], draft, tokenizer)
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(jobs))
-        series = bench.run(jobs, options.rounds, lambda done, total: bar.update(task, completed=done))
-    rows = report.summarise(series)
-    settings = {
-        "model": options.model,
-        "prompts": options.prompts,
-        "rounds": options.rounds,
-        "max_new_tokens": options.max_new_tokens,
-    }
-    paths = report.write(rows, settings, options.out, "speed")
+        console.print(f"skipped {name}: {reason}")
+    batched = in_turns(jobs, max(options.batches(), default=0))
+    bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer)
+    with measuring(console) as progress:
+        rows = report.summarise(bench.run(jobs, options.rounds, progress))
+    batches = _batches(bench, options, batched)
+    dtype = str(target.dtype).removeprefix("torch.")
+    settings = plain(options) | {"dtype": dtype, "tasks": tasks, "prompts": max(len(job.prompts) for job in jobs)}
+    _deliver(options, Result(rows, settings, batches, skipped))
+
+
+def _jobs(
+    options: BenchOptions, encoder: Encoder, lines: Sequence[own.Line], model: PreTrainedModel
+) -> tuple[list[Job], dict[str, str], str]:
+    """The jobs, the tasks that were skipped with their reasons, and where the tasks came from."""
+    counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
+    positions = positions_of(model)
+    if options.prompts_file is not None:
+        ids = own.encode(options.prompts_file, lines, encoder, positions, counts.new_tokens)
+        return own_jobs(lines, ids, counts), {}, "the prompts file"
+    name, tasks = _tasks(options, encoder)
+    counts = replace(counts, prompts=options.prompts or PROMPTS)
+    jobs, skipped = build_jobs(options.task or list(tasks), tasks, encoder, counts, positions)
+    if not jobs:
+        raise ValueError(f"no task is left: {'; '.join(f'{task} {why}' for task, why in skipped.items())}")
+    return jobs, skipped, name
+
+
+def _tasks(options: BenchOptions, encoder: Encoder) -> tuple[str, Tasks]:
+    """The set of tasks that suits the model, and its name."""
+    files = Files(options.books, options.maths, options.code)
+    files.check()
+    if encoder.chats:
+        return "questions", questions(files, encoder.count)
+    if options.code is not None:
+        raise ValueError("--code is for models that chat; there is no chat template here, or --raw turns it off")
+    return "continuations", continuations(material.read_held_out(options.books, options.maths))
+
+
+def in_turns(jobs: Sequence[Job], count: int) -> list[Tokens]:
+    """So many prompts, from each task in turn, so that batches are ragged.
+
+    Raises:
+        ValueError: if there are fewer.
+    """
+    longest = max(len(job.prompts) for job in jobs)
+    found = [job.prompts[i] for i in range(longest) for job in jobs if i < len(job.prompts)]
+    if len(found) < count:
+        raise ValueError(f"--batch has {count} and there are {len(found)} prompts in all; raise --prompts")
+    return found[:count]
+
+
+def _batches(bench: Bench, options: BenchOptions, prompts: Sequence[Tokens]) -> list[Row]:
+    if not prompts:
+        return []
+    found = bench.run_batches(prompts, options.batches(), options.max_new_tokens, options.rounds)
+    return [{"batch": size} | row for size, series in found.items() for row in report.summarise(series, PADDED)]
+
+
+def _deliver(options: BenchOptions, result: Result) -> None:
+    paths = report.write(result, options.out, "speed")
     if options.json:
-        print(json.dumps({"settings": settings, "machine": machine(), "rows": rows}))  # noqa: T201
+        print(json.dumps(result.json))  # noqa: T201
         return
-    stdout().print(report.markdown(rows), soft_wrap=True)
-    console.print(f"written: {', '.join(map(str, paths))}")
+    stdout().print(result.markdown, soft_wrap=True, markup=False)
+    stderr().print(f"written: {', '.join(map(str, paths))}")

@@ -1,0 +1,203 @@
+"""Forerun and ``transformers`` as contestants over one target.
+
+A drafter is *cold* when it knows the prompt alone, and *warm* when it has drafted the answers to other prompts of the
+task, as in a server that has run for a while.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun.bench.speed import BASELINE, Contestant, Job, Progress, Rows, Run, Series, Tokens, measure
+from forerun.drafters.base import Drafter
+from forerun.engine import Engine
+from forerun.recipes import build_drafter
+from forerun.request import Request
+from forerun.settings import Settings
+from forerun.tree import DraftTree
+
+PADDED = "transformers padded"
+LOOKUP_TOKENS = 10
+"""Drafts of transformers' prompt lookup, as its documentation has it."""
+
+Generate = Callable[[Rows, int], list[Tokens]]
+
+
+class WrongDrafter(Drafter):
+    """Drafts what hardly ever comes, and claims that it will: what drafting costs where it does not help."""
+
+    def begin(self, request: Request) -> None:
+        """Find a token that the prompt does not hold."""
+        self._absent = int(np.setdiff1d(np.arange(len(request) + 1), request.prompt)[0])
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """A chain of that token, each said to be likely."""
+        length = max(0, min(budget, request.max_draft_depth))
+        claimed = np.full(length, 0.9).cumprod()
+        return DraftTree(np.full(length, self._absent), np.arange(-1, length - 1), probability=claimed)
+
+
+class Bench:
+    """Contestants over one target.
+
+    Args:
+        model: the target, in the dtype to measure in.
+        drafters: names from ``forerun.recipes``, each run cold; those that remember run warm as well.
+        draft: a small model with the same tokenizer for transformers' assisted generation, or None.
+        tokenizer: of both, or None; drafters learn the spelling of words from it.
+        others: further contestants, by name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafters: Sequence[str],
+        draft: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        others: Mapping[str, Contestant] | None = None,
+    ) -> None:
+        self.settings = Settings(draft_model=draft)
+        self.model = model
+        self.draft = draft
+        self.drafters = list(drafters)
+        self.others = dict(others or {})
+        self._tokenizer = tokenizer
+        self._engines: dict[str, Engine] = {}
+        for name in self.drafters:
+            self._engine(name)
+        self._wrong = Engine(model, WrongDrafter())
+
+    def run(self, jobs: Sequence[Job], rounds: int, progress: Progress | None = None) -> list[Series]:
+        """Measure every contestant on every job."""
+        series: list[Series] = []
+        for done, job in enumerate(jobs):
+            if progress is not None:
+                progress(done, len(jobs))
+            groups = [[prompt] for prompt in job.prompts]
+            series += measure(self._contestants(job), job.task, groups, job.max_new_tokens, rounds)
+        return series
+
+    def run_batches(
+        self, prompts: Sequence[Tokens], sizes: Sequence[int], max_new_tokens: int, rounds: int
+    ) -> dict[int, list[Series]]:
+        """Measure the same prompts in batches of each size: padded by transformers, ragged by Forerun.
+
+        Args:
+            prompts: as many as the largest size; what is left over by a smaller one is not measured there.
+            sizes: of the batches.
+            max_new_tokens: of each row.
+            rounds: turns of each contestant.
+        """
+        contestants = {
+            PADDED: self._transformers(),
+            "forerun none": self._forerun("none"),
+            "forerun trie": self._forerun("trie"),
+        }
+        return {
+            size: measure(contestants, f"batches of {size}", in_batches(prompts, size), max_new_tokens, rounds)
+            for size in sizes
+        }
+
+    def _contestants(self, job: Job) -> dict[str, Contestant]:
+        found: dict[str, Contestant] = {
+            BASELINE: self._transformers(),
+            "transformers prompt lookup": self._transformers(prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        }
+        if self.draft is not None:
+            found["transformers assisted"] = self._transformers(assistant_model=self.draft)
+        for name in self.drafters:
+            found[f"forerun {name}"] = self._forerun(name)
+            if job.warm_prompts and name.startswith("trie"):
+                found[f"forerun {name}, warm"] = self._forerun(name, job.warm_prompts, job.max_new_tokens)
+        found["forerun, wrong drafts"] = Contestant(self._timed(_greedy(self._wrong)))
+        return found | self.others
+
+    def _transformers(self, **options: Any) -> Contestant:
+        def generate(rows: Rows, max_new_tokens: int) -> list[Tokens]:
+            ids, mask = padded(rows, self.model)
+            ends = end_tokens(self.model)
+            more = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": (ends or [0])[0], **options}
+            out = self.model.generate(ids, attention_mask=mask, **more)
+            return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()]
+
+        return Contestant(self._timed(generate))
+
+    def _forerun(self, name: str, warm_prompts: Sequence[Tokens] = (), max_new_tokens: int = 1) -> Contestant:
+        engine = self._engine(name)
+        generate = _greedy(engine)
+        engine.use(build_drafter(name, self.settings))
+        for prompt in warm_prompts:
+            generate([prompt], max_new_tokens)
+        before = engine.drafter
+
+        def prepare() -> None:
+            engine.use(copy.deepcopy(before) if warm_prompts else build_drafter(name, self.settings))
+
+        return Contestant(self._timed(generate), prepare)
+
+    def _engine(self, name: str) -> Engine:
+        if name not in self._engines:
+            self._engines[name] = Engine(self.model, name, settings=self.settings, tokenizer=self._tokenizer)
+        return self._engines[name]
+
+    def _timed(self, generate: Generate) -> Callable[[Rows, int], Run]:
+        def run(rows: Rows, max_new_tokens: int) -> Run:
+            with _counting(self.model) as passes:
+                begin = time.perf_counter()
+                texts = generate(rows, max_new_tokens)
+                seconds = time.perf_counter() - begin
+            return Run(texts, seconds, len(passes))
+
+        return run
+
+
+def in_batches(prompts: Sequence[Tokens], size: int) -> list[Rows]:
+    """Whole batches of consecutive prompts."""
+    return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+
+
+def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask ``[B, t]`` with padding on the left, as ``model.generate`` takes them."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    return ids, mask
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """The tokens that end the model's texts."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+
+
+def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
+    """A row without the padding behind its end token."""
+    ends = end_tokens(model)
+    at = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+    return [int(token) for token in row[: at + 1]]
+
+
+def _greedy(engine: Engine) -> Generate:
+    def generate(rows: Rows, max_new_tokens: int) -> list[Tokens]:
+        return engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False).generated
+
+    return generate
+
+
+@contextmanager
+def _counting(model: PreTrainedModel) -> Iterator[list[int]]:
+    """A list that grows by one with each forward pass."""
+    passes: list[int] = []
+    handle = model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        yield passes
+    finally:
+        handle.remove()

@@ -1,0 +1,126 @@
+"""Passages of 200 to 1,500 tokens: from books, or from what Python's own modules say about themselves."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+SHORTEST, LONGEST = 200, 1500
+"""Tokens of a passage."""
+MARGIN = 1.1
+"""By how much what is aimed at stays inside these bounds, for a passage ends with a sentence."""
+CHARS = 6
+"""Characters that give a token, at most, on average."""
+MODULES = 40
+"""Modules whose documentation is read, where there are no books."""
+SKIPPED = frozenset(["test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "encodings"])
+_END = re.compile(r"[.!?][\"”’')]*\s")
+
+
+@dataclass(frozen=True)
+class Passages:
+    """Texts, each as its paragraphs, that passages are cut from."""
+
+    bodies: Sequence[Sequence[str]]
+
+    @classmethod
+    def read(cls, books: Path | None, seed: str) -> Passages:
+        """The ``.txt`` files of a folder, or the standard library's documentation.
+
+        Raises:
+            ValueError: if the folder has none, or none that is long enough.
+        """
+        bodies = list(_books(books)) if books is not None else list(_documentation(seed))
+        long = [body for body in bodies if sum(map(len, body)) > 2 * CHARS * LONGEST]
+        if not long:
+            raise ValueError(f"--books is {books}; it has no .txt file of {2 * CHARS * LONGEST:,} characters or more")
+        return cls(long)
+
+    def draw(self, rng: Random, count: Callable[[str], int]) -> str:
+        """A passage that begins with a paragraph and ends with a sentence.
+
+        Args:
+            rng: decides which.
+            count: tokens of a text.
+        """
+        low, high = SHORTEST * MARGIN, LONGEST / MARGIN
+        while True:
+            tokens = low * (high / low) ** rng.random()
+            body = rng.choice(self.bodies)
+            text = _from(body, rng.randrange(len(body)), int(CHARS * tokens))
+            passage = _cut(text, int(tokens * len(text) / max(1, count(text))))
+            if SHORTEST <= count(passage) <= LONGEST:
+                return passage
+
+
+def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
+    """The standard library's files that are worth reading, as text and parsed, in an order that the seed decides."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
+    Random(seed).shuffle(paths)
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            yield text, ast.parse(text)
+        except SyntaxError:  # templates that are no modules
+            continue
+
+
+def sentences(passage: str) -> list[str]:
+    """Its sentences, as they stand in it."""
+    ends = [0, *(match.end() for match in _END.finditer(passage)), len(passage)]
+    return [part for begin, end in itertools.pairwise(ends) if (part := passage[begin:end].strip())]
+
+
+def _books(folder: Path) -> Iterator[list[str]]:
+    for file in sorted(folder.glob("*.txt")):
+        yield _paragraphs(file.read_text(encoding="utf-8", errors="replace"))
+
+
+def _documentation(seed: str) -> Iterator[list[str]]:
+    """What modules, classes and functions say about themselves, a list for each module that says enough."""
+    found = 0
+    for _, module in sources(seed):
+        body = [part for text in _docstrings(module) for part in _paragraphs(text)]
+        if sum(map(len, body)) > 2 * CHARS * LONGEST:
+            yield body
+            found += 1
+        if found == MODULES:
+            return
+
+
+def _docstrings(module: ast.Module) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(module):
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            name = getattr(node, "name", "")
+            yield f"{name}: {inspect.cleandoc(text)}" if name else text
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [part.strip() for part in text.split("\n\n") if len(part.strip()) > 1]
+
+
+def _from(body: Sequence[str], start: int, chars: int) -> str:
+    """Paragraphs from one on, until there are so many characters."""
+    taken: list[str] = []
+    size = 0
+    for part in body[start:]:
+        if size >= chars:
+            break
+        taken.append(part)
+        size += len(part) + 2
+    return "\n\n".join(taken)[:chars]
+
+
+def _cut(text: str, chars: int) -> str:
+    """Up to the last end of a sentence."""
+    ends = [match.end() for match in _END.finditer(text[:chars])]
+    return text[: ends[-1] if ends else chars].strip()

@@ -1,0 +1,77 @@
+"""Options of ``forerun bench``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from forerun.cli.long_options import numbers
+from forerun.cli.options import _MODEL, _OUTPUT, _TEXT, Debug, Device, Dtype, Json, Model, Trust
+from forerun.cli.options import _option as option
+
+_OTHERS = "Compared with"
+FROM_TASKS = ("task", "books", "maths", "code")
+"""Options that a file of prompts stands in for."""
+PROMPTS = 4
+"""Of a task, where none are given."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """Forerun's drafters beside transformers' greedy, prompt lookup and assisted generation, on any model.
+
+    Models with a chat template answer questions (maths, code, rag, summary, edit, table); others continue texts
+    (copy, json, rag, code, maths, prose). One process, interleaved, medians; every drafter cold, and the trie warm as
+    well. Writes JSON, Markdown and plots.
+    """
+
+    model: Model = "bundled"
+    drafter: Annotated[
+        list[str] | None, option("--drafter", "-d", panel=_MODEL, help="May be repeated; default: all but the forms.")
+    ] = None
+    dtype: Annotated[Dtype, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")] = "auto"
+    device: Device = "auto"
+    trust_remote_code: Trust = False
+    task: Annotated[
+        list[str] | None, option("--task", "-k", panel=_TEXT, help="One of those above; may be repeated; default: all.")
+    ] = None
+    prompts_file: Annotated[
+        Path | None,
+        option("--prompts-file", panel=_TEXT, help="JSON lines of {task, prompt} or {task, messages}, for --task."),
+    ] = None
+    raw: Annotated[bool, option("--raw", panel=_TEXT, help="Leave the chat template out.")] = False
+    books: Annotated[Path | None, option("--books", panel=_TEXT, help="A folder of books not trained on.")] = None
+    maths: Annotated[Path | None, option("--maths", panel=_TEXT, help="JSON lines of {prompt, answer}.")] = None
+    code: Annotated[
+        Path | None, option("--code", panel=_TEXT, help="JSON lines of {prompt} with functions to complete.")
+    ] = None
+    prompts: Annotated[
+        int | None, option("--prompts", panel=_TEXT, help=f"Per task; default {PROMPTS}, or all of a file.", min=1)
+    ] = None
+    warm_prompts: Annotated[int, option("--warm-prompts", panel=_TEXT, help="Answered before when warm.", min=0)] = 20
+    rounds: Annotated[int, option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 5
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=1)] = 160
+    batch: Annotated[
+        str | None, option("--batch", panel=_TEXT, help="Measure batches of so many rows, too.", metavar="LIST")
+    ] = None
+    peers: Annotated[bool, option("--peers", panel=_OTHERS, help="openvino-genai and llama.cpp as well.")] = False
+    gguf: Annotated[
+        Path | None, option("--gguf", panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
+    ] = None
+    out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/bench")
+    json: Json = False
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        if self.prompts_file is not None and (given := [f"--{name}" for name in FROM_TASKS if getattr(self, name)]):
+            raise ValueError(f"--prompts-file has tasks of its own; leave out {', '.join(given)}")
+        if self.gguf is not None and not self.peers:
+            raise ValueError("--gguf is for the peers; add --peers")
+        if self.gguf is not None and not self.gguf.is_file():
+            raise ValueError(f"--gguf is {self.gguf}; there is no such file")
+        self.batches()
+
+    def batches(self) -> list[int]:
+        """The sizes of batches, rising; none where they are not measured."""
+        return [] if self.batch is None else sorted(set(numbers("--batch", self.batch, int, 2)))
