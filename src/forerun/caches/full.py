@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from forerun.attention import AttentionSpec, merge
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.rows import Rows, append, attend_in_order, compact
+from forerun.tree import IntArray
 
 GROWTH = 256
 """Tokens by which the cache grows at least."""
 
 
 class FullCache(Cache):
-    """A preallocated buffer per layer that grows in blocks; accepted rows are compacted in place.
+    """A preallocated buffer that grows in blocks; accepted rows are compacted in place.
 
     Args:
         capacity: tokens to make room for at the start; memory is only touched as it fills.
@@ -26,6 +28,7 @@ class FullCache(Cache):
         self.length = 0
         self._capacity = capacity
         self._layers: dict[int, Rows] = {}
+        self._store: torch.Tensor | None = None  # of all layers, where they are alike: [layers, 2, Hkv, capacity, d]
         self.queries: dict[int, torch.Tensor] = {}
         """The queries of the last pass, by layer, ``[1, H, n, d]``: what a sparse cache chooses its keys by. None are
         left where the tokens of that pass were forgotten."""
@@ -36,18 +39,59 @@ class FullCache(Cache):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
         """See ``Cache.attend``."""
-        end = self.length + len(block)
-        if end > self._capacity:
-            self._capacity = end + max(GROWTH, end // 32)
-        rows = self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
+        rows = self.append(layer, k, v)
         self.queries[layer], self.specs[layer] = q, spec
         return merge(*attend_in_order(q, rows, self.length, block, spec))
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a block's keys and values ``[1, Hkv, n, d]`` behind the committed ones; gives all of the layer's."""
+        self._grow(self.length + k.shape[2])
+        self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
+        keys, values = self._layers[layer]
+        return keys, values
+
+    def reserve(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Room for ``count`` tokens behind the committed ones, for all layers, on a CPU.
+
+        Returns:
+            ``[layers, 2, heads, capacity, dim]``: keys, then values; what is written behind ``length`` is on trial.
+
+        Raises:
+            ValueError: if the cache holds rows of another shape.
+        """
+        end = self.length + count
+        if self._store is None or self._store.shape[3] < end:
+            if self._layers and len(self._layers) != layers:
+                raise ValueError(f"this cache holds {len(self._layers)} layers and the model has {layers}")
+            self._grow(end)
+            store = torch.empty(layers, 2, heads, self._capacity, dim, dtype=dtype)
+            for layer, both in enumerate(self._layers.values()):
+                for new, old in zip(store[layer], both, strict=True):
+                    new[:, : self.length] = old[0, :, : self.length]
+            self._hold(store)
+        assert self._store is not None
+        return self._store
+
+    def _grow(self, end: int) -> None:
+        if end > self._capacity:
+            self._capacity = end + max(GROWTH, end // 32)
+
+    def _hold(self, store: torch.Tensor) -> None:
+        self._store = store
+        self._layers = {layer: (both[0][None], both[1][None]) for layer, both in enumerate(store)}
+        step = store.stride(0) * store.element_size()
+        first = store.data_ptr() + step * np.arange(len(store))
+        self.addresses: IntArray = np.stack((first, first + store.stride(1) * store.element_size()), 1)
+        """Where each layer's keys and values begin, int64 ``[layers, 2]``."""
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         """See ``Cache.commit``. An accepted chain lies in place already and costs nothing."""
         start = self.length + len(block.pending)
-        for rows in self._layers.values():
-            compact(rows, start, path)
+        if self._store is not None:
+            compact((self._store.flatten(0, 2)[None],), start, path)
+        else:
+            for rows in self._layers.values():
+                compact(rows, start, path)
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
@@ -60,8 +104,12 @@ class FullCache(Cache):
 
     def blank(self, length: int) -> None:
         """Hold zeros as if ``length`` tokens were committed: for measurements, after a first pass."""
-        for layer, (keys, values) in self._layers.items():
-            self._layers[layer] = (torch.zeros_like(keys), torch.zeros_like(values))
+        if self._store is not None:
+            self._store.zero_()
+        else:
+            for rows in self._layers.values():
+                for t in rows:
+                    t.zero_()
         self.length = length
 
     def extend(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -69,10 +117,13 @@ class FullCache(Cache):
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
             raise ValueError("keys and values must be given for every layer, for as many tokens in each")
-        self._capacity = max(self._capacity, self.length + max(count))
+        end = self.length + max(count)
+        if self._store is not None:
+            self.reserve(len(self._store), self._store.shape[2], self._store.shape[4], self._store.dtype, max(count))
+        self._capacity = max(self._capacity, end)
         for layer, pair in layers.items():
             self._layers[layer] = append(self._layers.get(layer), pair, self.length, self._capacity)
-        self.length += max(count)
+        self.length = end
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""

@@ -21,6 +21,8 @@ from forerun.kernels.vector import F64, I64, LANES, LINE, Code, Emitter, fused, 
 FLOAT_ARRAY = types.Array(types.float32, 1, "C")
 BYTE_ARRAY = types.Array(types.int8, 1, "C")
 INTEGER_ARRAY = types.Array(types.int64, 1, "C")
+DOUBLE_ARRAY = types.Array(types.float64, 1, "C")
+PLAIN_BYTE_ARRAY = types.Array(types.uint8, 1, "C")
 
 finalized = operator.attrgetter("library")
 """The machine code of numba's compile result."""
@@ -108,6 +110,18 @@ def floats(typing: Any, address: Any, count: Any) -> Code:
 def signed_bytes(typing: Any, address: Any, count: Any) -> Code:
     """The bytes at an address as an array."""
     return _array(BYTE_ARRAY, 1)
+
+
+@intrinsic
+def bytes_at(typing: Any, address: Any, count: Any) -> Code:
+    """The bytes at an address, without a sign, as an array."""
+    return _array(PLAIN_BYTE_ARRAY, 1)
+
+
+@intrinsic
+def doubles(typing: Any, address: Any, count: Any) -> Code:
+    """The doubles at an address as an array."""
+    return _array(DOUBLE_ARRAY, 8)
 
 
 @intrinsic

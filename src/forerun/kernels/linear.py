@@ -1,0 +1,205 @@
+"""Linear layers whose every output is summed in one order, whatever else is in the pass.
+
+An output is the sum of the products of its weights with a token's numbers, column by column from its bias on, in one
+accumulator. So the bits of a token's outputs depend neither on the tokens that share the pass, nor on their number, nor on
+threads: the first half of what makes speculative decoding exact. Weights are read once for all tokens of a pass, row by
+row as they lie (``panels.py``); nothing is packed, copied or kept.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from forerun.index.compiling import compiled
+from forerun.kernels.memory import Job, bytes_at, doubles, floats
+from forerun.kernels.panels import few, many, transpose
+from forerun.kernels.rowwise import gated, words
+from forerun.kernels.vector import LINE
+
+FEW = 8
+"""Tokens up to which tiles go to the sums straight from the weights; for more, columns are written out first."""
+BLOCK = 16
+"""Tokens that share one reading of the columns then."""
+CHUNK = 64
+"""Tiles whose columns are written out at a time: 64 KiB."""
+PUT, ADD, GATE = 0, 1, 2
+"""What becomes of sums: they are stored, added to floats, or, those of a gate, activated and multiplied by those of its twin."""
+
+
+class LinearOp(NamedTuple):
+    """One to three matrices over the same tokens: addresses, distances in bytes, and counts.
+
+    Attributes:
+        code: of the operation, for the tape.
+        which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
+        kind: of the numbers: 0 float32, 1 bfloat16, 2 float64 (``panels.KINDS``).
+        x: of the tokens' rows, in whole vectors.
+        row: bytes of a row of weights.
+        mode: ``PUT``, ``ADD`` or ``GATE``.
+        to_kind: of what is put.
+        share: panels that a thread takes at a time.
+        w0: of the first matrix, which has ``outs0`` rows; ``bias0`` is 0 where there is none.
+        y: of the results' rows; 0 for those of the pass. The matrices' results lie side by side.
+        activation: of gates.
+    """
+
+    code: int
+    which: int
+    kind: int
+    x: int
+    x_row: int
+    row: int
+    mode: int
+    to_kind: int
+    share: int
+    activation: int
+    y: int
+    y_row: int
+    w0: int
+    w1: int
+    w2: int
+    outs0: int
+    outs1: int
+    outs2: int
+    bias0: int
+    bias1: int
+    bias2: int
+
+
+LINEAR = Job(LinearOp)
+read_linear = LINEAR.reader()
+
+
+def room(tokens: int) -> int:
+    """Bytes that a thread needs."""
+    return 2 * tokens * LINE + CHUNK * 16 * LINE + 16 * LINE + LINE
+
+
+@compiled
+def linear_tasks(op: LinearOp) -> int:
+    """How many pieces of work there are."""
+    return (_panels(op) + op.share - 1) // op.share
+
+
+@compiled
+def _lanes(op: LinearOp) -> int:
+    return 8 if op.kind == 2 else 16
+
+
+@compiled
+def _panels(op: LinearOp) -> int:
+    lanes = _lanes(op)
+    first = (op.outs0 + lanes - 1) // lanes
+    if op.mode == GATE:
+        return first
+    return first + (op.outs1 + lanes - 1) // lanes + (op.outs2 + lanes - 1) // lanes
+
+
+@compiled
+def linear_task(op: LinearOp, n: int, y: int, task: int, slot: int) -> None:
+    """The panels of one piece of work, for all ``n`` tokens."""
+    lanes = _lanes(op)
+    number = 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
+    first0 = (op.outs0 + lanes - 1) // lanes
+    first1 = first0 + (op.outs1 + lanes - 1) // lanes
+    twin = slot + n * LINE
+    spare = twin + n * LINE
+    for panel in range(task * op.share, min(_panels(op), (task + 1) * op.share)):
+        w, outs, bias, before, p = op.w0, op.outs0, op.bias0, 0, panel
+        if op.mode != GATE and panel >= first1:
+            w, outs, bias, before, p = op.w2, op.outs2, op.bias2, op.outs0 + op.outs1, panel - first1
+        elif op.mode != GATE and panel >= first0:
+            w, outs, bias, before, p = op.w1, op.outs1, op.bias1, op.outs0, panel - first0
+        valid = min(lanes, outs - p * lanes)
+        _panel(op, n, w, p, valid, bias, slot, spare)
+        place = y + (before + p * lanes) * number
+        if op.mode == GATE:
+            _panel(op, n, op.w1, p, valid, op.bias1, twin, spare)
+        _finish(op, n, valid, slot, twin, place, number, spare)
+
+
+@compiled
+def _panel(op: LinearOp, n: int, w: int, p: int, valid: int, bias: int, sums: int, spare: int) -> None:
+    """The sums of all tokens with one panel."""
+    lanes = _lanes(op)
+    here = w + p * lanes * op.row
+    after = here + lanes * op.row
+    _begin(op, n, bias, p * lanes, valid, sums)
+    steps, x = op.row // LINE, op.x
+    row, first = op.row, 0
+    while True:  # whole vectors, chunk by chunk, then the columns behind them, filled up with zeros
+        if first >= steps:
+            rest = op.row - steps * LINE
+            if first > steps or not rest:
+                return
+            _last(w + p * lanes * op.row + steps * LINE, op.row, rest, valid, spare)
+            here, after, row, count, x = spare - first * LINE, spare - first * LINE, LINE, 1, op.x
+        else:
+            count = steps if n <= FEW else min(CHUNK, steps - first)
+        at = first * LINE
+        if n <= FEW:
+            few(op.kind, n, here + at, row, valid - 1, x + at, op.x_row, count, after + at, sums)
+        else:
+            columns = spare + 16 * LINE
+            transpose(op.kind, here + at, row, valid - 1, count, after + at, columns)
+            for t in range(0, n, BLOCK):
+                some = min(BLOCK, n - t)
+                rows = x + at + t * op.x_row
+                many(op.kind, some, columns, rows, op.x_row, some - 1, count * lanes, sums + t * LINE)
+        first = first + count if first < steps else steps + 1
+
+
+@compiled
+def _begin(op: LinearOp, n: int, bias: int, first: int, valid: int, sums: int) -> None:
+    """Every token's sums begin with the bias."""
+    line = floats(sums, 16)
+    line[:] = 0.0
+    if bias:
+        if op.kind == 0:
+            source = floats(bias + 4 * first, valid)
+            for i in range(valid):
+                line[i] = source[i]
+        elif op.kind == 1:
+            halves, bits = bytes_at(bias + 2 * first, 2 * valid), bytes_at(sums, LINE)
+            for i in range(valid):
+                bits[4 * i + 2] = halves[2 * i]
+                bits[4 * i + 3] = halves[2 * i + 1]
+        else:
+            wide, numbers = doubles(sums, 8), doubles(bias + 8 * first, valid)
+            for i in range(valid):
+                wide[i] = numbers[i]
+    for t in range(1, n):
+        words(0, sums, 1, sums + t * LINE)
+
+
+@compiled
+def _last(w: int, row: int, rest: int, valid: int, to: int) -> None:
+    """The columns behind the last whole vector, filled up with zeros."""
+    for i in range(valid):
+        source, tile = bytes_at(w + i * row, rest), bytes_at(to + i * LINE, LINE)
+        for c in range(rest):
+            tile[c] = source[c]
+        for c in range(rest, LINE):
+            tile[c] = 0
+
+
+@compiled
+def _finish(op: LinearOp, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
+    """From sums to results."""
+    whole = valid == _lanes(op)
+    for t in range(n):
+        at, place = sums + t * LINE, y + t * op.y_row
+        to = place if whole else spare
+        if op.mode == GATE:
+            gated(op.to_kind, op.activation, at, twin + t * LINE, to)
+        elif op.mode == ADD:
+            source, target = floats(at, valid), floats(place, valid)
+            for i in range(valid):
+                target[i] += source[i]
+            continue
+        else:
+            words(1 if op.to_kind == 1 else 0, at, 1, to)
+        if not whole:
+            source_bytes, target_bytes = bytes_at(spare, valid * number), bytes_at(place, valid * number)
+            for i in range(valid * number):
+                target_bytes[i] = source_bytes[i]

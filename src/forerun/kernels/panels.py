@@ -1,0 +1,246 @@
+"""Products of a few rows with a panel of a weight matrix, read once where it lies.
+
+A panel is as many rows of the matrix as a vector has lanes. A tile of it, one vector of each row, is transposed in
+registers, so that a lane belongs to an output, and every token adds its products to a vector of its own: lane by lane
+one sum, in the order of the columns. So what an output is does not depend on which tokens share the pass, how many
+there are, or which thread computes it, and while memory delivers the next tile there is time for all of this.
+
+A *word* is what a token broadcasts to all lanes: a float, a pair of bfloat16 (whose two products are added one after the
+other, or by ``vdpbf16ps`` where there is one), or a double. All arguments are addresses or counts; rows are of whole
+vectors, ``row`` and ``x_row`` are distances of two rows in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from forerun.kernels.vector import F32, FLOATS, I32, I64, LINE, WORDS, Code, Emitter, features, intrinsic, intrinsic_code
+
+F64X8 = ir.VectorType(ir.DoubleType(), 8)
+AHEAD = 12
+"""Tiles that are asked for ahead of their use."""
+
+
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOATS = ir.VectorType(_BFloat(), 32)
+
+
+def pairs() -> bool:
+    """Whether the processor multiplies pairs of bfloat16."""
+    return "+avx512bf16" in features()
+
+
+class Kind:
+    """What differs between types of number.
+
+    Attributes:
+        lanes: words of a vector, and rows of a panel.
+        vector: of the accumulators.
+        word: what a token broadcasts.
+    """
+
+    def __init__(self, lanes: int, vector: ir.VectorType, word: ir.Type) -> None:
+        self.lanes, self.vector, self.word = lanes, vector, word
+        self.bytes = LINE // lanes
+
+    def zero(self) -> ir.Constant:
+        return self.vector([0.0] * self.lanes)
+
+    def broadcast(self, e: Emitter, word: ir.Value) -> ir.Value:
+        b = e.builder
+        one = b.insert_element(ir.VectorType(self.word, self.lanes)(ir.Undefined), word, I32(0))
+        return b.shuffle_vector(one, one, ir.VectorType(I32, self.lanes)([0] * self.lanes))
+
+    def add(self, e: Emitter, word: ir.Value, column: ir.Value, total: ir.Value) -> ir.Value:
+        """``total`` plus the products of a broadcast word and a column of the tile."""
+        return _fma(e, self.broadcast(e, word), column, total)
+
+
+class _Pairs(Kind):
+    """Pairs of bfloat16, summed as floats: the first of each pair, then the second."""
+
+    def add(self, e: Emitter, word: ir.Value, column: ir.Value, total: ir.Value) -> ir.Value:
+        b = e.builder
+        x, w = self.broadcast(e, word), b.bitcast(column, WORDS)
+        if pairs():
+            kind = ir.FunctionType(FLOATS, (FLOATS, BFLOATS, BFLOATS))
+            function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+            return b.call(function, (total, b.bitcast(x, BFLOATS), b.bitcast(w, BFLOATS)))
+        sixteen, high = WORDS([16] * 16), WORDS([0xFFFF0000] * 16)
+        for part in (lambda t: b.shl(t, sixteen), lambda t: b.and_(t, high)):
+            total = _fma(e, b.bitcast(part(x), FLOATS), b.bitcast(part(w), FLOATS), total)
+        return total
+
+
+KINDS: dict[str, Kind] = {
+    "float": Kind(16, FLOATS, F32),
+    "bfloat16": _Pairs(16, FLOATS, I32),
+    "double": Kind(8, F64X8, ir.DoubleType()),
+}
+
+
+def _fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(a.type, (a.type,) * 3)
+    name = "llvm.fma.v16f32" if a.type == FLOATS else "llvm.fma.v8f64"
+    return e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (a, b, c))
+
+
+def transposed(e: Emitter, kind: Kind, rows: list[ir.Value]) -> list[ir.Value]:
+    """The columns of a tile given its rows."""
+    n, pick = kind.lanes, ir.VectorType(I32, kind.lanes)
+
+    def shuffle(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+        return e.builder.shuffle_vector(a, b, pick(lanes))
+
+    width = n // 4  # words of 128 bits, and rows of a group
+    groups = [rows[i : i + width] for i in range(0, n, width)]
+    if width == 4:
+        unpack = [[l + w for l in range(0, n, 4) for w in (k, k + n, k + 1, k + n + 1)] for k in (0, 2)]
+        both = [[0, 1, n, n + 1], [2, 3, n + 2, n + 3]]
+        wide = [[l + w for l in range(0, n, 4) for w in some] for some in both]
+        mixed = []
+        for r in groups:
+            low0, high0 = (shuffle(r[0], r[1], lanes) for lanes in unpack)
+            low1, high1 = (shuffle(r[2], r[3], lanes) for lanes in unpack)
+            mixed.append([shuffle(a, b, lanes) for a, b in ((low0, low1), (high0, high1)) for lanes in wide])
+    else:
+        pair = [[l + w for l in range(0, n, 2) for w in (k, k + n)] for k in (0, 1)]
+        mixed = [[shuffle(r[0], r[1], lanes) for lanes in pair] for r in groups]
+
+    def blocks(a: ir.Value, b: ir.Value, first: int) -> ir.Value:
+        """Blocks of 128 bits: every other one of ``a``, then of ``b``."""
+        return shuffle(a, b, [s + k * width + w for s in (0, n) for k in (first, first + 2) for w in range(width)])
+
+    columns: list[ir.Value] = [None] * n
+    for j in range(width):
+        q = [mixed[g][j] for g in range(4)]
+        for odd in (0, 1):
+            a, c = blocks(q[0], q[1], odd), blocks(q[2], q[3], odd)
+            columns[odd * width + j] = blocks(a, c, 0)
+            columns[(2 + odd) * width + j] = blocks(a, c, 1)
+    return columns
+
+
+FEW = (1, 2, 3, 4, 6, 8)
+"""Numbers of tokens for which the sums of one panel go through the tiles as they are transposed."""
+MANY = (4, 8, 12, 16)
+"""Numbers of tokens for which they go through columns that were transposed before."""
+
+
+@intrinsic
+def few(
+    typing: Any, kind: Any, tokens: Any, w: Any, row: Any, last: Any, x: Any, x_row: Any, steps: Any, ahead: Any,
+    sums: Any,
+) -> Code:  # fmt: skip
+    """Add to ``sums`` ``[tokens][lanes]`` the products of up to eight rows of x with a panel at ``w``.
+
+    The panel's rows behind ``last`` repeat it; a tile is asked for at ``ahead`` while its like is used at ``w``.
+    """
+    return intrinsic_code(10, lambda e, kind, tokens, *rest: _either(e, kind, tokens, FEW, _few, rest))
+
+
+@intrinsic
+def transpose(typing: Any, kind: Any, w: Any, row: Any, last: Any, steps: Any, ahead: Any, to: Any) -> Code:
+    """The columns of a panel, one after the other, written to ``to``."""
+    return intrinsic_code(7, lambda e, kind, *rest: _either(e, kind, I64(0), (0,), _transpose, rest))
+
+
+@intrinsic
+def many(typing: Any, kind: Any, tokens: Any, columns: Any, x: Any, x_row: Any, last: Any, count: Any, sums: Any) -> Code:
+    """Add to ``sums`` the products of up to sixteen rows of x with columns, of which there is a multiple of 4.
+
+    Rows of x behind ``last`` repeat it.
+    """
+    return intrinsic_code(8, lambda e, kind, tokens, *rest: _either(e, kind, tokens, MANY, _many, rest))
+
+
+def _either(
+    e: Emitter, kind: ir.Value, tokens: ir.Value, sizes: tuple[int, ...], emit: Callable[..., None], rest: Any
+) -> None:
+    """Write the code for each kind and number of tokens, the least that suffices to be taken."""
+    b = e.builder
+    for number, each in enumerate(KINDS.values()):
+        with b.if_then(b.icmp_signed("==", kind, I64(number))):
+            before = -1
+            for size in sizes:
+                fits = b.and_(b.icmp_signed(">", tokens, I64(before)), b.icmp_signed("<=", tokens, I64(size)))
+                with b.if_then(fits):
+                    emit(e, each, size, tokens, *rest)
+                before = size
+
+
+def _few(
+    e: Emitter, kind: Kind, size: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value,
+    x_row: ir.Value, steps: ir.Value, ahead: ir.Value, out: ir.Value,
+) -> None:  # fmt: skip
+    b = e.builder
+    rows = [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(kind.lanes)]
+    asked = [e.at(ahead, e.times(row, i)) for i in range(kind.lanes)]
+    end = b.sub(tokens, I64(1))
+    xs = [e.at(x, e.times(x_row, least(e, I64(t), end))) for t in range(size)]
+    sums = [e.variable(e.load(e.at(out, t * LINE), kind.vector)) for t in range(size)]
+    with e.loop(steps) as step:
+        here = e.times(step, LINE)
+        for address in asked:
+            e.prefetch(e.at(address, here))
+        tile = [e.load(e.at(address, here), kind.vector) for address in rows]
+        for i, column in enumerate(transposed(e, kind, tile)):
+            for t in range(size):
+                word = e.load(e.at(xs[t], here, i * kind.bytes), kind.word)
+                b.store(kind.add(e, word, column, b.load(sums[t])), sums[t])
+    for t in range(size):
+        e.store(b.load(sums[t]), e.at(out, t * LINE))
+
+
+def _transpose(
+    e: Emitter, kind: Kind, size: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, steps: ir.Value,
+    ahead: ir.Value, to: ir.Value,
+) -> None:  # fmt: skip
+    rows = [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(kind.lanes)]
+    with e.loop(steps) as step:
+        here = e.times(step, LINE)
+        for i in range(kind.lanes):
+            e.prefetch(e.at(ahead, e.times(row, i), here))
+        tile = [e.load(e.at(address, here), kind.vector) for address in rows]
+        place = e.at(to, e.times(here, kind.lanes))
+        for i, column in enumerate(transposed(e, kind, tile)):
+            e.store(column, e.at(place, i * LINE))
+
+
+def _many(
+    e: Emitter, kind: Kind, size: int, tokens: ir.Value, columns: ir.Value, x: ir.Value, x_row: ir.Value,
+    last: ir.Value, count: ir.Value, out: ir.Value,
+) -> None:  # fmt: skip
+    b = e.builder
+    xs = [e.at(x, e.times(x_row, least(e, I64(t), last))) for t in range(size)]
+    sums = [e.variable(e.load(e.at(out, t * LINE), kind.vector)) for t in range(size)]
+    with e.loop(b.udiv(count, I64(4))) as group:
+        place, here = e.at(columns, e.times(group, 4 * LINE)), e.times(group, 4 * kind.bytes)
+        for i in range(4):
+            column = e.load(e.at(place, i * LINE), kind.vector)
+            for t in range(size):
+                word = e.load(e.at(xs[t], here, i * kind.bytes), kind.word)
+                b.store(kind.add(e, word, column, b.load(sums[t])), sums[t])
+    for t in range(size):
+        e.store(b.load(sums[t]), e.at(out, t * LINE))
+
+
+def least(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
+    """The smaller of two integers."""
+    return e.builder.select(e.builder.icmp_signed("<", a, b), a, b)
