@@ -23,7 +23,7 @@ LAYERS = [
     ["recipes"],
     ["result"],
     ["engine"],
-    ["api", "audit", "real"],
+    ["api", "audit", "conversation", "real"],
     ["cli", "bench"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

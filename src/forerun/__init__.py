@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api import custom_generate, generate
+    from forerun.conversation import Conversation
     from forerun.drafters.base import Drafter, NoDrafter
     from forerun.engine import Commit, Engine, GenerationInterrupted
     from forerun.model.gate import UnsupportedModelError
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Commit": "engine",
+    "Conversation": "conversation",
     "DraftTree": "tree",
     "Drafter": "drafters.base",
     "Engine": "engine",
@@ -39,6 +41,7 @@ _HOMES = {
 
 __all__ = [
     "Commit",
+    "Conversation",
     "DraftTree",
     "Drafter",
     "Engine",

@@ -8,6 +8,7 @@ import typer
 
 from forerun import __version__
 from forerun.cli.bench_options import BenchOptions
+from forerun.cli.chat_options import ChatOptions
 from forerun.cli.long_options import AnalyseOptions, TriforceOptions
 from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
 from forerun.cli.passes_options import PassesOptions
@@ -38,6 +39,7 @@ def _forerun(
 
 
 command(app, "generate", GenerateOptions)
+command(app, "chat", ChatOptions)
 command(app, "audit", AuditOptions)
 command(app, "demo", DemoOptions)
 command(app, "replay", ReplayOptions)

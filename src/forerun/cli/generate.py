@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from forerun import __version__
+from forerun.cli.chat_options import ChatOptions
 from forerun.cli.detokenize import Detokenizer
 from forerun.cli.errors import INTERRUPTED
 from forerun.cli.models import settings
@@ -20,7 +21,8 @@ from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.engine import BUDGET, Engine
 from forerun.model.load import load, quiet
-from forerun.model.prompts import encode
+from forerun.model.messages import has_template
+from forerun.model.prompts import Prompts, encode
 from forerun.recipes import check_drafter
 from forerun.request import Request
 
@@ -56,9 +58,9 @@ def run(options: GenerateOptions) -> None:
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
     check_drafter(options.drafter)
     with quiet():
-        engine = _engine(options)
+        engine = build_engine(options)
         engine.warm([read_prompt(str(path)) for path in options.warm or []], options.namespace)
-        (ids,) = encode(prompt, engine.tokenizer)
+        (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
         (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
         with _trie_kept(options, engine.drafter):
             interrupted = _generate(options, engine, request)
@@ -66,15 +68,35 @@ def run(options: GenerateOptions) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
+def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
+    """The text itself, or for a chat model the messages that it is a part of."""
+    templated = has_template(engine.tokenizer)
+    if not (templated if options.chat is None else options.chat):
+        if options.system is not None:
+            raise ValueError(f"--system is for chat models, and {options.model} has no chat template")
+        return text
+    if not templated:
+        raise ValueError(f"{options.model} has no chat template; leave --chat out to continue the prompt as it is")
+    if options.context is not None:
+        raise ValueError("--context would cut the chat template's beginning off; add --raw")
+    return conversation(text, options.system)
+
+
+def conversation(text: str, system: str | None) -> list[dict[str, str]]:
+    """A text as a user's first message, behind what the model is told."""
+    told = [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
+    return [*told, {"role": "user", "content": text}]
+
+
 def _generate(options: GenerateOptions, engine: Engine, request: Request) -> bool:
     """Generate and print; true if interrupted."""
     writer = TextWriter(options.color)
-    output = Output(Detokenizer(engine.tokenizer, request.prompt.tolist()), _nothing if options.json else writer.write)
+    output = Output(Detokenizer(engine.tokenizer, request.prompt.tolist()), nothing if options.json else writer.write)
     interrupted = _stream(engine, request, output)
     if not options.json:
         writer.end()
     if options.stats:
-        stderr().print(stats_table(request.stats, options.drafter, _seed(request)))
+        stderr().print(stats_table(request.stats, options.drafter, seed_of(request)))
     elif request.stats.middle is not None and not options.json:
         stderr().print(levels(request.stats))
     if options.json:
@@ -82,7 +104,7 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request) -> boo
     return interrupted
 
 
-def sampling(options: GenerateOptions) -> dict[str, Any]:
+def sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any]:
     """What the engine is asked for; what the command line leaves open is left to the model's configuration."""
     asked: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
@@ -98,7 +120,8 @@ def sampling(options: GenerateOptions) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def _engine(options: GenerateOptions) -> Engine:
+def build_engine(options: GenerateOptions | ChatOptions) -> Engine:
+    """The engine that the options describe."""
     with working(stderr(), f"loading {options.model}"):
         model, tokenizer = load(
             options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
@@ -144,7 +167,7 @@ def _report(options: GenerateOptions, request: Request, output: Output) -> dict[
         "forerun": __version__,
         "model": options.model,
         "drafter": options.drafter,
-        "seed": _seed(request),
+        "seed": seed_of(request),
         "prompt_tokens": request.prompt_length,
         "text": "".join(output.pieces),
         "token_ids": request.generated.tolist(),
@@ -154,9 +177,10 @@ def _report(options: GenerateOptions, request: Request, output: Output) -> dict[
     }
 
 
-def _seed(request: Request) -> int | None:
+def seed_of(request: Request) -> int | None:
+    """The seed of a sampled text."""
     return None if request.sampler.method == "greedy" else request.sampler.seed
 
 
-def _nothing(text: str, drafted: bool) -> None:
+def nothing(text: str, drafted: bool) -> None:
     """Show nothing."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from forerun.cli.errors import user_errors
+from forerun.cli.log import show_log
 from forerun.settings import Policy, Settings, Sparse
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
@@ -19,7 +20,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 _MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
 _DRAFTER = "How to draft: trie, lookup, jacobi, none; for long contexts triforce-trie, triforce, retrieval; see README."
 _LONG = "Long contexts"
-_SOURCE = "A model's folder, a hub name that is in the local cache, or 'bundled'."
+_SOURCE = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
 
 
 def _option(*names: str, panel: str, help: str, **more: Any) -> Any:  # noqa: A002
@@ -30,6 +31,20 @@ Model = Annotated[str, _option("--model", "-m", panel=_MODEL, help=_SOURCE, meta
 Device = Annotated[str, _option("--device", panel=_MODEL, help="auto, cpu, cuda, cuda:1, ...")]
 Trust = Annotated[bool, _option("--trust-remote-code", panel=_MODEL, help="Run code that comes with the model.")]
 Budget = Annotated[int | None, _option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)]
+Drafter = Annotated[str, _option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)]
+AnyDtype = Annotated[Dtype, _option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")]
+Namespace = Annotated[str, _option("--namespace", panel=_MODEL, help="Whose outputs may be drafted.")]
+System = Annotated[str | None, _option("--system", panel=_TEXT, help="What the chat model is told first.")]
+MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Most tokens.", min=1)]
+Stop = Annotated[list[str] | None, _option("--stop", panel=_TEXT, help="End behind this text; may be repeated.")]
+Penalty = Annotated[float | None, _option("--repetition-penalty", panel=_TEXT, help="Above 1: repeat less.")]
+Temperature = Annotated[float, _option("--temperature", "-t", panel=_SAMPLING, help="0 is greedy.", min=0.0)]
+TopK = Annotated[int | None, _option("--top-k", panel=_SAMPLING, help="Keep the k likeliest.", min=0)]
+TopP = Annotated[float | None, _option("--top-p", panel=_SAMPLING, help="Keep the likeliest with mass p.")]
+MinP = Annotated[float | None, _option("--min-p", panel=_SAMPLING, help="Keep p times the best and up.")]
+Verification = Annotated[
+    Literal["coupled", "rejection"], _option("--verification", panel=_SAMPLING, help="How samples are verified.")
+]
 Seed = Annotated[int | None, _option("--seed", panel=_SAMPLING, help="Of the noise; drawn and reported by default.")]
 Json = Annotated[bool, _option("--json", panel=_OUTPUT, help="One JSON object on stdout and nothing else.")]
 Debug = Annotated[bool, _option("--debug", panel=_OUTPUT, help="Show the traceback of an error.")]
@@ -87,9 +102,9 @@ class GenerateOptions(LongOptions):
     """
 
     model: Model = "bundled"
-    drafter: Annotated[str, _option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = "trie"
+    drafter: Drafter = "trie"
     budget: Budget = None
-    dtype: Annotated[Dtype, _option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")] = "auto"
+    dtype: AnyDtype = "auto"
     device: Device = "auto"
     trust_remote_code: Trust = False
     trie_file: Annotated[
@@ -98,42 +113,42 @@ class GenerateOptions(LongOptions):
     warm: Annotated[
         list[Path] | None, _option("--warm", panel=_MODEL, help="A text file to draft from; may be repeated.")
     ] = None
-    namespace: Annotated[str, _option("--namespace", panel=_MODEL, help="Whose outputs may be drafted.")] = "default"
-    prompt: Annotated[str | None, _option("--prompt", "-p", panel=_TEXT, help="The text to continue.")] = None
+    namespace: Namespace = "default"
+    prompt: Annotated[str | None, _option("--prompt", "-p", panel=_TEXT, help="The text to continue or answer.")] = None
     prompt_file: Annotated[
         str | None,
         _option("--prompt-file", "-f", panel=_TEXT, help="Its file, or - for stdin; a final newline is dropped."),
     ] = None
+    chat: Annotated[
+        bool | None,
+        _option(
+            "--chat/--raw", panel=_TEXT, help="Answer, or continue; by default answer if the model has a chat template."
+        ),
+    ] = None
+    system: System = None
     context: Annotated[
         int | None, _option("--context", panel=_TEXT, help="Keep this many tokens of the prompt, the last.", min=1)
     ] = None
-    max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Most tokens.", min=1)] = 256
-    stop: Annotated[list[str] | None, _option("--stop", panel=_TEXT, help="End behind this text; may be repeated.")] = (
-        None
-    )
-    repetition_penalty: Annotated[
-        float | None, _option("--repetition-penalty", panel=_TEXT, help="Above 1: repeat less.")
-    ] = None
-    temperature: Annotated[float, _option("--temperature", "-t", panel=_SAMPLING, help="0 is greedy.", min=0.0)] = 0.0
-    top_k: Annotated[int | None, _option("--top-k", panel=_SAMPLING, help="Keep the k likeliest.", min=0)] = None
-    top_p: Annotated[float | None, _option("--top-p", panel=_SAMPLING, help="Keep the likeliest with mass p.")] = None
-    min_p: Annotated[float | None, _option("--min-p", panel=_SAMPLING, help="Keep p times the best and up.")] = None
+    max_new_tokens: MaxNewTokens = 256
+    stop: Stop = None
+    repetition_penalty: Penalty = None
+    temperature: Temperature = 0.0
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
     seed: Seed = None
-    verification: Annotated[
-        Literal["coupled", "rejection"], _option("--verification", panel=_SAMPLING, help="How samples are verified.")
-    ] = "coupled"
+    verification: Verification = "coupled"
     stats: Annotated[bool, _option("--stats", panel=_OUTPUT, help="A table of steps and times, on stderr.")] = False
     json: Json = False
     color: Colour = None
     debug: Debug = False
 
     def __post_init__(self) -> None:
-        given = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) is not None]
-        if self.temperature == 0 and given:
-            listed = ", ".join("--" + name.replace("_", "-") for name in given)
-            raise ValueError(f"{listed} has no effect at temperature 0, which is greedy; add --temperature")
+        check_sampling(self)
         if (self.prompt is None) == (self.prompt_file is None):
             raise ValueError("give either --prompt or --prompt-file (- reads stdin)")
+        if self.system is not None and self.chat is False:
+            raise ValueError("--system is for chat models, and --raw turns that off")
         if self.trie_file is not None:
             _check_trie_file(self.trie_file, self.drafter)
 
@@ -216,6 +231,18 @@ class ReplayOptions:
             raise ValueError("--drafter is 'jacobi', which drafts from a model's logits; replay has no model")
 
 
+def check_sampling(options: Any) -> None:
+    """Refuse options of sampling where nothing is sampled.
+
+    Raises:
+        ValueError: naming them.
+    """
+    given = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(options, name) is not None]
+    if options.temperature == 0 and given:
+        listed = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"{listed} has no effect at temperature 0, which is greedy; add --temperature")
+
+
 def command(app: typer.Typer, name: str, options: type[Any]) -> None:
     """Add a command: its ``run(options)`` is in the module of its name, which is imported when it is called."""
     app.command(name)(_invoker(options, name))
@@ -241,6 +268,7 @@ def group(app: typer.Typer, name: str, options: type[Any]) -> typer.Typer:
 
 def _invoker(options: type[Any], module: str) -> Callable[..., None]:
     def invoke(**given: Any) -> None:
+        show_log()
         with user_errors(given["debug"]):
             checked = options(**given)
             importlib.import_module(f"forerun.cli.{module}").run(checked)

@@ -24,7 +24,7 @@ def read_prompt(file: str) -> str:
     return text
 
 
-def check_text(text: str) -> str:
+def check_text(text: str, name: str = "the prompt") -> str:
     """The text, if it can be encoded; an argument of broken bytes cannot.
 
     Raises:
@@ -33,7 +33,7 @@ def check_text(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not UTF-8 text (character {error.start + 1})") from None
+        raise ValueError(f"{name} is not UTF-8 text (character {error.start + 1})") from None
     return text
 
 

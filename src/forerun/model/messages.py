@@ -6,7 +6,7 @@ A template writes all special tokens itself, the one that begins a text included
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,7 +16,7 @@ REQUIRED = ("role", "content")
 ANSWERER = "assistant"
 
 
-def is_conversation(prompt: Any) -> bool:
+def is_conversation(prompt: Any) -> TypeGuard[Messages]:
     """Whether a prompt is meant as messages: a list in which there is one."""
     return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
 

@@ -1,0 +1,173 @@
+"""``forerun chat``: a conversation in the terminal, or over a pipe with one message a line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import typer
+
+from forerun import __version__
+from forerun.cli.chat_options import ChatOptions
+from forerun.cli.detokenize import Detokenizer
+from forerun.cli.errors import one_line
+from forerun.cli.generate import Output, build_engine, nothing, sampling, seed_of
+from forerun.cli.prompts import check_text
+from forerun.cli.tables import stats_table
+from forerun.cli.terminal import PrefillBar, TextWriter, stderr
+from forerun.conversation import Conversation, Turn
+from forerun.model.load import quiet
+from forerun.recipes import check_drafter
+
+PROMPT = "> "
+COMMANDS = {
+    "/reset": "forget the conversation",
+    "/stats": "steps and times of the last answer",
+    "/help": "these commands",
+    "/exit": "leave (or Ctrl-D)",
+}
+
+
+def run(options: ChatOptions) -> None:
+    """Talk as ``options`` say."""
+    check_drafter(options.drafter)
+    system = None if options.system is None else check_text(options.system, "--system")
+    with quiet():
+        chat = Chat(options, Conversation(build_engine(options), system, **sampling(options)))
+        if sys.stdin.isatty():
+            stderr().print(f"{options.model}, drafter {options.drafter}; /help lists the commands", style="dim")
+        with suppress(EOFError):
+            for line in _typed() if sys.stdin.isatty() else _piped():
+                chat.take(line)
+    if options.json:
+        typer.echo(json.dumps(chat.report(), ensure_ascii=False))
+
+
+@dataclass
+class Chat:
+    """What is done with each line."""
+
+    options: ChatOptions
+    conversation: Conversation
+    last: Turn | None = None
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, line: str) -> None:
+        """Do what a line asks for: a command, or an answer.
+
+        Raises:
+            EOFError: to leave.
+            ValueError: for a message that cannot be answered, unless somebody types.
+        """
+        words = line.split()
+        if not words:
+            return
+        if words[0] in COMMANDS or (words[0].startswith("/") and words[0][1:].isalpha()):
+            self._command(words[0])
+            return
+        try:
+            self._answer(line)
+        except ValueError as error:
+            if not sys.stdin.isatty():
+                raise
+            typer.echo(f"error: {one_line(error)}", err=True)
+
+    def report(self) -> dict[str, Any]:
+        """All turns, for JSON."""
+        return {
+            "forerun": __version__,
+            "model": self.options.model,
+            "drafter": self.options.drafter,
+            "turns": self.turns,
+        }
+
+    def _command(self, name: str) -> None:
+        if name == "/exit":
+            raise EOFError
+        if name == "/reset":
+            self.conversation.reset()
+            self.last = None
+        elif name == "/stats" and self.last is not None:
+            self._show_stats(self.last)
+        elif name == "/stats":
+            typer.echo("there is no answer yet", err=True)
+        else:
+            if name != "/help":
+                typer.echo(f"{name} is no command; known are:", err=True)
+            for known, what in COMMANDS.items():
+                typer.echo(f"  {known:8}{what}", err=True)
+
+    def _answer(self, message: str) -> None:
+        """Show an answer as it comes; Ctrl-C ends it."""
+        bar, writer = PrefillBar(stderr()), TextWriter(self.options.color)
+        turn = self.last = self.conversation.send(message, bar)
+        show = nothing if self.options.json else writer.write
+        output = Output(Detokenizer(self.conversation.engine.tokenizer, turn.request.prompt.tolist()), show)
+        try:
+            for commit in turn:
+                bar.close()
+                output.extend(commit.tokens, commit.drafted)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            turn.close()
+            bar.close()
+            output.finish(turn.request)
+        if not self.options.json:
+            writer.end()
+        self.turns.append(_summary(turn, output))
+        if self.options.stats:
+            self._show_stats(turn)
+
+    def _show_stats(self, turn: Turn) -> None:
+        stderr().print(stats_table(turn.request.stats, self.options.drafter, seed_of(turn.request)))
+        typer.echo(
+            f"conversation: {turn.request.prompt_length} tokens, of which {turn.read} were read "
+            f"and {turn.cached} came from the cache",
+            err=True,
+        )
+
+
+def _typed() -> Iterator[str]:
+    """What is typed, line by line, until Ctrl-D; Ctrl-C begins the line anew."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives ``input`` a history and editing
+    while True:
+        try:
+            yield check_text(_ask(), "the message")
+        except KeyboardInterrupt:
+            typer.echo("\n(Ctrl-D or /exit leaves)", err=True)
+
+
+def _ask(read: Callable[[str], str] = input) -> str:
+    try:
+        return read(PROMPT)
+    except EOFError:
+        typer.echo(err=True)
+        raise
+
+
+def _piped() -> Iterator[str]:
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            yield line.decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"line {number} is not UTF-8 text (byte {error.start})") from None
+
+
+def _summary(turn: Turn, output: Output) -> dict[str, Any]:
+    return {
+        "message": turn.message,
+        "text": "".join(output.pieces),
+        "token_ids": turn.request.generated.tolist(),
+        "drafted": output.drafted,
+        "finish_reason": turn.request.finish_reason or "interrupted",
+        "seed": seed_of(turn.request),
+        "prompt_tokens": turn.request.prompt_length,
+        "cached_tokens": turn.cached,
+        "stats": turn.request.stats.summary(),
+    }
