@@ -18,7 +18,9 @@ ANSWERER = "assistant"
 
 def is_conversation(prompt: Any) -> TypeGuard[Messages]:
     """Whether a prompt is meant as messages: a list in which there is one."""
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
+    if not isinstance(prompt, Sequence) or isinstance(prompt, str):
+        return False
+    return not isinstance(next(iter(prompt), 0), int) and any(isinstance(message, Mapping) for message in prompt)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
