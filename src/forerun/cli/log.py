@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -14,9 +16,15 @@ class _Stderr(logging.Handler):
         typer.echo(self.format(record), err=True)
 
 
-def show_log() -> None:
-    """Show what Forerun logs, from information upwards."""
-    logger = logging.getLogger("forerun")
-    if not any(isinstance(handler, _Stderr) for handler in logger.handlers):
-        logger.addHandler(_Stderr())
-        logger.setLevel(logging.INFO)
+@contextmanager
+def shown_log() -> Iterator[None]:
+    """Show what Forerun logs inside, from information upwards."""
+    logger, handler = logging.getLogger("forerun"), _Stderr()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

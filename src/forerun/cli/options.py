@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 import typer
 
 from forerun.cli.errors import user_errors
-from forerun.cli.log import show_log
+from forerun.cli.log import shown_log
 from forerun.settings import Policy, Settings, Sparse
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
@@ -268,8 +268,7 @@ def group(app: typer.Typer, name: str, options: type[Any]) -> typer.Typer:
 
 def _invoker(options: type[Any], module: str) -> Callable[..., None]:
     def invoke(**given: Any) -> None:
-        show_log()
-        with user_errors(given["debug"]):
+        with user_errors(given["debug"]), shown_log():
             checked = options(**given)
             importlib.import_module(f"forerun.cli.{module}").run(checked)
 
