@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from forerun.kernels import chosen, fewquery, scan, vector
+from forerun.kernels import chosen, fewquery, scan, tape, vector
 from forerun.kernels.memory import address_of
 
 
@@ -38,11 +38,13 @@ class AttentionSpec:
         scaling: factor on query . key.
         window: a key further back than this is not seen (``position - window < key position``), or None.
         softcap: scores become softcap * tanh(score / softcap), or None (Gemma 2).
+        sinks: of each head a score that takes weight and gives nothing, ``[H]``, or None (gpt-oss).
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 FEW_QUERIES: dict[int, dict[int, float]] = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
@@ -141,8 +143,11 @@ def _many(q: torch.Tensor) -> float:
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what attention on this device with this type may run, or load what an earlier process compiled."""
-    if device.type == "cpu" and dtype in fewquery.KINDS and vector.fused():
+    """Compile what passes on this device with this type may run, or load what an earlier process compiled."""
+    if device.type != "cpu" or not vector.fused():
+        return
+    address_of(tape.work)
+    if dtype in fewquery.KINDS:
         for kernel in (fewquery, scan, chosen):
             address_of(kernel.work)
 

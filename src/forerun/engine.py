@@ -22,7 +22,6 @@ from forerun.model import gate
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests
-from forerun.model.scorer import Scorer
 from forerun.model.timing import measure
 from forerun.planner import Plan, Planner
 from forerun.recipes import build_drafter
@@ -100,8 +99,7 @@ class Engine:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        gate.check(model)
-        self.target = Scorer(model)
+        self.target = gate.admit(model)
         if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"

@@ -39,7 +39,7 @@ from forerun.kernels.vector import LANES, LINE, Code, Emitter, intrinsic, intrin
 
 BLOCK = 32
 """Positions of a block."""
-PIECE = 512
+PIECE = 256
 """Positions of a piece: what is summed by itself, so that few heads of a long text keep all threads busy."""
 LOWEST = -3e38
 """Where the running maximum begins. Finite, so that differences are numbers."""
@@ -173,7 +173,9 @@ def scan(op: AttendOp, rows: int, units: int, positions: int, parts: int, task: 
 
 
 @compiled
-def settle(op: AttendOp, rows: int, owners: int, positions: int, parents: int, parts: int, task: int, slot: int) -> None:
+def settle(
+    op: AttendOp, rows: int, owners: int, positions: int, parents: int, parts: int, task: int, slot: int
+) -> None:
     """One token and KV head: join its pieces, go through what it alone sees, divide, and write the output."""
     token, head = task // op.kv_heads, task % op.kv_heads
     number = integers(owners + 8 * token, 1)[0]
@@ -512,11 +514,12 @@ def join(typing: Any, running: Any, part: Any, vectors: Any) -> Code:
         e.store(top, states[0])
         e.store(e.fma(sums[0], factors[0], b.fmul(sums[1], factors[1])), e.at(states[0], LINE))
         for i in range(QUERIES):
-            one, two = (e.everywhere(b.extract_element(factor, ir.Constant(ir.IntType(32), 4 * i))) for factor in factors)
+            one, two = (
+                e.everywhere(b.extract_element(factor, ir.Constant(ir.IntType(32), 4 * i))) for factor in factors
+            )
             with e.loop(vectors) as c:
                 at = e.at(e.times(vectors, i * LINE), e.times(c, LINE))
                 here = b.add(running, at)
                 e.store(e.fma(e.load(here), one, b.fmul(e.load(b.add(part, at)), two)), here)
 
     return intrinsic_code(3, emit)
-

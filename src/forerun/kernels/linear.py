@@ -16,10 +16,6 @@ from forerun.kernels.panels import few, many, transpose
 from forerun.kernels.rowwise import gated, words
 from forerun.kernels.vector import LINE
 
-FEW = 8
-"""Tokens up to which tiles go to the sums straight from the weights; for more, columns are written out first."""
-BLOCK = 16
-"""Tokens that share one reading of the columns then."""
 CHUNK = 64
 """Tiles whose columns are written out at a time: 64 KiB."""
 PUT, ADD, GATE = 0, 1, 2
@@ -33,7 +29,7 @@ class LinearOp(NamedTuple):
         code: of the operation, for the tape.
         which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
         kind: of the numbers: 0 float32, 1 bfloat16, 2 float64 (``panels.KINDS``).
-        x: of the tokens' rows, in whole vectors.
+        x: of the tokens' rows, in whole vectors; 0 for those of the pass.
         row: bytes of a row of weights.
         mode: ``PUT``, ``ADD`` or ``GATE``.
         to_kind: of what is put.
@@ -70,9 +66,10 @@ LINEAR = Job(LinearOp)
 read_linear = LINEAR.reader()
 
 
-def room(tokens: int) -> int:
-    """Bytes that a thread needs."""
-    return 2 * tokens * LINE + CHUNK * 16 * LINE + 16 * LINE + LINE
+def room(tokens: int, row: int) -> int:
+    """Bytes that a thread needs, for rows of so many bytes."""
+    blocks, steps = -(-tokens // 8), -(-row // LINE)
+    return blocks * steps * 16 * LINE + 2 * tokens * LINE + CHUNK * 16 * LINE + 16 * LINE + LINE
 
 
 @compiled
@@ -96,13 +93,30 @@ def _panels(op: LinearOp) -> int:
 
 
 @compiled
+def linear_begin(op: LinearOp, n: int, x: int, slot: int) -> None:
+    """What a thread does before its first piece of work: all tokens' words, side by side, block by block."""
+    lanes, steps = _lanes(op), (op.row + LINE - 1) // LINE
+    for t in range(0, n, lanes):
+        to = slot + t // lanes * steps * lanes * LINE
+        transpose(op.kind, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, steps, to)
+
+
+@compiled
+def _begun(op: LinearOp, n: int) -> int:
+    """Bytes of the words."""
+    lanes = _lanes(op)
+    return (n + lanes - 1) // lanes * ((op.row + LINE - 1) // LINE) * lanes * LINE
+
+
+@compiled
 def linear_task(op: LinearOp, n: int, y: int, task: int, slot: int) -> None:
     """The panels of one piece of work, for all ``n`` tokens."""
     lanes = _lanes(op)
     number = 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
     first0 = (op.outs0 + lanes - 1) // lanes
     first1 = first0 + (op.outs1 + lanes - 1) // lanes
-    twin = slot + n * LINE
+    sums = slot + _begun(op, n)
+    twin = sums + n * LINE
     spare = twin + n * LINE
     for panel in range(task * op.share, min(_panels(op), (task + 1) * op.share)):
         w, outs, bias, before, p = op.w0, op.outs0, op.bias0, 0, panel
@@ -111,41 +125,41 @@ def linear_task(op: LinearOp, n: int, y: int, task: int, slot: int) -> None:
         elif op.mode != GATE and panel >= first0:
             w, outs, bias, before, p = op.w1, op.outs1, op.bias1, op.outs0, panel - first0
         valid = min(lanes, outs - p * lanes)
-        _panel(op, n, w, p, valid, bias, slot, spare)
+        _panel(op, n, slot, w, p, valid, bias, sums, spare)
         place = y + (before + p * lanes) * number
         if op.mode == GATE:
-            _panel(op, n, op.w1, p, valid, op.bias1, twin, spare)
-        _finish(op, n, valid, slot, twin, place, number, spare)
+            _panel(op, n, slot, op.w1, p, valid, op.bias1, twin, spare)
+        _finish(op, n, valid, sums, twin, place, number, spare)
 
 
 @compiled
-def _panel(op: LinearOp, n: int, w: int, p: int, valid: int, bias: int, sums: int, spare: int) -> None:
-    """The sums of all tokens with one panel."""
-    lanes = _lanes(op)
-    here = w + p * lanes * op.row
-    after = here + lanes * op.row
+def _panel(op: LinearOp, n: int, x: int, w: int, p: int, valid: int, bias: int, sums: int, spare: int) -> None:
+    """The sums of all tokens with one panel: whole vectors, chunk by chunk, then the columns behind them."""
+    lanes, steps = _lanes(op), op.row // LINE
+    size = (op.row + LINE - 1) // LINE * lanes * LINE
     _begin(op, n, bias, p * lanes, valid, sums)
-    steps, x = op.row // LINE, op.x
-    row, first = op.row, 0
-    while True:  # whole vectors, chunk by chunk, then the columns behind them, filled up with zeros
+    here = w + p * lanes * op.row
+    row, first, columns = op.row, 0, spare + 16 * LINE
+    after = here + lanes * row
+    while True:
         if first >= steps:
             rest = op.row - steps * LINE
             if first > steps or not rest:
                 return
-            _last(w + p * lanes * op.row + steps * LINE, op.row, rest, valid, spare)
-            here, after, row, count, x = spare - first * LINE, spare - first * LINE, LINE, 1, op.x
+            _last(here + steps * LINE, op.row, rest, valid, spare)
+            here, row, count = spare - first * LINE, LINE, 1
+            after = here
         else:
-            count = steps if n <= FEW else min(CHUNK, steps - first)
+            count = steps if n <= lanes else min(CHUNK, steps - first)
         at = first * LINE
-        if n <= FEW:
-            few(op.kind, n, here + at, row, valid - 1, x + at, op.x_row, count, after + at, sums)
+        if n <= lanes:
+            few(op.kind, n, here + at, row, valid - 1, x + at * lanes, count, after + at, sums)
         else:
-            columns = spare + 16 * LINE
-            transpose(op.kind, here + at, row, valid - 1, count, after + at, columns)
-            for t in range(0, n, BLOCK):
-                some = min(BLOCK, n - t)
-                rows = x + at + t * op.x_row
-                many(op.kind, some, columns, rows, op.x_row, some - 1, count * lanes, sums + t * LINE)
+            transpose(op.kind, here + at, row, valid - 1, count, columns)
+            for t in range(0, n, lanes):
+                words_at = x + t // lanes * size + at * lanes
+                next_panel, next_row = (after + at, row) if t == 0 else (columns, 0)
+                many(op.kind, min(lanes, n - t), columns, words_at, count, next_panel, next_row, sums + t * LINE)
         first = first + count if first < steps else steps + 1
 
 

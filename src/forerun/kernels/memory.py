@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.np import arrayobj
 
-from forerun.kernels.vector import F64, I64, LANES, LINE, Code, Emitter, fused, intrinsic
+from forerun.kernels.vector import F32, F64, I32, I64, LANES, LINE, Code, Emitter, fused, intrinsic, intrinsic_code
 
 FLOAT_ARRAY = types.Array(types.float32, 1, "C")
 BYTE_ARRAY = types.Array(types.int8, 1, "C")
@@ -110,6 +110,17 @@ def floats(typing: Any, address: Any, count: Any) -> Code:
 def signed_bytes(typing: Any, address: Any, count: Any) -> Code:
     """The bytes at an address as an array."""
     return _array(BYTE_ARRAY, 1)
+
+
+@intrinsic
+def bfloat16_at(typing: Any, address: Any) -> Code:
+    """The bfloat16 at an address as a float."""
+
+    def emit(e: Emitter, address: ir.Value) -> ir.Value:
+        half = e.load(address, ir.IntType(16))
+        return e.builder.bitcast(e.builder.shl(e.builder.zext(half, I32), I32(16)), F32)
+
+    return intrinsic_code(1, emit, types.float32)
 
 
 @intrinsic

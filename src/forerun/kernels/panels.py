@@ -5,9 +5,11 @@ registers, so that a lane belongs to an output, and every token adds its product
 one sum, in the order of the columns. So what an output is does not depend on which tokens share the pass, how many
 there are, or which thread computes it, and while memory delivers the next tile there is time for all of this.
 
+Tokens are transposed as well: a word of all of them is a line of memory, which the threads write once a layer.
+
 A *word* is what a token broadcasts to all lanes: a float, a pair of bfloat16 (whose two products are added one after the
-other, or by ``vdpbf16ps`` where there is one), or a double. All arguments are addresses or counts; rows are of whole
-vectors, ``row`` and ``x_row`` are distances of two rows in bytes.
+other, or by ``vdpbf16ps`` where there is one), or a double. All arguments are addresses or counts; ``row`` is the distance of two
+rows in bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +20,21 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from forerun.kernels.vector import F32, FLOATS, I32, I64, LINE, WORDS, Code, Emitter, features, intrinsic, intrinsic_code
+from forerun.kernels.vector import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    LINE,
+    WORDS,
+    Code,
+    Emitter,
+    features,
+    intrinsic,
+    intrinsic_code,
+)
 
 F64X8 = ir.VectorType(ir.DoubleType(), 8)
-AHEAD = 12
-"""Tiles that are asked for ahead of their use."""
 
 
 class _BFloat(ir.Type):
@@ -137,35 +149,38 @@ def transposed(e: Emitter, kind: Kind, rows: list[ir.Value]) -> list[ir.Value]:
     return columns
 
 
-FEW = (1, 2, 3, 4, 6, 8)
+FEW = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of tokens for which the sums of one panel go through the tiles as they are transposed."""
+TOGETHER = 8
+"""Tokens whose sums have registers beside a tile; of more, half and half."""
 MANY = (4, 8, 12, 16)
 """Numbers of tokens for which they go through columns that were transposed before."""
 
 
 @intrinsic
 def few(
-    typing: Any, kind: Any, tokens: Any, w: Any, row: Any, last: Any, x: Any, x_row: Any, steps: Any, ahead: Any,
-    sums: Any,
-) -> Code:  # fmt: skip
-    """Add to ``sums`` ``[tokens][lanes]`` the products of up to eight rows of x with a panel at ``w``.
+    typing: Any, kind: Any, tokens: Any, w: Any, row: Any, last: Any, x: Any, steps: Any, ahead: Any, sums: Any
+) -> Code:
+    """Add to ``sums`` ``[tokens][lanes]`` the products of the words at ``x`` of up to as many tokens with a panel at ``w``.
 
     The panel's rows behind ``last`` repeat it; a tile is asked for at ``ahead`` while its like is used at ``w``.
     """
-    return intrinsic_code(10, lambda e, kind, tokens, *rest: _either(e, kind, tokens, FEW, _few, rest))
+    return intrinsic_code(9, lambda e, kind, tokens, *rest: _either(e, kind, tokens, FEW, _few, rest))
 
 
 @intrinsic
-def transpose(typing: Any, kind: Any, w: Any, row: Any, last: Any, steps: Any, ahead: Any, to: Any) -> Code:
+def transpose(typing: Any, kind: Any, w: Any, row: Any, last: Any, steps: Any, to: Any) -> Code:
     """The columns of a panel, one after the other, written to ``to``."""
-    return intrinsic_code(7, lambda e, kind, *rest: _either(e, kind, I64(0), (0,), _transpose, rest))
+    return intrinsic_code(6, lambda e, kind, *rest: _either(e, kind, I64(0), (0,), _transpose, rest))
 
 
 @intrinsic
-def many(typing: Any, kind: Any, tokens: Any, columns: Any, x: Any, x_row: Any, last: Any, count: Any, sums: Any) -> Code:
-    """Add to ``sums`` the products of up to sixteen rows of x with columns, of which there is a multiple of 4.
+def many(
+    typing: Any, kind: Any, tokens: Any, columns: Any, x: Any, steps: Any, ahead: Any, row: Any, sums: Any
+) -> Code:
+    """Add to ``sums`` the products of the words at ``x`` with the columns of ``steps`` tiles.
 
-    Rows of x behind ``last`` repeat it.
+    The rows of the panel at ``ahead`` are asked for meanwhile.
     """
     return intrinsic_code(8, lambda e, kind, tokens, *rest: _either(e, kind, tokens, MANY, _many, rest))
 
@@ -179,6 +194,8 @@ def _either(
         with b.if_then(b.icmp_signed("==", kind, I64(number))):
             before = -1
             for size in sizes:
+                if size > each.lanes:
+                    continue
                 fits = b.and_(b.icmp_signed(">", tokens, I64(before)), b.icmp_signed("<=", tokens, I64(size)))
                 with b.if_then(fits):
                     emit(e, each, size, tokens, *rest)
@@ -187,36 +204,52 @@ def _either(
 
 def _few(
     e: Emitter, kind: Kind, size: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value,
-    x_row: ir.Value, steps: ir.Value, ahead: ir.Value, out: ir.Value,
+    steps: ir.Value, ahead: ir.Value, out: ir.Value,
 ) -> None:  # fmt: skip
     b = e.builder
     rows = [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(kind.lanes)]
     asked = [e.at(ahead, e.times(row, i)) for i in range(kind.lanes)]
-    end = b.sub(tokens, I64(1))
-    xs = [e.at(x, e.times(x_row, least(e, I64(t), end))) for t in range(size)]
-    sums = [e.variable(e.load(e.at(out, t * LINE), kind.vector)) for t in range(size)]
+    places = [e.at(out, t * LINE) for t in range(size)]
+    if size <= TOGETHER:
+        sums = [e.variable(e.load(place, kind.vector)) for place in places]
     with e.loop(steps) as step:
         here = e.times(step, LINE)
         for address in asked:
             e.prefetch(e.at(address, here))
         tile = [e.load(e.at(address, here), kind.vector) for address in rows]
-        for i, column in enumerate(transposed(e, kind, tile)):
-            for t in range(size):
-                word = e.load(e.at(xs[t], here, i * kind.bytes), kind.word)
-                b.store(kind.add(e, word, column, b.load(sums[t])), sums[t])
-    for t in range(size):
-        e.store(b.load(sums[t]), e.at(out, t * LINE))
+        columns, words = transposed(e, kind, tile), e.at(x, e.times(here, kind.lanes))
+        if size <= TOGETHER:
+            totals = [b.load(place) for place in sums]
+            for total, place in zip(_added(e, kind, columns, words, 0, totals), sums, strict=True):
+                b.store(total, place)
+        else:
+            for first in range(0, size, size // 2):
+                some = slice(first, first + size // 2)
+                totals = [e.load(place, kind.vector) for place in places[some]]
+                for total, place in zip(_added(e, kind, columns, words, first, totals), places[some], strict=True):
+                    e.store(total, place)
+    if size <= TOGETHER:
+        for place, variable in zip(places, sums, strict=True):
+            e.store(b.load(variable), place)
+
+
+def _added(
+    e: Emitter, kind: Kind, columns: list[ir.Value], x: ir.Value, first: int, totals: list[ir.Value]
+) -> list[ir.Value]:
+    """Tokens' sums, of those from ``first`` on, with their products with all columns, one column after the other."""
+    for i, column in enumerate(columns):
+        words = [e.load(e.at(x, i * LINE + (first + t) * kind.bytes), kind.word) for t in range(len(totals))]
+        totals = [kind.add(e, word, column, total) for word, total in zip(words, totals, strict=True)]
+    return totals
 
 
 def _transpose(
     e: Emitter, kind: Kind, size: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, steps: ir.Value,
-    ahead: ir.Value, to: ir.Value,
+    to: ir.Value,
 ) -> None:  # fmt: skip
     rows = [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(kind.lanes)]
     with e.loop(steps) as step:
         here = e.times(step, LINE)
-        for i in range(kind.lanes):
-            e.prefetch(e.at(ahead, e.times(row, i), here))
         tile = [e.load(e.at(address, here), kind.vector) for address in rows]
         place = e.at(to, e.times(here, kind.lanes))
         for i, column in enumerate(transposed(e, kind, tile)):
@@ -224,19 +257,18 @@ def _transpose(
 
 
 def _many(
-    e: Emitter, kind: Kind, size: int, tokens: ir.Value, columns: ir.Value, x: ir.Value, x_row: ir.Value,
-    last: ir.Value, count: ir.Value, out: ir.Value,
+    e: Emitter, kind: Kind, size: int, tokens: ir.Value, columns: ir.Value, x: ir.Value, steps: ir.Value,
+    ahead: ir.Value, row: ir.Value, out: ir.Value,
 ) -> None:  # fmt: skip
     b = e.builder
-    xs = [e.at(x, e.times(x_row, least(e, I64(t), last))) for t in range(size)]
     sums = [e.variable(e.load(e.at(out, t * LINE), kind.vector)) for t in range(size)]
-    with e.loop(b.udiv(count, I64(4))) as group:
-        place, here = e.at(columns, e.times(group, 4 * LINE)), e.times(group, 4 * kind.bytes)
-        for i in range(4):
-            column = e.load(e.at(place, i * LINE), kind.vector)
-            for t in range(size):
-                word = e.load(e.at(xs[t], here, i * kind.bytes), kind.word)
-                b.store(kind.add(e, word, column, b.load(sums[t])), sums[t])
+    with e.loop(steps) as step, e.loop(I64(kind.lanes)) as i:  # a loop of few instructions, or registers run short
+        e.prefetch(e.at(ahead, e.times(step, LINE), b.mul(row, i)))
+        at = e.times(b.add(e.times(step, kind.lanes), i), LINE)
+        column, words = e.load(e.at(columns, at), kind.vector), e.at(x, at)
+        for t in range(size):
+            word = e.load(e.at(words, t * kind.bytes), kind.word)
+            b.store(kind.add(e, word, column, b.load(sums[t])), sums[t])
     for t in range(size):
         e.store(b.load(sums[t]), e.at(out, t * LINE))
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from forerun.index.compiling import compiled
 from forerun.kernels.canonical import ROW_BYTES, AttendOp, RowFields, read_row
-from forerun.kernels.memory import doubles, floats, integers
+from forerun.kernels.memory import bfloat16_at, doubles, floats, integers
 
 DOUBLE = 3
 """Besides the kinds of ``AttendOp``: float64."""
@@ -58,7 +58,9 @@ def _weigh(
     for i in range(weights.size):
         score = 0.0
         for c in range(op.dim):
-            score += _number(op.kind, query, c) * _number(op.kind, k + places[i] * row.k_row, c)
+            score += _number(DOUBLE if op.kind == DOUBLE else 0, query, c) * _number(
+                op.kind, k + places[i] * row.k_row, c
+            )
         score *= op.scale
         weights[i] = op.softcap * math.tanh(score / op.softcap) if op.softcap > 0 else score
         highest = max(highest, weights[i])
@@ -96,10 +98,11 @@ def _mix(
 def _number(kind: int, address: int, index: int) -> float:
     if kind == DOUBLE:
         return doubles(address + 8 * index, 1)[0]
+    if kind == 1:
+        return np.float64(bfloat16_at(address + 2 * index))
     return np.float64(floats(address + 4 * index, 1)[0])
 
 
 def room(positions: int, out_dim: int) -> int:
     """Bytes that a thread needs for texts of so many positions."""
     return 16 * positions + 8 * out_dim
-

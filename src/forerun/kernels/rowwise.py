@@ -17,7 +17,6 @@ from forerun.kernels.vector import (
     FLOATS,
     HALVES,
     I64,
-    LANES,
     LINE,
     WORDS,
     Code,
@@ -51,12 +50,12 @@ def squares(typing: Any, x: Any, vectors: Any) -> Code:
 
 
 @intrinsic
-def scale(
-    typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any
-) -> Code:
+def scale(typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any) -> Code:
     """A row times the float at ``factor`` times a weight (plus 1 if ``one``), to where ``mode`` says."""
 
-    def emit(e: Emitter, half: bool, mode: int, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any) -> None:
+    def emit(
+        e: Emitter, half: bool, mode: int, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any
+    ) -> None:
         b = e.builder
         times = e.everywhere(e.load(factor, F32))
         plus = e.everywhere(b.sitofp(one, F32))
@@ -205,4 +204,3 @@ def _gelu(e: Emitter, x: ir.Value) -> ir.Value:
     cubic = b.fmul(x, b.fmul(x, x))
     inner = b.fmul(constant(0.7978845608028654), b.fadd(x, b.fmul(constant(0.044715), cubic)))
     return b.fmul(b.fmul(constant(0.5), x), b.fadd(constant(1.0), _tanh(e, inner)))
-

@@ -20,7 +20,7 @@ from forerun.index.compiling import compiled
 from forerun.kernels import team
 from forerun.kernels.canonical import ATTEND, read_attend, scan, settle
 from forerun.kernels.layers import EMBED, NORM, ROTARY, embed, norm, read_embed, read_norm, read_rotary, turn
-from forerun.kernels.linear import LINEAR, linear_task, linear_tasks, read_linear
+from forerun.kernels.linear import LINEAR, linear_begin, linear_task, linear_tasks, read_linear
 from forerun.kernels.memory import Job, address_of, integers
 from forerun.kernels.plain import attend_plainly
 from forerun.kernels.tiles import ticket
@@ -40,7 +40,7 @@ class TapeFields(NamedTuple):
     Attributes:
         threads: how many have come.
         n, wanted: tokens, and those whose logits are wanted, which are listed.
-        y: of the results of an operation that names no place.
+        x, y: of what a linear layer that names no place reads, and of its results.
         rows, units, owners, positions, parents: of attention, see ``canonical.py``; ``owners`` has each token's row.
         parts: room for attention's states.
         slots: each thread's own room.
@@ -54,6 +54,7 @@ class TapeFields(NamedTuple):
     wanted: int
     wanted_list: int
     ids: int
+    x: int
     y: int
     rows: int
     units: int
@@ -77,14 +78,16 @@ def work(address: int) -> None:
     slot = tape.slots + ticket(address) * tape.slot_size
     for i in range(tape.ops):
         op, counter = tape.first + i * OP_BYTES, tape.counters + i * COUNTER
-        tasks, ready = _tasks(tape, op), i == 0
+        tasks, ready, begun = _tasks(tape, op), i == 0, False
         while True:
             task = ticket(counter)
             if task >= tasks:
                 break
             if not ready:
                 _await(counter - COUNTER + LINE, _tasks(tape, op - OP_BYTES))
-                ready = True
+            if not begun:
+                _begin(tape, op, slot)
+            ready = begun = True
             _do(tape, op, task, slot)
             ticket(counter + LINE)
 
@@ -115,6 +118,15 @@ def _tasks(tape: TapeFields, op: int) -> int:
     if code == DO_PLAINLY:
         return tape.n * read_attend(op).heads
     return tape.n
+
+
+@compiled
+def _begin(tape: TapeFields, op: int, slot: int) -> None:
+    """What a thread does once before its tasks of an operation."""
+    if integers(op, 1)[0] == DO_LINEAR:
+        linear = read_linear(op)
+        x = linear.x if linear.x else tape.x
+        linear_begin(linear, tape.wanted if linear.which else tape.n, x, slot)
 
 
 @compiled
@@ -204,4 +216,3 @@ def give_way(typing: Any) -> Code:
 def _call(e: Emitter, name: str, result: ir.Type | None = None) -> None:
     kind = ir.FunctionType(result or ir.VoidType(), ())
     e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), ())
-

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.model.native import native
 from forerun.model.scorer import Scorer
 from forerun.tree import DraftTree
 
@@ -33,11 +34,25 @@ def check(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: naming the reason.
     """
+    admit(model)
+
+
+def admit(model: PreTrainedModel) -> Scorer:
+    """The fastest way through a model whose logits are the model's own.
+
+    Raises:
+        UnsupportedModelError: if there is none, naming the reason.
+    """
     reason = _reason_in_config(model)
     if reason is None:
-        reason = _reason_in_numbers(model)
-    if reason is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
+        plain = Scorer(model)
+        program = native(plain)
+        if program is not plain and _reason_in_numbers(program) is None:
+            return program
+        reason = _reason_in_numbers(plain)
+        if reason is None:
+            return plain
+    raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
 
 
 def _reason_in_config(model: PreTrainedModel) -> str | None:
@@ -63,20 +78,19 @@ def _has_alibi(config: PreTrainedConfig) -> bool:
 
 
 @torch.inference_mode()
-def _reason_in_numbers(model: PreTrainedModel) -> str | None:
+def _reason_in_numbers(scorer: Scorer) -> str | None:
     try:
-        error = _tree_error(model)
+        error = _tree_error(scorer)
     except (RuntimeError, TypeError, KeyError, AttributeError) as exception:
         return f"its forward pass fails with Forerun's attention ({type(exception).__name__}: {exception})"
-    limit = TOLERANCE[next(model.parameters()).dtype]
+    limit = TOLERANCE[next(scorer.model.parameters()).dtype]
     if not error <= limit:
         return f"its logits over a draft tree differ from its own by {error:.2g} (relative; {limit:g} is allowed)"
     return None
 
 
-def _tree_error(model: PreTrainedModel) -> float:
+def _tree_error(scorer: Scorer) -> float:
     """Largest relative error between tree scoring and the model's own forward pass, over two packed rows."""
-    scorer = Scorer(model)
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, 32).tolist()
     tree = DraftTree(np.array(tokens[:5]), np.array([-1, 0, 0, 2, -1]))
     prompts = [tokens[8:15], tokens[20:31]]
@@ -87,7 +101,7 @@ def _tree_error(model: PreTrainedModel) -> float:
         cache.commit(block, [])
     second = [Block(np.array(prompt[4:]), tree, 4) for prompt in prompts]
     scored = scorer.score(second, caches)
-    return max(_row_error(model, prompt, tree, logits) for prompt, logits in zip(prompts, scored, strict=True))
+    return max(_row_error(scorer.model, prompt, tree, logits) for prompt, logits in zip(prompts, scored, strict=True))
 
 
 def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> float:

@@ -88,15 +88,15 @@ class NativeScorer(Scorer):
         if len(full) < len(caches):
             return super().score(blocks, caches)
         with self._lock:
-            logits = self._run(Packed(blocks, full, self._heads, torch.get_num_threads()))
+            logits = self._run(Packed(blocks, self._heads, torch.get_num_threads()), full)
         return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
 
-    def _run(self, packed: Packed) -> torch.Tensor:
+    def _run(self, packed: Packed, caches: Sequence[FullCache]) -> torch.Tensor:
         wanted = packed.wanted
         self._make_room(packed, len(wanted))
         heads, layers, threads = self._heads, len(self._layers), torch.get_num_threads()
         strides = []
-        for row, (cache, count) in enumerate(zip(packed.caches, packed.counts, strict=True)):
+        for row, (cache, count) in enumerate(zip(caches, packed.counts, strict=True)):
             store = cache.reserve(layers, heads.kv_heads, heads.dim, self.model.dtype, count)
             self._kv[:layers, row] = cache.addresses
             strides.append((store.stride(2) * self._width, store.stride(3) * self._width) * 2)
@@ -108,13 +108,13 @@ class NativeScorer(Scorer):
             owners=address(packed.owners), positions=address(packed.positions), parents=address(packed.parents),
             parts=self._parts.data_ptr(), slots=self._slots.data_ptr(), slot_size=len(self._slots) // threads // 64 * 64,
         )  # fmt: skip
-        self._tell(packed)
+        self._tell(packed, caches)
         return logits
 
-    def _tell(self, packed: Packed) -> None:
+    def _tell(self, packed: Packed, caches: Sequence[FullCache]) -> None:
         """What sparse caches ask of a full one."""
         heads, first = self._heads, 0
-        for cache, count in zip(packed.caches, packed.counts, strict=True):
+        for cache, count in zip(caches, packed.counts, strict=True):
             cache.specs = {i: layer.spec for i, layer in enumerate(self._layers)}
             if self.keeps_queries:
                 turned = self._mixed[:, first : first + count, : heads.heads * heads.dim]
@@ -125,7 +125,8 @@ class NativeScorer(Scorer):
     def _make_room(self, packed: Packed, wanted: int) -> None:
         """Buffers for as many tokens, rows and positions; the program is written anew where one has to grow."""
         threads = torch.get_num_threads()
-        slot = max(packed.slot_size, linear.room(packed.n)) + 4096
+        row = max(self._hidden, self._inner, self._heads.heads * self._heads.dim) * self._width
+        slot = max(packed.slot_size, linear.room(packed.n, row)) + 4096
         if len(self._slots) < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)
         if len(self._parts) < packed.parts_size:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from forerun.block import Block
-from forerun.caches.full import FullCache
 from forerun.kernels import canonical, plain
 from forerun.kernels.canonical import PIECE, QUERIES, ROW, SEQUENTIAL, UNIT, RowFields, UnitFields
 from forerun.tree import IntArray
@@ -45,17 +44,16 @@ class Heads:
 
 
 class Packed:
-    """Blocks and their caches, which have room for them.
+    """The blocks of all rows.
 
     Args:
         blocks: what each row feeds.
-        caches: each row's.
         heads: of the model.
         threads: that will go through it.
     """
 
-    def __init__(self, blocks: Sequence[Block], caches: Sequence[FullCache], heads: Heads, threads: int) -> None:
-        self.blocks, self.caches, self.heads = blocks, caches, heads
+    def __init__(self, blocks: Sequence[Block], heads: Heads, threads: int) -> None:
+        self.blocks, self.heads = blocks, heads
         self.counts = [len(block) for block in blocks]
         self.n = sum(self.counts)
         self.positions: IntArray = np.concatenate([block.positions for block in blocks])
@@ -75,8 +73,7 @@ class Packed:
         """The tokens whose logits are wanted: each row's last pending one and its tree's."""
         ends = np.cumsum(self.counts)
         parts = [
-            np.arange(end - len(block.tree) - 1, end)
-            for end, block in zip(ends.tolist(), self.blocks, strict=True)
+            np.arange(end - len(block.tree) - 1, end) for end, block in zip(ends.tolist(), self.blocks, strict=True)
         ]
         return np.concatenate(parts)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from forerun.attention import AttentionSpec
 from forerun.block import Block
 from forerun.caches.base import Cache
+from forerun.caches.full import FullCache
+from forerun.kernels import ordered
+from forerun.kernels.memory import place
+from forerun.model.packing import Heads, Packed, address
 
 NAME = "forerun"
 """Forerun's entry in transformers' attention interface."""
@@ -31,17 +35,48 @@ class Pass:
 
     blocks: Sequence[Block]
     caches: Sequence[Cache]
+    packings: dict[Heads, Packed] = field(default_factory=dict)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Each row's attention over its own cache; ``[1, H, n, d]`` in and out."""
+        full = [cache for cache in self.caches if type(cache) is FullCache]
+        if len(full) == len(self.caches) and ordered.attends(q, k, v):
+            return self._attend_in_order(layer, q, k, v, spec, full)
         if len(self.blocks) == 1:
             return self.caches[0].attend(layer, q, k, v, self.blocks[0], spec)
         sizes = [len(block) for block in self.blocks]
         split = [torch.split(t, sizes, 2) for t in (q, k, v)]
         rows = zip(self.caches, *split, self.blocks, strict=True)
         return torch.cat([cache.attend(layer, *qkv, block, spec) for cache, *qkv, block in rows], 2)
+
+    def _attend_in_order(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
+        caches: Sequence[FullCache],
+    ) -> torch.Tensor:  # fmt: skip
+        """All rows at once, each token's sums in the order of its text."""
+        sizes = [len(block) for block in self.blocks]
+        parts = [torch.split(t, sizes, 2) for t in (q, k, v)]
+        rows = []
+        for cache, asked, keys, values in zip(caches, *parts, strict=True):
+            rows.append(cache.append(layer, keys, values))
+            cache.queries[layer], cache.specs[layer] = asked, spec
+        packed = self._packed(Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
+        table = packed.rows([(*place(keys)[1:], *place(values)[1:]) for keys, values in rows])
+        tables = {
+            "rows": address(table), "units": address(packed.units), "unit_count": packed.unit_count,
+            "owners": address(packed.owners), "positions": address(packed.positions),
+            "parents": address(packed.parents),
+        }  # fmt: skip
+        how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
+        return ordered.attend(q, rows, tables, (packed.slot_size, packed.parts_size), how)
+
+    def _packed(self, heads: Heads) -> Packed:
+        """The pass as kernels see it; layers are mostly alike."""
+        if heads not in self.packings:
+            self.packings[heads] = Packed(self.blocks, heads, torch.get_num_threads())
+        return self.packings[heads]
 
 
 def attention(
@@ -60,9 +95,9 @@ def attention(
     """The function registered with transformers; shapes as there: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
     if forerun_pass is None:
         raise RuntimeError("the 'forerun' attention works only inside a Forerun pass; this model does not pass it on")
-    if attention_mask is not None or s_aux is not None:
-        raise RuntimeError("this model's attention has a mask or learned sinks of its own, which are not supported")
-    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    if attention_mask is not None:
+        raise RuntimeError("this model's attention has a mask of its own, which is not supported")
+    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     layer: Any = module.layer_idx
     return forerun_pass.attend(layer, query, key, value, spec).transpose(1, 2).contiguous(), None
 
@@ -111,7 +146,7 @@ class Scorer:
     ) -> torch.Tensor:
         """Logits ``[m, V]`` of the packed ids ``[n]``: of all of them if ``wanted`` is 0, else of those it lists."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        with own_attention(self.model):
+        with own_attention(self.model), ordered.Ordered():
             logits: torch.Tensor = self.model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, forerun_pass=rows, **arguments
             ).logits[0]

@@ -1,0 +1,156 @@
+"""Linear layers and attention in one order of sums, one call each: for models that are no program of their own.
+
+Inside ``ordered()`` every linear layer of a model, whatever module or expert asks for it, goes through the kernel that
+gives a token the same bits whatever shares its pass (``linear.py``). What the kernel does not take stays with torch.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+
+from forerun.kernels import linear, tape
+from forerun.kernels.canonical import ATTEND, AttendOp
+from forerun.kernels.linear import LINEAR, PUT, LinearOp
+from forerun.kernels.memory import Room
+from forerun.kernels.plain import DOUBLE
+from forerun.kernels.vector import LINE, fused
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+SHARES = 8
+"""Pieces of work a thread that a matrix is cut into."""
+CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: DOUBLE}
+
+_room = Room()
+_local = threading.local()
+
+
+class Ordered(TorchFunctionMode):
+    """Inside, linear layers on a CPU sum in one order."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See ``TorchFunctionMode``."""
+        if func is torch_linear and not kwargs and takes(args[0], args[1]):
+            return product(*args)
+        if func is torch.addmm and not kwargs and takes(args[1], args[2].t()) and args[0].dim() == 1:
+            return product(args[1], args[2].t(), args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def takes(x: Any, weight: Any) -> bool:
+    """Whether the kernel reads these: on a CPU, of one of its types, each row of weights in one piece."""
+    return bool(
+        weight.dim() == 2
+        and weight.dtype in KINDS
+        and x.dtype == weight.dtype
+        and weight.device.type == "cpu"
+        and weight.stride(1) == 1
+        and weight.stride(0) == weight.shape[1]
+        and fused()
+        and weight.shape[1] * weight.element_size() % 4 == 0
+    )
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias`` for rows of x ``[..., K]`` and a matrix ``[O, K]``; see ``takes``."""
+    rows = x.reshape(-1, x.shape[-1])
+    n, width = len(rows), rows.element_size()
+    y = rows.new_empty(n, len(weight))
+    if not n:
+        return y.view(*x.shape[:-1], -1)
+    whole = LINE // width
+    if rows.shape[1] % whole or rows.stride(1) != 1:
+        rows = pad(rows, (0, -rows.shape[1] % whole)).contiguous()
+    program = _program(weight, bias, rows.stride(0) * width, y.stride(0) * width)
+    threads = torch.get_num_threads()
+    size = LINE * math.ceil(linear.room(n, weight.shape[1] * width) / LINE)
+    slots = _room.claim(threads * size)
+    program.run(n=n, x=rows.data_ptr(), y=y.data_ptr(), slots=slots, slot_size=size)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _program(weight: torch.Tensor, bias: torch.Tensor | None, x_row: int, y_row: int) -> tape.Program:
+    """One operation, kept for the next call with the same weights."""
+    kept: dict[Any, tape.Program] = _local.__dict__.setdefault("programs", {})
+    place = 0 if bias is None else bias.data_ptr()
+    key = (weight.data_ptr(), weight.shape, weight.dtype, place, x_row, y_row, torch.get_num_threads())
+    if key not in kept:
+        if len(kept) > 4096:
+            kept.clear()
+        kind, width = KINDS[weight.dtype], weight.element_size()
+        panels = math.ceil(len(weight) / (8 if kind == 2 else 16))
+        share = max(1, panels // (SHARES * torch.get_num_threads()))
+        row = weight.shape[1] * width
+        op = LinearOp(
+            tape.DO_LINEAR, 0, kind, 0, x_row, row, PUT, kind, share, 0, 0, y_row, weight.data_ptr(), 0, 0,
+            len(weight), 0, 0, place, 0, 0,
+        )  # fmt: skip
+        kept[key] = tape.Program([(LINEAR, op)])
+    return kept[key]
+
+
+def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether attention of these ``[1, H, n, d]`` is done in one order."""
+    plain = k.dtype != torch.float16
+    return (
+        q.device.type == "cpu" and fused() and k.dtype in CACHE_KINDS and q.dtype == k.dtype and (fast(k, v) or plain)
+    )
+
+
+def fast(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the fast kernel takes heads of this type and these widths."""
+    return k.dtype != torch.float64 and k.shape[3] % 16 == 0 and v.shape[3] % 16 == 0
+
+
+def attend(
+    q: torch.Tensor,
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    tables: dict[str, int],
+    room: tuple[int, int],
+    how: tuple[float, int | None, float | None, torch.Tensor | None],
+) -> torch.Tensor:
+    """Attention of packed queries over their rows' keys, which lie in their caches already.
+
+    Args:
+        q: ``[1, H, n, d]``.
+        rows: keys and values of each row's cache, ``[1, Hkv, >= m, d]``.
+        tables: the tape's fields that say what a pass looks like.
+        room: bytes for each thread, and for states.
+        how: scaling, window, soft cap and sinks, as in ``AttentionSpec``.
+
+    Returns:
+        ``[1, H, n, dv]``.
+    """
+    k, v = rows[0]
+    (_, heads, n, dim), kv_heads, out_dim = q.shape, k.shape[1], v.shape[3]
+    quick, (scaling, window, softcap, sinks) = fast(k, v), how
+    asked = q if k.dtype == torch.float64 else q.float()
+    asked = asked if asked.stride(3) == 1 else asked.contiguous()
+    kv = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in rows], np.int64)
+    wide = k.dtype == torch.float16 or (not quick and k.dtype == torch.bfloat16)
+    out = torch.empty(n, heads * out_dim, dtype=torch.float32 if wide else k.dtype)
+    held = None if sinks is None else sinks.detach().float().contiguous()
+    number = asked.element_size()
+    fields = (
+        CACHE_KINDS[k.dtype], k.element_size(), heads, kv_heads, dim, out_dim, window or 0, asked.data_ptr(),
+        asked.stride(2) * number, asked.stride(1) * number, kv.ctypes.data, 0 if held is None else held.data_ptr(),
+        out.data_ptr(), out.stride(0) * out.element_size(), int(out.dtype == torch.bfloat16),
+        scaling / math.log(2) if quick else scaling, softcap or 0.0,
+    )  # fmt: skip
+    codes = (tape.DO_SCAN, tape.DO_SETTLE) if quick else (tape.DO_PLAINLY,)
+    threads = torch.get_num_threads()
+    size = LINE * math.ceil(room[0] / LINE)
+    slots = _room.claim(threads * size + room[1] + LINE)
+    program = tape.Program([(ATTEND, AttendOp(code, *fields)) for code in codes])
+    program.run(n=n, **tables, slots=slots, slot_size=size, parts=slots + threads * size)
+    return out.view(1, n, heads, out_dim).transpose(1, 2).to(q.dtype)
