@@ -12,7 +12,7 @@ from typing import Any
 from forerun.bench import plots
 from forerun.bench.machine import footer, machine
 from forerun.bench.plots import Frame
-from forerun.bench.speed import BASELINE, Series
+from forerun.bench.speed import BASELINE, Decode, Series
 from forerun.bench.speed_plot import plot
 from forerun.bench.tables import pivot
 
@@ -21,13 +21,19 @@ MEAN = "geometric mean"
 """The column over all tasks."""
 
 
-def summarise(series: Sequence[Series], baseline: str = BASELINE) -> list[Row]:
-    """A row per task and contestant: speeds, tokens per pass, and the ratio to the baseline."""
+def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode = str) -> list[Row]:
+    """A row per task and contestant: speeds, tokens per pass, and the ratio to the baseline.
+
+    Args:
+        series: of all contestants.
+        baseline: one of them.
+        decode: tokens to text, for contestants that tell only that.
+    """
     baselines = {one.task: one for one in series if one.contestant == baseline}
-    return [_row(one, baselines[one.task]) for one in series]
+    return [_row(one, baselines[one.task], decode) for one in series]
 
 
-def _row(one: Series, baseline: Series) -> Row:
+def _row(one: Series, baseline: Series, decode: Decode) -> Row:
     slow, fast = one.spread
     passes = one.tokens_per_pass
     return {
@@ -38,7 +44,7 @@ def _row(one: Series, baseline: Series) -> Row:
         "fastest": round(fast, 1),
         "tokens_per_pass": None if passes is None else round(passes, 3),
         "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
-        "same_output": one.same_texts(baseline),
+        "same_output": one.same_texts(baseline, decode),
         "texts": sum(len(rounds[0].texts) for rounds in one.runs),
         "tokens": sum(rounds[0].tokens for rounds in one.runs),
     }
@@ -85,7 +91,7 @@ def equality(rows: Sequence[Row]) -> str:
         return "Every text equals that of transformers.\n"
     listed = "; ".join(f"{name} {100 * share:.0f} %" for name, share in shares.items())
     return (
-        f"Texts equal to those of transformers, token for token: {listed}; all others 100 %. Rounding can part texts "
+        f"Texts equal to those of transformers: {listed}; all others 100 %. Rounding can part texts "
         "where two tokens are nearly as good; `forerun audit` tells whether it was that.\n"
     )
 

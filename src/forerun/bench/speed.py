@@ -16,6 +16,7 @@ WARM_UP = 8
 Tokens = list[int]
 Rows = Sequence[Tokens]
 """One prompt, or those of a batch."""
+Decode = Callable[[Tokens], str]
 Progress = Callable[[int, int], None]
 
 
@@ -31,19 +32,24 @@ class Job:
 
 @dataclass(frozen=True)
 class Run:
-    """One generation: the new tokens of each row, seconds from prompt to last token, and the target's forward passes.
+    """One generation.
 
-    ``passes`` is None where they cannot be counted.
+    Attributes:
+        texts: the new tokens of each row; or the text, from who tells no more.
+        seconds: from prompt to last token.
+        passes: of the target; None where they cannot be counted.
+        counted: tokens of all rows; by default those of ``texts``.
     """
 
-    texts: Sequence[Tokens]
+    texts: Sequence[Tokens | str]
     seconds: float
     passes: int | None
+    counted: int | None = None
 
     @property
     def tokens(self) -> int:
         """Of all rows."""
-        return sum(map(len, self.texts))
+        return sum(map(len, self.texts)) if self.counted is None else self.counted
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,22 @@ class Series:
             return None
         return sum(rounds[0].tokens / len(rounds[0].texts) for rounds in self.runs) / sum(known)
 
-    def same_texts(self, other: Series) -> float:
-        """The share of texts that are equal, token for token."""
+    def same_texts(self, other: Series, decode: Decode = str) -> float:
+        """The share of texts that are equal: token for token, or as text where only that is known."""
         pairs = zip(self.runs, other.runs, strict=True)
-        same = [a == b for mine, theirs in pairs for a, b in zip(mine[0].texts, theirs[0].texts, strict=True)]
+        same = [
+            _same(a, b, decode) for mine, theirs in pairs for a, b in zip(mine[0].texts, theirs[0].texts, strict=True)
+        ]
         return sum(same) / len(same)
 
     def _tokens(self) -> int:
         return sum(rounds[0].tokens for rounds in self.runs)
+
+
+def _same(mine: Tokens | str, theirs: Tokens | str, decode: Decode) -> bool:
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return mine == theirs
+    return (mine if isinstance(mine, str) else decode(mine)) == (theirs if isinstance(theirs, str) else decode(theirs))
 
 
 def measure(

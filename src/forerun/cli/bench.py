@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedModel
 
@@ -12,6 +14,7 @@ from forerun.bench import own, report
 from forerun.bench.chat import Encoder
 from forerun.bench.contestants import PADDED, Bench
 from forerun.bench.continuations import continuations
+from forerun.bench.peers.known import Loaded, Subject, check, loaded
 from forerun.bench.prompts import Counts, Tasks, build_jobs, own_jobs, positions_of
 from forerun.bench.questions import Files, questions
 from forerun.bench.report import Result, Row
@@ -39,13 +42,15 @@ def run(options: BenchOptions) -> None:
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}")
     batched = in_turns(jobs, max(options.batches(), default=0))
-    bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer)
-    with measuring(console) as progress:
-        rows = report.summarise(bench.run(jobs, options.rounds, progress))
+    with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:
+        bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer, peers.contestants)
+        with measuring(console) as progress:
+            series = bench.run(jobs, options.rounds, progress)
+    rows = report.summarise(series, decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
     batches = _batches(bench, options, batched)
     dtype = str(target.dtype).removeprefix("torch.")
     settings = plain(options) | {"dtype": dtype, "tasks": tasks, "prompts": max(len(job.prompts) for job in jobs)}
-    _deliver(options, Result(rows, settings, batches, skipped))
+    _deliver(options, Result(rows, settings, batches, skipped | peers.absent, peers.notes))
 
 
 def _jobs(
@@ -74,6 +79,30 @@ def _tasks(options: BenchOptions, encoder: Encoder) -> tuple[str, Tasks]:
     if options.code is not None:
         raise ValueError("--code is for models that chat; there is no chat template here, or --raw turns it off")
     return "continuations", continuations(material.read_held_out(options.books, options.maths))
+
+
+@contextmanager
+def _peers(options: BenchOptions, subject: Subject) -> Iterator[Loaded]:
+    """The other engines, if they were asked for."""
+    if not options.peers:
+        yield Loaded()
+        return
+    check(subject.model, subject.tokenizer, subject.source)
+    with loaded(subject) as peers:
+        for name, reason in peers.absent.items():
+            stderr().print(f"skipped {name}: {reason}")
+        yield peers
+
+
+def _source(options: BenchOptions) -> Path | None:
+    """The GGUF file that the model came from, if it is known."""
+    own = Path(options.model).expanduser()
+    return options.gguf or (own if own.is_file() else None)
+
+
+def longest(jobs: Sequence[Job]) -> int:
+    """Tokens of the longest prompt, with what is generated behind it."""
+    return max(len(prompt) + job.max_new_tokens for job in jobs for prompt in job.prompts)
 
 
 def in_turns(jobs: Sequence[Job], count: int) -> list[Tokens]:

@@ -1,0 +1,58 @@
+"""llama.cpp through ``xllamacpp``: plain, or with one of its n-gram speculations at its own settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+
+class Engine:
+    """One server inside this process.
+
+    Args:
+        folder: holds ``model.gguf``.
+        threads: to compute with.
+        positions: of the longest text.
+        dtype: the keys and values are kept in it, too: float32 or bfloat16.
+        speculation: NGRAM_SIMPLE, NGRAM_MOD, ..., or nothing.
+    """
+
+    def __init__(self, folder: str, threads: int, positions: int, dtype: str, speculation: str = "") -> None:
+        import xllamacpp
+
+        self._speculation = speculation
+        self._params = self._make_params(xllamacpp, f"{folder}/model.gguf", threads, positions, dtype)
+        self._make_server: Callable[[], Any] = lambda: xllamacpp.Server(self._params)
+        self._server = self._make_server()
+        able = re.findall(r"(\w+) = 1", xllamacpp.get_system_info())
+        drafts = f"; {speculation} at its own settings" if speculation else f"; built for {', '.join(able)}"
+        self.said = f"llama.cpp by xllamacpp {metadata.version('xllamacpp')}, keys and values in {dtype}{drafts}"
+
+    def generate(self, ids: list[int], new: int) -> dict[str, Any]:
+        """See ``Served``. Its answer has the text alone."""
+        order = {"prompt": ids, "n_predict": new, "temperature": 0.0, "cache_prompt": False}
+        found = self._server.handle_completions(order)
+        if "choices" not in found:
+            raise RuntimeError(str(found))
+        return {"text": found["choices"][0]["text"], "count": found["usage"]["completion_tokens"]}
+
+    def forget(self) -> None:
+        """See ``Served``. NGRAM_MOD keeps a table of all texts, which only a new server has empty."""
+        if self._speculation == "NGRAM_MOD":
+            self._server = None
+            self._server = self._make_server()
+
+    def _make_params(self, library: Any, file: str, threads: int, positions: int, dtype: str) -> Any:
+        params = library.CommonParams()
+        params.model.path = file
+        params.n_ctx = positions
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.n_gpu_layers, params.verbosity, params.fit_params, params.cache_ram_mib = 0, -1, False, 0
+        kind = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}[dtype]
+        params.cache_type_k = params.cache_type_v = getattr(library.ggml_type, kind)
+        if self._speculation:
+            name = f"COMMON_SPECULATIVE_TYPE_{self._speculation}"
+            params.speculative.types = [getattr(library.common_speculative_type, name)]
+        return params

@@ -1,0 +1,176 @@
+"""A transformers model's very weights as a GGUF file, for engines that read no other.
+
+Tensors are the model's own, so that every engine computes with the same numbers. What else such a file says comes from
+the GGUF file that the model was made from, or from the model's configuration and tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ARCHITECTURES = ("llama", "mistral")
+"""Model types that llama.cpp reads as its ``llama``."""
+PRECISIONS = {torch.float32: ("F32", 0), torch.bfloat16: ("BF16", 32), torch.float16: ("F16", 1)}
+"""How GGUF names what torch names, and the number of files that mostly hold it."""
+_COMPUTED = ("tokenizer.", "llama.", "general.name")
+"""Beginnings of the keys that are taken from a source file."""
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+
+
+def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
+    """Refuse what cannot be written.
+
+    Raises:
+        ValueError: saying what and why.
+    """
+    kind = model.config.model_type
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"a GGUF file can be written of {' and '.join(ARCHITECTURES)} models, and this is {kind}")
+    rope = model.config.rope_parameters.get("rope_type", "default")
+    if rope != "default":
+        raise ValueError(f"a GGUF file can be written of models with plain rotary positions, and this has {rope!r}")
+    if source is None and _vocabulary(tokenizer)["model"].get("type") != "BPE":
+        raise ValueError("this tokenizer's GGUF form is not known; give the file that the model came from with --gguf")
+
+
+def write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    file: Path,
+    source: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write the model with its weights as they are.
+
+    Args:
+        model: one that ``check`` lets through.
+        tokenizer: of it.
+        file: where to.
+        source: the GGUF file that it came from, if there is one.
+        dtype: float32, bfloat16 or float16 to round to; the model's own by default.
+
+    Raises:
+        ValueError: if ``source`` is of another model.
+    """
+    import gguf
+
+    said = _from_source(source) if source is not None else _from_model(model, tokenizer)
+    _check_same(model, said)
+    writer = gguf.GGUFWriter(file, "llama")
+    for key, (value, kind, part) in said.items():
+        writer.add_key_value(key, value, kind, part)
+    precision, number = PRECISIONS[dtype or model.dtype]
+    writer.add_file_type(number)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    kind = gguf.GGMLQuantizationType[precision]
+    for name, tensor in _tensors(model):
+        stored = tensor.float().numpy()
+        if tensor.dim() == 1:  # norms, which llama.cpp wants in float32
+            writer.add_tensor(name, stored)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        finish()
+    writer.close()
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by their names in GGUF, queries and keys in llama.cpp's order of rotary pairs."""
+    import gguf
+
+    config = model.config
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
+    tied = config.tie_word_embeddings
+    for name, tensor in model.state_dict().items():
+        if tied and name == "lm_head.weight":
+            continue
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if stored is None:
+            raise ValueError(f"{name} has no name in a GGUF file of llama")
+        count = next((count for end, count in heads.items() if name.endswith(end)), None)
+        yield stored, tensor.detach().cpu() if count is None else interleaved(tensor.detach().cpu(), count)
+
+
+def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from two halves, as transformers rotates them, to pairs, as llama.cpp does."""
+    rows, columns = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def _check_same(model: PreTrainedModel, said: Mapping[str, tuple[Any, Any, Any]]) -> None:
+    """Refuse metadata of another model."""
+    config = model.config
+    for key, ours in (("llama.block_count", config.num_hidden_layers), ("llama.embedding_length", config.hidden_size)):
+        theirs = said.get(key, (None,))[0]
+        if theirs != ours:
+            raise ValueError(f"--gguf is of another model: its {key} is {theirs}, the model's is {ours}")
+
+
+def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:
+    """A file's metadata: values, and how GGUF stores them."""
+    import gguf
+
+    fields = gguf.GGUFReader(source).fields
+    found: dict[str, tuple[Any, Any, Any]] = {}
+    for key, field in fields.items():
+        if key.startswith(_COMPUTED):
+            part = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+            found[key] = (field.contents(), field.types[0], part)
+    return found
+
+
+def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, Any, Any]]:
+    """The same from configuration and tokenizer; prompts are handed over as ids, so how it splits words is not told."""
+    from gguf import GGUFValueType as Kind
+
+    config, vocabulary = model.config, _vocabulary(tokenizer)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    numbers = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "rope.dimension_count": head,
+        "vocab_size": config.vocab_size,
+    }
+    found: dict[str, tuple[Any, Any, Any]] = {f"llama.{key}": (n, Kind.UINT32, None) for key, n in numbers.items()}
+    found["llama.rope.freq_base"] = (float(config.rope_parameters["rope_theta"]), Kind.FLOAT32, None)
+    found["llama.attention.layer_norm_rms_epsilon"] = (float(config.rms_norm_eps), Kind.FLOAT32, None)
+    words, kinds = _words(vocabulary, config.vocab_size)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in vocabulary["model"]["merges"]]
+    found["tokenizer.ggml.model"] = ("gpt2", Kind.STRING, None)
+    found["tokenizer.ggml.pre"] = ("default", Kind.STRING, None)
+    found["tokenizer.ggml.tokens"] = (words, Kind.ARRAY, Kind.STRING)
+    found["tokenizer.ggml.token_type"] = (kinds, Kind.ARRAY, Kind.INT32)
+    found["tokenizer.ggml.merges"] = (merges, Kind.ARRAY, Kind.STRING)
+    found["tokenizer.ggml.add_bos_token"] = (False, Kind.BOOL, None)
+    for name, token in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
+        if token is not None:
+            found[f"tokenizer.ggml.{name}_token_id"] = (int(token), Kind.UINT32, None)
+    return found
+
+
+def _words(vocabulary: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """The tokens in order of their ids, and what kind each is; ids without a token get one that is never split off."""
+    by_id = {i: (word, _NORMAL) for word, i in vocabulary["model"]["vocab"].items()}
+    for token in vocabulary.get("added_tokens", []):
+        by_id[token["id"]] = (token["content"], _CONTROL if token["special"] else _USER_DEFINED)
+    pairs = [by_id.get(i, (f"<unused{i}>", _CONTROL)) for i in range(size)]
+    return [word for word, _ in pairs], [kind for _, kind in pairs]
+
+
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    found: dict[str, Any] = {"model": {}} if backend is None else json.loads(backend.to_str())
+    return found
