@@ -37,7 +37,7 @@ def test_a_lossless_model_passes_every_check_of_every_drafter() -> None:
     assert report.dtype == "float64"
     assert not report.divergences
     found = {(c.drafter, c.check) for c in report.comparisons}
-    assert found == {(name, check) for name in buildable(Settings()) for check in ("greedy", "coupled", "batch")}
+    assert found == {(name, check) for name in buildable(Settings()) for check in ("greedy", "plain", "coupled", "batch")}
     assert sum(c.accepted for c in report.comparisons) > 30
     assert all(c.tokens for c in report.comparisons)
 
@@ -60,7 +60,7 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
     monkeypatch.setattr(forerun.engine, "verify", gullible)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
-    assert {c.check for c in failed} == {"greedy", "coupled"}
+    assert {c.check for c in failed} == {"greedy", "plain", "coupled"}
     for comparison in failed:
         divergence = comparison.divergence
         assert divergence is not None
@@ -76,7 +76,7 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
         return [rows.flip(-1) if len(block.tree) else rows for rows, block in zip(logits, blocks, strict=True)]
 
     model = tiny("llama")
-    monkeypatch.setattr(forerun.engine.gate, "check", lambda model: None)
+    monkeypatch.setattr(forerun.engine.gate, "admit", Scorer)
     monkeypatch.setattr(Scorer, "score", leaky)
     monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
     report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
@@ -92,7 +92,7 @@ def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pyte
         logits = score(self, blocks, caches)
         return [rows.roll(1, -1) for rows in logits] if len(blocks) > 1 else logits
 
-    monkeypatch.setattr(forerun.engine.gate, "check", lambda model: None)
+    monkeypatch.setattr(forerun.engine.gate, "admit", Scorer)
     monkeypatch.setattr(Scorer, "score", mixed)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     assert {c.check for c in report.failures} == {"batch"}

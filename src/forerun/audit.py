@@ -1,8 +1,10 @@
 """The promise, checked on a user's own model: drafting, sampling with noise and batching change no token.
 
-Three checks for each drafter: its greedy text is that of ``transformers``' own ``generate``, its sampled text that of
-plain sampling for the same seed, and its text in a batch its text alone. Where a text differs, the scores that the
-diverging step saw are compared with those of the model's own forward pass over the same tokens:
+Four checks for each drafter: its greedy text is that of ``transformers``' own ``generate``, and that of Forerun without
+a drafter; its sampled text is that of plain sampling for the same seed; its text in a batch is its text alone. Where
+passes are bitwise exact (``forerun.model.exactness``), any difference but one from ``transformers`` is a failure. Where a
+text differs, the scores that the diverging step saw are compared with those of the model's own forward pass over the same
+tokens:
 
 - ``error`` is how far the step's logits are off, relative (norms over the vocabulary, as in ``forerun.model.gate``);
 - ``margin`` is the gap between the two tokens in the model's own processed scores, noise included when sampled;
@@ -12,6 +14,8 @@ diverging step saw are compared with those of the model's own forward pass over 
 
 A divergence is rounding if its margin is within the allowance and the error within the gate's tolerance for the dtype.
 A wrong verification fails the first, a wrong forward pass the second. Everything else is a failure.
+
+``transformers`` sums in another order, so against it rounding is excused in every dtype.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from transformers import PreTrainedModel
 
 from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
 from forerun.engine import BUDGET, Engine
+from forerun.model.exactness import Exactness
 from forerun.model.gate import TOLERANCE
 from forerun.planner import Planner
 from forerun.recipes import RECIPES, buildable
@@ -34,7 +39,7 @@ from forerun.sampling import Salt, gumbel
 from forerun.settings import Settings
 from forerun.verify import Outcome
 
-Check = Literal["greedy", "coupled", "batch"]
+Check = Literal["greedy", "plain", "coupled", "batch"]
 Tokens = list[int]
 
 
@@ -94,6 +99,7 @@ class Comparison:
         prompt: index of the prompt.
         tokens, drafted, accepted: of the text; drafts that nobody accepted prove little.
         divergence: None if the texts are equal.
+        strict: whether rounding is no excuse.
     """
 
     check: Check
@@ -104,19 +110,21 @@ class Comparison:
     drafted: int
     accepted: int
     divergence: Divergence | None
+    strict: bool = False
 
     @property
     def failed(self) -> bool:
-        """Whether the text differs by more than rounding."""
-        return self.divergence is not None and not self.divergence.rounding
+        """Whether the text differs by more than is excused."""
+        return self.divergence is not None and (self.strict or not self.divergence.rounding)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All comparisons of an audit."""
+    """All comparisons of an audit, and what passes promise (``Engine.exactness``)."""
 
     dtype: str
     comparisons: Sequence[Comparison]
+    exactness: Exactness
 
     @property
     def divergences(self) -> list[Comparison]:
@@ -125,7 +133,7 @@ class Report:
 
     @property
     def failures(self) -> list[Comparison]:
-        """Those whose texts differ by more than rounding."""
+        """Those whose texts differ by more than is excused."""
         return [comparison for comparison in self.comparisons if comparison.failed]
 
 
@@ -156,7 +164,7 @@ def audit(
         if progress is not None:
             progress(done, len(jobs), f"{drafter}, {'greedy' if seed is None else f'seed {seed}'}")
         comparisons += bench.compare(drafter, seed, rows)
-    return Report(str(model.dtype).removeprefix("torch."), comparisons)
+    return Report(str(model.dtype).removeprefix("torch."), comparisons, bench.exactness)
 
 
 def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:
@@ -173,7 +181,8 @@ class _Bench:
         self.prompts = prompts
         self.plan = plan
         self._plain = Engine(model, NoDrafter())
-        self._references: dict[tuple[int, int | None], Tokens] = {}
+        self.exactness = self._plain.exactly
+        self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
         # fixed costs, not measured ones: an audit repeats exactly
         self._engines = {
@@ -184,22 +193,25 @@ class _Bench:
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:
         """Generate the prompts ``rows`` together and compare each text with its reference."""
         batch = len(rows) > 1
-        check: Check = "batch" if batch else "greedy" if seed is None else "coupled"
-        expected = [self._alone[drafter, seed, row] if batch else self._reference(row, seed) for row in rows]
+        strict = self.exactness.level == "bitwise"
+        checks: list[Check] = ["batch"] if batch else ["plain", "greedy"] if seed is None else ["coupled"]
+        expected = [[self._expected(each, drafter, row, seed) for each in checks] for row in rows]
         requests, seen = self._generate(drafter, seed, rows, expected)
-        for row, request, text in zip(rows, requests, expected, strict=True):
+        for row, request, texts in zip(rows, requests, expected, strict=True):
             got, stats = request.generated.tolist(), request.stats
+            counts = len(got), sum(stats.drafted), sum(stats.accepted)
             if not batch:
                 self._alone[drafter, seed, row] = got
-            position = first_difference(text, got)
-            weighed = None if position is None else weigh(self.model, request, text, position, seen.get(request.id))
-            counts = len(got), sum(stats.drafted), sum(stats.accepted)
-            yield Comparison(check, drafter, row, seed, *counts, weighed)
+            for which, (check, text) in enumerate(zip(checks, texts, strict=True)):
+                position = first_difference(text, got)
+                logits = seen.get((request.id, which))
+                weighed = None if position is None else weigh(self.model, request, text, position, logits)
+                yield Comparison(check, drafter, row, seed, *counts, weighed, strict and check != "greedy")
 
     def _generate(
-        self, drafter: str, seed: int | None, rows: Sequence[int], expected: Sequence[Tokens]
-    ) -> tuple[Sequence[Request], dict[int, torch.Tensor]]:
-        """Finished requests, and the logits at which they left the expected texts, by their ids."""
+        self, drafter: str, seed: int | None, rows: Sequence[int], expected: Sequence[Sequence[Tokens]]
+    ) -> tuple[Sequence[Request], dict[tuple[int, int], torch.Tensor]]:
+        """Finished requests, and the logits at which they left each of the expected texts, by their ids."""
         engine = self._engines[drafter]  # one for all texts: what it learns from one is drafted in the next
         watch = _Watch(engine.drafter, expected)
         engine.drafter = watch
@@ -209,17 +221,22 @@ class _Bench:
             engine.drafter = watch.inner
         return requests, watch.seen
 
-    def _reference(self, row: int, seed: int | None) -> Tokens:
-        if (row, seed) not in self._references:
-            self._references[row, seed] = self._make_reference(self.prompts[row], seed)
-        return self._references[row, seed]
+    def _expected(self, check: Check, drafter: str, row: int, seed: int | None) -> Tokens:
+        """What a text is compared with."""
+        if check == "batch":
+            return self._alone[drafter, seed, row]
+        key = (check, row, seed)
+        if key not in self._references:
+            make = self._by_transformers if check == "greedy" else self._without_drafts
+            self._references[key] = make(self.prompts[row], seed)
+        return self._references[key]
 
-    def _make_reference(self, prompt: Tokens, seed: int | None) -> Tokens:
-        if seed is not None:
-            return self._plain.generate(prompt, **self._options(seed)).generated[0]
-        self._plain.requests(prompt, **self._options(None))  # for its checks of the prompt
+    def _without_drafts(self, prompt: Tokens, seed: int | None) -> Tokens:
+        return self._plain.generate(prompt, **self._options(seed)).generated[0]
+
+    def _by_transformers(self, prompt: Tokens, seed: int | None) -> Tokens:
         ids = torch.tensor([prompt], device=self.model.device)
-        text = self.model.generate(ids, attention_mask=torch.ones_like(ids), **self._options(None))
+        text = self.model.generate(ids, attention_mask=torch.ones_like(ids), **self._options(seed))
         return [int(token) for token in text[0, len(prompt) :].tolist()]
 
     def _options(self, seed: int | None) -> dict[str, Any]:
@@ -229,31 +246,31 @@ class _Bench:
 
 
 class _Watch(OuterDrafter):
-    """A drafter as it is, and the logits of the first token at which a row leaves its expected text."""
+    """A drafter as it is, and the logits of the first token at which a row leaves each of its expected texts."""
 
-    def __init__(self, inner: Drafter, expected: Sequence[Tokens]) -> None:
+    def __init__(self, inner: Drafter, expected: Sequence[Sequence[Tokens]]) -> None:
         super().__init__(inner)
-        self.seen: dict[int, torch.Tensor] = {}
+        self.seen: dict[tuple[int, int], torch.Tensor] = {}
         self._waiting = list(expected)
-        self._expected: dict[int, Tokens] = {}
+        self._expected: dict[int, Sequence[Tokens]] = {}
 
     def begin(self, request: Request) -> None:
         self._expected[request.id] = self._waiting.pop(0)
         super().begin(request)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
-        self._look(request, outcome)
+        for which, text in enumerate(self._expected[request.id]):
+            if (request.id, which) not in self.seen:
+                self._look(request, outcome, which, text)
         super().observe(request, outcome)
 
-    def _look(self, request: Request, outcome: Outcome) -> None:
-        if request.id in self.seen:
-            return
+    def _look(self, request: Request, outcome: Outcome, which: int, text: Tokens) -> None:
         tokens = outcome.verdict.tokens
         start = len(request.generated) - len(tokens)
-        i = first_difference(self._expected[request.id][start : start + len(tokens)], tokens)
+        i = first_difference(text[start : start + len(tokens)], tokens)
         nodes = [-1, *outcome.verdict.path]
         if i is not None and i < len(nodes):
-            self.seen[request.id] = outcome.logits[nodes[i] + 1].clone()
+            self.seen[request.id, which] = outcome.logits[nodes[i] + 1].clone()
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:

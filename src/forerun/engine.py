@@ -19,9 +19,10 @@ from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.drafters.base import Drafter
 from forerun.model import gate
+from forerun.model.exactness import probe
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
-from forerun.model.requests import RowOptions, build_requests
+from forerun.model.requests import RowOptions, build_requests, position_limit
 from forerun.model.timing import measure
 from forerun.planner import Plan, Planner
 from forerun.recipes import build_drafter
@@ -100,6 +101,8 @@ class Engine:
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.target = gate.admit(model)
+        self.exactly = probe(self.target, position_limit(model))
+        """What drafts cannot change, and why it is no more."""
         if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
@@ -124,6 +127,12 @@ class Engine:
         drafter.warm_up()
         self.drafter = drafter
         self._spell()
+
+    @property
+    def exactness(self) -> Literal["bitwise", "rounding"]:
+        """``bitwise`` if every text is, bit for bit, the one without drafts, alone or in a batch; else ``rounding``,
+        with the reason in ``exactly.reason``. Found out when the engine was made."""
+        return self.exactly.level
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:

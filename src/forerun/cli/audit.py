@@ -32,12 +32,12 @@ from forerun.reference import demo_prompts
 SMALL = 100_000_000
 """Parameters up to which float64 is affordable."""
 
-REFERENCES = {"greedy": "transformers' generate", "coupled": "plain sampling", "batch": "each prompt alone"}
+REFERENCES = {"greedy": "transformers' generate", "plain": "no drafter", "coupled": "plain sampling", "batch": "each prompt alone"}
 FAILED = 1
 
 
 def run(options: AuditOptions) -> None:
-    """Audit as ``options`` say; exit status 1 if a text differs by more than rounding."""
+    """Audit as ``options`` say; exit status 1 if a text differs by more than is excused."""
     texts = read_prompts(options.prompt, options.prompt_file)
     if not texts and options.model == BUNDLED:
         texts = [prompt["prompt"] for prompt in demo_prompts()]
@@ -95,12 +95,20 @@ def show(console: Console, report: Report, texts: Sequence[str], tokenizer: PreT
     for comparison in report.divergences:
         console.print(_describe(comparison, texts, tokenizer))
     failed, differing = len(report.failures), len(report.divergences)
+    console.print(_promise(report))
     if failed:
         console.print(f"[bold red]✗ {failed} of {len(report.comparisons)} texts differ.[/]")
     elif differing:
         console.print(f"[bold yellow]✓ No text differs by more than rounding ({differing} by rounding).[/]")
     else:
         console.print(f"[bold green]✓ All {len(report.comparisons)} texts are equal, token for token.[/]")
+
+
+def _promise(report: Report) -> str:
+    """What this model's passes promise."""
+    if report.exactness.level == "bitwise":
+        return "Passes are exact to the bit: but for transformers' own rounding, any difference is a failure."
+    return f"Passes are exact up to rounding: {escape(str(report.exactness.reason))}."
 
 
 def _table(report: Report) -> Table:
@@ -145,7 +153,7 @@ def _cells(group: Sequence[Comparison]) -> list[str]:
 def _describe(comparison: Comparison, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> str:
     divergence = comparison.divergence
     assert divergence is not None
-    verdict = "[yellow]rounding[/]" if divergence.rounding else "[bold red]different[/]"
+    verdict = "[bold red]different[/]" if comparison.failed else "[yellow]rounding[/]"
     seed = "" if comparison.seed is None else f", seed {comparison.seed}"
     tokens = (_token(tokenizer, token) for token in (divergence.expected, divergence.got))
     return (
@@ -175,6 +183,7 @@ def _as_json(
         "dtype": report.dtype,
         "plan": asdict(plan),
         "prompts": list(texts),
+        "exactness": asdict(report.exactness),
         "lossless": not report.failures,
         "texts": len(report.comparisons),
         "rounding": len(report.divergences) - len(report.failures),

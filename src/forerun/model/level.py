@@ -85,6 +85,7 @@ class Level:
 
     def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
         self.scorer = flatten(scorer)
+        scorer.keeps_queries = True
         self._make = cache
         self._readers: dict[int, _Reader] = {}
 

@@ -79,8 +79,6 @@ class NativeScorer(Scorer):
         self._lock = threading.Lock()
         self._tokens = self._rows = self._positions = 0
         self._slots = self._parts = torch.empty(0, dtype=torch.uint8)
-        self.keeps_queries = False
-        """Whether caches get the queries of each pass, for sparse caches to choose by."""
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         """See ``Scorer.score``; other caches than full ones go through the model's own forward pass."""
@@ -106,7 +104,8 @@ class NativeScorer(Scorer):
             n=packed.n, wanted=len(wanted), wanted_list=address(wanted), ids=address(packed.ids), y=logits.data_ptr(),
             rows=address(rows), units=address(packed.units), unit_count=packed.unit_count,
             owners=address(packed.owners), positions=address(packed.positions), parents=address(packed.parents),
-            parts=self._parts.data_ptr(), slots=self._slots.data_ptr(), slot_size=len(self._slots) // threads // 64 * 64,
+            parts=self._parts.data_ptr(), slots=self._slots.data_ptr(),
+            slot_size=len(self._slots) // threads // 64 * 64,
         )  # fmt: skip
         self._tell(packed, caches)
         return logits

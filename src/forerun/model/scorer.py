@@ -118,6 +118,8 @@ class Scorer:
         self.vocabulary = int(self._inputs.weight.shape[0])
         """Token ids that the model can read: rows of its input embedding."""
         self._keeps_logits = model._supports_logits_to_keep()
+        self.keeps_queries = False
+        """Whether full caches must get the queries of each pass, for sparse caches to choose by."""
 
     @property
     def device(self) -> torch.device:
