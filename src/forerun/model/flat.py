@@ -28,7 +28,7 @@ TOLERANCE = 0.05
 
 def flatten(scorer: Scorer) -> Scorer:
     """The same model by a shorter way, if its forward pass is of a known shape and the logits agree; else as it is."""
-    if isinstance(scorer, FlatScorer) or not _known(scorer.model):
+    if not isinstance(scorer, Scorer) or isinstance(scorer, FlatScorer) or not _known(scorer.model):
         return scorer
     flat = FlatScorer(scorer.model)
     return flat if _error(scorer, flat) < TOLERANCE else scorer
