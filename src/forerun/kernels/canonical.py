@@ -94,7 +94,7 @@ class AttendOp(NamedTuple):
         window: as in ``AttentionSpec``, or 0.
         q: floats, of a token and of a head at these distances.
         kv: addresses of keys and values of this layer, row by row.
-        sinks: a float for each head, or 0.
+        sinks: a number for each head, of the type of the queries, or 0.
         out: a token's heads side by side, of ``out_kind``: 0 float32, 1 bfloat16.
     """
 

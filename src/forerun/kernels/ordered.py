@@ -1,7 +1,8 @@
 """Linear layers and attention in one order of sums, one call each: for models that are no program of their own.
 
-Inside ``ordered()`` every linear layer of a model, whatever module or expert asks for it, goes through the kernel that
-gives a token the same bits whatever shares its pass (``linear.py``). What the kernel does not take stays with torch.
+Inside ``Ordered()`` every linear layer of a model, whatever module or expert asks for it, goes through the kernel that
+gives a token the same bits whatever shares its pass (``linear.py``); so do activations (``elementwise.py``). What the
+kernel does not take stays with torch: weights have to lie row by row for each output, as ``lay_out`` lays them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from forerun.kernels import linear, tape
+from forerun.kernels import elementwise, linear, tape
 from forerun.kernels.canonical import ATTEND, AttendOp
 from forerun.kernels.linear import LINEAR, PUT, LinearOp
 from forerun.kernels.memory import Room
@@ -34,17 +37,60 @@ _local = threading.local()
 
 
 class Ordered(TorchFunctionMode):
-    """Inside, linear layers on a CPU sum in one order."""
+    """Inside, what a model computes of a token on a CPU has the same bits whatever shares the pass."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See ``TorchFunctionMode``."""
-        if func is torch_linear and not kwargs and takes(args[0], args[1]):
-            return product(*args)
-        if func is torch.addmm and not kwargs and takes(args[1], args[2].t()) and args[0].dim() == 1:
-            return product(args[1], args[2].t(), args[0])
-        return func(*args, **(kwargs or {}))
+        handler = HANDLERS.get(func)
+        result = None if handler is None else handler(func, args, kwargs or {})
+        return func(*args, **(kwargs or {})) if result is None else result
+
+
+Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], torch.Tensor | None]
+
+
+def _linear(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    return product(*args) if not kwargs and takes(args[0], args[1]) else None
+
+
+def _addmm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    if kwargs or args[0].dim() != 1 or args[2].dim() != 2 or not takes(args[1], args[2].t()):
+        return None
+    return product(args[1], args[2].t(), args[0])
+
+
+def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    x, weight = args
+    return product(x, weight.t()) if not kwargs and weight.dim() == 2 and takes(x, weight.t()) else None
+
+
+def _multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    a, b = args
+    if kwargs or not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return None
+    return elementwise.times(a, b) if a.is_complex() and b.is_complex() and a.device.type == "cpu" else None
+
+
+def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    x = args[0] if args else None
+    plain = isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == "cpu"
+    if not plain or kwargs.get("inplace") or kwargs.get("out") is not None or any(each is True for each in args[1:]):
+        return None
+    return elementwise.filled(func, *args, **kwargs)
+
+
+HANDLERS: dict[Callable[..., Any], Handler] = {
+    torch_linear: _linear,
+    torch.addmm: _addmm,
+    **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
+    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _multiply),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.rsqrt, Tensor.rsqrt), _fill),
+    **dict.fromkeys((functional.sigmoid, functional.silu, functional.gelu, functional.softplus), _fill),
+    **dict.fromkeys((functional.mish, functional.elu), _fill),
+}
+"""What is done otherwise, where it can be: each gives None where it is left to torch."""
 
 
 def takes(x: Any, weight: Any) -> bool:
@@ -59,6 +105,15 @@ def takes(x: Any, weight: Any) -> bool:
         and fused()
         and weight.shape[1] * weight.element_size() % 4 == 0
     )
+
+
+def lay_out(weight: torch.nn.Parameter) -> None:
+    """Put a matrix ``[..., K, O]`` that tokens are multiplied by, ``x @ weight``, into the order that the kernel reads.
+
+    Shape and numbers stay; what lies side by side in memory is what one output sums over.
+    """
+    if weight.device.type == "cpu" and weight.dtype in KINDS and weight.stride(-2) != 1:
+        weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -139,7 +194,7 @@ def attend(
     kv = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in rows], np.int64)
     wide = k.dtype == torch.float16 or (not quick and k.dtype == torch.bfloat16)
     out = torch.empty(n, heads * out_dim, dtype=torch.float32 if wide else k.dtype)
-    held = None if sinks is None else sinks.detach().float().contiguous()
+    held = None if sinks is None else sinks.detach().to(asked.dtype).contiguous()
     number = asked.element_size()
     fields = (
         CACHE_KINDS[k.dtype], k.element_size(), heads, kv_heads, dim, out_dim, window or 0, asked.data_ptr(),

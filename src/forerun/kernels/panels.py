@@ -151,8 +151,8 @@ def transposed(e: Emitter, kind: Kind, rows: list[ir.Value]) -> list[ir.Value]:
 
 FEW = (1, 2, 3, 4, 6, 8, 12, 16)
 """Numbers of tokens for which the sums of one panel go through the tiles as they are transposed."""
-TOGETHER = 8
-"""Tokens whose sums have registers beside a tile; of more, half and half."""
+TOGETHER = 4
+"""Tokens whose sums have registers beside a tile; for more, a tile's columns go through memory."""
 MANY = (4, 8, 12, 16)
 """Numbers of tokens for which they go through columns that were transposed before."""
 
@@ -209,38 +209,31 @@ def _few(
     b = e.builder
     rows = [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(kind.lanes)]
     asked = [e.at(ahead, e.times(row, i)) for i in range(kind.lanes)]
-    places = [e.at(out, t * LINE) for t in range(size)]
-    if size <= TOGETHER:
-        sums = [e.variable(e.load(place, kind.vector)) for place in places]
+    sums = [e.variable(e.load(e.at(out, t * LINE), kind.vector)) for t in range(size)]
+    tile = cgutils.alloca_once(b, ir.ArrayType(kind.vector, kind.lanes)) if size > TOGETHER else None
     with e.loop(steps) as step:
         here = e.times(step, LINE)
         for address in asked:
             e.prefetch(e.at(address, here))
-        tile = [e.load(e.at(address, here), kind.vector) for address in rows]
-        columns, words = transposed(e, kind, tile), e.at(x, e.times(here, kind.lanes))
-        if size <= TOGETHER:
-            totals = [b.load(place) for place in sums]
-            for total, place in zip(_added(e, kind, columns, words, 0, totals), sums, strict=True):
-                b.store(total, place)
+        columns = transposed(e, kind, [e.load(e.at(address, here), kind.vector) for address in rows])
+        words = e.at(x, e.times(here, kind.lanes))
+        if tile is None:
+            for i, column in enumerate(columns):
+                _add(e, kind, column, e.at(words, i * LINE), sums)
         else:
-            for first in range(0, size, size // 2):
-                some = slice(first, first + size // 2)
-                totals = [e.load(place, kind.vector) for place in places[some]]
-                for total, place in zip(_added(e, kind, columns, words, first, totals), places[some], strict=True):
-                    e.store(total, place)
-    if size <= TOGETHER:
-        for place, variable in zip(places, sums, strict=True):
-            e.store(b.load(variable), place)
+            for i, column in enumerate(columns):
+                b.store(column, b.gep(tile, [I32(0), I32(i)]))
+            with e.loop(I64(kind.lanes)) as i:  # a loop of few instructions, or registers run short
+                _add(e, kind, b.load(b.gep(tile, [I64(0), i])), e.at(words, e.times(i, LINE)), sums)
+    for t in range(size):
+        e.store(b.load(sums[t]), e.at(out, t * LINE))
 
 
-def _added(
-    e: Emitter, kind: Kind, columns: list[ir.Value], x: ir.Value, first: int, totals: list[ir.Value]
-) -> list[ir.Value]:
-    """Tokens' sums, of those from ``first`` on, with their products with all columns, one column after the other."""
-    for i, column in enumerate(columns):
-        words = [e.load(e.at(x, i * LINE + (first + t) * kind.bytes), kind.word) for t in range(len(totals))]
-        totals = [kind.add(e, word, column, total) for word, total in zip(words, totals, strict=True)]
-    return totals
+def _add(e: Emitter, kind: Kind, column: ir.Value, words: ir.Value, sums: list[ir.Value]) -> None:
+    """Add the products of one column with the tokens' words to their sums."""
+    for t, total in enumerate(sums):
+        word = e.load(e.at(words, t * kind.bytes), kind.word)
+        e.builder.store(kind.add(e, word, column, e.builder.load(total)), total)
 
 
 def _transpose(
@@ -265,10 +258,7 @@ def _many(
     with e.loop(steps) as step, e.loop(I64(kind.lanes)) as i:  # a loop of few instructions, or registers run short
         e.prefetch(e.at(ahead, e.times(step, LINE), b.mul(row, i)))
         at = e.times(b.add(e.times(step, kind.lanes), i), LINE)
-        column, words = e.load(e.at(columns, at), kind.vector), e.at(x, at)
-        for t in range(size):
-            word = e.load(e.at(words, t * kind.bytes), kind.word)
-            b.store(kind.add(e, word, column, b.load(sums[t])), sums[t])
+        _add(e, kind, e.load(e.at(columns, at), kind.vector), e.at(x, at), sums)
     for t in range(size):
         e.store(b.load(sums[t]), e.at(out, t * LINE))
 

@@ -66,7 +66,7 @@ def _weigh(
         highest = max(highest, weights[i])
     total = 0.0
     if op.sinks:
-        sink = np.float64(floats(op.sinks + 4 * head, 1)[0])
+        sink = _number(DOUBLE if op.kind == DOUBLE else 0, op.sinks, head)
         highest = max(highest, sink)
         total = math.exp(sink - highest)
     for i in range(weights.size):

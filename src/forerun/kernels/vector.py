@@ -103,7 +103,7 @@ class Emitter:
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), (byte, I32, I32, I32))
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
-        self.builder.call(function, (self.builder.inttoptr(address, byte), I32(0), I32(3), I32(1)))
+        self.builder.call(function, (self.builder.inttoptr(address, byte), I32(0), I32(2), I32(1)))
 
     def variable(self, value: ir.Value) -> ir.Value:
         """A place that the optimiser turns into a register, set where this stands."""
