@@ -28,7 +28,8 @@ PADDED = "transformers padded"
 LOOKUP_TOKENS = 10
 """Drafts of transformers' prompt lookup, as its documentation has it."""
 
-Generate = Callable[[Rows, int], list[Tokens]]
+Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
+"""From rows and a number of tokens to texts, and how many passes they took."""
 
 
 class WrongDrafter(Drafter):
@@ -117,18 +118,19 @@ class Bench:
             found[f"forerun {name}"] = self._forerun(name)
             if job.warm_prompts and name.startswith("trie"):
                 found[f"forerun {name}, warm"] = self._forerun(name, job.warm_prompts, job.max_new_tokens)
-        found["forerun, wrong drafts"] = Contestant(self._timed(_greedy(self._wrong)))
+        found["forerun, wrong drafts"] = Contestant(_timed(_greedy(self._wrong)))
         return found | self.others
 
     def _transformers(self, **options: Any) -> Contestant:
-        def generate(rows: Rows, max_new_tokens: int) -> list[Tokens]:
+        def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
             ids, mask = padded(rows, self.model)
             ends = end_tokens(self.model)
             more = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": (ends or [0])[0], **options}
-            out = self.model.generate(ids, attention_mask=mask, **more)
-            return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()]
+            with _counting(self.model) as passes:
+                out = self.model.generate(ids, attention_mask=mask, **more)
+            return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()], len(passes)
 
-        return Contestant(self._timed(generate))
+        return Contestant(_timed(generate))
 
     def _forerun(self, name: str, warm_prompts: Sequence[Tokens] = (), max_new_tokens: int = 1) -> Contestant:
         engine = self._engine(name)
@@ -141,22 +143,12 @@ class Bench:
         def prepare() -> None:
             engine.use(copy.deepcopy(before) if warm_prompts else build_drafter(name, self.settings))
 
-        return Contestant(self._timed(generate), prepare)
+        return Contestant(_timed(generate), prepare)
 
     def _engine(self, name: str) -> Engine:
         if name not in self._engines:
             self._engines[name] = Engine(self.model, name, settings=self.settings, tokenizer=self._tokenizer)
         return self._engines[name]
-
-    def _timed(self, generate: Generate) -> Callable[[Rows, int], Run]:
-        def run(rows: Rows, max_new_tokens: int) -> Run:
-            with _counting(self.model) as passes:
-                begin = time.perf_counter()
-                texts = generate(rows, max_new_tokens)
-                seconds = time.perf_counter() - begin
-            return Run(texts, seconds, len(passes))
-
-        return run
 
 
 def in_batches(prompts: Sequence[Tokens], size: int) -> list[Rows]:
@@ -186,10 +178,20 @@ def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
 
 
 def _greedy(engine: Engine) -> Generate:
-    def generate(rows: Rows, max_new_tokens: int) -> list[Tokens]:
-        return engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False).generated
+    def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
+        found = engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False)
+        return found.generated, max(stats.steps for stats in found.stats)
 
     return generate
+
+
+def _timed(generate: Generate) -> Callable[[Rows, int], Run]:
+    def run(rows: Rows, max_new_tokens: int) -> Run:
+        begin = time.perf_counter()
+        texts, passes = generate(rows, max_new_tokens)
+        return Run(texts, time.perf_counter() - begin, passes)
+
+    return run
 
 
 @contextmanager

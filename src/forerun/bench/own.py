@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.bench.chat import Encoder, Prompt
+from forerun.model.messages import check_messages
 
 SHOWN = 5
 """Wrong lines that an error names."""
@@ -114,11 +115,12 @@ def _parse(number: int, text: str) -> Line:
 def _messages(value: Any) -> Prompt:
     if not isinstance(value, list) or not value:
         raise ValueError(f"has messages that are {_kind(value)}; they must be a list of one or more")
-    for place, message in enumerate(value, 1):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise ValueError(f"has message {place} that is not an object of role and content")
-        for name in ("role", "content"):
-            _text(f"{name} of message {place}", message[name], empty=name == "content")
+    try:
+        check_messages(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"has wrong messages: {error}") from None
+    for message in value:
+        _text("message", message["content"], empty=True)
     return value
 
 

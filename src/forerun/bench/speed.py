@@ -37,7 +37,7 @@ class Run:
     Attributes:
         texts: the new tokens of each row; or the text, from who tells no more.
         seconds: from prompt to last token.
-        passes: of the target; None where they cannot be counted.
+        passes: of the target, the reading of the prompt as one; None where they cannot be counted.
         counted: tokens of all rows; by default those of ``texts``.
     """
 
