@@ -18,18 +18,18 @@ from forerun.costs import CostCurve
 from forerun.model.scorer import Scorer
 from forerun.tree import DraftTree
 
-SIZES = (1, 2, 17, 33, 65, 9)
-"""Tokens of the passes, the most telling first."""
+SIZES = (1, 8, 16, 32, 64, 2)
+"""Tokens of the passes, the most telling first: a kernel that reads weights once has its bends at multiples of 8."""
 LEAST = 3
 """How many of these sizes are measured however long they take."""
 ROUNDS = 9
 """Passes of each kind at most."""
-SECONDS = 0.14
+SECONDS = 0.4
 """After this time no further pass begins."""
 NEAR, FAR = 64, 4096
 """Tokens in the cache: for the curve, so that it has what merging two attentions costs, and where looking back is
 measured, with passes over one token and over several."""
-SEVERAL = 17
+SEVERAL = 16
 
 
 @torch.inference_mode()
