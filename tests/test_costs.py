@@ -89,7 +89,7 @@ class Machine:
 def test_the_measured_curve_is_the_machine_s() -> None:
     machine = Machine(0.001)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert curve.passes([1, 2, 17, 65]) == pytest.approx([1, 1.225, 1.6, 2.8], rel=0.15)
+    assert curve.passes([1, 2, 16, 64]) == pytest.approx([1, 1.225, 1.575, 2.775], rel=0.15)
     assert curve.per_cached == pytest.approx(1e-4, rel=0.3)
     assert curve.per_pair == pytest.approx(2e-5, rel=0.3)
     assert machine.now < 2 * SECONDS
@@ -111,7 +111,7 @@ def test_a_large_model_is_measured_with_few_passes() -> None:
 def test_a_model_with_few_positions_is_measured_within_them() -> None:
     machine = Machine(0.001, positions=40)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert curve.sizes == (1, 2, 9, 17, 33)
+    assert curve.sizes == (1, 2, 8, 16, 32)
     assert curve.per_pair == 0
     assert FAR > 40
 
