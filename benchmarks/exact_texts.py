@@ -1,0 +1,155 @@
+"""How many texts differ, bit for bit, between any drafter and none: the promise counted on real models.
+
+    python benchmarks/exact_texts.py --model bundled --dtype bfloat16 --out runs/exact/bundled-bfloat16.jsonl
+
+Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, behind prompts of 5 to 6,000 tokens.
+One line of JSON a text is written as it is done; what is there already is not done again. The last line printed is one
+JSON object of counts. Exit status 1 if a text differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import forerun
+from forerun.engine import Engine
+from forerun.model.load import BUNDLED, load, load_draft
+from forerun.recipes import RECIPES, build_drafter, buildable
+from forerun.settings import Settings
+
+SHORT, LONG = (5, 17, 40, 81, 133, 178, 260, 520), (1500, 6000)
+"""Tokens of the prompts; behind long ones drafters for long contexts alone are tried."""
+TEMPERATURES = (0.0, 0.6, 1.0)
+BATCH = (5, 133, 40, 260)
+FAR = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "retrieval", "trie")
+
+
+def main() -> None:
+    """Count."""
+    options = _options()
+    model, tokenizer = load(options.model, options.dtype)
+    draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
+    text = [int(token) for token in tokenizer(_corpus(options.text))["input_ids"]]
+    settings = Settings(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
+    engine = Engine(model, "none", tokenizer=tokenizer)
+    print(f"{options.model} in {options.dtype}: {engine.exactness} {engine.exactly.reason or ''}", file=sys.stderr)
+    done = _done(options.out)
+    for name in buildable(settings):
+        for key, prompts, temperature in _cells(name, text, options):
+            if (name, *key) not in done:
+                found = _texts(engine, name, settings, prompts, temperature, options.max_new_tokens)
+                _write(options.out, name, key, found)
+    print(json.dumps(_summary(options, engine)))
+    sys.exit(1 if _summary(options, engine)["different"] else 0)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=BUNDLED)
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float64"))
+    parser.add_argument("--text", type=Path, help="Where prompts are cut from; by default Python's own library.")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--max-new-tokens", type=int, default=32)
+    parser.add_argument("--cache-budget", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=1, help="Of each length.")
+    return parser.parse_args()
+
+
+def _corpus(path: Path | None) -> str:
+    return (
+        path.read_text()
+        if path
+        else "\n".join(
+            Path(json.__file__).parent.joinpath(f"{n}.py").read_text()
+            for n in ("decoder", "encoder", "scanner", "__init__")
+        )
+    )
+
+
+def _cells(
+    name: str, text: Sequence[int], options: argparse.Namespace
+) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
+    """Prompts, alone and in a batch, and temperatures, with a name for each."""
+    lengths = (*SHORT, *(LONG if name in FAR else ()))
+    for turn in range(options.prompts):
+        for temperature in TEMPERATURES:
+            for length in lengths:
+                yield (turn, temperature, str(length)), [_cut(text, length, turn)], temperature
+            yield (turn, temperature, "batch"), [_cut(text, length, turn) for length in BATCH], temperature
+
+
+def _cut(text: Sequence[int], length: int, turn: int) -> list[int]:
+    begin = (turn * 977) % max(1, len(text) - length)
+    if len(text) < length:
+        raise SystemExit(f"the text has {len(text)} tokens; {length} are needed (--text)")
+    return list(text[begin : begin + length])
+
+
+_plain: dict[tuple[Any, ...], list[int]] = {}
+
+
+def _texts(
+    engine: Engine, name: str, settings: Settings, prompts: list[list[int]], temperature: float, count: int
+) -> list[dict[str, Any]]:
+    """Each prompt's text with the drafter, in one batch, beside its text alone without one."""
+    how: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
+    if temperature:
+        how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": 7}
+    expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
+    engine.use(build_drafter(name, settings))
+    found = engine.generate(prompts, **how).requests
+    return [
+        {
+            "equal": request.generated.tolist() == text,
+            "drafted": sum(request.stats.drafted),
+            "accepted": sum(request.stats.accepted),
+        }
+        for request, text in zip(found, expected, strict=True)
+    ]
+
+
+def _without(engine: Engine, prompt: list[int], temperature: float, how: dict[str, Any]) -> list[int]:
+    key = (tuple(prompt), temperature)
+    if key not in _plain:
+        engine.use(build_drafter("none"))
+        _plain[key] = engine.generate(prompt, **how).requests[0].generated.tolist()
+    return _plain[key]
+
+
+def _done(out: Path) -> set[tuple[Any, ...]]:
+    if not out.exists():
+        return set()
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    return {(row["drafter"], row["turn"], row["temperature"], row["what"]) for row in rows}
+
+
+def _write(out: Path, name: str, key: tuple[Any, ...], texts: list[dict[str, Any]]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a") as file:
+        for text in texts:
+            row = {"drafter": name, "turn": key[0], "temperature": key[1], "what": key[2], **text}
+            file.write(json.dumps(row) + "\n")
+
+
+def _summary(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+    return {
+        "model": options.model,
+        "dtype": options.dtype,
+        "exactness": engine.exactness,
+        "forerun": forerun.__version__,
+        "texts": len(rows),
+        "different": sum(not row["equal"] for row in rows),
+        "accepted": sum(row["accepted"] for row in rows),
+        "drafted": sum(row["drafted"] for row in rows),
+        "recipes": len({row["drafter"] for row in rows} & set(RECIPES)),
+    }
+
+
+if __name__ == "__main__":
+    main()
