@@ -54,13 +54,6 @@ def test_training_mode_is_refused() -> None:
         gate.check(model)
 
 
-def test_dynamic_rope_is_refused() -> None:
-    model = copy.deepcopy(tiny("llama"))
-    model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(UnsupportedModelError, match="dynamic"):
-        gate.check(model)
-
-
 def test_a_bidirectional_model_fails_the_self_test() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = build("BertLMHeadModel", initializer_range=0.3, **shape)

@@ -166,8 +166,8 @@ def test_a_window_longer_than_the_text_gives_what_the_full_cache_gives(architect
     model = tiny(architecture)
     caches = (FullCache(), StreamingCache(80, 4, SLACK, find_rotation(model)), StreamingCache(90, 0, SLACK))
     full, *streaming = step_through(model, caches, blocks(60, 1))
-    for found in streaming:
-        assert equal(full, found)
+    for found in streaming:  # the full cache sums in another order
+        torch.testing.assert_close(full, found, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("rotating", [True, False])

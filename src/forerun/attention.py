@@ -62,7 +62,7 @@ def attend(
     Args:
         q: ``[1, H, n, d]``.
         k, v: ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``; H is a multiple of Hkv.
-        spec: scaling and soft cap; the window is the caller's part.
+        spec: scaling and soft cap; the window is the caller's part, and so are sinks (``merge``).
         bias: added to the scores, ``[n, m]``; minus infinity hides a key. Every query must see a key.
     """
     heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
@@ -92,7 +92,7 @@ def attend_chosen(
         count: of these chunks, at most; less than m.
         near: keys and values, ``[1, Hkv, >= r + CHUNK, d]``, and how many of them all queries see, r. What lies behind
             them is finite.
-        spec: what the layer asks for; no window.
+        spec: what the layer asks for; no window. Sinks are the caller's part.
     """
     if spec.softcap is None and chosen.fits(q, k, v):
         return AttentionState(*chosen.attend_chosen(q, k, v, worth, count, near, spec.scaling))
@@ -113,14 +113,30 @@ def attend_chosen(
     return AttentionState(merge(far, recent), torch.logaddexp(far.lse, recent.lse))
 
 
-def merge(*states: AttentionState) -> torch.Tensor:
-    """Output of attention over the keys of all states, ``[1, H, n, d]``."""
+def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Output of attention over the keys of all states, ``[1, H, n, d]``.
+
+    Args:
+        states: of all keys that are seen, each of one state.
+        sinks: see ``AttentionSpec``: a state of its own, without output.
+    """
     out, lse = states[0]
     for i, state in enumerate(states[1:], 2):
         weight = torch.sigmoid(lse - state.lse).unsqueeze(-1)
         out = torch.lerp(state.out.to(weight.dtype), out.to(weight.dtype), weight).to(state.out.dtype)
-        lse = torch.logaddexp(lse, state.lse) if i < len(states) else lse
-    return out
+        lse = torch.logaddexp(lse, state.lse) if i < len(states) or sinks is not None else lse
+    if sinks is None:
+        return out
+    left = torch.sigmoid(lse - sinks.to(lse.dtype).unsqueeze(-1)).unsqueeze(-1)
+    return (out * left).to(out.dtype)
+
+
+def weigh(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Softmax weights ``[1, H, n, m]`` of scores, less what a layer's sinks take."""
+    if spec.sinks is None:
+        return scores.softmax(-1)
+    sinks = spec.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 def select_backend(

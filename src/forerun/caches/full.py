@@ -41,7 +41,7 @@ class FullCache(Cache):
         """See ``Cache.attend``."""
         rows = self.append(layer, k, v)
         self.queries[layer], self.specs[layer] = q, spec
-        return merge(*attend_in_order(q, rows, self.length, block, spec))
+        return merge(*attend_in_order(q, rows, self.length, block, spec), sinks=spec.sinks)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` behind the committed ones; gives all of the layer's."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec
+from forerun.attention import AttentionSpec, weigh
 from forerun.block import Block
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rows import Rows
@@ -138,7 +138,7 @@ def _weights(
     if spec.window is not None:
         far = places[:, :, None, None] <= positions[:, None] - spec.window
         scores = scores.masked_fill(far, -torch.inf)
-    return scores.softmax(-1)
+    return weigh(scores.flatten(1, 2), spec).view(scores.shape)
 
 
 def _kept(count: int, path: Sequence[int]) -> torch.Tensor:

@@ -119,10 +119,12 @@ class LowRankCache(View):
         slots = self.config.slots(self._tail)
         if self.whole or self._tail // CHUNK <= slots:
             parts = attend_in_order(q, near, held, block, spec)
-            return merge(attend(q, keys, values, spec), *parts) if self._tail else merge(*parts)
+            far = [attend(q, keys, values, spec)] if self._tail else []
+            return merge(*far, *parts, sinks=spec.sinks)
         alone, worth = len(block) == 1, self._indexes[layer].worth(q[0])
         seen = attend_chosen(q, keys, values, worth, slots, (*near, held + alone), spec)
-        return seen.out if alone else merge(seen, attend(q, k, v, spec, block.bias(None, range(0), q)))
+        local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
+        return merge(seen, *local, sinks=spec.sinks)
 
     def _attend_window(
         self, layer: int, q: torch.Tensor, near: tuple[torch.Tensor, torch.Tensor], block: Block, spec: AttentionSpec
@@ -131,7 +133,8 @@ class LowRankCache(View):
         before = self.source.read(layer, min(first, self._tail), self._tail)
         after = slice(max(0, first - self._tail), self.length - self._tail + len(block))
         keys, values = (torch.cat((old, new[:, :, after]), 2) for old, new in zip(before, near, strict=True))
-        return attend(q, keys, values, spec, block.bias(spec.window, range(first, self.length), q)).out
+        bias = block.bias(spec.window, range(first, self.length), q)
+        return merge(attend(q, keys, values, spec, bias), sinks=spec.sinks)
 
     def _store(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put keys and values at a recent position; what lies behind them may be lost."""
@@ -187,6 +190,7 @@ class _Index:
         values, vectors = torch.linalg.eigh(moments + (0.01 + 1 / asked.shape[1]) * even)
         root, inverse = ((vectors * power.unsqueeze(1)) @ vectors.mT for power in (values.sqrt(), values.rsqrt()))
         best = torch.linalg.eigh(root @ _moments(some - mean) @ root)[1][:, :, -rank:]
+        best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD))  # narrow heads have fewer
         of_keys = root @ best
         scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
         return cls((of_keys / scale).to(keys.dtype), (inverse @ best * scale).float(), mean.to(keys.dtype))

@@ -160,9 +160,9 @@ class RetrievalCache(View):
         if spec.window is not None:
             return self._attend_window(layer, q, k, v, block, spec)
         if len(block) == 1:
-            return attend(q, *mine.read(0, held + 1), spec).out
-        local = attend(q, k, v, spec, block.bias(None, range(0), q))
-        return merge(attend(q, *mine.read(0, held), spec), local) if held else local.out
+            return merge(attend(q, *mine.read(0, held + 1), spec), sinks=spec.sinks)
+        parts = [attend(q, *mine.read(0, held), spec)] if held else []
+        return merge(*parts, attend(q, k, v, spec, block.bias(None, range(0), q)), sinks=spec.sinks)
 
     def _attend_window(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -172,7 +172,8 @@ class RetrievalCache(View):
         before = self.source.read(layer, min(first, tail), tail)
         trial = self._layers[layer].read(self._place(max(first, tail)), self._place(self.length))
         keys, values = (torch.cat(parts, 2) for parts in zip(before, trial, (k, v), strict=True))
-        return attend(q, keys, values, spec, block.bias(spec.window, range(first, self.length), q)).out
+        bias = block.bias(spec.window, range(first, self.length), q)
+        return merge(attend(q, keys, values, spec, bias), sinks=spec.sinks)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
         for layer in self._layers.values():
@@ -181,6 +182,16 @@ class RetrievalCache(View):
     def _place(self, position: int) -> int:
         """Where the key of a recent position lies in the buffers."""
         return self._chunks * self.config.chunk + position - self._tail
+
+    @property
+    def held(self) -> int:
+        """Committed tokens that a pass sees."""
+        return self._place(self.length)
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of the chunks' means, all of which a choice reads."""
+        return sum(layer.known_bytes for layer in self._layers.values())
 
     @property
     def nbytes(self) -> int:
@@ -229,6 +240,11 @@ class _Layer:
     def key_bytes(self) -> int:
         """Bytes reserved for keys and values."""
         return sum(t.nbytes for t in self._rows or ())
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the means there are."""
+        return self._means[:, : self._known].nbytes
 
     @property
     def mean_bytes(self) -> int:

@@ -38,7 +38,7 @@ def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
 def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: AttentionSpec) -> list[AttentionState]:
     """Attention of the block's queries over ``held`` committed rows and the block behind them, in parts to be merged.
 
-    Distances, which a layer with a window asks for, are counted in rows.
+    Distances, which a layer with a window asks for, are counted in rows. The caller merges sinks.
 
     Args:
         q: ``[1, H, n, d]``.

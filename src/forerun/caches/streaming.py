@@ -51,7 +51,8 @@ class StreamingCache(BoundedCache):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
         """See ``Cache.attend``."""
-        return merge(*attend_in_order(q, self._store(layer, k, v), self._held, block, spec))
+        rows = self._store(layer, k, v)
+        return merge(*attend_in_order(q, rows, self._held, block, spec), sinks=spec.sinks)
 
     def next_read(self, goal: int) -> int:
         """See ``Cache.next_read``: the sinks first, then no more than the window before ``goal``."""

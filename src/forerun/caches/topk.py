@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec
+from forerun.attention import AttentionSpec, weigh
 from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.rows import Rows, append, compact
@@ -50,7 +50,7 @@ class TopKCache(View):
         bias = block.bias(spec.window, range(self.length), q)
         scores = scores if bias is None else scores + bias
         scores[..., : self.settled] = _best(scores[..., : self.settled], self.budget)
-        weights = scores.softmax(-1).to(q.dtype).tensor_split([self.settled], -1)
+        weights = weigh(scores, spec).to(q.dtype).tensor_split([self.settled], -1)
         return torch.stack([_mix(w, pair[1]) for w, pair in zip(weights, (far, near), strict=True)]).sum(0)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:

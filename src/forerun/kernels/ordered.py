@@ -63,7 +63,12 @@ def _addmm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     x, weight = args
-    return product(x, weight.t()) if not kwargs and weight.dim() == 2 and takes(x, weight.t()) else None
+    if kwargs or weight.dim() != 2:
+        return None
+    rows = weight.t()
+    if not takes(x, rows):  # weights that lie otherwise are copied: slower, and as exact
+        rows = rows.contiguous()
+    return product(x, rows) if takes(x, rows) else None
 
 
 def _multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -122,7 +127,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     n, width = len(rows), rows.element_size()
     y = rows.new_empty(n, len(weight))
     if not n:
-        return y.view(*x.shape[:-1], -1)
+        return y.view(*x.shape[:-1], len(weight))
     whole = LINE // width
     if rows.shape[1] % whole or rows.stride(1) != 1:
         rows = pad(rows, (0, -rows.shape[1] % whole)).contiguous()

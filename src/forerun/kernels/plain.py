@@ -97,7 +97,7 @@ def _mix(
 @compiled
 def _number(kind: int, address: int, index: int) -> float:
     if kind == DOUBLE:
-        return doubles(address + 8 * index, 1)[0]
+        return float(doubles(address + 8 * index, 1)[0])
     if kind == 1:
         return np.float64(bfloat16_at(address + 2 * index))
     return np.float64(floats(address + 4 * index, 1)[0])

@@ -6,7 +6,8 @@ tree, with a cache and in a packed batch, equal those of its own forward pass ov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -14,14 +15,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.model.layout import lay_out
 from forerun.model.native import native
-from forerun.model.scorer import Scorer
+from forerun.model.scorer import Scorer, experts, switched
 from forerun.tree import DraftTree
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 """Relative error (norms over the vocabulary) that rounding explains; many models normalise in float32 in any case."""
 
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+ROUTED_TEXTS = 4
+"""Texts that a model with experts is tried on. Where two experts are equally good to rounding, a router may choose the
+other one in any pass, so one text on which all positions agree is enough; of a wrong pass no text agrees."""
+
+FOREIGN = "its attention does not go through transformers' attention interface"
+
+LAYER_TYPES = frozenset({"attention", "full_attention", "sliding_attention"})
 
 
 class UnsupportedModelError(ValueError):
@@ -45,6 +53,7 @@ def admit(model: PreTrainedModel) -> Scorer:
     """
     reason = _reason_in_config(model)
     if reason is None:
+        lay_out(model)
         plain = Scorer(model)
         program = native(plain)
         if program is not plain and _reason_in_numbers(program) is None:
@@ -56,17 +65,15 @@ def admit(model: PreTrainedModel) -> Scorer:
 
 
 def _reason_in_config(model: PreTrainedModel) -> str | None:
-    config = model.config
+    config = model.config.get_text_config(decoder=True)
     layer_types = set(getattr(config, "layer_types", None) or ())
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_types = {str(rope.get("rope_type"))} | {str(r.get("rope_type")) for r in rope.values() if isinstance(r, dict)}
+    recurrent = model._is_stateful and not (layer_types and layer_types <= LAYER_TYPES)
     findings = (
-        (getattr(config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoders are"),
+        (getattr(model.config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoders are"),
         (not model.can_generate(), "it has no language-modelling head; load it with AutoModelForCausalLM"),
-        (model._is_stateful, "its layers are recurrent (a state that cannot be rolled back to an accepted draft)"),
+        (recurrent, "its layers are recurrent (a state that cannot be rolled back to an accepted draft)"),
         (bool(layer_types - LAYER_TYPES), f"it has layers of type {sorted(layer_types - LAYER_TYPES)}"),
         (_has_alibi(config), "its positions are encoded by ALiBi, a bias on every score"),
-        ("dynamic" in rope_types, "its rotary embedding depends on the length of the text (rope type 'dynamic')"),
         (model.training, "it is in training mode, where dropout changes the output; call model.eval() first"),
     )
     return next((why for found, why in findings if found), None)
@@ -79,29 +86,57 @@ def _has_alibi(config: PreTrainedConfig) -> bool:
 
 @torch.inference_mode()
 def _reason_in_numbers(scorer: Scorer) -> str | None:
+    limit, errors = TOLERANCE[next(scorer.model.parameters()).dtype], []
+    for text in range(ROUTED_TEXTS if _has_experts(scorer.model) else 1):
+        try:
+            errors.append(_tree_error(scorer, text))
+        except _PassError as failure:
+            return str(failure) if scorer.model._can_set_attn_implementation() else FOREIGN
+        if errors[-1] <= limit:
+            return None
+    return f"its logits over a draft tree differ from its own by {min(errors):.2g} (relative; {limit:g} is allowed)"
+
+
+def _has_experts(model: PreTrainedModel) -> bool:
+    return any("Expert" in type(module).__name__ for module in model.modules())
+
+
+class _PassError(Exception):
+    """A forward pass that ends in an error, or does not do what it must."""
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Errors of models are anything; they say what failed."""
     try:
-        error = _tree_error(scorer)
-    except (RuntimeError, TypeError, KeyError, AttributeError) as exception:
-        return f"its forward pass fails with Forerun's attention ({type(exception).__name__}: {exception})"
-    limit = TOLERANCE[next(scorer.model.parameters()).dtype]
-    if not error <= limit:
-        return f"its logits over a draft tree differ from its own by {error:.2g} (relative; {limit:g} is allowed)"
-    return None
+        yield
+    except _PassError:
+        raise
+    except Exception as error:
+        raise _PassError(f"{what} fails ({type(error).__name__}: {error})") from error
 
 
-def _tree_error(scorer: Scorer) -> float:
+def _tree_error(scorer: Scorer, text: int) -> float:
     """Largest relative error between tree scoring and the model's own forward pass, over two packed rows."""
-    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, 32).tolist()
+    tokens = np.random.default_rng(text).integers(0, scorer.vocabulary, 32).tolist()
     tree = DraftTree(np.array(tokens[:5]), np.array([-1, 0, 0, 2, -1]))
     prompts = [tokens[8:15], tokens[20:31]]
+    with _naming("a pass over two packed texts"):
+        scored = _score(scorer, prompts, tree)
+    with _naming("the model's own forward pass"), switched(scorer.model, experts=experts(scorer.model)):
+        return max(_row_error(scorer.model, *row) for row in zip(prompts, [tree] * 2, scored, strict=True))
+
+
+def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
+    """Logits after each prompt and over the tree behind it; the prompts' first tokens come from caches."""
     caches = [FullCache(), FullCache()]
     first = [Block(np.array(prompt[:4]), DraftTree.empty(), 0) for prompt in prompts]
     scorer.score(first, caches)
+    if not all(cache.layers for cache in caches):
+        raise _PassError(FOREIGN)
     for cache, block in zip(caches, first, strict=True):
         cache.commit(block, [])
-    second = [Block(np.array(prompt[4:]), tree, 4) for prompt in prompts]
-    scored = scorer.score(second, caches)
-    return max(_row_error(scorer.model, prompt, tree, logits) for prompt, logits in zip(prompts, scored, strict=True))
+    return scorer.score([Block(np.array(prompt[4:]), tree, 4) for prompt in prompts], caches)
 
 
 def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> float:
@@ -110,7 +145,8 @@ def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, l
     for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
         path = tree.ancestors[leaf].nonzero()[0]
         ids = torch.tensor([[*prompt, *tree.tokens[path].tolist()]], device=model.device)
-        own = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].double()
+        all_logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
+        own = all_logits[len(prompt) - 1 :].double()
         scored = logits[[0, *(path + 1).tolist()]].double()
         errors.append(((scored - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-12)).max())
     return float(torch.stack(errors).max())

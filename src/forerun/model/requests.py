@@ -159,8 +159,11 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The longest text the model can take, or None if its configuration sets no limit."""
-    config = model.config
+    """The longest text the model can take, or None if its configuration sets no limit.
+
+    Up to here rotary embeddings that adapt to the length of the text do not.
+    """
+    config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond this length all keys would change; transformers recomputes them
         return int(rope["original_max_position_embeddings"])

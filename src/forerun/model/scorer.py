@@ -2,20 +2,21 @@
 
 Rows are packed into one sequence, each with its own positions, so ragged rows need no padding; attention, the only
 operation that mixes tokens, is Forerun's own and keeps them apart. It is registered once under transformers' attention
-interface and reached through a keyword argument that models pass down; no model code is changed, and a model keeps its
-own attention outside of a pass.
+interface and finds the pass that runs in its thread; no model code is changed, and a model keeps its own attention
+outside of a pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
@@ -79,6 +80,10 @@ class Pass:
         return self.packings[heads]
 
 
+_running: ContextVar[Pass | None] = ContextVar("running", default=None)
+"""This thread's pass. Some models pass no keyword arguments down to their attention, so it cannot come as one."""
+
+
 def attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -89,17 +94,17 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    forerun_pass: Pass | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers; shapes as there: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
-    if forerun_pass is None:
-        raise RuntimeError("the 'forerun' attention works only inside a Forerun pass; this model does not pass it on")
+    rows = _running.get()
+    if rows is None:
+        raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
     if attention_mask is not None:
         raise RuntimeError("this model's attention has a mask of its own, which is not supported")
     spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     layer: Any = module.layer_idx
-    return forerun_pass.attend(layer, query, key, value, spec).transpose(1, 2).contiguous(), None
+    return rows.attend(layer, query, key, value, spec).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, attention)
@@ -148,13 +153,22 @@ class Scorer:
     ) -> torch.Tensor:
         """Logits ``[m, V]`` of the packed ids ``[n]``: of all of them if ``wanted`` is 0, else of those it lists."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        with own_attention(self.model), ordered.Ordered():
+        with switched(self.model, attn=NAME, experts=experts(self.model)), _run(rows), ordered.Ordered():
             logits: torch.Tensor = self.model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, forerun_pass=rows, **arguments
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments
             ).logits[0]
         if not self._keeps_logits and isinstance(wanted, torch.Tensor):
             return logits[wanted.to(logits.device)]
         return logits
+
+
+@contextmanager
+def _run(rows: Pass) -> Iterator[None]:
+    before = _running.set(rows)
+    try:
+        yield
+    finally:
+        _running.reset(before)
 
 
 def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
@@ -165,12 +179,35 @@ def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
     return torch.cat([torch.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])
 
 
+def experts(model: PreTrainedModel) -> str | None:
+    """How experts are computed in a pass: on a CPU one after the other, by the linear layer that all others are."""
+    own = getattr(model.config, "_experts_implementation", None)
+    return "eager" if model.device.type == "cpu" else own
+
+
 @contextmanager
-def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the model use Forerun's attention inside, and its own again after."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = NAME
+def switched(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
+    """Let the model use other implementations inside, and its own again after.
+
+    Args:
+        model: whose configuration names them, one for each of its parts.
+        names: of implementations that transformers knows, of ``attn`` and ``experts``.
+    """
+    fields = {f"_{kind}_implementation": name for kind, name in names.items()}
+    before = [(config, {field: getattr(config, field) for field in fields}) for config in _configs(model.config)]
     try:
+        for name, value in fields.items():
+            setattr(model.config, name, value)
         yield
     finally:
-        model.config._attn_implementation = before
+        for config, own in before:
+            for name, value in own.items():
+                setattr(config, name, value)
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration, and those of a model's parts behind it."""
+    yield config
+    for key in config.sub_configs:
+        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
+            yield from _configs(part)
