@@ -54,6 +54,60 @@ def test_training_mode_is_refused() -> None:
         gate.check(model)
 
 
+@pytest.mark.parametrize(
+    ("class_name", "config"),
+    [
+        ("GPTJForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+        ("CodeGenForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4}),
+        ("FalconForCausalLM", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}),
+        (
+            "GPTNeoForCausalLM",
+            {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+        ),
+    ],
+)
+def test_attention_of_its_own_is_refused(class_name: str, config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="does not go through transformers' attention interface"):
+        gate.check(build(class_name, **config))
+
+
+def broken(model: transformers.PreTrainedModel, passes: bool) -> None:
+    """Let the model's last layer fail, in Forerun's passes or outside of them."""
+
+    def fail(*_: Any) -> None:
+        if (model.config._attn_implementation == scorer.NAME) == passes:
+            raise NotImplementedError("no such kernel")
+
+    model.lm_head.register_forward_hook(fail)
+
+
+def test_what_failed_is_said() -> None:
+    for passes, what in ((True, "a pass over two packed texts"), (False, "the model's own forward pass")):
+        model = copy.deepcopy(tiny("llama"))
+        broken(model, passes)
+        with pytest.raises(UnsupportedModelError, match=rf"{what} fails \(NotImplementedError: no such kernel\)$"):
+            gate.check(model)
+
+
+def test_implementations_are_as_they_were_after_a_pass_that_failed() -> None:
+    model = copy.deepcopy(tiny("mixtral"))
+    model.set_experts_implementation("grouped_mm")
+    before = (model.config._attn_implementation, model.config._experts_implementation)
+    broken(model, True)
+    with pytest.raises(UnsupportedModelError):
+        gate.check(model)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == before
+
+
+@pytest.mark.parametrize(("architecture", "wrong_texts", "passes"), [("mixtral", 1, True), ("mixtral", 4, False)])
+def test_a_router_may_choose_otherwise_on_some_texts_only(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, wrong_texts: int, passes: bool
+) -> None:
+    monkeypatch.setattr(gate, "_tree_error", lambda scorer, text: 0.2 if text < wrong_texts else 0.0)
+    assert (gate._reason_in_numbers(scorer.Scorer(tiny(architecture))) is None) == passes
+    assert "0.2" in str(gate._reason_in_numbers(scorer.Scorer(tiny("llama"))))
+
+
 def test_a_bidirectional_model_fails_the_self_test() -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = build("BertLMHeadModel", initializer_range=0.3, **shape)

@@ -78,13 +78,144 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Further ways to lay out what turns with position, for what depends on it."""
 
 
+_EXPERTS: dict[str, Any] = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+_GROUPED: dict[str, Any] = {**_EXPERTS, "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+_LATENT_ROUTED = {name: value for name, value in _LATENT.items() if name != "experts_implementation"}
+_LIKE_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_SLIDING: dict[str, Any] = {"head_dim": 8, "sliding_window": 7}
+_MIXED: dict[str, Any] = {**_SLIDING, "layer_types": ["sliding_attention", "full_attention"]}
+_SHARED: dict[str, Any] = {
+    **_SLIDING,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 8,
+}
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("GptOssForCausalLM", {**_EXPERTS, **_SLIDING}),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _LATENT_ROUTED),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {**_LATENT_ROUTED, "n_group": 1}),
+    "afmoe": ("AfmoeForCausalLM", {**_EXPERTS, **_SLIDING}),
+    "apertus": ("ApertusForCausalLM", {}),
+    "arcee": ("ArceeForCausalLM", {}),
+    "biogpt": ("BioGptForCausalLM", {}),
+    "bitnet": ("BitNetForCausalLM", {}),
+    "cohere, head norms": ("CohereForCausalLM", {"use_qk_norm": True}),
+    "cohere2": ("Cohere2ForCausalLM", _SLIDING),
+    "dbrx": (
+        "DbrxForCausalLM",
+        {
+            "d_model": 32,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 128,
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+            "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+        },
+    ),
+    "dots1": ("Dots1ForCausalLM", {**_GROUPED, "n_shared_experts": 1, "first_k_dense_replace": 1, "sliding_window": 7}),
+    "ernie4_5": ("Ernie4_5ForCausalLM", {"head_dim": 8}),
+    "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
+    "exaone4": ("Exaone4ForCausalLM", _SLIDING),
+    "gemma": ("GemmaForCausalLM", {"head_dim": 8}),
+    "gemma3": ("Gemma3ForCausalLM", _MIXED),
+    "gemma3n": (
+        "Gemma3nForCausalLM",
+        {**_SHARED, "laurel_rank": 4, "altup_num_inputs": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    ),
+    "gemma4": ("Gemma4ForCausalLM", {**_SHARED, "global_head_dim": 16}),
+    "glm": ("GlmForCausalLM", {"head_dim": 8}),
+    "glm4": ("Glm4ForCausalLM", {"head_dim": 8}),
+    "glm4_moe": ("Glm4MoeForCausalLM", _GROUPED),
+    "gpt_bigcode": ("GPTBigCodeForCausalLM", _LIKE_GPT2),
+    "granitemoe": ("GraniteMoeForCausalLM", _EXPERTS),
+    "granitemoehybrid, attention only": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_EXPERTS,
+            "layer_types": ["attention", "attention"],
+            "shared_intermediate_size": 16,
+            "mamba_n_heads": 2,
+            "mamba_expand": 1,
+            "mamba_d_head": 16,
+        },
+    ),
+    "helium": ("HeliumForCausalLM", {"head_dim": 8}),
+    "hunyuan": (
+        "HunYuanDenseV1ForCausalLM",
+        {"head_dim": 8, "rope_parameters": {"rope_type": "dynamic", "alpha": 1000.0, "rope_theta": 1e4, "factor": 1.0}},
+    ),
+    "jetmoe": ("JetMoeForCausalLM", {**_EXPERTS, "kv_channels": 8}),
+    "llama, dynamic": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "llama, llama3": ("LlamaForCausalLM", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **_LLAMA3}}),
+    "longcat": (
+        "LongcatFlashForCausalLM",
+        {
+            **_LATENT_ROUTED,
+            "head_dim": 4,
+            "num_layers": 2,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 16,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+        },
+    ),
+    "minicpm3": ("MiniCPM3ForCausalLM", _LATENT_ROUTED),
+    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", {**_GROUPED, "v_head_dim": 8, "sliding_window": 7}),
+    "minimax_m2": ("MiniMaxM2ForCausalLM", {**_EXPERTS, "head_dim": 8}),
+    "ministral": ("MinistralForCausalLM", _SLIDING),
+    "mistral4": ("Mistral4ForCausalLM", _LATENT_ROUTED),
+    "mixtral": ("MixtralForCausalLM", _EXPERTS),
+    "nanochat": ("NanoChatForCausalLM", {}),
+    "nemotron": ("NemotronForCausalLM", {}),
+    "olmo": ("OlmoForCausalLM", {"clip_qkv": 8.0}),
+    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 7}),
+    "olmoe": ("OlmoeForCausalLM", _EXPERTS),
+    "persimmon": ("PersimmonForCausalLM", {}),
+    "phi, head norms": ("PhiForCausalLM", {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "phi3, longrope": (
+        "Phi3ForCausalLM",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **_LONG},
+        },
+    ),
+    "phimoe": ("PhimoeForCausalLM", _EXPERTS),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**_EXPERTS, "shared_expert_intermediate_size": 16}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_EXPERTS, "head_dim": 8}),
+    "seed_oss": ("SeedOssForCausalLM", {"head_dim": 8}),
+    "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "stablelm": ("StableLmForCausalLM", {}),
+    "stablelm, head norms": ("StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True}),
+    "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
+    "vaultgemma": ("VaultGemmaForCausalLM", _MIXED),
+}
+"""What else people run: each with a few drafters, in ``test_families``. Experts are as transformers sets them."""
+
+
 @functools.cache
 def tiny(name: str) -> PreTrainedModel:
     """A random model, the same at every call; nothing may change it."""
-    class_name, extra = {**ARCHITECTURES, **LAYOUTS}[name]
+    return build(*{**ARCHITECTURES, **LAYOUTS}[name], seed=len(name))
+
+
+def build(class_name: str, extra: dict[str, Any], seed: int) -> PreTrainedModel:
+    """A random model in float64."""
     model_class = getattr(transformers, class_name)
-    shape = {**_GPT2, "pad_token_id": 0, "bos_token_id": 1} if name == "gpt2" else {**_SHAPE, **extra}
-    torch.manual_seed(len(name))
+    like_gpt2 = class_name == "GPT2LMHeadModel"
+    shape = {**_GPT2, "pad_token_id": 0, "bos_token_id": 1} if like_gpt2 else {**_SHAPE, **extra}
+    torch.manual_seed(seed)
     return model_class(model_class.config_class(**shape)).double().eval()
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 SHARE = 64
 """A multiple of the numbers that torch computes at a time on any CPU."""
 GRAIN = 32768
-"""Numbers from which on torch cuts elementwise work for threads."""
+"""Numbers for a thread, at least, in most of torch's functions; some give all threads a share."""
 
 
 def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
@@ -30,11 +30,11 @@ def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, *
 
 
 def _size(count: int) -> int:
-    """Numbers, ``count`` at least, of which every thread gets whole vectors."""
-    size = 0
+    """Numbers, ``count`` at least, of which every thread gets whole vectors, whether all have a share or only some."""
+    size, threads = 0, torch.get_num_threads()
     while size < count:
         size = count
-        whole = SHARE * max(1, min(torch.get_num_threads(), math.ceil(size / GRAIN)))
+        whole = SHARE * math.lcm(threads, max(1, min(threads, math.ceil(size / GRAIN))))
         count = whole * math.ceil(size / whole)
     return size
 
