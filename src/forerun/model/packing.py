@@ -12,7 +12,8 @@ import torch
 
 from forerun.block import Block
 from forerun.kernels import canonical, plain
-from forerun.kernels.canonical import PIECE, QUERIES, ROW, SEQUENTIAL, UNIT, RowFields, UnitFields
+from forerun.kernels.canonical import PIECE, ROW, SEQUENTIAL, UNIT, RowFields, UnitFields
+from forerun.kernels.tiles import QUERIES
 from forerun.tree import IntArray
 
 MANY_TILES = 64

@@ -1,0 +1,199 @@
+"""A model's forward pass written as operations of kernels, over buffers for so many tokens and rows.
+
+Weights are read where they lie. Between weights all numbers are float32; what a linear layer reads is of the weights'
+type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from forerun.kernels import tape
+from forerun.kernels.canonical import ATTEND, AttendOp
+from forerun.kernels.layers import EMBED, NORM, ROTARY, EmbedOp, NormOp, RotaryOp
+from forerun.kernels.linear import ADD, GATE, LINEAR, PUT, LinearOp
+from forerun.kernels.rowwise import TO_SUM, TO_WORDS
+from forerun.model.packing import Heads
+from forerun.model.parts import ACTIVATIONS, KINDS, Layer, activation, angles, embed_scale, eps, layers, one
+
+SHARES = 8
+"""Pieces of work a thread that a matrix is cut into."""
+TABLE = 4096
+"""Positions by which the table of angles grows at least."""
+
+Op = tuple[Any, Any]
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a program has room for.
+
+    Attributes:
+        tokens: of a pass.
+        rows: of its batch.
+        threads: that its work is cut for.
+        keeps: whether the queries of every layer are kept until the next pass.
+    """
+
+    tokens: int
+    rows: int
+    threads: int
+    keeps: bool
+
+    def holds(self, other: Size) -> bool:
+        """Whether a pass of the other size fits."""
+        enough = self.tokens >= other.tokens and self.rows >= other.rows
+        return enough and self.threads == other.threads and self.keeps == other.keeps
+
+
+class Parts:
+    """What of a model stays when a program is written anew for more tokens.
+
+    Args:
+        model: one that ``parts.known`` knows.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        decoder: Any = model.model
+        self.layers = layers(model)
+        self.embedding: Any = model.get_input_embeddings()
+        self.norm, self.head = decoder.norm, model.lm_head
+        self.dtype = model.dtype
+        self.kind, self.width = KINDS[model.dtype], int(model.dtype.itemsize)
+        self.activation = ACTIVATIONS[activation(model.config)]
+        self.hidden = int(self.embedding.weight.shape[1])
+        first = self.layers[0].attention
+        dim = first.head_dim
+        self.heads = Heads(first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim, dim)
+        self.inner = int(self.layers[0].mlp.gate_proj.out_features)
+        self._rotary = decoder.rotary_emb
+        self.positions = 0
+
+    @property
+    def row(self) -> int:
+        """Bytes of the longest row that a linear layer reads."""
+        return max(self.hidden, self.inner, self.heads.heads * self.heads.dim) * self.width
+
+    def reach(self, count: int) -> None:
+        """Have the angles of so many positions."""
+        self.positions = count + max(TABLE, count // 4)
+        kinds = {layer.kind for layer in self.layers}
+        self.angles = {kind: angles(self._rotary, kind, self.positions) for kind in kinds}
+
+
+class Written:
+    """The program, and its buffers.
+
+    Args:
+        parts: of the model; their angles must be there.
+        size: of the largest pass.
+
+    Attributes:
+        kv: where each layer's keys and values lie in each row's cache, int64 ``[layers, rows, 2]``.
+        mixed: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
+    """
+
+    def __init__(self, parts: Parts, size: Size) -> None:
+        self.size, self.positions, self._parts = size, parts.positions, parts
+        heads, n, count = parts.heads, size.tokens, len(parts.layers)
+        width = (heads.heads + 2 * heads.kv_heads) * heads.dim
+        self._x, self._sum = (torch.zeros(n, parts.hidden, dtype=torch.float32) for _ in range(2))
+        self._words = torch.zeros(n, max(parts.hidden, heads.heads * heads.dim), dtype=parts.dtype)
+        self._gated = torch.zeros(n, parts.inner, dtype=parts.dtype)
+        self.mixed = torch.zeros(count if size.keeps else 1, n, width, dtype=torch.float32)
+        self.kv = np.zeros((count, size.rows, 2), np.int64)
+        ops: list[Op] = [(EMBED, self._embed())]
+        for number, layer in enumerate(parts.layers):
+            ops += self._attention(number, layer)
+            ops += self._mlp(layer)
+        ops.append((NORM, self._norm(parts.norm, self._x, TO_WORDS, self._words, which=1)))
+        logits = (0, parts.head.out_features * 4)
+        ops.append((LINEAR, self._linear([parts.head], self._words, PUT, logits, which=1)))
+        self.program = tape.Program(ops)
+
+    def _embed(self) -> EmbedOp:
+        parts, table = self._parts, self._parts.embedding.weight
+        row, scale = table.stride(0) * parts.width, embed_scale(parts.embedding)
+        return EmbedOp(tape.DO_EMBED, parts.kind, table.data_ptr(), row, parts.hidden, *_place(self._x), scale)
+
+    def _attention(self, number: int, layer: Layer) -> list[Op]:
+        part, parts, heads = layer.attention, self._parts, self._parts.heads
+        mixed, kv, spec = self.mixed[number % len(self.mixed)], self.kv[number].ctypes.data, layer.spec
+        fields = (
+            parts.kind, parts.width, heads.heads, heads.kv_heads, heads.dim, heads.out_dim, spec.window or 0,
+            mixed.data_ptr(), mixed.stride(0) * 4, heads.dim * 4, kv, 0, *_place(self._words), parts.kind,
+            spec.scaling / math.log(2), spec.softcap or 0.0,
+        )  # fmt: skip
+        return [
+            (NORM, self._norm(layer.before, self._x, TO_WORDS, self._words)),
+            (LINEAR, self._linear([part.q_proj, part.k_proj, part.v_proj], self._words, PUT, _place(mixed))),
+            (ROTARY, self._turn(layer, mixed, kv)),
+            (ATTEND, AttendOp(tape.DO_SCAN, *fields)),
+            (ATTEND, AttendOp(tape.DO_SETTLE, *fields)),
+            *self._back(part.o_proj, self._words, layer.behind),
+        ]
+
+    def _turn(self, layer: Layer, mixed: torch.Tensor, kv: int) -> RotaryOp:
+        parts, heads, (cos, sin) = self._parts, self._parts.heads, self._parts.angles[layer.kind]
+        norms = [getattr(layer.attention, name, None) for name in ("q_norm", "k_norm")]
+        q_norm, k_norm = (0 if norm is None else norm.weight.data_ptr() for norm in norms)
+        plus, least = (0, 0.0) if norms[0] is None else (one(norms[0]), eps(norms[0]))
+        return RotaryOp(
+            tape.DO_TURN, parts.kind, heads.heads, heads.kv_heads, heads.dim, *_place(mixed), q_norm, k_norm, plus,
+            cos.data_ptr(), sin.data_ptr(), cos.shape[1], kv, least,
+        )  # fmt: skip
+
+    def _mlp(self, layer: Layer) -> list[Op]:
+        mlp = layer.mlp
+        gate = self._linear([mlp.gate_proj, mlp.up_proj], self._words, GATE, _place(self._gated))
+        return [
+            (NORM, self._norm(layer.before_mlp, self._x, TO_WORDS, self._words)),
+            (LINEAR, gate),
+            *self._back(mlp.down_proj, self._gated, layer.behind_mlp),
+        ]
+
+    def _back(self, module: nn.Linear, x: torch.Tensor, norm: Any) -> list[Op]:
+        """A part's last layer, whose results are added to the residual stream, normed first where there is a norm."""
+        if norm is None:
+            return [(LINEAR, self._linear([module], x, ADD, _place(self._x)))]
+        return [
+            (LINEAR, self._linear([module], x, PUT, _place(self._sum))),
+            (NORM, self._norm(norm, self._sum, TO_SUM, self._x)),
+        ]
+
+    def _norm(self, norm: Any, x: torch.Tensor, mode: int, to: torch.Tensor, which: int = 0) -> NormOp:
+        weight, kind = norm.weight, self._parts.kind
+        where = (*_place(x), weight.data_ptr(), len(weight), *_place(to))
+        return NormOp(tape.DO_NORM, which, kind, mode, one(norm), *where, eps(norm))
+
+    def _linear(
+        self, modules: Sequence[nn.Linear], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0
+    ) -> LinearOp:
+        parts, weights = self._parts, [module.weight for module in modules]
+        biases = [0 if module.bias is None else module.bias.data_ptr() for module in modules]
+        places, outs = [weight.data_ptr() for weight in weights], [len(weight) for weight in weights]
+        panels = sum(math.ceil(count / 16) for count in (outs[:1] if mode == GATE else outs))
+        share = max(1, panels // (SHARES * self.size.threads))
+        return LinearOp(
+            tape.DO_LINEAR, which, parts.kind, *_place(x), weights[0].stride(0) * parts.width, mode,
+            parts.kind if mode == GATE else 0, share, parts.activation, *y, *_three(places), *_three(outs),
+            *_three(biases),
+        )  # fmt: skip
+
+
+def _place(t: torch.Tensor) -> tuple[int, int]:
+    """The address of a matrix, and the bytes from row to row."""
+    return t.data_ptr(), t.stride(0) * t.element_size()
+
+
+def _three(values: Sequence[int]) -> tuple[int, int, int]:
+    filled = (*values, 0, 0)
+    return filled[0], filled[1], filled[2]
