@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from test_load import save_model
@@ -15,13 +17,17 @@ from forerun.bench import needles
 from forerun.bench.analysis import Follower, Reader, on_prose, overlap
 from forerun.bench.longcontext import LongBench, Prefilled, prefill, sampled
 from forerun.bench.needles import Alone, Haystack, Question
+from forerun.bench.reading import at_end
 from forerun.bench.recovery import locality_rows, top_rows, watch
 from forerun.bench.texts import Texts
 from forerun.bench.trees import rank_rates, shapes, tree_rows
+from forerun.block import Block
+from forerun.caches.retrieval import RetrievalConfig
 from forerun.cli import app
 from forerun.engine import Engine
 from forerun.recipes import SPARSE
 from forerun.settings import Settings
+from forerun.tree import DraftTree
 
 PROMPT = [7 + i * i % 40 for i in range(90)]
 SMALL = Settings(cache_budget=16, chunk=2, sinks=1)
@@ -92,10 +98,65 @@ def test_overlap_is_the_chance_that_rejection_sampling_accepts() -> None:
 
 
 def test_rows_name_what_they_measure(engine: Engine, prompt: Prefilled) -> None:
-    rows = on_prose(engine.target, [prompt], readers(engine, SMALL), [0.0, 1.0], 4)
+    first, rows = on_prose(engine.target, [prompt] * 2, readers(engine, SMALL), [0.0, 1.0], 2)  # after each prompt
+    assert [row["positions"] for row in first] == [2] * len(rows)
     assert len(rows) == 2 * len(SPARSE)
     assert {row["context"] for row in rows} == {90} and {row["positions"] for row in rows} == {4}
     assert all(row["divergence"] == pytest.approx(1 - row["acceptance"], abs=1e-4) for row in rows)
+
+
+# --- what a token reads
+
+ROW = 2 * 8 * 8
+"""Bytes of a key and its value of one of the tiny model's KV heads, float64."""
+
+
+def test_a_token_reads_of_each_layer_what_its_cache_shows_it(engine: Engine, prompt: Prefilled) -> None:
+    """Against a simple model: two KV heads; 89 tokens before the one that reads, which reads itself, too."""
+    config = engine.target.model.config
+    heads = config.num_key_value_heads
+    assert config.hidden_size // config.num_attention_heads * 2 * 8 == ROW
+    keys = {
+        "none": 90,
+        "topk": 90,  # the oracle goes over all
+        "streaming": 1 + 15 + 1,  # a sink, the window, itself
+        "retrieval": 2 * RetrievalConfig(16, 2).slots + 3 + 1,  # chunks, recent tokens up to the chunk's edge, itself
+    }
+    for name, count in keys.items():
+        found = at_end(engine.target, prompt, None if name == "none" else SPARSE[name](SMALL))
+        assert found.rows == dict.fromkeys(range(2), heads * count * ROW), name
+        assert sum(found.index.values()) == 0
+        assert found.choice == (2 * heads * 43 * 8 * 2 if name == "retrieval" else 0)  # 43 means of 8 halves, 2 layers
+
+
+@torch.inference_mode()
+def test_queries_of_a_group_read_a_chunk_once_and_the_index_beside(engine: Engine, prompt: Prefilled) -> None:
+    settings = replace(SMALL, cache_budget=64)
+    found = at_end(engine.target, prompt, SPARSE["low-rank"](settings))
+    view = SPARSE["low-rank"](settings)(engine.target, prompt.cache)
+    view.sync()
+    seen: dict[int, set[int]] = {}
+    prompt.rewind()
+    engine.target.score([Block(np.array(PROMPT[-1:]), DraftTree.empty(), 89)], [prompt.cache])
+    queries = prompt.cache.queries[0]  # only the first layer's: later ones have seen what the sparse cache shows
+    worth = view.worth(0, queries)
+    for head, row in enumerate(worth[:, 0].tolist()):
+        best = sorted(range(1, 5), key=lambda chunk: -row[chunk])[: view.slots]
+        near = [chunk for chunk in best if (row[best[0]] - row[chunk]) * 8**-0.5 <= 7]
+        seen.setdefault(head // 2, {0}).update(near)
+    chunks = sum(map(len, seen.values()))
+    assert found.rows[0] == ROW * (16 * chunks + 2 * (89 - 80 + 1))
+    assert found.index[0] == 2 * 80 * 8  # eight dimensions of a byte
+
+
+def test_a_layer_with_a_window_reads_its_window() -> None:
+    engine = Engine(tiny("mistral"), "none", prefill_block=32)
+    window = engine.target.model.config.sliding_window
+    prompt = prefill(engine, PROMPT, 20)
+    heads = engine.target.model.config.num_key_value_heads
+    for name in ("none", "retrieval", "low-rank"):
+        found = at_end(engine.target, prompt, None if name == "none" else SPARSE[name](SMALL))
+        assert set(found.rows.values()) == {heads * window * ROW} and not sum(found.index.values())
 
 
 # --- attention
@@ -198,5 +259,5 @@ def test_the_command_writes_every_part(tmp_path: Path) -> None:
         "acceptance", "budgets", "chunks", "recovered", "locality", "trees", "divergence"
     }  # fmt: skip
     plots = {path.stem for path in (tmp_path / "out").glob("*.png")}
-    assert plots == {f"analyse-{name}" for name in found["parts"]}
+    assert plots == {f"analyse-{name}" for name in (*found["parts"], "bytes")}
     assert "## Acceptance of sparse caches of 32 tokens" in (tmp_path / "out" / "analyse.md").read_text()

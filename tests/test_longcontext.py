@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import tiny
 from typer.testing import CliRunner
 
@@ -171,6 +173,31 @@ def test_speed_is_by_medians_and_spread_by_rounds() -> None:
     assert row["accepted_of_drafted"] == round(7 / 12, 4)
 
 
+def test_of_one_round_the_speed_up_is_its_slowest_and_fastest() -> None:
+    plain = Series("none", [[run_of(4.0, [1] * 9, [])], [run_of(1.0, [1] * 5, [])]], [None, None])
+    fast = Series("x", [[run_of(1.0, [1] * 9, [4, 3])], [run_of(1.0, [1] * 5, [2])]], [None, None])
+    for stats in (run.stats[0] for rounds in plain.runs for run in rounds):
+        stats.record(0, 0, 1)
+    row = summarise([plain, fast])[1]
+    assert row["slowest"] == row["speed_up"] == row["fastest"] == 2.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(
+    prompts: int, rounds: int, data: st.DataObject
+) -> None:
+    def run() -> Run:
+        return run_of(data.draw(st.floats(0.1, 10)), [1] * 9, [1])
+
+    plain, fast = (
+        Series(name, [[run() for _ in range(rounds)] for _ in range(prompts)], [None] * prompts)
+        for name in ("none", "x")
+    )
+    row = summarise([plain, fast])[1]
+    assert row["slowest"] <= row["speed_up"] <= row["fastest"]
+
+
 # --- limits
 
 
@@ -263,16 +290,34 @@ def test_shapes_are_checked() -> None:
 def test_texts_are_cut_from_files_in_turn(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 100)
-    texts = Texts.read(tmp_path, lambda text: list(text.encode()))
+    texts = Texts.read([tmp_path], lambda text: list(text.encode()))
     assert [texts.tokens(i, 3)[0] for i in range(3)] == [97, 98, 97]
     with pytest.raises(ValueError, match=r"a.txt gives 4 tokens for prompt 3; 12 are needed"):
         texts.tokens(2, 12)
-    assert len(Texts.read(None, lambda text: list(text.encode())).tokens(0, 500)) == 500
-    for path in (tmp_path / "no", tmp_path.joinpath("empty")):
-        if path.name == "empty":
-            path.mkdir()
-        with pytest.raises(ValueError, match="--text is"):
-            Texts.read(path, lambda text: [])
+    texts.check(2, 12)
+    with pytest.raises(ValueError, match=r"a.txt gives 4 tokens for prompt 3; 12 are needed"):
+        texts.check(3, 12)
+    assert len(Texts.read([], lambda text: list(text.encode())).tokens(0, 500)) == 500
+
+
+def test_files_and_folders_are_read_in_the_order_they_are_given(tmp_path: Path) -> None:
+    for name in ("z.txt", "folder/b.md", "folder/a.txt", "folder/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    texts = Texts.read([tmp_path / "z.txt", tmp_path / "folder"], lambda text: list(text.encode()))
+    assert list(texts.names) == ["z.txt", "a.txt", "b.md"] and texts.bodies[2] == "folder/b.md"
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "picture").write_bytes(b"\x89PNG")
+    for name, message in {
+        "no": "there is no such file or folder",
+        "empty": "no file that ends in .txt or .md",
+        "picture": "no text in UTF-8",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Texts.read([tmp_path / name], lambda text: [])
 
 
 def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
@@ -298,6 +343,12 @@ def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
         (("bench", "triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
         (("bench", "triforce", "--simulate-acceptance", "0.9", "--parts", "needles"), "random weights cannot find"),
         (("bench", "triforce", "--simulate-acceptance", "0.9", "--model", "x"), "give --shape"),
+        (("bench", "triforce", "--yarn", "1"), "--yarn is 1; it must be above 1"),
+        (("analyse", "--yarn", "0.5"), "--yarn is 0.5; it must be above 1"),
+        (("bench", "triforce", "--simulate-acceptance", "0.9", "--yarn", "2"), "leave --yarn out"),
+        (("bench", "triforce", "--contexts", "200000"), "the model has 131,072; give a shorter context, or --yarn 2"),
+        (("analyse", "--contexts", "200000"), "the model has 131,072"),
+        (("bench", "triforce", "--batches", "2", "--batch-context", "200000"), "the model has 131,072"),
         (("analyse", "--chunks", "9000"), "none may exceed --cache-budget"),
         (("analyse", "--temperatures=-1"), "no number may be below 0"),
     ],

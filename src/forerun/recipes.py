@@ -39,10 +39,12 @@ class Recipe:
     Attributes:
         build: from settings, each time anew.
         small: whether it needs ``Settings.draft_model``.
+        sparse: from settings, what makes the cache that the target drafts through, if it does.
     """
 
     build: Callable[[Settings], Drafter]
     small: bool = False
+    sparse: Callable[[Settings], CacheFactory] | None = None
 
 
 def small_model(settings: Settings) -> Scorer:
@@ -126,9 +128,18 @@ def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
     return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2)
 
 
-def _long(build: Callable[[Settings], Drafter], small: bool = False) -> Recipe:
+def _long(
+    build: Callable[[Settings], Drafter],
+    sparse: Callable[[Settings], CacheFactory] | None = None,
+    small: bool = False,
+) -> Recipe:
     """For long contexts: drafts at most ``gamma2`` tokens, and if the settings say so only as many as pay."""
-    return Recipe(lambda s: PacedDrafter(build(s), s.gamma2) if s.paced else build(s), small)
+    return Recipe(lambda s: PacedDrafter(build(s), s.gamma2) if s.paced else build(s), small, sparse)
+
+
+def _self_drafting(sparse: Callable[[Settings], CacheFactory]) -> Recipe:
+    """The target alone, over this cache."""
+    return _long(lambda s: ModelDrafter(sparse(s), s.gamma2), sparse)
 
 
 def _trie(form: Form) -> Recipe:
@@ -143,20 +154,24 @@ RECIPES: dict[str, Recipe] = {
     "trie-hierarchical": _trie("hierarchical"),
     "trie-single": _trie("single"),
     "trie-parallel": _trie("parallel"),
-    "triforce": _long(lambda s: _triforce(s, _small(s, s.gamma1), s.gamma1), small=True),
-    "triforce-trie": _long(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES)),
+    "triforce": _long(lambda s: _triforce(s, _small(s, s.gamma1), s.gamma1), sparse_cache, small=True),
+    "triforce-trie": _long(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES), sparse_cache),
     "triforce-auto": _long(
-        lambda s: _triforce(s, MergedDrafter(TrieDrafter(), _small(s, s.gamma1), s.gamma1), TRIE_NODES), small=True
+        lambda s: _triforce(s, MergedDrafter(TrieDrafter(), _small(s, s.gamma1), s.gamma1), TRIE_NODES),
+        sparse_cache,
+        small=True,
     ),
-    "retrieval": _long(lambda s: ModelDrafter(_retrieval(s), s.gamma2)),
-    "low-rank": _long(lambda s: ModelDrafter(_low_rank(s), s.gamma2)),
+    "retrieval": _self_drafting(_retrieval),
+    "low-rank": _self_drafting(_low_rank),
     "streaming": _long(lambda s: _small(s, s.gamma2), small=True),
     "streaming-hierarchy": _long(
-        lambda s: HierarchyDrafter(_small(s, s.gamma1), _self_streaming(s), s.gamma1, s.gamma2), small=True
+        lambda s: HierarchyDrafter(_small(s, s.gamma1), _self_streaming(s), s.gamma1, s.gamma2),
+        _self_streaming,
+        small=True,
     ),
-    "streaming-self": _long(lambda s: ModelDrafter(_self_streaming(s), s.gamma2)),
-    "h2o": _long(lambda s: ModelDrafter(_heavy_hitter(s), s.gamma2)),
-    "topk": _long(lambda s: ModelDrafter(_topk(s), s.gamma2)),
+    "streaming-self": _self_drafting(_self_streaming),
+    "h2o": _self_drafting(_heavy_hitter),
+    "topk": _self_drafting(_topk),
 }
 """``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` is plain.
 

@@ -8,7 +8,8 @@ sum(min(p, q)), the chance that rejection sampling accepts (TriForce, table 1 an
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +18,11 @@ import torch
 from forerun.bench.longcontext import Prefilled
 from forerun.bench.longrows import Row
 from forerun.bench.needles import Haystack
+from forerun.bench.reading import Meter, Reading
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.view import View
-from forerun.model.level import CacheFactory, read
+from forerun.model.level import CacheFactory, counting, read
 from forerun.model.scorer import Scorer
 from forerun.sampling import Salt, gumbel
 from forerun.tree import DraftTree
@@ -36,6 +38,26 @@ class Reader:
 
 Readers = Mapping[str, Reader]
 Caches = dict[str, Cache]
+Say = Callable[[str], None]
+SILENCE = 10.0
+"""Seconds after which something slow says how far it is."""
+
+
+def quietly(line: str) -> None:
+    """Say nothing."""
+
+
+def telling(say: Say, what: str) -> Callable[[int, int], None]:
+    """Call it with what is done and to do; it says so now and then."""
+    told = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > SILENCE:
+            told = time.monotonic()
+            say(f"  {what}: {done:,} of {total:,} tokens")
+
+    return tell
 
 
 class Follower:
@@ -45,9 +67,12 @@ class Follower:
         target: over its full cache.
         prompt: read already.
         readers: by name. Their own caches read the prompt here, once; those that look at the full one do so later.
+        say: told how far slow ones are.
     """
 
-    def __init__(self, target: Scorer, prompt: Prefilled, readers: Readers) -> None:
+    def __init__(self, target: Scorer, prompt: Prefilled, readers: Readers, say: Say = quietly) -> None:
+        target.keeps_queries = True
+        self._say = say
         self._target = target
         self._prompt = prompt
         self._readers = readers
@@ -56,8 +81,11 @@ class Follower:
         for name, reader in readers.items():
             cache = reader.make(reader.scorer, prompt.cache)
             if not isinstance(cache, View):
-                read(reader.scorer, cache, np.array(prompt.tokens[: prompt.held]))
+                on_read = counting(prompt.held, telling(say, f"{name} reads"))
+                read(reader.scorer, cache, np.array(prompt.tokens[: prompt.held]), on_read=on_read)
                 self._base[name] = cache
+        self.readings: dict[str, Reading] = {}
+        """What a token read through each reader's cache in the last continuation."""
 
     @torch.inference_mode()
     def acceptance(
@@ -73,10 +101,13 @@ class Follower:
         """
         full, tokens = self._prompt.cache, [*self._prompt.tokens, *suffix]
         caches = self._rewind(np.array(tokens[:-1]))
+        meters = {name: Meter(cache) for name, cache in caches.items()}
         shares: dict[str, list[float]] = {name: [] for name in self._readers}
-        for _ in range(new_tokens):
+        tell = telling(self._say, "generated")
+        for done in range(new_tokens):
+            tell(done, new_tokens)
             block = Block(np.array(tokens[-1:]), DraftTree.empty(), full.length)
-            drafts = self._draft(block, caches)
+            drafts = self._draft(block, meters)
             logits = self._target.score([block], [full])[0][0]
             full.commit(block, [])
             for name, draft in drafts.items():
@@ -85,6 +116,7 @@ class Follower:
                 if isinstance(view, View):
                     view.verified([-1], 1, round(shares[name][-1]))
             tokens.append(_choose(logits, temperature, seed, len(tokens)))
+        self.readings = {name: meter.reading for name, meter in meters.items()}
         return {name: float(np.mean(found)) for name, found in shares.items()}
 
     def _rewind(self, text: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Caches:
@@ -101,20 +133,20 @@ class Follower:
                 read(reader.scorer, caches[name], text)
         return caches
 
-    def _draft(self, block: Block, caches: Caches) -> dict[str, torch.Tensor]:
+    def _draft(self, block: Block, meters: Mapping[str, Meter]) -> dict[str, torch.Tensor]:
         """Logits ``[V]`` of each reader; readers of one model share a pass."""
         found = {}
         for scorer in {reader.scorer for reader in self._readers.values()}:
             names = [name for name, reader in self._readers.items() if reader.scorer is scorer]
             for name in names:
-                view = caches[name]
+                view = meters[name].cache
                 if isinstance(view, View):
                     view.sync()
-            logits = scorer.score([block] * len(names), [caches[name] for name in names])
+            logits = scorer.score([block] * len(names), [meters[name] for name in names])
             for name, row in zip(names, logits, strict=True):
                 found[name] = row[0]
-                if not isinstance(caches[name], View):
-                    caches[name].commit(block, [])
+                if not isinstance(meters[name].cache, View):
+                    meters[name].commit(block, [])
         return found
 
 
@@ -134,35 +166,44 @@ def _choose(logits: torch.Tensor, temperature: float, seed: int, position: int) 
 
 
 def on_prose(
-    target: Scorer, prompts: Sequence[Prefilled], readers: Readers, temperatures: Sequence[float], new_tokens: int
-) -> list[Row]:
-    """A row for each reader and temperature: acceptance over prompts, and the divergence, which is the rest."""
+    target: Scorer,
+    prompts: Sequence[Prefilled],
+    readers: Readers,
+    temperatures: Sequence[float],
+    new_tokens: int,
+    say: Say = quietly,
+) -> Iterator[list[Row]]:
+    """After each prompt a row for each reader and temperature: acceptance over the prompts so far, and the divergence,
+    which is the rest; and what a token read."""
     found: dict[tuple[str, float], list[float]] = {}
-    for prompt in prompts:
-        follower = Follower(target, prompt, readers)
+    for place, prompt in enumerate(prompts, 1):
+        follower = Follower(target, prompt, readers, say)
         for temperature in temperatures:
+            say(f"  prompt {place} of {len(prompts)}, {len(prompt.tokens):,} tokens, T {temperature:g}")
             for name, share in follower.acceptance(new_tokens, temperature).items():
                 found.setdefault((name, temperature), []).append(share)
-    return [
-        {
-            "task": "prose",
-            "reader": name,
-            "temperature": temperature,
-            "context": len(prompts[0].tokens),
-            "positions": new_tokens * len(shares),
-            "acceptance": round(float(np.mean(shares)), 4),
-            "divergence": round(1 - float(np.mean(shares)), 4),
-        }
-        for (name, temperature), shares in found.items()
-    ]
+        yield [
+            {
+                "task": "prose",
+                "reader": name,
+                "temperature": temperature,
+                "context": len(prompt.tokens),
+                "positions": new_tokens * len(shares),
+                "acceptance": round(float(np.mean(shares)), 4),
+                "divergence": round(1 - float(np.mean(shares)), 4),
+                **follower.readings[name].columns(),
+            }
+            for (name, temperature), shares in found.items()
+        ]
 
 
-def on_needles(target: Scorer, text: Prefilled, haystack: Haystack, readers: Readers) -> list[Row]:
+def on_needles(target: Scorer, text: Prefilled, haystack: Haystack, readers: Readers, say: Say = quietly) -> list[Row]:
     """A row for each reader: acceptance over as many tokens as the answers have, when greedy."""
-    follower = Follower(target, text, readers)
+    follower = Follower(target, text, readers, say)
     found: dict[str, list[float]] = {}
     lengths = [len(question.answer) for question in haystack.questions]
     for question, length in zip(haystack.questions, lengths, strict=True):
+        say(f"  needle {1 + len(next(iter(found.values()), []))} of {len(lengths)}")
         for name, share in follower.acceptance(length, suffix=question.prompt).items():
             found.setdefault(name, []).append(share)
     return [
@@ -173,6 +214,7 @@ def on_needles(target: Scorer, text: Prefilled, haystack: Haystack, readers: Rea
             "context": len(haystack.text),
             "positions": sum(lengths),
             "acceptance": round(float(np.average(shares, weights=lengths)), 4),
+            **follower.readings[name].columns(),
         }
         for name, shares in found.items()
     ]

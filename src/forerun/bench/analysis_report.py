@@ -11,6 +11,9 @@ from forerun.bench.plots import Frame, Line
 from forerun.bench.tables import Report, listing, number_cell, pivot
 
 ACCEPTANCE = "acceptance"
+READ = (
+    "What a drafted token reads of keys, values and indexes, in megabytes; and what a choice of chunks reads besides:\n"
+)
 
 
 def report_acceptance(report: Report, rows: Sequence[Row]) -> None:
@@ -19,7 +22,9 @@ def report_acceptance(report: Report, rows: Sequence[Row]) -> None:
         row | {"task": f"{row['task']}, T {row['temperature']:g} ({row['positions']:,} positions)"} for row in rows
     ]
     heading = f"Acceptance of sparse caches of {report.settings['cache_budget']:,} tokens"
-    report.add("acceptance", heading, rows, pivot(named, "task", "reader", number_cell(ACCEPTANCE)))
+    report.add(
+        "acceptance", heading, rows, pivot(named, "task", "reader", number_cell(ACCEPTANCE)), READ, bytes_table(rows)
+    )
     groups = list(dict.fromkeys(f"{row['task']}, T {row['temperature']:g}" for row in rows))
     found = [
         Line(name, [], [row[ACCEPTANCE] for row in rows if row["reader"] == name])
@@ -30,6 +35,29 @@ def report_acceptance(report: Report, rows: Sequence[Row]) -> None:
         "acceptance",
         lambda path: plots.bars(path, Frame(title, "task and temperature", ACCEPTANCE, share=True), groups, found),
     )
+
+
+def bytes_table(rows: Sequence[Row]) -> str:
+    """A line for each reader, by its first row: they all read as much, or nearly."""
+    first = {row["reader"]: row for row in reversed(rows)}
+    return listing(
+        [
+            {
+                "reader": name,
+                "total": megabytes(row["bytes_read"]),
+                "layer": megabytes(row["bytes_read"] / len(row["bytes_read_by_layer"])),
+                "index": megabytes(row["index_bytes_read"]),
+                "choice": megabytes(row["choice_bytes_read"]),
+            }
+            for name, row in sorted(first.items(), key=lambda item: -int(item[1]["bytes_read"]))
+        ],
+        {"reader": "cache", "total": "in all", "layer": "a layer", "index": "of it the index", "choice": "a choice"},
+    )
+
+
+def megabytes(count: float) -> str:
+    """Bytes as megabytes with three figures; a dash for none."""
+    return f"{count / 1e6:#.3g}".rstrip(".") if count else "-"
 
 
 def report_divergence(report: Report, rows: Sequence[Row]) -> None:
@@ -98,21 +126,29 @@ def _layers(rows: Sequence[Row], x: str) -> list[Line]:
 
 def report_budgets(report: Report, rows: Sequence[Row]) -> None:
     """Figures 3b and 6a."""
-    _report_sweep(report, "budgets", "budget", "Acceptance by cache budget", rows)
+    _report_sweep(report, "budgets", "budget", "Acceptance by cache budget, and megabytes that a token reads", rows)
+    title = report.titled(f"Acceptance by what a token reads, at {rows[0]['context']:,} tokens of context")
+    frame = Frame(title, "keys, values and indexes, megabytes a token", ACCEPTANCE, log=True, share=True)
+    found = [row | {"megabytes": float(f"{row['bytes_read'] / 1e6:.3g}")} for row in rows]
+    report.plot("bytes", lambda path: plots.lines(path, frame, plots.by(found, "reader", "megabytes", ACCEPTANCE)))
 
 
 def report_chunks(report: Report, rows: Sequence[Row]) -> None:
     """Figure 6b."""
-    title = f"Acceptance by chunk size, budget {report.settings['cache_budget']:,}"
+    title = f"Acceptance by chunk size, and megabytes that a token reads, budget {report.settings['cache_budget']:,}"
     _report_sweep(report, "chunks", "chunk", title, rows)
 
 
 def _report_sweep(report: Report, name: str, x: str, title: str, rows: Sequence[Row]) -> None:
     named = [row | {"line": f"{row['reader']}, T {row['temperature']:g}"} for row in rows]
     title = f"{title}, at {rows[0]['context']:,} tokens of context"
-    report.add(name, title, rows, pivot(named, "line", x, number_cell(ACCEPTANCE)))
+    report.add(name, title, rows, pivot(named, "line", x, _acceptance_and_bytes))
     frame = Frame(title, f"{x}, tokens", ACCEPTANCE, log=True, share=True)
     report.plot(name, lambda path: plots.lines(path, frame, plots.by(named, "line", x, ACCEPTANCE)))
+
+
+def _acceptance_and_bytes(row: Row) -> str:
+    return f"{row[ACCEPTANCE]:.3f} ({megabytes(row['bytes_read'])})"
 
 
 def report_trees(report: Report, rows: Sequence[Row]) -> None:

@@ -75,7 +75,8 @@ class Prefilled:
 
 
 def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
-    """Read a prompt, with room for ``room`` tokens behind it."""
+    """Read a prompt, with room for ``room`` tokens behind it, and keep its last queries."""
+    engine.target.keeps_queries = True
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
     cache = engine.prefill(tokens, room, lambda done, total: read.append((done, time.perf_counter() - begin)))
@@ -126,16 +127,19 @@ class Series:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens by the sum of each prompt's median time."""
-        return sum(rounds[0].decoded for rounds in self.runs) / sum(
-            median(run.decode_seconds * rounds[0].decoded / run.decoded for run in rounds) for rounds in self.runs
-        )
+        """Over all prompts, in the median round."""
+        return 1 / median(self._seconds_per_token())
 
     def speed_ups(self, plain: Series) -> list[float]:
-        """Over plain autoregression, of each round."""
+        """Over plain autoregression, of each round; that of the medians lies between the least and the most of them."""
+        return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
+
+    def _seconds_per_token(self) -> list[float]:
+        """Of each round, over all prompts, each of which counts by the tokens that its first run decoded."""
+        weights = [rounds[0].decoded for rounds in self.runs]
         return [
-            float(np.mean([mine.tokens_per_second / base.tokens_per_second for mine, base in zip(*turn, strict=True)]))
-            for turn in zip(zip(*self.runs, strict=True), zip(*plain.runs, strict=True), strict=True)
+            sum(weight / run.tokens_per_second for weight, run in zip(weights, turn, strict=True)) / sum(weights)
+            for turn in zip(*self.runs, strict=True)
         ]
 
     @property
@@ -174,11 +178,13 @@ class LongBench:
     Args:
         engine: its target decides what is generated; its drafter is replaced.
         rounds: runs of each contestant for each prompt.
+        say: told of each run as it ends.
     """
 
-    def __init__(self, engine: Engine, rounds: int) -> None:
+    def __init__(self, engine: Engine, rounds: int, say: Callable[[str], None] = lambda line: None) -> None:
         self.engine = engine
         self.rounds = rounds
+        self._say = say
         self._warm: set[str] = set()
 
     def run(
@@ -210,12 +216,14 @@ class LongBench:
                 shift = turn % len(names)
                 for name in names[shift:] + names[:shift]:
                     found[name].runs[-1].append(self._once(rows, name, settings, make))
+                    self._say(f"  {name}, round {turn + 1}: {described(found[name].runs[-1][-1])}")
         return list(found.values())
 
     def _warm_up(self, rows: Sequence[Prefilled], name: str, settings: Settings, make: RequestMaker) -> None:
         """Run each contestant once untimed: what is compiled or allocated at the first use is not decoding."""
         if name not in self._warm:
             self._warm.add(name)
+            self._say(f"  {name}: once untimed")
             self._once(rows, name, settings, make)
 
     def _once(self, rows: Sequence[Prefilled], name: str, settings: Settings, make: RequestMaker) -> Run:
@@ -247,6 +255,13 @@ def sampled(temperature: float, new_tokens: int, seed: int = 0) -> RequestMaker:
         return request
 
     return make
+
+
+def described(run: Run) -> str:
+    """A run in a few words."""
+    accepted = acceptance(run.stats)
+    share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
+    return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
 
 
 def acceptance(stats: Sequence[Stats]) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.bench.longcontext import PLAIN, Series, acceptance
@@ -11,10 +11,10 @@ from forerun.stats import Stats
 Row = dict[str, Any]
 
 
-def summarise(series: Sequence[Series], **labels: Any) -> list[Row]:
-    """A row for each contestant; ``labels`` go into every row."""
+def summarise(series: Sequence[Series], more: Mapping[str, Row] | None = None, **labels: Any) -> list[Row]:
+    """A row for each contestant; ``labels`` go into every row, and ``more`` into that of the contestant."""
     plain = next(one for one in series if one.contestant == PLAIN)
-    return [labels | _row(one, plain) for one in series]
+    return [labels | _row(one, plain) | (more or {}).get(one.contestant, {}) for one in series]
 
 
 def _row(one: Series, plain: Series) -> Row:

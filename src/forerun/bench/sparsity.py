@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forerun.bench import analysis_report as pages
-from forerun.bench.analysis import Reader, Readers, on_needles, on_prose
+from forerun.bench.analysis import Reader, Readers, Say, on_needles, on_prose
 from forerun.bench.longcontext import Prefilled, sampled
 from forerun.bench.longrows import Row
 from forerun.bench.needles import Haystack
@@ -53,6 +53,8 @@ class Analysis:
         prompts: the longest contexts, read.
         report: to be filled.
         say: told what is under way.
+        save: called when the report has more of a part.
+        part: called when the report has all of one.
     """
 
     target: Scorer
@@ -60,33 +62,38 @@ class Analysis:
     sizes: Sizes
     prompts: Sequence[Prefilled]
     report: Report
-    say: Callable[[str], None]
+    say: Say
+    save: Callable[[], None] = lambda: None
+    part: Callable[[], None] = lambda: None
 
-    def acceptance(self, text: Prefilled, haystack: Haystack) -> None:
+    def acceptance(self, read_text: Callable[[], Prefilled], haystack: Haystack) -> None:
         """Table 1, on prose and on needles."""
         self.say("acceptance on prose")
-        readers = self._sparse(self.settings)
-        rows = on_prose(self.target, self.prompts, readers, self.sizes.temperatures, self.sizes.new_tokens)
-        self.say(f"acceptance on {len(haystack.questions)} needles")
-        pages.report_acceptance(self.report, rows + on_needles(self.target, text, haystack, readers))
+        readers, rows = self._sparse(self.settings), []
+        for rows in self._prose(self.prompts, readers, self.sizes.temperatures):
+            pages.report_acceptance(self.report, rows)
+            self.save()
+        self.say(f"acceptance on {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
+        pages.report_acceptance(self.report, rows + on_needles(self.target, read_text(), haystack, readers, self.say))
+        self.part()
 
     def budgets(self) -> None:
         """Figures 3b and 6a."""
-        rows = []
+        done: list[Row] = []
         for budget in self.sizes.budgets:
             self.say(f"cache budget {budget:,}")
             readers = self._sparse(replace(self.settings, cache_budget=budget))
-            rows += self._greedy(readers, budget=budget)
-        pages.report_budgets(self.report, rows)
+            done = self._greedy(done, readers, pages.report_budgets, budget=budget)
+        self.part()
 
     def chunks(self) -> None:
         """Figure 6b."""
-        rows = []
+        done: list[Row] = []
         for chunk in self.sizes.chunks:
             self.say(f"chunks of {chunk:,}")
             readers = self._sparse(replace(self.settings, chunk=chunk))
-            rows += self._greedy({"retrieval": readers["retrieval"]}, chunk=chunk)
-        pages.report_chunks(self.report, rows)
+            done = self._greedy(done, {"retrieval": readers["retrieval"]}, pages.report_chunks, chunk=chunk)
+        self.part()
 
     def recovery(self) -> None:
         """Figures 3a and 3c, on the first prompt."""
@@ -95,27 +102,46 @@ class Analysis:
         sizes = sorted({size for size in (*self.sizes.budgets, budget) if size < len(prompt.tokens)})
         probe = watch(self.target, prompt, sizes, budget, self.sizes.new_tokens)
         pages.report_recovery(self.report, top_rows(probe, sizes), locality_rows(probe), len(prompt.tokens), budget)
+        self.part()
 
     def trees(self) -> None:
         """Figure 6c."""
         self.say("draft trees")
         engine = Engine(self.target.model, "none", planner=None, budget=max(self.sizes.nodes))
         make = sampled(0.0, self.sizes.new_tokens)
-        pages.report_trees(self.report, tree_rows(engine, self.prompts, self.sizes.nodes, self.settings, make))
+        pages.report_trees(
+            self.report, tree_rows(engine, self.prompts, self.sizes.nodes, self.settings, make, self.say)
+        )
+        self.part()
 
     def divergence(self) -> None:
         """Figure 2a. It comes last: shorter contexts are cut from the prompts, whose ends are lost."""
-        rows: list[Row] = []
+        done: list[Row] = []
         sampling = [temperature for temperature in self.sizes.temperatures if temperature] or [1.0]
         for context in reversed(self.sizes.contexts):
             self.say(f"divergence at {context:,} tokens")
-            cut = [prompt.cut(context) for prompt in self.prompts]
-            readers = {**self._sparse(self.settings), **self._small()}
-            rows += on_prose(self.target, cut, readers, sampling, self.sizes.new_tokens)
-        pages.report_divergence(self.report, sorted(rows, key=lambda row: int(row["context"])))
+            cut, rows = [prompt.cut(context) for prompt in self.prompts], []
+            for rows in self._prose(cut, {**self._sparse(self.settings), **self._small()}, sampling):
+                pages.report_divergence(self.report, sorted(done + rows, key=lambda row: int(row["context"])))
+                self.save()
+            done += rows
+        self.part()
 
-    def _greedy(self, readers: Readers, **labels: int) -> list[Row]:
-        return [row | labels for row in on_prose(self.target, self.prompts, readers, [0.0], self.sizes.new_tokens)]
+    def _prose(
+        self, prompts: Sequence[Prefilled], readers: Readers, temperatures: Sequence[float]
+    ) -> Iterator[list[Row]]:
+        return on_prose(self.target, prompts, readers, temperatures, self.sizes.new_tokens, self.say)
+
+    def _greedy(
+        self, done: list[Row], readers: Readers, page: Callable[[Report, list[Row]], None], **labels: int
+    ) -> list[Row]:
+        """The rows so far and those of these readers, which go into the report after each prompt."""
+        found = done
+        for rows in self._prose(self.prompts, readers, [0.0]):
+            found = done + [row | labels for row in rows]
+            page(self.report, found)
+            self.save()
+        return found
 
     def _sparse(self, settings: Settings) -> dict[str, Reader]:
         return {name: Reader(self.target, make(settings)) for name, make in SPARSE.items()}

@@ -58,25 +58,27 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Report:
-    """What a command measured, part by part, and how it is written.
+    """What a command measures, part by part, and how it is written: as a whole, or again after each part.
 
     Attributes:
         title: of the Markdown file.
         settings: what it was measured with.
         label: said with everything that is printed, such as a simulated acceptance; empty if there is nothing to say.
+        parts: rows by name; a part that is added again takes the place of what there was of it.
+        text: each part's Markdown.
     """
 
     title: str
     settings: Row
     label: str = ""
     parts: dict[str, list[Row]] = field(default_factory=dict)
-    text: list[str] = field(default_factory=list)
-    plots: list[tuple[str, Callable[[Path], None]]] = field(default_factory=list)
+    text: dict[str, str] = field(default_factory=dict)
+    plots: dict[str, Callable[[Path], None]] = field(default_factory=dict)
 
     def add(self, name: str, heading: str, rows: Sequence[Row], *tables: str) -> None:
         """Add a part: its rows go into the JSON, its tables into the Markdown."""
         self.parts[name] = [row | ({"simulated": self.label} if self.label else {}) for row in rows]
-        self.text += [f"## {self.named(heading)}\n", *tables]
+        self.text[name] = "\n".join([f"## {self.named(heading)}\n", *tables])
 
     def named(self, title: str) -> str:
         """A title with the label."""
@@ -88,12 +90,22 @@ class Report:
 
     def plot(self, name: str, draw: Callable[[Path], None]) -> None:
         """Add a plot, drawn into the file it is given."""
-        self.plots.append((name, draw))
+        self.plots[name] = draw
+
+    @property
+    def heading(self) -> str:
+        """The first line of the Markdown."""
+        return f"# {self.named(self.title)}\n"
+
+    @property
+    def footer(self) -> str:
+        """What it was measured on."""
+        return footer(self.settings)
 
     @property
     def markdown(self) -> str:
         """All tables, and what they were measured on."""
-        return "\n".join([f"# {self.named(self.title)}\n", *self.text, footer(self.settings)])
+        return "\n".join([self.heading, *self.text.values(), self.footer])
 
     @property
     def json(self) -> Row:
@@ -102,12 +114,15 @@ class Report:
         return {"machine": machine(), "settings": self.settings, **said, "parts": self.parts}
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Write ``name.json``, ``name.md`` and a ``.png`` for each plot into ``folder``."""
+        """Write ``name.json``, ``name.md`` and a ``.png`` for each plot that is new into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{name}.json", folder / f"{name}.md"]
-        paths[0].write_text(json.dumps(self.json, indent=1) + "\n")
-        paths[1].write_text(self.markdown)
-        for plot, draw in self.plots:
+        for path, text in zip(paths, (json.dumps(self.json, indent=1) + "\n", self.markdown), strict=True):
+            beside = path.with_name(path.name + ".part")
+            beside.write_text(text)
+            beside.replace(path)  # whoever is cut off leaves a whole file
+        for plot, draw in self.plots.items():
             paths.append(folder / f"{name}-{plot}.png")
             draw(paths[-1])
+        self.plots.clear()
         return paths

@@ -1,4 +1,4 @@
-"""Long texts to measure on: a file, a folder of files, or invented prose."""
+"""Long texts to measure on: files, folders of files, or invented prose."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ CHARS = 8
 """Characters that give a token, at most, on average."""
 SAMPLE = 50_000
 """Characters of a sample."""
+SUFFIXES = (".txt", ".md")
+"""Of the files that are taken from a folder."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +35,14 @@ class Texts:
     names: Sequence[str] = ()
 
     @classmethod
-    def read(cls, path: Path | None, encode: Encode) -> Texts:
-        """The text of a file, or of a folder's ``.txt`` files in the order of their names.
+    def read(cls, paths: Sequence[Path], encode: Encode) -> Texts:
+        """The texts of files, in their order, and of folders' text files in the order of their names.
 
         Raises:
-            ValueError: if there is no such file, or the folder has no ``.txt`` file.
+            ValueError: if there is no such file, a folder has no text file, or a file is no text.
         """
-        if path is None:
-            return cls(encode)
-        if not path.exists():
-            raise ValueError(f"--text is {path}; there is no such file or folder")
-        files = sorted(path.glob("*.txt")) if path.is_dir() else [path]
-        if not files:
-            raise ValueError(f"--text is {path}; that folder has no .txt file")
-        return cls(encode, [file.read_text(encoding="utf-8") for file in files], [file.name for file in files])
+        files = [file for path in paths for file in _files(path)]
+        return cls(encode, [_text(file) for file in files], [file.name for file in files])
 
     def chars(self, index: int, count: int) -> str:
         """At least ``count`` characters of the prompt ``index``, if the text has as many."""
@@ -81,3 +77,30 @@ class Texts:
                 "fewer prompts or a shorter context)"
             )
         return found
+
+    def check(self, prompts: int, count: int) -> None:
+        """See that there are so many prompts of ``count`` tokens, before anything is measured on the first.
+
+        Raises:
+            ValueError: as from ``tokens``.
+        """
+        for index in range(prompts):
+            self.tokens(index, count)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"--text is {path}; there is no such file or folder")
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    if not found:
+        raise ValueError(f"--text is {path}; that folder has no file that ends in {' or '.join(SUFFIXES)}")
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text has {file}, which is no text in UTF-8: {error}") from None

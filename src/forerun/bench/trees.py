@@ -6,7 +6,7 @@ not depend on the tree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -66,7 +66,12 @@ def shapes(size: int, rates: Sequence[float]) -> dict[str, Shape]:
 
 
 def tree_rows(
-    engine: Engine, prompts: Sequence[Prefilled], sizes: Sequence[int], settings: Settings, make: RequestMaker
+    engine: Engine,
+    prompts: Sequence[Prefilled],
+    sizes: Sequence[int],
+    settings: Settings,
+    make: RequestMaker,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """A row for each shape and size: tokens per step of the target.
 
@@ -76,6 +81,7 @@ def tree_rows(
         sizes: nodes.
         settings: of the sparse cache.
         make: makes the requests; the length of the continuation is theirs.
+        say: told of each row.
     """
     rates = rank_rates(engine.target, prompts[0], settings, make(engine, prompts[0].tokens, "").max_new_tokens)
     rows = []
@@ -84,6 +90,7 @@ def tree_rows(
             found = [_run(engine, prompt, shape, settings, make) for prompt in prompts]
             tokens, steps = (sum(each) for each in zip(*found, strict=True))
             per_step = round(tokens / steps, 3)
+            say(f"  {name} of {size}: {per_step:g} tokens a step")
             rows.append({"shape": name, "nodes": size, "depth": len(shape.levels), "tokens_per_step": per_step})
     return rows
 

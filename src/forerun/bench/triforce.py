@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import NamedTuple
 
 from forerun.bench import needles
 from forerun.bench.costs import Costs, expected_tokens, measure, speed_up_limit
-from forerun.bench.longcontext import LongBench, Prefilled, RequestMaker, Series, combine, shortened
+from forerun.bench.longcontext import PLAIN, LongBench, Prefilled, RequestMaker, Series, combine, shortened
 from forerun.bench.longrows import Row, summarise
 from forerun.bench.needles import Haystack
+from forerun.bench.reading import at_end
 from forerun.bench.tables import Report
 from forerun.bench.triforce_report import (
     report_batches,
@@ -19,6 +21,7 @@ from forerun.bench.triforce_report import (
     report_needles,
     report_temperatures,
 )
+from forerun.recipes import RECIPES
 from forerun.settings import Settings
 
 Say = Callable[[str], None]
@@ -37,7 +40,8 @@ class Sizes:
         temperatures: of the first part.
         drafters: names from ``forerun.recipes``.
         prompts: for each context.
-        batches: rows together; they share the longest context's tokens.
+        batches: rows together.
+        batch_context: tokens of each row of a batch; if there are none, ragged rows share the longest context's.
         budgets: of a sparse cache, at the longest context.
         batch_budgets, batch_temperatures: the same of each row of a batch, and the temperatures of batches.
         needle_tokens: generated for each question about the longest context.
@@ -48,10 +52,18 @@ class Sizes:
     drafters: Sequence[str]
     prompts: int
     batches: Sequence[int]
+    batch_context: int | None
     budgets: Sequence[int]
     batch_budgets: Sequence[int]
     batch_temperatures: Sequence[float]
     needle_tokens: int
+
+    def rows(self, size: int) -> list[int]:
+        """Tokens of each row of a batch."""
+        if self.batch_context is not None:
+            return [self.batch_context] * size
+        longest = self.contexts[-1] // size
+        return [max(2, longest - row * longest // (10 * size)) for row in range(size)]
 
 
 class Case(NamedTuple):
@@ -60,6 +72,9 @@ class Case(NamedTuple):
     context: int
     temperature: float
     budget: int
+
+
+Reads = dict[Case, dict[str, Row]]
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,8 @@ class TriforceBench:
         make: makes requests.
         report: to be filled.
         say: told what is under way.
+        save: called when the report has more of a part; what was measured is safe then.
+        part: called when the report has all of one.
     """
 
     bench: LongBench
@@ -83,6 +100,9 @@ class TriforceBench:
     make: MakerAt
     report: Report
     say: Say
+    save: Callable[[], None] = lambda: None
+    part: Callable[[], None] = lambda: None
+    _held: dict[tuple[int, int], Prefilled] = field(default_factory=dict)
 
     def alone(self, parts: Collection[str]) -> None:
         """One row at a time: the longest context at all temperatures and with all budgets, then the shorter ones.
@@ -90,9 +110,10 @@ class TriforceBench:
         Args:
             parts: of ``temperatures``, ``budgets`` and ``contexts``, those to report.
         """
-        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
+        longest = self.sizes.contexts[-1]
         found: dict[Case, list[list[Series]]] = {case: [] for case in self._cases(parts)}
         costs: dict[int, Costs] = {}
+        reads: Reads = {}
         for index in range(self.sizes.prompts):
             self.say(f"reading prompt {index + 1} of {self.sizes.prompts}: {longest:,} tokens")
             prompt = self.read(index, longest)
@@ -101,9 +122,21 @@ class TriforceBench:
                 cut = shortened(self.bench.engine, prompt, case.context)
                 settings = replace(self.settings, cache_budget=case.budget)
                 series.append(self._run([[cut]], case.temperature, settings))
+                if case not in reads:
+                    reads[case] = self._reads([cut], settings)
                 if "contexts" in parts and case.context not in costs:
                     costs[case.context] = measure(self.bench.engine.target, cut, self.settings)
-        rows = [row for case, series in found.items() for row in summarise(combine(series), **case._asdict())]
+            rows = [
+                row
+                for case, series in found.items()
+                for row in summarise(combine(series), reads[case], **case._asdict())
+            ]
+            self._report_alone(parts, rows, costs)
+            self.save()
+        self.part()
+
+    def _report_alone(self, parts: Collection[str], rows: Sequence[Row], costs: Mapping[int, Costs]) -> None:
+        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
         if "temperatures" in parts:
             mine = [row for row in rows if row["context"] == longest and row["budget"] == budget]
             report_temperatures(self.report, [row for row in mine if row["temperature"] in self.sizes.temperatures])
@@ -126,26 +159,51 @@ class TriforceBench:
         return list(dict.fromkeys(case for part in cases if part in parts for case in cases[part]))
 
     def batches(self) -> None:
-        """Ragged rows that share the longest context's tokens, with each budget."""
+        """Batches of each size, with each budget; the report has more after each of them."""
         rows: list[Row] = []
         for size in self.sizes.batches:
-            longest = self.sizes.contexts[-1] // size
-            self.say(f"reading {size} rows of up to {longest:,} tokens")
-            prompts = [self.read(row, max(2, longest - row * longest // (10 * size))) for row in range(size)]
+            prompts = self._rows(size)
+            longest = max(len(prompt.tokens) for prompt in prompts)
             for budget in self.sizes.batch_budgets:
                 for temperature in self.sizes.batch_temperatures:
                     self.say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
                     settings = replace(self.settings, cache_budget=budget)
                     labels = {"batch": size, "budget": budget, "context": longest, "temperature": temperature}
-                    rows += summarise(self._run([prompts], temperature, settings), **labels)
-        report_batches(self.report, rows)
+                    series = self._run([prompts], temperature, settings)
+                    rows += summarise(series, self._reads(prompts, settings), **labels)
+                    report_batches(self.report, rows)
+                    self.save()
+        self.part()
+
+    def _rows(self, size: int) -> list[Prefilled]:
+        """The prompts of a batch, read; rows that another batch had, too, were read for that."""
+        wanted = list(enumerate(self.sizes.rows(size)))
+        for gone in set(self._held) - set(wanted):
+            del self._held[gone]
+        for row, length in wanted:
+            if (row, length) not in self._held:
+                self.say(f"reading row {row + 1} of {size}: {length:,} tokens")
+                self._held[row, length] = self.read(row, length)
+        return [self._held[each] for each in wanted]
 
     def needles(self, haystack: Haystack, text: Prefilled) -> None:
         """Eviction alone beside what is lossless."""
         self.say(f"asking for {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
-        bench = LongBench(self.bench.engine, 1)  # the questions are the repetition
+        bench = LongBench(self.bench.engine, 1, self.say)  # the questions are the repetition
         rows = needles.run(bench, haystack, text, self.sizes.drafters, self.settings, self.sizes.needle_tokens)
         report_needles(self.report, rows)
+        self.part()
+
+    def _reads(self, rows: Sequence[Prefilled], settings: Settings) -> dict[str, Row]:
+        """What a token of a row reads at the prompts' ends, a mean over rows, by contestant; the target's alone."""
+        found: dict[str, Row] = {}
+        for name in (PLAIN, *self.sizes.drafters):
+            make = RECIPES[name].sparse
+            if name == PLAIN or make is not None:
+                factory = None if make is None else make(settings)
+                each = [at_end(self.bench.engine.target, row, factory).total for row in rows]
+                found[name] = {"bytes_read": round(mean(each)), "megabytes_read": round(mean(each) / 1e6, 3)}
+        return found
 
     def _run(self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: Settings) -> list[Series]:
         return self.bench.run(prompts, self.sizes.drafters, settings, self.make(temperature))

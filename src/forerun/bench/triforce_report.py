@@ -20,6 +20,7 @@ COLUMNS = {
     "slowest": "slowest",
     "fastest": "fastest",
     "acceptance": "acceptance",
+    "megabytes_read": "MB a token reads of its cache",
     "tokens_per_step": "tokens/step",
     "time_to_first_token": "first token, s",
     "end_to_end_seconds": "end to end, s",
@@ -116,7 +117,7 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
     ]  # fmt: skip
     report.add(
         "batches",
-        "Batches of ragged rows: rows x context and temperature; drafter and cache budget of a row",
+        "Batches: rows x the longest row's context, and temperature; drafter and cache budget of a row",
         rows,
         pivot(named, "drafter, budget", "setting", speed_cell),
         listing(rows, {"batch": "rows", "budget": "budget", "temperature": "temperature", **COLUMNS}),

@@ -79,6 +79,11 @@ class BoundedCache(Cache):
         self._cut(length)
 
     @property
+    def held(self) -> int:
+        """Committed tokens that a pass sees."""
+        return self._held
+
+    @property
     def nbytes(self) -> int:
         """Bytes reserved, in both buffers."""
         return sum(t.nbytes for layers in (self._layers, self._spare) for rows in layers.values() for t in rows)

@@ -115,16 +115,38 @@ class LowRankCache(View):
         near = self._store(layer, self.length, k, v)
         if spec.window is not None:
             return self._attend_window(layer, q, near, block, spec)
-        held, (keys, values) = self.length - self._tail, self.source.read(layer, 0, self._tail)
-        slots = self.config.slots(self._tail)
-        if self.whole or self._tail // CHUNK <= slots:
+        held, (keys, values) = self.near, self.source.read(layer, 0, self._tail)
+        if not self.choosing:
             parts = attend_in_order(q, near, held, block, spec)
             far = [attend(q, keys, values, spec)] if self._tail else []
             return merge(*far, *parts, sinks=spec.sinks)
-        alone, worth = len(block) == 1, self._indexes[layer].worth(q[0])
-        seen = attend_chosen(q, keys, values, worth, slots, (*near, held + alone), spec)
+        alone, worth = len(block) == 1, self.worth(layer, q)
+        seen = attend_chosen(q, keys, values, worth, self.slots, (*near, held + alone), spec)
         local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
         return merge(seen, *local, sinks=spec.sinks)
+
+    @property
+    def near(self) -> int:
+        """Recent tokens, which every query sees."""
+        return self.length - self._tail
+
+    @property
+    def slots(self) -> int:
+        """Chunks that a query chooses, at most, besides the first."""
+        return self.config.slots(self._tail)
+
+    @property
+    def choosing(self) -> bool:
+        """Whether queries choose; else they see all there is."""
+        return not self.whole and self._tail // CHUNK > self.slots
+
+    def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """What each chunk is worth to each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``."""
+        return self._indexes[layer].worth(q[0])
+
+    def index_bytes(self, layer: int) -> int:
+        """Bytes of a layer's short keys, all of which a query that chooses goes over."""
+        return self._indexes[layer].known_bytes if self.choosing else 0
 
     def _attend_window(
         self, layer: int, q: torch.Tensor, near: tuple[torch.Tensor, torch.Tensor], block: Block, spec: AttentionSpec
@@ -216,6 +238,12 @@ class _Index:
         heads, n, d = queries.shape
         turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
         return best_keys(self._short, self._known, turned)
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the keys there are."""
+        heads, _, _, quads, _, _ = self._short.shape
+        return heads * self._known * CHUNK * quads * QUAD
 
     @property
     def nbytes(self) -> int:

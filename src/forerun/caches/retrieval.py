@@ -244,7 +244,7 @@ class _Layer:
     @property
     def known_bytes(self) -> int:
         """Bytes of the means there are."""
-        return self._means[:, : self._known].nbytes
+        return self._means[:, : self._known].nbytes if self._known else 0
 
     @property
     def mean_bytes(self) -> int:

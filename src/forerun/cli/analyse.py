@@ -7,13 +7,14 @@ from forerun.bench.longcontext import prefill
 from forerun.bench.sparsity import Analysis, Sizes
 from forerun.bench.tables import Report
 from forerun.bench.texts import Texts
-from forerun.cli.deliver import deliver
-from forerun.cli.long_options import ANALYSE_PARTS, AnalyseOptions, names, numbers, plain
+from forerun.cli.deliver import Delivery
+from forerun.cli.long_options import ANALYSE_PARTS, AnalyseOptions, check_positions, names, numbers, plain
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
+from forerun.model.requests import position_limit
 
 
 def run(options: AnalyseOptions) -> None:
@@ -21,27 +22,33 @@ def run(options: AnalyseOptions) -> None:
     console = stderr()
     with working(console, "loading"):
         model, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+            options.model,
+            options.dtype,
+            device=options.device,
+            trust_remote_code=options.trust_remote_code,
+            yarn=options.yarn,
         )
-        texts = Texts.read(options.text, encoder(tokenizer))
+        sizes = _sizes(options)
+        room = sizes.new_tokens + max(sizes.nodes) + 64
+        check_positions(sizes.contexts[-1], room, position_limit(model))
+        texts = Texts.read(options.text or (), encoder(tokenizer))
+        texts.check(options.prompts, sizes.contexts[-1])
         settings = settings_for(options, options.model, ["streaming"], model, tokenizer, options.trust_remote_code)
-    engine, sizes = Engine(model, "none"), _sizes(options)
-    room = sizes.new_tokens + max(sizes.nodes) + 64
-    wanted = names("--parts", options.parts, ANALYSE_PARTS)
+    engine, wanted = Engine(model, "none"), names("--parts", options.parts, ANALYSE_PARTS)
+    haystack = needles.build(texts, 0, sizes.contexts[-1], options.needles) if "acceptance" in wanted else None
     prompts = []
     for index in range(options.prompts):
         console.print(f"reading prompt {index + 1} of {options.prompts}: {sizes.contexts[-1]:,} tokens")
         prompts.append(prefill(engine, texts.tokens(index, sizes.contexts[-1]), room))
     report = Report("Sparse caches as drafters", plain(options))
-    analysis = Analysis(engine.target, settings, sizes, prompts, report, console.print)
-    if "acceptance" in wanted:
-        haystack = needles.build(texts, 0, sizes.contexts[-1], options.needles)
-        console.print(f"reading a text of {len(haystack.text):,} tokens")
-        analysis.acceptance(needles.read_text(engine, haystack, room), haystack)
+    delivery = Delivery(report, options.out, "analyse", options.json)
+    analysis = Analysis(engine.target, settings, sizes, prompts, report, console.print, delivery.save, delivery.part)
+    if haystack is not None:
+        analysis.acceptance(lambda: needles.read_text(engine, haystack, room), haystack)
     for part in ANALYSE_PARTS:  # in an order in which none takes away what another needs
         if part in wanted and part != "acceptance":
             getattr(analysis, part)()
-    deliver(report, options.out, "analyse", options.json)
+    delivery.end()
 
 
 def _sizes(options: AnalyseOptions) -> Sizes:

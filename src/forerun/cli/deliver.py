@@ -1,4 +1,4 @@
-"""How a long measurement's report leaves the program: files, then JSON or tables on stdout."""
+"""How a long measurement's report leaves the program: files after each part, and JSON or tables on stdout."""
 
 from __future__ import annotations
 
@@ -9,11 +9,51 @@ from forerun.bench.tables import Report
 from forerun.cli.terminal import stderr, stdout
 
 
+class Delivery:
+    """Writes a report as it grows, so that a run that is cut off leaves what it has measured.
+
+    Args:
+        report: that is being filled.
+        folder: where files go.
+        name: of the files.
+        as_json: stdout gets one JSON object at the end, and no tables.
+    """
+
+    def __init__(self, report: Report, folder: Path, name: str, as_json: bool) -> None:
+        self._report = report
+        self._folder = folder
+        self._name = name
+        self._as_json = as_json
+        self._printed: set[str] = set()
+        self._written: dict[Path, None] = {}
+
+    def save(self) -> None:
+        """Write what there is; the part under way may be added again."""
+        self._written |= dict.fromkeys(self._report.write(self._folder, self._name))
+
+    def part(self) -> None:
+        """Write what there is, and print the parts that are new."""
+        self.save()
+        new = [part for part in self._report.text if part not in self._printed]
+        if not self._as_json and new:
+            head = [] if self._printed else [self._report.heading]
+            _print("\n".join([*head, *(self._report.text[part] for part in new)]))
+        self._printed.update(new)
+
+    def end(self) -> None:
+        """Print what is left, and what it was measured on."""
+        self.part()
+        if self._as_json:
+            print(json.dumps(self._report.json), flush=True)  # noqa: T201
+            return
+        _print(self._report.footer)
+        stderr().print(f"written: {', '.join(map(str, self._written))}")
+
+
 def deliver(report: Report, folder: Path, name: str, as_json: bool) -> None:
     """Write ``name.json``, ``name.md`` and the plots into ``folder``, and print one of the first two."""
-    paths = report.write(folder, name)
-    if as_json:
-        print(json.dumps(report.json))  # noqa: T201
-        return
-    stdout().print(report.markdown, soft_wrap=True, markup=False)
-    stderr().print(f"written: {', '.join(map(str, paths))}")
+    Delivery(report, folder, name, as_json).end()
+
+
+def _print(text: str) -> None:
+    stdout().print(text, soft_wrap=True, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,16 @@ from forerun.cli.options import _option as option
 _SIMULATION = "Simulation"
 N = TypeVar("N", int, float)
 
-Text = Annotated[Path | None, option("--text", panel=_TEXT, help="A text file or a folder of them; else invented.")]
+Text = Annotated[
+    list[Path] | None,
+    option(
+        "--text", panel=_TEXT, help="A text file or a folder of .txt and .md files; may be repeated. Else invented."
+    ),
+]
+Yarn = Annotated[
+    float | None,
+    option("--yarn", panel=_MODEL, metavar="FACTOR", help="So many times the model's positions, by YaRN."),
+]
 Prompts = Annotated[int, option("--prompts", panel=_TEXT, help="For each context.", min=1)]
 Needles = Annotated[int, option("--needles", panel=_TEXT, help="Facts asked from one text.", min=1)]
 AnyDtype = Annotated[Dtype, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")]
@@ -50,7 +60,37 @@ def names(name: str, text: str, known: tuple[str, ...]) -> list[str]:
 
 def plain(options: Any) -> dict[str, Any]:
     """Options as plain values, for JSON."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    return {name: _plain(value) for name, value in asdict(options).items()}
+
+
+def check_yarn(factor: float | None) -> None:
+    """Refuse a factor that stretches nothing.
+
+    Raises:
+        ValueError: if it is not above 1.
+    """
+    if factor is not None and not factor > 1:
+        raise ValueError(f"--yarn is {factor:g}; it must be above 1")
+
+
+def check_positions(length: int, more: int, limit: int | None) -> None:
+    """See that a model can take the longest text and what follows it, before anything is read.
+
+    Raises:
+        ValueError: if it cannot, saying what to do.
+    """
+    if limit is not None and length + more > limit:
+        raise ValueError(
+            f"a context of {length:,} tokens and {more:,} that follow need {length + more:,} positions, and the model "
+            f"has {limit:,}; give a shorter context, or --yarn {math.ceil((length + more) / limit)} if the model was "
+            "not stretched yet"
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
@@ -73,6 +113,7 @@ class TriforceOptions(LongOptions):
     dtype: AnyDtype = "auto"
     device: Device = "auto"
     trust_remote_code: Trust = False
+    yarn: Yarn = None
     parts: Annotated[str, _list("--parts", _TEXT, f"Of {', '.join(TRIFORCE_PARTS)}.")] = ",".join(TRIFORCE_PARTS)
     text: Text = None
     contexts: Contexts = "4000,16000"
@@ -82,7 +123,12 @@ class TriforceOptions(LongOptions):
     rounds: Annotated[int, option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 3
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=2)] = 128
     budgets: Annotated[str, _list("--budgets", _LONG, "Cache budgets, to compare.")] = "256,1024,4096"
-    batches: Annotated[str, _list("--batches", _TEXT, "Rows that share the longest context.")] = "2,6,10"
+    batches: Annotated[str, _list("--batches", _TEXT, "Rows that are decoded together.")] = "2,6,10"
+    batch_context: Annotated[
+        int | None,
+        option("--batch-context", panel=_TEXT, help="Tokens of each row of a batch; by default the rows are ragged and "
+               "share the longest context's.", min=16),
+    ] = None  # fmt: skip
     batch_budgets: Annotated[str, _list("--batch-budgets", _LONG, "Cache budget of a row in a batch.")] = "256,1024"
     batch_temperatures: Annotated[str, _list("--batch-temperatures", _TEXT, "Of batches.")] = "0,0.6"
     needles: Needles = 10
@@ -108,6 +154,7 @@ class TriforceOptions(LongOptions):
 
     def __post_init__(self) -> None:
         wanted = names("--parts", self.parts, TRIFORCE_PARTS)
+        check_yarn(self.yarn)
         numbers("--contexts", self.contexts, int, 16)
         numbers("--temperatures", self.temperatures, float, 0.0)
         numbers("--batches", self.batches, int, 1)
@@ -115,6 +162,8 @@ class TriforceOptions(LongOptions):
         numbers("--batch-budgets", self.batch_budgets, int, self.chunk)
         numbers("--batch-temperatures", self.batch_temperatures, float, 0.0)
         if self.simulate_acceptance is not None:
+            if self.yarn is not None:
+                raise ValueError("--simulate-acceptance has positions enough; leave --yarn out")
             if "needles" in wanted and self.parts != ",".join(TRIFORCE_PARTS):
                 raise ValueError("--parts has needles, which random weights cannot find; leave them out")
             if self.text is not None or self.model != "bundled" or self.draft_model is not None:
@@ -133,6 +182,7 @@ class AnalyseOptions(LongOptions):
     dtype: AnyDtype = "auto"
     device: Device = "auto"
     trust_remote_code: Trust = False
+    yarn: Yarn = None
     parts: Annotated[str, _list("--parts", _TEXT, f"Of {', '.join(ANALYSE_PARTS)}.")] = ",".join(ANALYSE_PARTS)
     text: Text = None
     contexts: Contexts = "2000,4000,16000"
@@ -151,6 +201,7 @@ class AnalyseOptions(LongOptions):
 
     def __post_init__(self) -> None:
         names("--parts", self.parts, ANALYSE_PARTS)
+        check_yarn(self.yarn)
         numbers("--contexts", self.contexts, int, 16)
         numbers("--temperatures", self.temperatures, float, 0.0)
         numbers("--budgets", self.budgets, int, self.chunk)

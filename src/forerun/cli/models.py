@@ -13,8 +13,12 @@ from forerun.settings import Settings
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """From a text to its token ids, with no special tokens added."""
-    return lambda text: [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    """From a text of any length to its token ids, with no special tokens added."""
+
+    def encode(text: str) -> list[int]:
+        return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    return encode
 
 
 def settings(

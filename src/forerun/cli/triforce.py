@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,18 +13,22 @@ from forerun.bench.simulate import SIMULATED, Shape, check_simulated, random_mod
 from forerun.bench.tables import Report
 from forerun.bench.texts import Texts
 from forerun.bench.triforce import MakerAt, ReadPrompt, Sizes, TriforceBench
-from forerun.cli.deliver import deliver
-from forerun.cli.long_options import TRIFORCE_PARTS, TriforceOptions, names, numbers, plain
+from forerun.cli.deliver import Delivery
+from forerun.cli.long_options import TRIFORCE_PARTS, TriforceOptions, check_positions, names, numbers, plain
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
+from forerun.model.requests import position_limit
 from forerun.recipes import buildable, check_drafter
 from forerun.settings import Settings
 
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
 """TriForce, what is ours, and its paper's baselines: the naive policy, no hierarchy, no retrieval."""
+
+ALONE = frozenset({"temperatures", "budgets", "contexts"})
+"""Parts with one row at a time."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +57,45 @@ def run(options: TriforceOptions) -> None:
         subject = (_real if options.simulate_acceptance is None else _simulated)(options, named)
     dtype = str(subject.engine.target.model.dtype).removeprefix("torch.")
     report = Report("TriForce on long contexts", plain(options) | {"dtype": dtype}, subject.label)
+    delivery = Delivery(report, options.out, "triforce", options.json)
     bench = TriforceBench(
-        LongBench(subject.engine, options.rounds),
+        LongBench(subject.engine, options.rounds, console.print),
         subject.settings,
         _sizes(options, subject),
         subject.read,
         subject.make,
         report,
         console.print,
+        delivery.save,
+        delivery.part,
     )
     _measure(bench, options, subject)
-    deliver(report, options.out, "triforce", options.json)
+    delivery.end()
 
 
 def _measure(bench: TriforceBench, options: TriforceOptions, subject: Subject) -> None:
-    parts = names("--parts", options.parts, TRIFORCE_PARTS)
-    if {"temperatures", "budgets", "contexts"} & set(parts):
+    parts, haystack = names("--parts", options.parts, TRIFORCE_PARTS), None
+    if subject.texts is not None:
+        _check_texts(bench.sizes, subject.texts, parts)
+        if "needles" in parts:
+            haystack = needles.build(subject.texts, 0, bench.sizes.contexts[-1], options.needles)
+    if ALONE & set(parts):
         bench.alone(parts)
     if "batches" in parts:
         bench.batches()
-    if "needles" in parts and subject.texts is not None:
-        haystack = needles.build(subject.texts, 0, bench.sizes.contexts[-1], options.needles)
+    if haystack is not None:
         bench.say(f"reading a text of {len(haystack.text):,} tokens")
         bench.needles(haystack, needles.read_text(subject.engine, haystack, _room(options)))
+
+
+def _check_texts(sizes: Sizes, texts: Texts, parts: Sequence[str]) -> None:
+    """See that the texts are long enough for all that will be read."""
+    if ALONE & set(parts):
+        texts.check(sizes.prompts, sizes.contexts[-1])
+    if "batches" in parts:
+        for size in sizes.batches:
+            for row, length in enumerate(sizes.rows(size)):
+                texts.tokens(row, length)
 
 
 def _named(options: TriforceOptions) -> list[str]:
@@ -95,9 +116,15 @@ def _room(options: TriforceOptions) -> int:
 def _real(options: TriforceOptions, named: list[str]) -> Subject:
     """Models and texts as they are."""
     model, tokenizer = load(
-        options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        options.model,
+        options.dtype,
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+        yarn=options.yarn,
     )
-    texts = Texts.read(options.text, encoder(tokenizer))
+    longest = max(*numbers("--contexts", options.contexts, int, 1), options.batch_context or 0)
+    check_positions(longest, _room(options), position_limit(model))
+    texts = Texts.read(options.text or (), encoder(tokenizer))
     settings = settings_for(options, options.model, named or DRAFTERS, model, tokenizer, options.trust_remote_code)
     drafters = named or [name for name in DRAFTERS if name in buildable(settings)]
     engine = Engine(model, "none", tokenizer=tokenizer)
@@ -143,6 +170,7 @@ def _sizes(options: TriforceOptions, subject: Subject) -> Sizes:
         drafters=subject.drafters,
         prompts=options.prompts,
         batches=numbers("--batches", options.batches, int, 1),
+        batch_context=options.batch_context,
         budgets=numbers("--budgets", options.budgets, int, 1),
         batch_budgets=numbers("--batch-budgets", options.batch_budgets, int, 1),
         batch_temperatures=of_batches,

@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from forerun.model import gguf
+from forerun.model.stretch import stretch
 from forerun.reference import bundled
 
 LOG = log.getLogger(__name__)
@@ -48,7 +49,12 @@ class _Source:
 
 
 def load(
-    name_or_path: str, dtype: str = "auto", *, device: str = "auto", trust_remote_code: bool = False
+    name_or_path: str,
+    dtype: str = "auto",
+    *,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    yarn: float | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder in evaluation mode and its tokenizer.
 
@@ -59,6 +65,7 @@ def load(
             files, whose weights are dequantised to it.
         device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU.
         trust_remote_code: run code that comes with the model.
+        yarn: let it take texts so many times as long as it was made for (``stretch``).
 
     Raises:
         ValueError: naming what is missing or does not fit.
@@ -73,7 +80,7 @@ def load(
         dtype = "float32"
     with quiet():
         model, tokenizer = (
-            _from_file(found, dtype) if found.is_file() else _from_folder(found, dtype, trust_remote_code)
+            _from_file(found, dtype, yarn) if in_file else _from_folder(found, dtype, trust_remote_code, yarn)
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
@@ -162,21 +169,29 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _from_folder(folder: Path, dtype: str, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_folder(
+    folder: Path, dtype: str, trust_remote_code: bool, yarn: float | None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
-    _check_config(source)
+    config = _check_config(source)
     _check_weights(folder)
     _check_tokenizer(folder)
     tokenizer = _tokenizer(source)
-    return _model(source, dtype, use_safetensors=True), tokenizer
+    more = {}
+    if yarn is not None:
+        stretch(config, yarn)
+        more["config"] = config
+    return _model(source, dtype, use_safetensors=True, **more), tokenizer
 
 
-def _from_file(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_file(file: Path, dtype: str, yarn: float | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = gguf.check(file)
     LOG.info("%s: the weights (%s) are dequantised to %s", file, gguf.quantisations(header), dtype)
     with gguf.alone(file) as folder, gguf.without_bar():
         source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
         config = _check_config(source)
+        if yarn is not None:
+            stretch(config, yarn)
         tokenizer = _tokenizer(source)
         model = _model(source, dtype, config=config)  # transformers takes seconds to read it again
     gguf.finish(file, model, tokenizer, header)

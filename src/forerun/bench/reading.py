@@ -1,0 +1,153 @@
+"""How many bytes of keys, values and indexes one token reads through a cache: what sparse caches are compared at.
+
+Counted by what a cache holds or chooses when the pass comes, not by what it reserves, and by each KV head once: the
+queries of a group read the same keys from memory once, wherever they agree. The token's own key and value count, too.
+Weights do not, for they are the same for all; neither do the oracle's savings, for it reads everything to find what
+it keeps. A retrieval cache reads the means of all chunks besides, whenever it chooses (and copies what is new): that is
+told apart, for how often it chooses depends on what is accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from forerun.attention import AttentionSpec
+from forerun.bench.longcontext import Prefilled
+from forerun.block import Block
+from forerun.caches.base import Cache
+from forerun.caches.bounded import BoundedCache
+from forerun.caches.low_rank import LowRankCache
+from forerun.caches.retrieval import RetrievalCache
+from forerun.caches.view import View
+from forerun.kernels.chosen import MARGIN
+from forerun.kernels.scan import CHUNK
+from forerun.model.level import CacheFactory, read
+from forerun.model.scorer import Scorer
+from forerun.tree import DraftTree, IntArray
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Bytes that a token reads.
+
+    Attributes:
+        rows: of keys and values, by layer; a mean over tokens.
+        index: of what a token chooses by, by layer; likewise.
+        choice: that choosing for the tokens to come reads, of all layers.
+    """
+
+    rows: dict[int, float]
+    index: dict[int, float]
+    choice: int = 0
+
+    @property
+    def total(self) -> float:
+        """Of all layers."""
+        return sum(self.rows.values()) + sum(self.index.values())
+
+    def columns(self) -> dict[str, object]:
+        """As plain values."""
+        layers = [round(self.rows[layer] + self.index[layer]) for layer in sorted(self.rows)]
+        return {
+            "bytes_read": round(self.total),
+            "index_bytes_read": round(sum(self.index.values())),
+            "bytes_read_by_layer": layers,
+            "choice_bytes_read": self.choice,
+        }
+
+
+class Meter(Cache):
+    """Another cache as it is, and what was read through it.
+
+    Args:
+        cache: does the work; passes of one token a row are counted.
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self._rows: dict[int, list[int]] = {}
+        self._index: dict[int, list[int]] = {}
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        """See ``Cache.length``."""
+        return self.cache.length
+
+    def positions(self, block: Block) -> IntArray:
+        """See ``Cache.positions``."""
+        return self.cache.positions(block)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``."""
+        row = k.element_size() * (k.shape[3] + v.shape[3])
+        self._rows.setdefault(layer, []).append(row * rows_read(self.cache, layer, q, k.shape[1], spec))
+        self._index.setdefault(layer, []).append(index_read(self.cache, layer, spec))
+        return self.cache.attend(layer, q, k, v, block, spec)
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """See ``Cache.commit``."""
+        self.cache.commit(block, path)
+
+    def truncate(self, length: int) -> None:
+        """See ``Cache.truncate``."""
+        self.cache.truncate(length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache."""
+        return self.cache.nbytes
+
+    @property
+    def reading(self) -> Reading:
+        """What a token read so far, on average."""
+        rows, index = ({layer: sum(b) / len(b) for layer, b in each.items()} for each in (self._rows, self._index))
+        return Reading(rows, index, self.cache.choice_bytes if isinstance(self.cache, RetrievalCache) else 0)
+
+
+def rows_read(cache: Cache, layer: int, q: torch.Tensor, heads: int, spec: AttentionSpec) -> int:
+    """Keys, of all ``heads`` KV heads together, that the queries ``[1, H, 1, d]`` of one token read."""
+    if spec.window is not None:
+        return heads * min(spec.window, 1 + _held(cache))
+    if isinstance(cache, LowRankCache) and cache.choosing:
+        return _chosen(cache.worth(layer, q), cache.slots, heads, spec) + heads * (cache.near + 1)
+    return heads * (1 + _held(cache))
+
+
+def _chosen(worth: torch.Tensor, slots: int, heads: int, spec: AttentionSpec) -> int:
+    """Keys of the chunks that a query of some head ``[H, 1, chunks]`` chooses, by each KV head once."""
+    worth[..., 0] = -torch.inf
+    best, chunks = worth.topk(slots, -1)
+    seen = torch.zeros_like(worth, dtype=torch.bool)
+    seen.scatter_(-1, chunks, best * spec.scaling >= best[..., :1] * spec.scaling - MARGIN)
+    seen[..., 0] = True
+    return CHUNK * int(seen.view(heads, -1, worth.shape[2]).any(1).sum())
+
+
+def index_read(cache: Cache, layer: int, spec: AttentionSpec) -> int:
+    """Bytes of the index that a token chooses by."""
+    return cache.index_bytes(layer) if isinstance(cache, LowRankCache) and spec.window is None else 0
+
+
+def _held(cache: Cache) -> int:
+    """Tokens that a pass without a choice sees."""
+    return cache.held if isinstance(cache, BoundedCache | RetrievalCache) else cache.length
+
+
+@torch.inference_mode()
+def at_end(target: Scorer, prompt: Prefilled, make: CacheFactory | None) -> Reading:
+    """What the token behind a prompt reads, through the full cache, or the sparse one that is made."""
+    prompt.rewind()
+    cache = prompt.cache if make is None else make(target, prompt.cache)
+    if isinstance(cache, View):
+        cache.sync()
+    else:
+        read(target, cache, np.array(prompt.tokens[: prompt.held]))
+    meter = Meter(cache)
+    target.score([Block(np.array(prompt.tokens[-1:]), DraftTree.empty(), cache.length)], [meter])
+    return meter.reading

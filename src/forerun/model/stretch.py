@@ -1,0 +1,27 @@
+"""A model's positions beyond those it was trained on: YaRN (Peng et al. 2023, arXiv 2309.00071), by its configuration.
+
+Slow rotations are slowed down by the factor, fast ones stay, and attention becomes a little sharper. The weights stay
+as they are; how well a model reads so far is its own affair.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+
+def stretch(config: PreTrainedConfig, factor: float) -> None:
+    """Let a model take texts ``factor`` times as long.
+
+    Raises:
+        ValueError: for a factor that is not above 1, or a model whose positions do not rotate in the usual way.
+    """
+    if not factor > 1:
+        raise ValueError(f"the YaRN factor is {factor:g}; it must be above 1")
+    text = config.get_text_config(decoder=True)
+    rope, length = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
+    kind = rope.get("rope_type")
+    if kind != "default" or length is None:
+        found = f"it has rope_type {kind!r}" if kind else "it has none"
+        raise ValueError(f"YaRN needs a model with plain rotary positions (rope_type 'default'); {found}")
+    text.rope_parameters = dict(rope, rope_type="yarn", factor=factor, original_max_position_embeddings=length)
+    text.max_position_embeddings = int(factor * length)
