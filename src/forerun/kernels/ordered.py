@@ -86,14 +86,19 @@ def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return elementwise.filled(func, *args, **kwargs)
 
 
+def _fill_halves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """For functions that are rounded rightly in wider types."""
+    return _fill(func, args, kwargs) if args and args[0].dtype in (torch.bfloat16, torch.float16) else None
+
+
 HANDLERS: dict[Callable[..., Any], Handler] = {
     torch_linear: _linear,
     torch.addmm: _addmm,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__), _multiply),
-    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, torch.rsqrt, Tensor.rsqrt), _fill),
-    **dict.fromkeys((functional.sigmoid, functional.silu, functional.gelu, functional.softplus), _fill),
-    **dict.fromkeys((functional.mish, functional.elu), _fill),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu), _fill),
+    **dict.fromkeys((functional.softplus, functional.mish, functional.elu), _fill),
+    **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _fill_halves),
 }
 """What is done otherwise, where it can be: each gives None where it is left to torch."""
 
