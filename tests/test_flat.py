@@ -9,20 +9,25 @@ from tiny import ARCHITECTURES, tiny
 
 from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.model import flat
 from forerun.model.flat import FAMILIES, FlatScorer, flatten
 from forerun.model.scorer import Scorer
 from forerun.tree import DraftTree
 
 
+@pytest.mark.parametrize("many", [0, flat.MANY], ids=["by our kernel", "by torch"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @torch.inference_mode()
-def test_logits_equal_those_of_the_model_or_it_is_left_alone(architecture: str) -> None:
+def test_logits_equal_those_of_the_model_or_it_is_left_alone(
+    architecture: str, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flat, "MANY", many)
     own = Scorer(tiny(architecture))
-    flat = flatten(own)
+    short = flatten(own)
     if own.model.config.model_type not in FAMILIES:
-        assert flat is own
+        assert short is own
         return
-    assert isinstance(flat, FlatScorer)
+    assert isinstance(short, FlatScorer)
     caches = [[FullCache(), FullCache()] for _ in range(2)]
     rng = np.random.default_rng(0)
     trees = [DraftTree.from_branches([[1, 2, 3], [1, 4], [9]], 8), DraftTree.empty()]
@@ -30,7 +35,7 @@ def test_logits_equal_those_of_the_model_or_it_is_left_alone(architecture: str) 
         blocks = [
             Block(rng.integers(0, 40, length + row), tree, caches[0][row].length) for row, tree in enumerate(trees)
         ]
-        found = [scorer.score(blocks, mine) for scorer, mine in zip((own, flat), caches, strict=True)]
+        found = [scorer.score(blocks, mine) for scorer, mine in zip((own, short), caches, strict=True)]
         for expected, logits in zip(*found, strict=True):
             assert torch.allclose(expected, logits, atol=1e-5)
         for mine in caches:

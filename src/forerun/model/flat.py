@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from forerun.attention import AttentionSpec
 from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.kernels import ordered
 from forerun.model.scorer import Pass, Scorer
 from forerun.tree import DraftTree
 
@@ -24,6 +25,10 @@ FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of that shape: normalised inputs, rotary halves, gated linear units."""
 TOLERANCE = 0.05
 """Relative error of logits (norm over the vocabulary) from which on a model is taken for another kind."""
+
+MANY = 2**17
+"""Numbers in a matrix from which the kernel of our own was measured to be as fast as torch's for one token and faster
+for more, in float32 and bfloat16; a call of it costs 15 microseconds more (``docs/LOG.md``)."""
 
 
 def flatten(scorer: Scorer) -> Scorer:
@@ -78,12 +83,12 @@ class FlatScorer(Scorer):
         for layer in self._layers:
             q, k, v = self._project(layer, rms_norm(x, x.shape[1:], layer.before, self._eps), cos, sin)
             seen = rows.attend(layer.number, q, k, v, layer.spec)
-            x = torch.addmm(x, seen.transpose(1, 2).reshape(len(x), -1), layer.out.t())
+            x = _added(x, seen.transpose(1, 2).reshape(len(x), -1), layer.out)
             h = rms_norm(x, x.shape[1:], layer.after, self._eps)
-            x = torch.addmm(x, silu(linear(h, layer.gate)).mul_(linear(h, layer.up)), layer.down.t())
+            x = _added(x, silu(_product(h, layer.gate)).mul_(_product(h, layer.up)), layer.down)
         if isinstance(wanted, torch.Tensor):
             x = x[wanted.to(x.device)]
-        return linear(rms_norm(x, x.shape[1:], self._norm, self._eps), self._head)
+        return _product(rms_norm(x, x.shape[1:], self._norm, self._eps), self._head)
 
     def _turns(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines ``[n, 1, d]``, the sign of the rotation with the latter."""
@@ -97,13 +102,24 @@ class FlatScorer(Scorer):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys with their position, and values, ``[1, heads, n, d]`` each."""
         n, d = len(h), self._dim
-        q, k, v = (linear(h, *weights).view(n, -1, d) for weights in (layer.q, layer.k, layer.v))
+        q, k, v = (_product(h, *weights).view(n, -1, d) for weights in (layer.q, layer.k, layer.v))
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = (rms_norm(t, (d,), w, self._eps) for t, w in ((q, layer.q_norm), (k, layer.k_norm)))
         both = torch.cat((q, k), 1)
         turned = torch.addcmul(both * cos, both.roll(d // 2, -1), sin)
         q, k = turned[:, : q.shape[1]], turned[:, q.shape[1] :]
         return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer, at the memory's speed for any few tokens where the matrix is large."""
+    ours = weight.numel() >= MANY and ordered.takes(x, weight)
+    return ordered.product(x, weight, bias) if ours else linear(x, weight, bias)
+
+
+def _added(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x`` and the product of ``y``."""
+    return torch.addmm(x, y, weight.t()) if weight.numel() < MANY else _product(y, weight).add_(x)
 
 
 def _known(model: PreTrainedModel) -> bool:
