@@ -141,7 +141,7 @@ def test_queries_of_a_group_read_a_chunk_once_and_the_index_beside(engine: Engin
     queries = prompt.cache.queries[0]  # only the first layer's: later ones have seen what the sparse cache shows
     worth = view.worth(0, queries)
     for head, row in enumerate(worth[:, 0].tolist()):
-        best = sorted(range(1, 5), key=lambda chunk: -row[chunk])[: view.slots]
+        best = sorted(range(1, 5), key=lambda chunk: -row[chunk])[: view.slots(0)]
         near = [chunk for chunk in best if (row[best[0]] - row[chunk]) * 8**-0.5 <= 7]
         seen.setdefault(head // 2, {0}).update(near)
     chunks = sum(map(len, seen.values()))

@@ -189,6 +189,41 @@ def test_short_keys_cost_a_twenty_first_of_the_full_cache() -> None:
     assert sum(index.nbytes for index in cache._indexes.values()) < 1.25 * 20000 * 2 * 2 * (64 * 2 * 4) * 24 / 512
 
 
+@pytest.mark.parametrize(
+    ("group", "length", "slots"), [(1, 7500, 8), (3, 7500, 24), (8, 7500, 32), (3, 12000, 32), (3, 900, 24)]
+)
+def test_what_the_queries_of_a_group_bring_all_of_them_see_up_to_the_budget(
+    group: int, length: int, slots: int
+) -> None:
+    assert LowRankConfig(512).slots(length, group) == slots
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_queries_of_a_group_choose_together(n: int) -> None:
+    """The output is that of attention over the chunks that are nearest to being some query's best."""
+    full = text(2000, heads=6)
+    cache = LowRankCache(full, LowRankConfig(budget=128, window=16, rank=DIM))
+    cache.sync()
+    q, k, v = (torch.randn(1, h, n, DIM, generator=torch.Generator().manual_seed(2)) for h in (6, 2, 2))
+    block = Block(np.zeros(1, np.int64), DraftTree.from_branches([[1, 2]], 2) if n > 1 else DraftTree.empty(), 2000)
+    out = cache.attend(0, q, k, v, block, SPEC)
+    alone = cache._indexes[0].worth(q[0])
+    keys, values = full.read(0, 0, 2000)
+    tail, slots = 2000 - cache.near, cache.slots(0)
+    assert slots == 6  # of three queries, a fourth of eight chunks each
+    for head in range(2):
+        mine = alone[3 * head : 3 * head + 3, 0]
+        beside = (mine - mine[:, 1:].amax(1, keepdim=True)).amax(0)
+        beside[0] = torch.inf
+        chunks = [int(c) for c in beside.topk(slots + 1).indices if beside[c] * SPEC.scaling >= -chosen.MARGIN]
+        rows = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in chunks] + [torch.arange(tail, 2000)])
+        seen = [torch.cat((t[:, head : head + 1, rows], new[:, head : head + 1, :1]), 2)
+                for t, new in ((keys, k), (values, v))]  # fmt: skip
+        for each in range(3 * head, 3 * head + 3):
+            expected = attend(q[:, each : each + 1, :1], *seen, SPEC).out
+            assert torch.allclose(out[:, each : each + 1, :1], expected, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", ["budget", "window", "rank"])
 def test_settings_are_checked(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} is 0; it must be at least 1$"):

@@ -114,8 +114,8 @@ def rows_read(cache: Cache, layer: int, q: torch.Tensor, heads: int, spec: Atten
     """Keys, of all ``heads`` KV heads together, that the queries ``[1, H, 1, d]`` of one token read."""
     if spec.window is not None:
         return heads * min(spec.window, 1 + _held(cache))
-    if isinstance(cache, LowRankCache) and cache.choosing:
-        return _chosen(cache.worth(layer, q), cache.slots, heads, spec) + heads * (cache.near + 1)
+    if isinstance(cache, LowRankCache) and cache.choosing(layer):
+        return _chosen(cache.worth(layer, q), cache.slots(layer), heads, spec) + heads * (cache.near + 1)
     return heads * (1 + _held(cache))
 
 

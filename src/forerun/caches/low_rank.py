@@ -24,8 +24,8 @@ from forerun.caches.view import View
 from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
 SHARE, LONG = 4, 60
-"""A query sees a fourth of the budget, for it looks for itself; or a sixtieth of a long text, where the target's own
-pass costs so much that drafts may."""
+"""A query brings a fourth of the budget, for it looks for itself; or a sixtieth of a long text, where the target's own
+pass costs so much that drafts may. What the queries of a group bring, all of them see."""
 ROOM = 64
 """Tokens by which the recent ones' buffer grows at least."""
 GROUPS = 8
@@ -39,9 +39,9 @@ class LowRankConfig:
     """What a query sees.
 
     Attributes:
-        budget: a text of so many tokens is seen whole. Of a longer one each query of each head sees a fourth as many,
-            or a sixtieth of the text if that is more, but never more than the budget: in chunks of 16 that it chooses.
-            It sees the first chunk in any case.
+        budget: a text of so many tokens is seen whole. Of a longer one the queries of a group, which share their keys,
+            see a fourth as many for each of them, or a sixtieth of the text if that is more, but never more than the
+            budget: in chunks of 16 that they choose together. They see the first chunk in any case.
         window: most recent tokens, which it sees in any case; an eighth of the budget at most.
         rank: dimensions of the keys that it chooses by.
 
@@ -65,9 +65,9 @@ class LowRankConfig:
         """Most recent tokens that are seen, at least."""
         return max(1, min(self.window, self.budget // 8))
 
-    def slots(self, length: int) -> int:
-        """Chunks that a query sees of a text."""
-        return max(1, min(self.budget, max(self.budget // SHARE, length // LONG)) // CHUNK)
+    def slots(self, length: int, group: int = 1) -> int:
+        """Chunks that the queries of a group of so many see of a text."""
+        return max(1, min(self.budget, group * max(self.budget // SHARE, length // LONG)) // CHUNK)
 
 
 class LowRankCache(View):
@@ -116,12 +116,12 @@ class LowRankCache(View):
         if spec.window is not None:
             return self._attend_window(layer, q, near, block, spec)
         held, (keys, values) = self.near, self.source.read(layer, 0, self._tail)
-        if not self.choosing:
+        if not self.choosing(layer):
             parts = attend_in_order(q, near, held, block, spec)
             far = [attend(q, keys, values, spec)] if self._tail else []
             return merge(*far, *parts, sinks=spec.sinks)
         alone, worth = len(block) == 1, self.worth(layer, q)
-        seen = attend_chosen(q, keys, values, worth, self.slots, (*near, held + alone), spec)
+        seen = attend_chosen(q, keys, values, worth, self.slots(layer), (*near, held + alone), spec)
         local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
         return merge(seen, *local, sinks=spec.sinks)
 
@@ -130,23 +130,30 @@ class LowRankCache(View):
         """Recent tokens, which every query sees."""
         return self.length - self._tail
 
-    @property
-    def slots(self) -> int:
-        """Chunks that a query chooses, at most, besides the first."""
-        return self.config.slots(self._tail)
+    def slots(self, layer: int) -> int:
+        """Chunks that a query of a layer sees, at most, besides the first."""
+        return self.config.slots(self._tail, self._indexes[layer].group)
 
-    @property
-    def choosing(self) -> bool:
-        """Whether queries choose; else they see all there is."""
-        return not self.whole and self._tail // CHUNK > self.slots
+    def choosing(self, layer: int) -> bool:
+        """Whether queries of a layer choose; else they see all there is."""
+        return not self.whole and layer in self._indexes and self._tail // CHUNK > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """What each chunk is worth to each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``."""
-        return self._indexes[layer].worth(q[0])
+        """What each chunk is worth to each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
+
+        The queries of a token's group choose together, for what one of them reads costs the others nothing: a chunk is
+        worth to them what it is, beside the best one, to the query that it is worth most to.
+        """
+        found, group = self._indexes[layer].worth(q[0]), self._indexes[layer].group
+        if group == 1:
+            return found
+        parted = found.view(-1, group, *found.shape[1:])
+        beside = (parted - parted[..., 1:].amax(-1, keepdim=True)).amax(1, keepdim=True)
+        return beside.expand(parted.shape).flatten(0, 1).contiguous()
 
     def index_bytes(self, layer: int) -> int:
         """Bytes of a layer's short keys, all of which a query that chooses goes over."""
-        return self._indexes[layer].known_bytes if self.choosing else 0
+        return self._indexes[layer].known_bytes if self.choosing(layer) else 0
 
     def _attend_window(
         self, layer: int, q: torch.Tensor, near: tuple[torch.Tensor, torch.Tensor], block: Block, spec: AttentionSpec
@@ -188,9 +195,11 @@ class _Index:
         of_keys, of_queries: what turns keys, less their mean, and queries into those dimensions, ``[Hkv, d, rank]``;
             the latter in float32.
         mean: of the keys, ``[Hkv, 1, d]``.
+        group: query heads of a KV head.
     """
 
-    def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor) -> None:
+    def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:
+        self.group = group
         self._of_keys, self._of_queries, self._mean = of_keys, of_queries, mean
         shape = (len(mean), 0, CHUNK, of_keys.shape[2] // QUAD, GROUP, QUAD)
         self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
@@ -215,7 +224,8 @@ class _Index:
         best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD))  # narrow heads have fewer
         of_keys = root @ best
         scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
-        return cls((of_keys / scale).to(keys.dtype), (inverse @ best * scale).float(), mean.to(keys.dtype))
+        of_queries = (inverse @ best * scale).float()
+        return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def extend(self, keys: torch.Tensor) -> None:
         """Take in what is new of the keys ``[Hkv, m * CHUNK, d]``."""
