@@ -74,7 +74,7 @@ class Text:
         self.v = torch.randn(case.kv_heads, length, case.out_dim, generator=draw).to(case.dtype)
 
     def fed(self, block: Block, places: Sequence[int], wrong: Text) -> Fed:
-        """A pass over a block behind the text's beginning; its token i is that of ``places[i]``, or if -1 a wrong one."""
+        """A pass over a block behind the text's beginning; its token i is that of ``places[i]``, -1 for a wrong one."""
 
         def tokens(name: str, axis: int) -> torch.Tensor:
             each = ((self, p) if p >= 0 else (wrong, i) for i, p in enumerate(places))

@@ -21,8 +21,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """Compile on the first call and keep the machine code beside the module, or for the process where none can be.
 
-    Without numba's reference counts (``_nrt``), which took more time than the work: such functions allocate nothing.
+    With ``NUMBA_DISABLE_JIT`` it stays as it is. Without numba's reference counts (``_nrt``), which took more time than
+    the work: such functions allocate nothing.
     """
+    if numba.config.DISABLE_JIT:
+        return function
     try:
         dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
     except RuntimeError:  # no folder for the cache can be written

@@ -1,17 +1,19 @@
 """Linear layers whose every output is summed in one order, whatever else is in the pass.
 
 An output is the sum of the products of its weights with a token's numbers, column by column from its bias on, in one
-accumulator. So the bits of a token's outputs depend neither on the tokens that share the pass, nor on their number, nor on
-threads: the first half of what makes speculative decoding exact. Weights are read once for all tokens of a pass, row by
-row as they lie (``panels.py``); nothing is packed, copied or kept.
+accumulator. So the bits of a token's outputs depend neither on the tokens that share the pass, nor on their number, nor
+on threads: the first half of what makes speculative decoding exact. Weights are read once for all tokens of a pass, row
+by row as they lie (``panels.py``); nothing is packed, copied or kept.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from forerun.index.compiling import compiled
-from forerun.kernels.memory import Job, bytes_at, doubles, floats
+from forerun.kernels.memory import Job, address_of, bytes_at, call5, call7, call8, doubles, floats
 from forerun.kernels.panels import few, many, transpose
 from forerun.kernels.rowwise import gated, words
 from forerun.kernels.vector import LINE
@@ -19,7 +21,7 @@ from forerun.kernels.vector import LINE
 CHUNK = 64
 """Tiles whose columns are written out at a time: 64 KiB."""
 PUT, ADD, GATE = 0, 1, 2
-"""What becomes of sums: they are stored, added to floats, or, those of a gate, activated and multiplied by those of its twin."""
+"""What becomes of sums: stored, added to floats, or, those of a gate, activated and multiplied by its twin's."""
 
 
 class LinearOp(NamedTuple):
@@ -62,8 +64,36 @@ class LinearOp(NamedTuple):
     bias2: int
 
 
-LINEAR = Job(LinearOp)
-read_linear = LINEAR.reader()
+class Panels(NamedTuple):
+    """Where the machine code for one kind of number is (``panels.py``)."""
+
+    few: int
+    many: int
+    transpose: int
+
+
+LINEAR, PANELS = Job(LinearOp), Job(Panels)
+read_linear, read_panels = LINEAR.reader(), PANELS.reader()
+
+
+@functools.cache
+def panels_of(kind: int) -> Panels:
+    """The machine code for a kind, compiled or loaded the first time."""
+
+    @compiled
+    def few_tokens(tokens: int, w: int, row: int, last: int, x: int, steps: int, ahead: int, sums: int) -> None:
+        few(kind, tokens, w, row, last, x, steps, ahead, sums)
+
+    @compiled
+    def many_tokens(tokens: int, columns: int, x: int, steps: int, ahead: int, row: int, sums: int) -> None:
+        many(kind, tokens, columns, x, steps, ahead, row, sums)
+
+    @compiled
+    def columns_of(w: int, row: int, last: int, steps: int, to: int) -> None:
+        transpose(kind, w, row, last, steps, to)
+
+    counts: tuple[tuple[Callable[..., None], int], ...] = ((few_tokens, 8), (many_tokens, 7), (columns_of, 5))
+    return Panels(*(address_of(function, count) for function, count in counts))
 
 
 def room(tokens: int, row: int) -> int:
@@ -93,12 +123,12 @@ def _panels(op: LinearOp) -> int:
 
 
 @compiled
-def linear_begin(op: LinearOp, n: int, x: int, slot: int) -> None:
+def linear_begin(op: LinearOp, code: Panels, n: int, x: int, slot: int) -> None:
     """What a thread does before its first piece of work: all tokens' words, side by side, block by block."""
     lanes, steps = _lanes(op), (op.row + LINE - 1) // LINE
     for t in range(0, n, lanes):
         to = slot + t // lanes * steps * lanes * LINE
-        transpose(op.kind, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, steps, to)
+        call5(code.transpose, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, steps, to)
 
 
 @compiled
@@ -109,7 +139,7 @@ def _begun(op: LinearOp, n: int) -> int:
 
 
 @compiled
-def linear_task(op: LinearOp, n: int, y: int, task: int, slot: int) -> None:
+def linear_task(op: LinearOp, code: Panels, n: int, y: int, task: int, slot: int) -> None:
     """The panels of one piece of work, for all ``n`` tokens."""
     lanes = _lanes(op)
     number = 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
@@ -125,15 +155,17 @@ def linear_task(op: LinearOp, n: int, y: int, task: int, slot: int) -> None:
         elif op.mode != GATE and panel >= first0:
             w, outs, bias, before, p = op.w1, op.outs1, op.bias1, op.outs0, panel - first0
         valid = min(lanes, outs - p * lanes)
-        _panel(op, n, slot, w, p, valid, bias, sums, spare)
+        _panel(op, code, n, slot, w, p, valid, bias, sums, spare)
         place = y + (before + p * lanes) * number
         if op.mode == GATE:
-            _panel(op, n, slot, op.w1, p, valid, op.bias1, twin, spare)
+            _panel(op, code, n, slot, op.w1, p, valid, op.bias1, twin, spare)
         _finish(op, n, valid, sums, twin, place, number, spare)
 
 
 @compiled
-def _panel(op: LinearOp, n: int, x: int, w: int, p: int, valid: int, bias: int, sums: int, spare: int) -> None:
+def _panel(
+    op: LinearOp, code: Panels, n: int, x: int, w: int, p: int, valid: int, bias: int, sums: int, spare: int
+) -> None:
     """The sums of all tokens with one panel: whole vectors, chunk by chunk, then the columns behind them."""
     lanes, steps = _lanes(op), op.row // LINE
     size = (op.row + LINE - 1) // LINE * lanes * LINE
@@ -153,13 +185,14 @@ def _panel(op: LinearOp, n: int, x: int, w: int, p: int, valid: int, bias: int, 
             count = steps if n <= lanes else min(CHUNK, steps - first)
         at = first * LINE
         if n <= lanes:
-            few(op.kind, n, here + at, row, valid - 1, x + at * lanes, count, after + at, sums)
+            call8(code.few, n, here + at, row, valid - 1, x + at * lanes, count, after + at, sums)
         else:
-            transpose(op.kind, here + at, row, valid - 1, count, columns)
+            call5(code.transpose, here + at, row, valid - 1, count, columns)
             for t in range(0, n, lanes):
                 words_at = x + t // lanes * size + at * lanes
                 next_panel, next_row = (after + at, row) if t == 0 else (columns, 0)
-                many(op.kind, min(lanes, n - t), columns, words_at, count, next_panel, next_row, sums + t * LINE)
+                number = min(lanes, n - t)
+                call7(code.many, number, columns, words_at, count, next_panel, next_row, sums + t * LINE)
         first = first + count if first < steps else steps + 1
 
 

@@ -91,13 +91,46 @@ def fits(*rows: torch.Tensor) -> bool:
 
 
 @functools.cache
-def address_of(work: Callable[[int], None]) -> int:
-    """Where the machine code of a compiled function of one address lies, for ``team.run``.
+def address_of(work: Callable[..., None], arguments: int = 1) -> int:
+    """Where the machine code of a compiled function of so many integers lies, for ``team.run`` and ``call``.
 
     Compiles it, or loads what an earlier process has compiled.
     """
-    code = cast(Any, work).get_compile_result(types.void(types.int64))
+    code = cast(Any, work).get_compile_result(types.void(*(types.int64,) * arguments))
     return int(finalized(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+
+
+@intrinsic
+def call5(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Code:
+    """Call the machine code at an address (``address_of``) with integers.
+
+    What is called so is compiled once, by itself, and only where it is needed; a function that is called by its name
+    is compiled again, as a part of every function that calls it.
+    """
+    return intrinsic_code(6, _call)
+
+
+@intrinsic
+def call7(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Code:
+    """The same with seven integers."""
+    return intrinsic_code(8, _call)
+
+
+@intrinsic
+def call8(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Code:
+    """The same with eight."""
+    return intrinsic_code(9, _call)
+
+
+@intrinsic
+def call9(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any) -> Code:
+    """The same with nine."""
+    return intrinsic_code(10, _call)
+
+
+def _call(e: Emitter, address: ir.Value, *values: ir.Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), (I64,) * len(values))
+    e.builder.call(e.builder.inttoptr(address, kind.as_pointer()), values)
 
 
 @intrinsic

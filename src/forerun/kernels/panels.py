@@ -7,9 +7,9 @@ there are, or which thread computes it, and while memory delivers the next tile 
 
 Tokens are transposed as well: a word of all of them is a line of memory, which the threads write once a layer.
 
-A *word* is what a token broadcasts to all lanes: a float, a pair of bfloat16 (whose two products are added one after the
-other, or by ``vdpbf16ps`` where there is one), or a double. All arguments are addresses or counts; ``row`` is the distance of two
-rows in bytes.
+A *word* is what a token broadcasts to all lanes: a float, a pair of bfloat16 (whose two products are added one after
+the other, or by ``vdpbf16ps`` where there is one), or a double. All arguments are addresses or counts; ``row`` is the
+distance of two rows in bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numba.extending
 from llvmlite import ir
 from numba.core import cgutils
 
@@ -30,14 +31,13 @@ from forerun.kernels.vector import (
     Code,
     Emitter,
     features,
-    intrinsic,
     intrinsic_code,
 )
 
 F64X8 = ir.VectorType(ir.DoubleType(), 8)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """bfloat16, which llvmlite has no name for."""
 
     def _to_string(self) -> str:
@@ -71,10 +71,8 @@ class Kind:
         self.lanes, self.vector, self.word = lanes, vector, word
         self.bytes = LINE // lanes
 
-    def zero(self) -> ir.Constant:
-        return self.vector([0.0] * self.lanes)
-
     def broadcast(self, e: Emitter, word: ir.Value) -> ir.Value:
+        """A word in every lane."""
         b = e.builder
         one = b.insert_element(ir.VectorType(self.word, self.lanes)(ir.Undefined), word, I32(0))
         return b.shuffle_vector(one, one, ir.VectorType(I32, self.lanes)([0] * self.lanes))
@@ -95,16 +93,13 @@ class _Pairs(Kind):
             function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
             return b.call(function, (total, b.bitcast(x, BFLOATS), b.bitcast(w, BFLOATS)))
         sixteen, high = WORDS([16] * 16), WORDS([0xFFFF0000] * 16)
-        for part in (lambda t: b.shl(t, sixteen), lambda t: b.and_(t, high)):
-            total = _fma(e, b.bitcast(part(x), FLOATS), b.bitcast(part(w), FLOATS), total)
+        for one, other in ((b.shl(x, sixteen), b.shl(w, sixteen)), (b.and_(x, high), b.and_(w, high))):
+            total = _fma(e, b.bitcast(one, FLOATS), b.bitcast(other, FLOATS), total)
         return total
 
 
-KINDS: dict[str, Kind] = {
-    "float": Kind(16, FLOATS, F32),
-    "bfloat16": _Pairs(16, FLOATS, I32),
-    "double": Kind(8, F64X8, ir.DoubleType()),
-}
+KINDS = (Kind(16, FLOATS, F32), _Pairs(16, FLOATS, I32), Kind(8, F64X8, ir.DoubleType()))
+"""float32, bfloat16, float64."""
 
 
 def _fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
@@ -123,16 +118,16 @@ def transposed(e: Emitter, kind: Kind, rows: list[ir.Value]) -> list[ir.Value]:
     width = n // 4  # words of 128 bits, and rows of a group
     groups = [rows[i : i + width] for i in range(0, n, width)]
     if width == 4:
-        unpack = [[l + w for l in range(0, n, 4) for w in (k, k + n, k + 1, k + n + 1)] for k in (0, 2)]
+        unpack = [[j + w for j in range(0, n, 4) for w in (k, k + n, k + 1, k + n + 1)] for k in (0, 2)]
         both = [[0, 1, n, n + 1], [2, 3, n + 2, n + 3]]
-        wide = [[l + w for l in range(0, n, 4) for w in some] for some in both]
+        wide = [[j + w for j in range(0, n, 4) for w in some] for some in both]
         mixed = []
         for r in groups:
             low0, high0 = (shuffle(r[0], r[1], lanes) for lanes in unpack)
             low1, high1 = (shuffle(r[2], r[3], lanes) for lanes in unpack)
             mixed.append([shuffle(a, b, lanes) for a, b in ((low0, low1), (high0, high1)) for lanes in wide])
     else:
-        pair = [[l + w for l in range(0, n, 2) for w in (k, k + n)] for k in (0, 1)]
+        pair = [[j + w for j in range(0, n, 2) for w in (k, k + n)] for k in (0, 1)]
         mixed = [[shuffle(r[0], r[1], lanes) for lanes in pair] for r in groups]
 
     def blocks(a: ir.Value, b: ir.Value, first: int) -> ir.Value:
@@ -157,24 +152,31 @@ MANY = (4, 8, 12, 16)
 """Numbers of tokens for which they go through columns that were transposed before."""
 
 
-@intrinsic
+def by_kind(function: Callable[..., Code]) -> Any:
+    """Mark a function that writes code for one kind of number, which its first argument says: a constant."""
+    return numba.extending.intrinsic(prefer_literal=True)(function)
+
+
+@by_kind
 def few(
     typing: Any, kind: Any, tokens: Any, w: Any, row: Any, last: Any, x: Any, steps: Any, ahead: Any, sums: Any
 ) -> Code:
-    """Add to ``sums`` ``[tokens][lanes]`` the products of the words at ``x`` of up to as many tokens with a panel at ``w``.
+    """Add to ``sums`` ``[tokens][lanes]`` the products of the words at ``x`` of so many tokens with a panel at ``w``.
 
     The panel's rows behind ``last`` repeat it; a tile is asked for at ``ahead`` while its like is used at ``w``.
     """
-    return intrinsic_code(9, lambda e, kind, tokens, *rest: _either(e, kind, tokens, FEW, _few, rest))
+    each = KINDS[kind.literal_value]
+    return intrinsic_code(9, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, FEW, _few, rest))
 
 
-@intrinsic
+@by_kind
 def transpose(typing: Any, kind: Any, w: Any, row: Any, last: Any, steps: Any, to: Any) -> Code:
     """The columns of a panel, one after the other, written to ``to``."""
-    return intrinsic_code(6, lambda e, kind, *rest: _either(e, kind, I64(0), (0,), _transpose, rest))
+    each = KINDS[kind.literal_value]
+    return intrinsic_code(6, lambda e, _, *rest: _transpose(e, each, *rest))
 
 
-@intrinsic
+@by_kind
 def many(
     typing: Any, kind: Any, tokens: Any, columns: Any, x: Any, steps: Any, ahead: Any, row: Any, sums: Any
 ) -> Code:
@@ -182,29 +184,26 @@ def many(
 
     The rows of the panel at ``ahead`` are asked for meanwhile.
     """
-    return intrinsic_code(8, lambda e, kind, tokens, *rest: _either(e, kind, tokens, MANY, _many, rest))
+    each = KINDS[kind.literal_value]
+    return intrinsic_code(8, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, MANY, _many, rest))
 
 
-def _either(
-    e: Emitter, kind: ir.Value, tokens: ir.Value, sizes: tuple[int, ...], emit: Callable[..., None], rest: Any
+def _least_that_suffices(
+    e: Emitter, kind: Kind, tokens: ir.Value, sizes: tuple[int, ...], emit: Callable[..., None], rest: Any
 ) -> None:
-    """Write the code for each kind and number of tokens, the least that suffices to be taken."""
-    b = e.builder
-    for number, each in enumerate(KINDS.values()):
-        with b.if_then(b.icmp_signed("==", kind, I64(number))):
-            before = -1
-            for size in sizes:
-                if size > each.lanes:
-                    continue
-                fits = b.and_(b.icmp_signed(">", tokens, I64(before)), b.icmp_signed("<=", tokens, I64(size)))
-                with b.if_then(fits):
-                    emit(e, each, size, tokens, *rest)
-                before = size
+    """Write the code for each number of tokens, the least that suffices to be taken."""
+    b, before = e.builder, -1
+    for size in sizes:
+        if size <= kind.lanes:
+            fits = b.and_(b.icmp_signed(">", tokens, I64(before)), b.icmp_signed("<=", tokens, I64(size)))
+            with b.if_then(fits):
+                emit(e, kind, size, *rest)
+            before = size
 
 
 def _few(
-    e: Emitter, kind: Kind, size: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value,
-    steps: ir.Value, ahead: ir.Value, out: ir.Value,
+    e: Emitter, kind: Kind, size: int, w: ir.Value, row: ir.Value, last: ir.Value, x: ir.Value, steps: ir.Value,
+    ahead: ir.Value, out: ir.Value,
 ) -> None:  # fmt: skip
     b = e.builder
     rows = [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(kind.lanes)]
@@ -237,9 +236,8 @@ def _add(e: Emitter, kind: Kind, column: ir.Value, words: ir.Value, sums: list[i
 
 
 def _transpose(
-    e: Emitter, kind: Kind, size: int, tokens: ir.Value, w: ir.Value, row: ir.Value, last: ir.Value, steps: ir.Value,
-    to: ir.Value,
-) -> None:  # fmt: skip
+    e: Emitter, kind: Kind, w: ir.Value, row: ir.Value, last: ir.Value, steps: ir.Value, to: ir.Value
+) -> None:
     rows = [e.at(w, e.times(row, least(e, I64(i), last))) for i in range(kind.lanes)]
     with e.loop(steps) as step:
         here = e.times(step, LINE)
@@ -250,8 +248,8 @@ def _transpose(
 
 
 def _many(
-    e: Emitter, kind: Kind, size: int, tokens: ir.Value, columns: ir.Value, x: ir.Value, steps: ir.Value,
-    ahead: ir.Value, row: ir.Value, out: ir.Value,
+    e: Emitter, kind: Kind, size: int, columns: ir.Value, x: ir.Value, steps: ir.Value, ahead: ir.Value,
+    row: ir.Value, out: ir.Value,
 ) -> None:  # fmt: skip
     b = e.builder
     sums = [e.variable(e.load(e.at(out, t * LINE), kind.vector)) for t in range(size)]

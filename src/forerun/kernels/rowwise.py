@@ -6,6 +6,7 @@ bfloat16. All arguments are addresses, or counts of vectors of 16 numbers. What 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +55,7 @@ def scale(typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, fact
     """A row times the float at ``factor`` times a weight (plus 1 if ``one``), to where ``mode`` says."""
 
     def emit(
-        e: Emitter, half: bool, mode: int, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any
+        e: Emitter, mode: int, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any, half: bool
     ) -> None:
         b = e.builder
         times = e.everywhere(e.load(factor, F32))
@@ -71,7 +72,7 @@ def scale(typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, fact
     def choose(e: Emitter, kind: ir.Value, mode: ir.Value, *rest: ir.Value) -> None:
         for which in (TO_WORDS, TO_FLOATS, TO_SUM):
             with e.builder.if_then(e.builder.icmp_signed("==", mode, I64(which))):
-                _by_kind(e, kind, lambda half, which=which: emit(e, half, which, *rest))
+                _by_kind(e, kind, functools.partial(emit, e, which, *rest))
 
     return intrinsic_code(8, choose)
 
@@ -119,7 +120,7 @@ def rotate(typing: Any, x: Any, cos: Any, sin: Any, vectors: Any) -> Code:
 def gated(typing: Any, kind: Any, activation: Any, gate: Any, up: Any, to: Any) -> Code:
     """A vector of activated gates times what they let through, as the next linear layer reads it."""
 
-    def emit(e: Emitter, half: bool, which: int, gate: ir.Value, up: ir.Value, to: ir.Value) -> None:
+    def emit(e: Emitter, which: int, gate: ir.Value, up: ir.Value, to: ir.Value, half: bool) -> None:
         g = e.load(gate)
         active = _silu(e, g) if which == SILU else _gelu(e, g)
         put(e, half, e.builder.fmul(active, e.load(up)), to, I64(0))
@@ -127,7 +128,7 @@ def gated(typing: Any, kind: Any, activation: Any, gate: Any, up: Any, to: Any) 
     def choose(e: Emitter, kind: ir.Value, activation: ir.Value, *rest: ir.Value) -> None:
         for which in (SILU, GELU):
             with e.builder.if_then(e.builder.icmp_signed("==", activation, I64(which))):
-                _by_kind(e, kind, lambda half, which=which: emit(e, half, which, *rest))
+                _by_kind(e, kind, functools.partial(emit, e, which, *rest))
 
     return intrinsic_code(5, choose)
 

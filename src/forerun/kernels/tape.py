@@ -6,9 +6,9 @@ the one before are done. Nothing depends on how many threads come, or when: one 
 
 from __future__ import annotations
 
-import math
+import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,57 +18,27 @@ from numba.core import cgutils
 
 from forerun.index.compiling import compiled
 from forerun.kernels import team
-from forerun.kernels.canonical import ATTEND, read_attend, scan, settle
-from forerun.kernels.layers import EMBED, NORM, ROTARY, embed, norm, read_embed, read_norm, read_rotary, turn
-from forerun.kernels.linear import LINEAR, linear_begin, linear_task, linear_tasks, read_linear
-from forerun.kernels.memory import Job, address_of, integers
-from forerun.kernels.plain import attend_plainly
+from forerun.kernels.canonical import ATTEND
+from forerun.kernels.layers import EMBED, NORM, ROTARY
+from forerun.kernels.linear import LINEAR
+from forerun.kernels.memory import Job, address_of, call5, integers
+from forerun.kernels.steps import BEGIN, TAPE, TapeFields, code_of, read_tape, tasks_of
+from forerun.kernels.steps import DO_EMBED as DO_EMBED
+from forerun.kernels.steps import DO_LINEAR as DO_LINEAR
+from forerun.kernels.steps import DO_NORM as DO_NORM
+from forerun.kernels.steps import DO_PLAINLY as DO_PLAINLY
+from forerun.kernels.steps import DO_SCAN as DO_SCAN
+from forerun.kernels.steps import DO_SETTLE as DO_SETTLE
+from forerun.kernels.steps import DO_TURN as DO_TURN
 from forerun.kernels.tiles import ticket
 from forerun.kernels.vector import I64, LINE, Code, Emitter, intrinsic, intrinsic_code
 
-OP_BYTES = LINE * math.ceil(max(job.size for job in (ATTEND, EMBED, NORM, ROTARY, LINEAR)) / LINE)
+OP_BYTES = LINE + max(job.size for job in (ATTEND, EMBED, NORM, ROTARY, LINEAR))
+"""Bytes of an operation: a line with the addresses of machine code, and its fields."""
 COUNTER = 2 * LINE
 """Bytes of an operation's counters: tasks taken, and in another line of memory tasks done."""
-DO_EMBED, DO_NORM, DO_LINEAR, DO_TURN, DO_SCAN, DO_SETTLE, DO_PLAINLY = range(7)
 SPINS = 2000
 """Times that a thread looks again before it lets others have its core: some ten microseconds."""
-
-
-class TapeFields(NamedTuple):
-    """One pass, as the threads see it: addresses and counts.
-
-    Attributes:
-        threads: how many have come.
-        n, wanted: tokens, and those whose logits are wanted, which are listed.
-        x, y: of what a linear layer that names no place reads, and of its results.
-        rows, units, owners, positions, parents: of attention, see ``canonical.py``; ``owners`` has each token's row.
-        parts: room for attention's states.
-        slots: each thread's own room.
-    """
-
-    threads: int
-    ops: int
-    first: int
-    counters: int
-    n: int
-    wanted: int
-    wanted_list: int
-    ids: int
-    x: int
-    y: int
-    rows: int
-    units: int
-    unit_count: int
-    owners: int
-    positions: int
-    parents: int
-    parts: int
-    slots: int
-    slot_size: int
-
-
-TAPE = Job(TapeFields)
-read_tape = TAPE.reader()
 
 
 @compiled
@@ -77,18 +47,19 @@ def work(address: int) -> None:
     tape = read_tape(address)
     slot = tape.slots + ticket(address) * tape.slot_size
     for i in range(tape.ops):
-        op, counter = tape.first + i * OP_BYTES, tape.counters + i * COUNTER
-        tasks, ready, begun = _tasks(tape, op), i == 0, False
+        op, counter = tape.first + i * OP_BYTES + LINE, tape.counters + i * COUNTER
+        tasks, ready, begun = tasks_of(tape, op), i == 0, False
+        step, code = integers(op - LINE, 1)[0], op - LINE + 8
         while True:
             task = ticket(counter)
             if task >= tasks:
                 break
             if not ready:
-                _await(counter - COUNTER + LINE, _tasks(tape, op - OP_BYTES))
+                _await(counter - COUNTER + LINE, tasks_of(tape, op - OP_BYTES))
             if not begun:
-                _begin(tape, op, slot)
+                call5(step, address, op, code, BEGIN, slot)
             ready = begun = True
-            _do(tape, op, task, slot)
+            call5(step, address, op, code, task, slot)
             ticket(counter + LINE)
 
 
@@ -104,52 +75,6 @@ def _await(counter: int, tasks: int) -> None:
             give_way()
 
 
-@compiled
-def _tasks(tape: TapeFields, op: int) -> int:
-    code = integers(op, 1)[0]
-    if code == DO_LINEAR:
-        return linear_tasks(read_linear(op))
-    if code == DO_NORM:
-        return tape.wanted if read_norm(op).which else tape.n
-    if code == DO_SCAN:
-        return tape.unit_count * read_attend(op).kv_heads
-    if code == DO_SETTLE:
-        return tape.n * read_attend(op).kv_heads
-    if code == DO_PLAINLY:
-        return tape.n * read_attend(op).heads
-    return tape.n
-
-
-@compiled
-def _begin(tape: TapeFields, op: int, slot: int) -> None:
-    """What a thread does once before its tasks of an operation."""
-    if integers(op, 1)[0] == DO_LINEAR:
-        linear = read_linear(op)
-        x = linear.x if linear.x else tape.x
-        linear_begin(linear, tape.wanted if linear.which else tape.n, x, slot)
-
-
-@compiled
-def _do(tape: TapeFields, op: int, task: int, slot: int) -> None:
-    code = integers(op, 1)[0]
-    if code == DO_LINEAR:
-        linear = read_linear(op)
-        linear_task(linear, tape.wanted if linear.which else tape.n, linear.y if linear.y else tape.y, task, slot)
-    elif code == DO_NORM:
-        norm(read_norm(op), tape.wanted_list, task, slot)
-    elif code == DO_EMBED:
-        embed(read_embed(op), tape.ids, task, slot)
-    elif code == DO_TURN:
-        turn(read_rotary(op), tape.rows, tape.owners, tape.positions, task, slot)
-    elif code == DO_SCAN:
-        scan(read_attend(op), tape.rows, tape.units, tape.positions, tape.parts, task, slot)
-    elif code == DO_PLAINLY:
-        attend_plainly(read_attend(op), tape.rows, tape.owners, tape.positions, tape.parents, task, slot)
-    else:
-        attend = read_attend(op)
-        settle(attend, tape.rows, tape.owners, tape.positions, tape.parents, tape.parts, task, slot)
-
-
 class Program:
     """Operations in their order, with their counters.
 
@@ -163,7 +88,9 @@ class Program:
         self._header = _aligned(TAPE.size)
         self._count = len(ops)
         for i, (job, fields) in enumerate(ops):
-            job.layout.pack_into(self._records.data, i * OP_BYTES, *fields)
+            code = code_of(fields)
+            struct.pack_into(f"{len(code)}q", self._records.data, i * OP_BYTES, *code)
+            job.layout.pack_into(self._records.data, i * OP_BYTES + LINE, *fields)
 
     def run(self, **fields: int) -> None:
         """Go through all operations on torch's threads."""

@@ -54,8 +54,17 @@ def wide() -> bool:
 
 
 def fused() -> bool:
-    """Whether ``fma`` is an instruction and not a call."""
-    return "+fma" in features() or platform.machine().lower() in ("aarch64", "arm64")
+    """Whether kernels can be used."""
+    return unusable() is None
+
+
+def unusable() -> str | None:
+    """Why kernels cannot be used: nothing compiles them, or ``fma`` is a call and no instruction."""
+    if config.DISABLE_JIT:
+        return "numba's compiler is switched off (NUMBA_DISABLE_JIT)"
+    if "+fma" in features() or platform.machine().lower() in ("aarch64", "arm64"):
+        return None
+    return "the processor has no fused multiply-add"
 
 
 def intrinsic(function: Callable[..., Code]) -> Any:

@@ -1,7 +1,7 @@
 """Whether a token's logits have the same bits whatever shares its pass: found out, not concluded from names.
 
-A text is read in one pass, then in passes of 1 to 64 tokens, then as a branch of a tree beside wrong ones, packed with
-another text. All logits must be equal, bit for bit. Then speculative decoding gives bit for bit what plain decoding gives.
+A text is read in one pass, then in passes of 1 to 64 tokens, then as a branch of a tree beside wrong ones, alone and
+packed with another text. All logits must be equal, bit for bit. Then so are texts with drafts and without.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.kernels.vector import unusable
 from forerun.model.scorer import Scorer
 from forerun.tree import ROOT, DraftTree, IntArray
 
@@ -22,6 +23,8 @@ PASSES = (1, 2, 3, 5, 8, 13, 16, 24, 64)
 """Tokens of the passes that a text is read in."""
 BRANCH = 9
 """Tokens of the tree's right branch."""
+ALONE = "a branch of a tree rounds unlike the text alone"
+BESIDE = "a text beside another row rounds unlike the text alone"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ def probe(scorer: Scorer, limit: int | None = None) -> Exactness:
     """
     if scorer.device.type != "cpu":
         return Exactness("rounding", f"there is no kernel for {scorer.device.type} that sums in one order")
+    if (reason := unusable()) is not None:
+        return Exactness("rounding", reason)
     sizes = list(PASSES)
     while limit is not None and len(sizes) > 1 and sum(sizes) + 1 > limit:
         sizes.pop()
@@ -58,8 +63,9 @@ def probe(scorer: Scorer, limit: int | None = None) -> Exactness:
             size = sizes[int(np.searchsorted(np.cumsum(sizes), position, side="right"))]
             return Exactness("rounding", f"a pass over {size} tokens rounds unlike one over {len(text)}")
     branch = min(BRANCH, len(text) // 2)
-    if branch and not _in_a_tree(scorer, text, branch, whole):
-        return Exactness("rounding", "a branch of a tree, beside another row, rounds unlike the text alone")
+    for others, reason in ((0, ALONE), (1, BESIDE)) if branch else ():
+        if not _in_a_tree(scorer, text, branch, whole, others):
+            return Exactness("rounding", reason)
     return Exactness("bitwise")
 
 
@@ -74,21 +80,29 @@ def _read(scorer: Scorer, text: IntArray, sizes: Sequence[int]) -> torch.Tensor:
     return torch.cat(found)
 
 
-def _in_a_tree(scorer: Scorer, text: IntArray, branch: int, whole: torch.Tensor) -> bool:
-    """Whether a branch's logits are those of the text, with wrong branches beside it and another row."""
-    caches, start = [FullCache(), FullCache()], len(text) - branch - 1
+def _in_a_tree(scorer: Scorer, text: IntArray, branch: int, whole: torch.Tensor, others: int) -> bool:
+    """Whether a branch's logits are those of the text, with wrong branches beside it, and other rows."""
+    start, wrong = len(text) - branch - 1, (text + 1) % scorer.vocabulary
+    caches = [FullCache() for _ in range(others + 1)]
     for cache in caches:
         block = Block(text[:start], DraftTree.empty(), 0)
         scorer.score([block], [cache])
         cache.commit(block, [])
-    wrong = (text + 1) % scorer.vocabulary
-    tokens, parents, places, above = [], [], [], ROOT
-    for i in range(branch):
-        tokens += [int(wrong[start + 1 + i]), int(text[start + 1 + i])]
+    tree, places = _with_wrong_branches(text[start + 1 :], wrong[start + 1 :])
+    trees = [DraftTree.chain(wrong[:5])] * others + [tree]
+    logits = scorer.score([Block(text[start : start + 1], each, start) for each in trees], caches)[-1]
+    return torch.equal(logits[[0, *places]], whole[start:])
+
+
+def _with_wrong_branches(right: IntArray, wrong: IntArray) -> tuple[DraftTree, list[int]]:
+    """A tree with a wrong token beside each right one; and in which rows of its logits the right ones' are."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    places: list[int] = []
+    above = ROOT
+    for pair in zip(wrong.tolist(), right.tolist(), strict=True):
+        tokens += pair
         parents += [above, above]
         above = len(tokens) - 1
         places.append(above + 1)
-    tree = DraftTree(np.array(tokens), np.array(parents))
-    blocks = [Block(text[start : start + 1], each, start) for each in (DraftTree.chain(wrong[:5]), tree)]
-    logits = scorer.score(blocks, caches)[1]
-    return torch.equal(logits[[0, *places]], whole[start:])
+    return DraftTree(np.array(tokens), np.array(parents)), places

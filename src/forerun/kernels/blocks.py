@@ -1,0 +1,164 @@
+"""What both operations of attention do with tiles of queries and a block of keys, for ``canonical.py``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+
+from forerun.index.compiling import compiled
+from forerun.kernels.canonical import BLOCK, AttendCode, AttendOp, RowFields
+from forerun.kernels.memory import address_of, floats
+from forerun.kernels.rowwise import LOG2E, soften
+from forerun.kernels.tiles import (
+    QUERIES,
+    STATE,
+    TILES,
+    VECTORS,
+    copy_floats,
+    gather,
+    gather_vectors,
+    score,
+    score_tiles,
+    widen_bfloat16,
+    widen_float16,
+)
+from forerun.kernels.vector import I32, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
+
+LOWEST = -3e38
+"""Where the running maximum begins. Finite, so that differences are numbers."""
+
+
+@functools.cache
+def attend_code() -> AttendCode:
+    """The machine code that is called by its address, compiled or loaded the first time."""
+    return AttendCode(address_of(scores_of, 9), address_of(gather_tile, 8))
+
+
+@compiled
+def tiles_of(op: AttendOp, row: RowFields) -> int:
+    """Tiles of a row's queries, of one KV head."""
+    return (row.n * (op.heads // op.kv_heads) + QUERIES - 1) // QUERIES
+
+
+@compiled
+def shared(row: RowFields, place: int, position: int) -> tuple[int, int]:
+    """Where a tree's node goes its own way, at the beginning of a block, and up to where a scan takes a token."""
+    if place < row.straight:
+        return 0, position + 1
+    base = (row.start + row.straight) // BLOCK * BLOCK
+    return base, base
+
+
+@compiled
+def clear(op: AttendOp, states: int, tiles: int) -> None:
+    """Nothing seen yet."""
+    size = QUERIES * op.out_dim * 4 + STATE
+    for t in range(tiles):
+        floats(states + t * size, size // 4)[:] = np.float32(0)
+        floats(states + t * size + QUERIES * op.out_dim * 4, LANES)[:] = np.float32(LOWEST)
+
+
+@compiled
+def pack_one(op: AttendOp, token: int, head: int, i: int, to: int) -> None:
+    """A scaled query among four: vectors of four numbers of each of them."""
+    source = floats(op.q + token * op.q_row + head * op.q_head, op.dim)
+    packed = floats(to + 16 * i, op.dim * QUERIES)
+    for c in range(0, op.dim, 4):
+        at = c * QUERIES
+        for j in range(4):
+            packed[at + j] = np.float32(source[c + j] * np.float32(op.scale))
+
+
+@compiled
+def copy_row(op: AttendOp, source: int, dim: int, to: int) -> None:
+    """A row of the cache as floats."""
+    for c in range(0, dim, LANES):
+        if op.kind == 0:
+            copy_floats(source + c * 4, to + 4 * c)
+        elif op.kind == 1:
+            widen_bfloat16(source + c * 2, to + 4 * c)
+        else:
+            widen_float16(source + c * 2, to + 4 * c)
+
+
+@compiled
+def copy_block(op: AttendOp, rows: int, row: int, dim: int, count: int, to: int) -> None:
+    """``count`` rows as a whole block of floats, filled up with zeros."""
+    for i in range(count):
+        copy_row(op, rows + i * row, dim, to + 4 * i * dim)
+    if count < BLOCK:
+        floats(to + 4 * count * dim, (BLOCK - count) * dim)[:] = np.float32(0)
+
+
+@compiled
+def hide(weights: int, i: int, low: int, high: int) -> None:
+    """No weight for a query's keys before ``low`` and from ``high`` on."""
+    tile = floats(weights, BLOCK * QUERIES)
+    for key in range(BLOCK):
+        if key < low or key >= high:
+            tile[key // 4 * LANES + i * 4 + key % 4] = -np.inf
+
+
+@compiled
+def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
+    """Scores under the soft cap, if there is one."""
+    if op.softcap > 0:
+        floats(spare, 1)[0] = np.float32(op.softcap * LOG2E)
+        soften(weights, BLOCK * QUERIES // LANES, spare)
+
+
+@compiled
+def scores_of(dim: int, width: int, low: int, high: int, q: int, k: int, k_row: int, scores: int, ahead: int) -> None:
+    """Scores of tiles ``low`` to ``high`` over a block; asks for memory from ``ahead`` on, of numbers of ``width``."""
+    size, tile, t = BLOCK * QUERIES * 4, QUERIES * dim * 4, low
+    pace = LANES * width // ((high - low + TILES - 1) // TILES)
+    share = pace * (BLOCK * dim // LANES)
+    while t < high:
+        if t + TILES <= high:
+            score_tiles(q + t * tile, k, k_row, dim, BLOCK, scores + t * size, ahead, pace)
+            t += TILES
+        else:
+            score(q + t * tile, k, k_row, dim, BLOCK, scores + t * size, ahead, pace)
+            t += 1
+        ahead += share
+
+
+@compiled
+def gather_tile(out_dim: int, weights: int, state: int, v: int, v_row: int, out: int, ahead: int, pace: int) -> None:
+    """Scale a tile's outputs by the last block's factor and add the weighted values."""
+    c = 0
+    while c + VECTORS * LANES <= out_dim:
+        gather_vectors(weights, state, v + 4 * c, v_row, out_dim, BLOCK, out + 4 * c, ahead, pace)
+        ahead += pace * BLOCK * VECTORS
+        c += VECTORS * LANES
+    while c < out_dim:
+        gather(weights, state, v + 4 * c, v_row, out_dim, BLOCK, out + 4 * c, ahead, pace)
+        ahead += pace * BLOCK
+        c += LANES
+
+
+@intrinsic
+def join(typing: Any, running: Any, part: Any, vectors: Any) -> Code:
+    """Bring a tile's next piece into what was joined of it: maxima, sums of weights, outputs of ``vectors`` each."""
+
+    def emit(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value) -> None:
+        b = e.builder
+        own = e.times(vectors, QUERIES * LINE)
+        states = [e.at(tile, own) for tile in (running, part)]
+        before, new = (e.load(state) for state in states)
+        top = e.larger(before, new)
+        factors = [e.exp2(b.fsub(each, top)) for each in (before, new)]
+        sums = [e.load(e.at(state, LINE)) for state in states]
+        e.store(top, states[0])
+        e.store(e.fma(sums[0], factors[0], b.fmul(sums[1], factors[1])), e.at(states[0], LINE))
+        for i in range(QUERIES):
+            one, two = (e.everywhere(b.extract_element(factor, I32(4 * i))) for factor in factors)
+            with e.loop(vectors) as c:
+                at = e.at(e.times(vectors, i * LINE), e.times(c, LINE))
+                here = b.add(running, at)
+                e.store(e.fma(e.load(here), one, b.fmul(e.load(b.add(part, at)), two)), here)
+
+    return intrinsic_code(3, emit)

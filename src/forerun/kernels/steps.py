@@ -1,0 +1,153 @@
+"""What a thread does at a time: one task of one operation of a tape. Each is compiled by itself, where it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from forerun.index.compiling import compiled
+from forerun.kernels.blocks import attend_code
+from forerun.kernels.canonical import read_attend, read_attend_code
+from forerun.kernels.layers import embed, norm, read_embed, read_norm, read_rotary, turn
+from forerun.kernels.linear import linear_begin, linear_task, linear_tasks, panels_of, read_linear, read_panels
+from forerun.kernels.memory import Job, address_of, integers
+from forerun.kernels.pieces import scan
+from forerun.kernels.plain import attend_plainly
+from forerun.kernels.settling import settle
+
+DO_EMBED, DO_NORM, DO_LINEAR, DO_TURN, DO_SCAN, DO_SETTLE, DO_PLAINLY = range(7)
+BEGIN = -1
+"""In a task's place: what a thread does once before its tasks of an operation."""
+
+
+class TapeFields(NamedTuple):
+    """One pass, as the threads see it: addresses and counts.
+
+    Attributes:
+        threads: how many have come.
+        n, wanted: tokens, and those whose logits are wanted, which are listed.
+        x, y: of what a linear layer that names no place reads, and of its results.
+        rows, units, owners, positions, parents: of attention, see ``canonical.py``; ``owners`` has each token's row.
+        parts: room for attention's states.
+        slots: each thread's own room.
+    """
+
+    threads: int
+    ops: int
+    first: int
+    counters: int
+    n: int
+    wanted: int
+    wanted_list: int
+    ids: int
+    x: int
+    y: int
+    rows: int
+    units: int
+    unit_count: int
+    owners: int
+    positions: int
+    parents: int
+    parts: int
+    slots: int
+    slot_size: int
+
+
+TAPE = Job(TapeFields)
+read_tape = TAPE.reader()
+
+
+@compiled
+def tasks_of(tape: TapeFields, op: int) -> int:
+    """How many tasks an operation has."""
+    code = integers(op, 1)[0]
+    if code == DO_LINEAR:
+        return linear_tasks(read_linear(op))
+    if code == DO_NORM:
+        return tape.wanted if read_norm(op).which else tape.n
+    if code == DO_SCAN:
+        return int(tape.unit_count * read_attend(op).kv_heads)
+    if code == DO_SETTLE:
+        return int(tape.n * read_attend(op).kv_heads)
+    if code == DO_PLAINLY:
+        return int(tape.n * read_attend(op).heads)
+    return tape.n
+
+
+@compiled
+def do_linear(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """Some panels for all tokens."""
+    tape, linear, panels = read_tape(address), read_linear(op), read_panels(code)
+    n = tape.wanted if linear.which else tape.n
+    if task == BEGIN:
+        linear_begin(linear, panels, n, linear.x if linear.x else tape.x, slot)
+    else:
+        linear_task(linear, panels, n, linear.y if linear.y else tape.y, task, slot)
+
+
+@compiled
+def do_norm(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token."""
+    if task != BEGIN:
+        norm(read_norm(op), read_tape(address).wanted_list, task, slot)
+
+
+@compiled
+def do_embed(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token."""
+    if task != BEGIN:
+        embed(read_embed(op), read_tape(address).ids, task, slot)
+
+
+@compiled
+def do_turn(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token."""
+    if task != BEGIN:
+        tape = read_tape(address)
+        turn(read_rotary(op), tape.rows, tape.owners, tape.positions, task, slot)
+
+
+@compiled
+def do_scan(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One unit and KV head."""
+    if task != BEGIN:
+        tape = read_tape(address)
+        scan(read_attend(op), read_attend_code(code), tape.rows, tape.units, tape.positions, tape.parts, task, slot)
+
+
+@compiled
+def do_settle(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token and KV head."""
+    if task != BEGIN:
+        tape = read_tape(address)
+        settle(
+            read_attend(op), read_attend_code(code), tape.rows, tape.owners, tape.positions, tape.parents, tape.parts,
+            task, slot,
+        )  # fmt: skip
+
+
+@compiled
+def do_plainly(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token and head."""
+    if task != BEGIN:
+        tape = read_tape(address)
+        attend_plainly(read_attend(op), tape.rows, tape.owners, tape.positions, tape.parents, task, slot)
+
+
+STEPS: dict[int, Callable[[int, int, int, int, int], None]] = {
+    DO_EMBED: do_embed,
+    DO_NORM: do_norm,
+    DO_LINEAR: do_linear,
+    DO_TURN: do_turn,
+    DO_SCAN: do_scan,
+    DO_SETTLE: do_settle,
+    DO_PLAINLY: do_plainly,
+}
+
+
+def code_of(fields: Any) -> tuple[int, ...]:
+    """Where the machine code of an operation is: what does a task, and what that calls."""
+    step = address_of(STEPS[fields.code], 5)
+    if fields.code == DO_LINEAR:
+        return (step, *panels_of(fields.kind))
+    return (step, *attend_code()) if fields.code in (DO_SCAN, DO_SETTLE) else (step,)
