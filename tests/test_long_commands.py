@@ -13,6 +13,7 @@ from tiny import tiny
 from typer.testing import CliRunner, Result
 
 from forerun.bench.longcontext import Prefilled
+from forerun.bench.telling import telling
 from forerun.bench.triforce import TriforceBench
 from forerun.cli import app
 from forerun.model.load import load
@@ -39,6 +40,15 @@ LITTLE = ["--cache-budget", "32", "--window", "16", "--gamma2", "3", "--batch-bu
 
 def measured(saved: str, texts: list[str], out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["bench", "triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
+
+
+def test_what_is_slow_says_now_and_then_how_far_it_is() -> None:
+    lines: list[str] = []
+    times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 30.0, 30.0])
+    tell = telling(lines.append, "h2o reads", lambda: next(times))
+    for done in (500, 1000, 1500, 2000):
+        tell(done, 7500)
+    assert lines == ["  h2o reads: 1,000 of 7,500 tokens", "  h2o reads: 2,000 of 7,500 tokens"]
 
 
 def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved: str, tmp_path: Path) -> None:

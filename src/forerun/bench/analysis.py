@@ -8,8 +8,7 @@ sum(min(p, q)), the chance that rejection sampling accepts (TriForce, table 1 an
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ from forerun.bench.longcontext import Prefilled
 from forerun.bench.longrows import Row
 from forerun.bench.needles import Haystack
 from forerun.bench.reading import Meter, Reading
+from forerun.bench.telling import Say, quietly, telling
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.view import View
@@ -38,26 +38,6 @@ class Reader:
 
 Readers = Mapping[str, Reader]
 Caches = dict[str, Cache]
-Say = Callable[[str], None]
-SILENCE = 10.0
-"""Seconds after which something slow says how far it is."""
-
-
-def quietly(line: str) -> None:
-    """Say nothing."""
-
-
-def telling(say: Say, what: str) -> Callable[[int, int], None]:
-    """Call it with what is done and to do; it says so now and then."""
-    told = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > SILENCE:
-            told = time.monotonic()
-            say(f"  {what}: {done:,} of {total:,} tokens")
-
-    return tell
 
 
 class Follower:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.bench.telling import Say, quietly, telling
 from forerun.caches.full import FullCache
 from forerun.engine import Engine
 from forerun.model.level import read
@@ -74,12 +75,18 @@ class Prefilled:
         return float(np.interp(self.held, done, seconds))
 
 
-def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
+def prefill(engine: Engine, tokens: Tokens, room: int, say: Say = quietly) -> Prefilled:
     """Read a prompt, with room for ``room`` tokens behind it, and keep its last queries."""
     engine.target.keeps_queries = True
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
-    cache = engine.prefill(tokens, room, lambda done, total: read.append((done, time.perf_counter() - begin)))
+    tell = telling(say, "read")
+
+    def on_read(done: int, total: int) -> None:
+        read.append((done, time.perf_counter() - begin))
+        tell(done, total)
+
+    cache = engine.prefill(tokens, room, on_read)
     return Prefilled(tokens, cache, read, queries=cache.queries)
 
 
@@ -181,7 +188,7 @@ class LongBench:
         say: told of each run as it ends.
     """
 
-    def __init__(self, engine: Engine, rounds: int, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, engine: Engine, rounds: int, say: Say = quietly) -> None:
         self.engine = engine
         self.rounds = rounds
         self._say = say

@@ -17,6 +17,7 @@ import torch
 
 from forerun.bench.longcontext import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled
 from forerun.bench.longrows import Row, summarise
+from forerun.bench.telling import Say, quietly
 from forerun.bench.texts import Texts
 from forerun.block import Block
 from forerun.caches.base import Cache
@@ -72,9 +73,9 @@ def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
     return Haystack(texts.encode(text), questions)
 
 
-def read_text(engine: Engine, haystack: Haystack, room: int) -> Prefilled:
+def read_text(engine: Engine, haystack: Haystack, room: int, say: Say = quietly) -> Prefilled:
     """The text alone, all of it read, with room for ``room`` tokens behind it."""
-    whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room)
+    whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room, say)
     return Prefilled(haystack.text, whole.cache, whole.read, len(haystack.text))
 
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forerun.bench import analysis_report as pages
-from forerun.bench.analysis import Reader, Readers, Say, on_needles, on_prose
+from forerun.bench.analysis import Reader, Readers, on_needles, on_prose
 from forerun.bench.longcontext import Prefilled, sampled
 from forerun.bench.longrows import Row
 from forerun.bench.needles import Haystack
 from forerun.bench.recovery import locality_rows, top_rows, watch
 from forerun.bench.tables import Report
+from forerun.bench.telling import Say
 from forerun.bench.trees import tree_rows
 from forerun.engine import Engine
 from forerun.model.scorer import Scorer

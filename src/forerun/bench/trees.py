@@ -6,13 +6,14 @@ not depend on the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from forerun.bench.longcontext import Prefilled, RequestMaker
 from forerun.bench.longrows import Row
+from forerun.bench.telling import Say, quietly
 from forerun.block import Block
 from forerun.caches.view import View
 from forerun.drafters.model import ModelDrafter
@@ -71,7 +72,7 @@ def tree_rows(
     sizes: Sequence[int],
     settings: Settings,
     make: RequestMaker,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = quietly,
 ) -> list[Row]:
     """A row for each shape and size: tokens per step of the target.
 

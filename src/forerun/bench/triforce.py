@@ -14,6 +14,7 @@ from forerun.bench.longrows import Row, summarise
 from forerun.bench.needles import Haystack
 from forerun.bench.reading import at_end
 from forerun.bench.tables import Report
+from forerun.bench.telling import Say
 from forerun.bench.triforce_report import (
     report_batches,
     report_budgets,
@@ -24,7 +25,6 @@ from forerun.bench.triforce_report import (
 from forerun.recipes import RECIPES
 from forerun.settings import Settings
 
-Say = Callable[[str], None]
 MakerAt = Callable[[float], RequestMaker]
 """Makes requests for a temperature."""
 ReadPrompt = Callable[[int, int], Prefilled]

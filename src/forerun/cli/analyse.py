@@ -11,7 +11,7 @@ from forerun.cli.deliver import Delivery
 from forerun.cli.long_options import ANALYSE_PARTS, AnalyseOptions, check_positions, names, numbers, plain
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
-from forerun.cli.terminal import stderr, working
+from forerun.cli.terminal import say, stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
 from forerun.model.requests import position_limit
@@ -19,8 +19,7 @@ from forerun.model.requests import position_limit
 
 def run(options: AnalyseOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
-    console = stderr()
-    with working(console, "loading"):
+    with working(stderr(), "loading"):
         model, tokenizer = load(
             options.model,
             options.dtype,
@@ -38,13 +37,13 @@ def run(options: AnalyseOptions) -> None:
     haystack = needles.build(texts, 0, sizes.contexts[-1], options.needles) if "acceptance" in wanted else None
     prompts = []
     for index in range(options.prompts):
-        console.print(f"reading prompt {index + 1} of {options.prompts}: {sizes.contexts[-1]:,} tokens")
-        prompts.append(prefill(engine, texts.tokens(index, sizes.contexts[-1]), room))
+        say(f"reading prompt {index + 1} of {options.prompts}: {sizes.contexts[-1]:,} tokens")
+        prompts.append(prefill(engine, texts.tokens(index, sizes.contexts[-1]), room, say))
     report = Report("Sparse caches as drafters", plain(options))
     delivery = Delivery(report, options.out, "analyse", options.json)
-    analysis = Analysis(engine.target, settings, sizes, prompts, report, console.print, delivery.save, delivery.part)
+    analysis = Analysis(engine.target, settings, sizes, prompts, report, say, delivery.save, delivery.part)
     if haystack is not None:
-        analysis.acceptance(lambda: needles.read_text(engine, haystack, room), haystack)
+        analysis.acceptance(lambda: needles.read_text(engine, haystack, room, say), haystack)
     for part in ANALYSE_PARTS:  # in an order in which none takes away what another needs
         if part in wanted and part != "acceptance":
             getattr(analysis, part)()

@@ -40,6 +40,11 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(line: str) -> None:
+    """A line about what is under way, on stderr; nothing wraps it."""
+    stderr().print(line, soft_wrap=True, markup=False)
+
+
 def _no_colour(colour: bool | None) -> bool:
     return not colour if colour is not None else bool(os.environ.get("NO_COLOR"))
 

@@ -17,7 +17,7 @@ from forerun.cli.deliver import Delivery
 from forerun.cli.long_options import TRIFORCE_PARTS, TriforceOptions, check_positions, names, numbers, plain
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
-from forerun.cli.terminal import stderr, working
+from forerun.cli.terminal import say, stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
 from forerun.model.requests import position_limit
@@ -52,20 +52,19 @@ class Subject:
 def run(options: TriforceOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     named = _named(options)
-    console = stderr()
-    with working(console, "loading"):
+    with working(stderr(), "loading"):
         subject = (_real if options.simulate_acceptance is None else _simulated)(options, named)
     dtype = str(subject.engine.target.model.dtype).removeprefix("torch.")
     report = Report("TriForce on long contexts", plain(options) | {"dtype": dtype}, subject.label)
     delivery = Delivery(report, options.out, "triforce", options.json)
     bench = TriforceBench(
-        LongBench(subject.engine, options.rounds, console.print),
+        LongBench(subject.engine, options.rounds, say),
         subject.settings,
         _sizes(options, subject),
         subject.read,
         subject.make,
         report,
-        console.print,
+        say,
         delivery.save,
         delivery.part,
     )
@@ -85,7 +84,7 @@ def _measure(bench: TriforceBench, options: TriforceOptions, subject: Subject) -
         bench.batches()
     if haystack is not None:
         bench.say(f"reading a text of {len(haystack.text):,} tokens")
-        bench.needles(haystack, needles.read_text(subject.engine, haystack, _room(options)))
+        bench.needles(haystack, needles.read_text(subject.engine, haystack, _room(options), say))
 
 
 def _check_texts(sizes: Sizes, texts: Texts, parts: Sequence[str]) -> None:
@@ -130,7 +129,7 @@ def _real(options: TriforceOptions, named: list[str]) -> Subject:
     engine = Engine(model, "none", tokenizer=tokenizer)
 
     def read(index: int, length: int) -> Prefilled:
-        return prefill(engine, texts.tokens(index, length), _room(options))
+        return prefill(engine, texts.tokens(index, length), _room(options), say)
 
     def make(temperature: float) -> RequestMaker:
         return sampled(temperature, options.max_new_tokens)
