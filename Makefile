@@ -10,7 +10,7 @@ demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
 	$(BIN)/forerun demo
 
 test: $(READY) ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(READY) ## format check, ruff, mypy
 	$(BIN)/ruff format --check .

@@ -278,7 +278,7 @@ def test_an_audit_passes_and_says_in_which_dtype(model: str) -> None:
     result = audit(model, "-p", PROMPT, "-d", "trie", "-d", "lookup")
     assert result.exit_code == 0, result.output
     assert "audit in float64" in result.stdout
-    assert "All 12 texts are equal, token for token." in result.stdout  # one prompt: alone and twice in a batch
+    assert "All 14 texts are equal, token for token." in result.stdout  # one prompt, greedy beside two texts
     assert "'magic'" in audit(model, "-p", PROMPT, "-d", "magic").stderr
     assert "--prompt" in call("audit", "-m", model).stderr
 
