@@ -16,8 +16,10 @@ from forerun.bench.longcontext import Prefilled
 from forerun.bench.telling import telling
 from forerun.bench.triforce import TriforceBench
 from forerun.cli import app
+from forerun.cli.long_options import CACHES
 from forerun.model.load import load
 from forerun.model.stretch import stretch
+from forerun.recipes import SPARSE
 from forerun.settings import Settings
 
 
@@ -126,3 +128,29 @@ def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
             stretch(tiny(name).config, 2)
     with pytest.raises(ValueError, match="factor is 1; it must be above 1"):
         stretch(tiny("llama").config, 1)
+
+
+def test_caches_can_be_left_out_of_an_analysis(saved: str, tmp_path: Path) -> None:
+    assert set(CACHES) == set(SPARSE)
+    sizes = [
+        "--contexts",
+        "200",
+        "--budgets",
+        "16,32",
+        "--chunk",
+        "2",
+        "--parts",
+        "budgets",
+        "--prompts",
+        "2",
+        "-n",
+        "3",
+    ]
+    common = [*books(tmp_path, 400), "--cache-budget", "32", "--chunks", "2", "--out", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(app, ["analyse", "-m", saved, *sizes, *common, "--caches", "retrieval,low-rank"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["parts"]["budgets"]
+    assert {row["reader"] for row in rows} == {"retrieval", "low-rank"}
+    assert {row["positions"] for row in rows} == {6}
+    done = CliRunner().invoke(app, ["analyse", "--caches", "magic"])
+    assert done.exit_code == 2 and "--caches has 'magic'; known are low-rank, retrieval" in done.stderr

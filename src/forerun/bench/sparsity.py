@@ -54,6 +54,7 @@ class Analysis:
         prompts: the longest contexts, read.
         report: to be filled.
         say: told what is under way.
+        caches: of ``forerun.recipes.SPARSE``, those that are compared.
         save: called when the report has more of a part.
         part: called when the report has all of one.
     """
@@ -64,6 +65,7 @@ class Analysis:
     prompts: Sequence[Prefilled]
     report: Report
     say: Say
+    caches: Sequence[str] = tuple(SPARSE)
     save: Callable[[], None] = lambda: None
     part: Callable[[], None] = lambda: None
 
@@ -92,8 +94,8 @@ class Analysis:
         done: list[Row] = []
         for chunk in self.sizes.chunks:
             self.say(f"chunks of {chunk:,}")
-            readers = self._sparse(replace(self.settings, chunk=chunk))
-            done = self._greedy(done, {"retrieval": readers["retrieval"]}, pages.report_chunks, chunk=chunk)
+            readers = self._sparse(replace(self.settings, chunk=chunk), ["retrieval"])
+            done = self._greedy(done, readers, pages.report_chunks, chunk=chunk)
         self.part()
 
     def recovery(self) -> None:
@@ -144,8 +146,8 @@ class Analysis:
             self.save()
         return found
 
-    def _sparse(self, settings: Settings) -> dict[str, Reader]:
-        return {name: Reader(self.target, make(settings)) for name, make in SPARSE.items()}
+    def _sparse(self, settings: Settings, names: Sequence[str] = ()) -> dict[str, Reader]:
+        return {name: Reader(self.target, SPARSE[name](settings)) for name in names or self.caches}
 
     def _small(self) -> dict[str, Reader]:
         if self.settings.draft_model is None:

@@ -8,7 +8,7 @@ from forerun.bench.sparsity import Analysis, Sizes
 from forerun.bench.tables import Report
 from forerun.bench.texts import Texts
 from forerun.cli.deliver import Delivery
-from forerun.cli.long_options import ANALYSE_PARTS, AnalyseOptions, check_positions, names, numbers, plain
+from forerun.cli.long_options import ANALYSE_PARTS, CACHES, AnalyseOptions, check_positions, names, numbers, plain
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import say, stderr, working
@@ -39,9 +39,10 @@ def run(options: AnalyseOptions) -> None:
     for index in range(options.prompts):
         say(f"reading prompt {index + 1} of {options.prompts}: {sizes.contexts[-1]:,} tokens")
         prompts.append(prefill(engine, texts.tokens(index, sizes.contexts[-1]), room, say))
+    caches = names("--caches", options.caches, CACHES)
     report = Report("Sparse caches as drafters", plain(options))
     delivery = Delivery(report, options.out, "analyse", options.json)
-    analysis = Analysis(engine.target, settings, sizes, prompts, report, say, delivery.save, delivery.part)
+    analysis = Analysis(engine.target, settings, sizes, prompts, report, say, caches, delivery.save, delivery.part)
     if haystack is not None:
         analysis.acceptance(lambda: needles.read_text(engine, haystack, room, say), haystack)
     for part in ANALYSE_PARTS:  # in an order in which none takes away what another needs

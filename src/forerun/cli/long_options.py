@@ -28,6 +28,7 @@ Prompts = Annotated[int, option("--prompts", panel=_TEXT, help="For each context
 Needles = Annotated[int, option("--needles", panel=_TEXT, help="Facts asked from one text.", min=1)]
 AnyDtype = Annotated[Dtype, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")]
 TRIFORCE_PARTS = ("temperatures", "budgets", "contexts", "batches", "needles")
+CACHES = ("low-rank", "retrieval", "streaming", "h2o", "topk")
 ANALYSE_PARTS = ("acceptance", "budgets", "chunks", "recovery", "trees", "divergence")
 
 
@@ -191,6 +192,9 @@ class AnalyseOptions(LongOptions):
     chunks: Annotated[str, _list("--chunks", _LONG, "Chunk sizes, to compare at --cache-budget.")] = (
         "1,2,4,8,16,32,64,128"
     )
+    caches: Annotated[str, _list("--caches", _LONG, f"To compare, of {', '.join(CACHES)}; h2o and topk are slow.")] = (
+        ",".join(CACHES)
+    )
     nodes: Annotated[str, _list("--nodes", _LONG, "Sizes of draft trees.")] = "4,8,16,32,64"
     prompts: Prompts = 1
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=2)] = 256
@@ -201,6 +205,7 @@ class AnalyseOptions(LongOptions):
 
     def __post_init__(self) -> None:
         names("--parts", self.parts, ANALYSE_PARTS)
+        names("--caches", self.caches, CACHES)
         check_yarn(self.yarn)
         numbers("--contexts", self.contexts, int, 16)
         numbers("--temperatures", self.temperatures, float, 0.0)
