@@ -37,7 +37,9 @@ def test_a_lossless_model_passes_every_check_of_every_drafter() -> None:
     assert report.dtype == "float64"
     assert not report.divergences
     found = {(c.drafter, c.check) for c in report.comparisons}
-    assert found == {(name, check) for name in buildable(Settings()) for check in ("greedy", "plain", "coupled", "batch")}
+    assert found == {
+        (name, check) for name in buildable(Settings()) for check in ("greedy", "plain", "coupled", "batch")
+    }
     assert sum(c.accepted for c in report.comparisons) > 30
     assert all(c.tokens for c in report.comparisons)
 

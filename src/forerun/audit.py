@@ -2,9 +2,9 @@
 
 Four checks for each drafter: its greedy text is that of ``transformers``' own ``generate``, and that of Forerun without
 a drafter; its sampled text is that of plain sampling for the same seed; its text in a batch is its text alone. Where
-passes are bitwise exact (``forerun.model.exactness``), any difference but one from ``transformers`` is a failure. Where a
-text differs, the scores that the diverging step saw are compared with those of the model's own forward pass over the same
-tokens:
+passes are bitwise exact (``forerun.model.exactness``), any difference but one from ``transformers`` is a failure. Where
+a text differs, the scores that the diverging step saw are compared with those of the model's own forward pass over the
+same tokens:
 
 - ``error`` is how far the step's logits are off, relative (norms over the vocabulary, as in ``forerun.model.gate``);
 - ``margin`` is the gap between the two tokens in the model's own processed scores, noise included when sampled;

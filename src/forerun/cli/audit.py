@@ -32,7 +32,12 @@ from forerun.reference import demo_prompts
 SMALL = 100_000_000
 """Parameters up to which float64 is affordable."""
 
-REFERENCES = {"greedy": "transformers' generate", "plain": "no drafter", "coupled": "plain sampling", "batch": "each prompt alone"}
+REFERENCES = {
+    "greedy": "transformers' generate",
+    "plain": "no drafter",
+    "coupled": "plain sampling",
+    "batch": "each prompt alone",
+}
 FAILED = 1
 
 
