@@ -14,9 +14,10 @@ from forerun.bench import report
 from forerun.bench.chat import Prompt
 from forerun.bench.contestants import PADDED, Bench
 from forerun.bench.continuations import continuations
+from forerun.bench.journal import Journal, Key
 from forerun.bench.prompts import Counts, build_jobs
 from forerun.bench.replay import Recorded, Selection, replay
-from forerun.bench.speed import BASELINE, Job, Run, Series
+from forerun.bench.speed import BASELINE, Contestant, Job, Rows, Run, Series, measure
 from forerun.cli import app
 from forerun.recipes import build_drafter
 from forerun.reference.tasks import Material
@@ -25,7 +26,7 @@ from forerun.reference.tasks import Material
 @pytest.fixture(scope="module")
 def series() -> list[Series]:
     job = Job("copy", PROMPTS[:2], PROMPTS[:2], 60)
-    return Bench(tiny("llama"), ["none", "lookup", "trie"], tiny("llama")).run([job], rounds=2)
+    return Bench(tiny("llama"), ["none", "lookup", "trie"], tiny("llama")).run(job, rounds=2)
 
 
 def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> None:
@@ -52,6 +53,48 @@ def test_speed_is_the_median_and_spread_the_extremes() -> None:
     assert one.tokens_per_second == 5
     assert one.spread == (2.5, 10)
     assert one.tokens_per_pass == 2
+
+
+def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Turns that were measured are not run again, and a turn that lacks a contestant is run anew, whole."""
+    runs: list[str] = []
+
+    def contestant(name: str) -> Contestant:
+        def run(rows: Rows, max_new_tokens: int) -> Run:
+            runs.append(name)
+            if len(runs) == 9:
+                raise KeyboardInterrupt
+            return Run([[1] * max_new_tokens for _ in rows], float(len(runs)), 3)
+
+        return Contestant(run)
+
+    two, path = {name: contestant(name) for name in "ab"}, tmp_path / "new" / "turns.jsonl"
+    groups = [[[1, 2]], [[3]]]
+    with pytest.raises(KeyboardInterrupt):  # two runs to warm up, three turns, and half a turn
+        measure(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}))
+    with path.open("a") as file:
+        file.write('{"key": ["t", 1')  # what a process leaves that is killed as it writes
+    again = measure(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 9 + 2 + 2
+    assert [[run.seconds for run in rounds] for rounds in again[0].runs] == [[3.0, 8.0], [6.0, 12.0]]
+    measure(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 13
+    measure(two | {"c": contestant("c")}, "t", groups, 9, 1, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 13 + 3 + 6
+    measure(two, "t", groups, 8, 1, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 22 + 2 + 4  # other texts
+
+
+def test_a_journal_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    journal = Journal(path, {"dtype": "float32"})
+    journal.add(Key.of("t", 0, [[1]], 4), {"a": {"seconds": 1.0}})
+    with pytest.raises(ValueError, match="measured with dtype 'float32' and this is 'bfloat16'; give another --out"):
+        Journal(path, {"dtype": "bfloat16"}, resume=True)
+    assert Journal(path, {"dtype": "float32"}).find(Key.of("t", 0, [[1]], 4), ["a"]) is None  # begun anew
+    path.write_text("# a page\n")
+    with pytest.raises(ValueError, match="is not a bench's journal"):
+        Journal(path, {}, resume=True)
 
 
 def test_a_report_is_written_in_three_forms(series: list[Series], tmp_path: Path) -> None:
@@ -105,8 +148,8 @@ def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them()
 
 def test_batches_give_the_texts_of_padded_ones_whatever_their_size() -> None:
     bench = Bench(tiny("llama"), ["none"])
-    found = bench.run_batches([*PROMPTS, PROMPTS[0]], [2, 4], 12, rounds=1)
-    for size, series in found.items():
+    for size in (2, 4):
+        series = bench.run_batches([*PROMPTS, PROMPTS[0]], size, 12, rounds=1)
         rows = report.summarise(series, PADDED)
         assert [row["contestant"] for row in rows] == [PADDED, "forerun none", "forerun trie"]
         assert all(row["same_output"] == 1 and row["texts"] == 4 for row in rows)

@@ -82,7 +82,7 @@ def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None
     model = tiny("llama")
     with loaded(subject(single()), [FAKE]) as found:
         bench = Bench(model, ["none"], others=found.contestants)
-        rows = report.summarise(bench.run([Job("t", [[7, 9, 11]], [], 6)], rounds=2))
+        rows = report.summarise(bench.run(Job("t", [[7, 9, 11]], [], 6), rounds=2))
     by_name = {row["contestant"]: row for row in rows}
     assert by_name["fake in text"]["tokens"] == 6
     assert by_name["fake"]["same_output"] == 0
@@ -147,7 +147,7 @@ def test_a_real_peer_gives_transformers_texts(kind: Kind) -> None:
     with loaded(Subject(model, tokenizer, None, 64), [kind]) as found:
         assert not found.absent
         bench = Bench(model, ["none"], others=found.contestants)
-        series = bench.run([Job("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12)], rounds=1)
+        series = bench.run(Job("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12), rounds=1)
     rows = report.summarise(series, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     shares = {row["contestant"]: row["same_output"] for row in rows if row["contestant"] in kind.variants}
     assert list(shares) == list(kind.variants)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.bench.speed import BASELINE, Contestant, Job, Progress, Rows, Run, Series, Tokens, measure
+from forerun.bench.journal import Journal
+from forerun.bench.speed import BASELINE, Contestant, Job, Rows, Run, Series, Tokens, measure
 from forerun.drafters.base import Drafter
 from forerun.engine import Engine
 from forerun.recipes import build_drafter
@@ -76,36 +77,36 @@ class Bench:
             self._engine(name)
         self._wrong = Engine(model, WrongDrafter())
 
-    def run(self, jobs: Sequence[Job], rounds: int, progress: Progress | None = None) -> list[Series]:
-        """Measure every contestant on every job."""
-        series: list[Series] = []
-        for done, job in enumerate(jobs):
-            if progress is not None:
-                progress(done, len(jobs))
-            groups = [[prompt] for prompt in job.prompts]
-            series += measure(self._contestants(job), job.task, groups, job.max_new_tokens, rounds)
-        return series
-
-    def run_batches(
-        self, prompts: Sequence[Tokens], sizes: Sequence[int], max_new_tokens: int, rounds: int
-    ) -> dict[int, list[Series]]:
-        """Measure the same prompts in batches of each size: padded by transformers, ragged by Forerun.
+    def run(self, job: Job, rounds: int, journal: Journal | None = None) -> list[Series]:
+        """Measure every contestant on a job.
 
         Args:
-            prompts: as many as the largest size; what is left over by a smaller one is not measured there.
-            sizes: of the batches.
+            job: its prompts are continued one at a time.
+            rounds: turns of each contestant for each prompt.
+            journal: see ``speed.measure``.
+        """
+        groups = [[prompt] for prompt in job.prompts]
+        return measure(self._contestants(job), job.task, groups, job.max_new_tokens, rounds, journal)
+
+    def run_batches(
+        self, prompts: Sequence[Tokens], size: int, max_new_tokens: int, rounds: int, journal: Journal | None = None
+    ) -> list[Series]:
+        """Measure prompts in batches: padded by transformers, ragged by Forerun.
+
+        Args:
+            prompts: those behind the last whole batch are not measured.
+            size: of the batches.
             max_new_tokens: of each row.
             rounds: turns of each contestant.
+            journal: see ``speed.measure``.
         """
         contestants = {
             PADDED: self._transformers(),
             "forerun none": self._forerun("none"),
             "forerun trie": self._forerun("trie"),
         }
-        return {
-            size: measure(contestants, f"batches of {size}", in_batches(prompts, size), max_new_tokens, rounds)
-            for size in sizes
-        }
+        groups = in_batches(prompts, size)
+        return measure(contestants, f"batches of {size}", groups, max_new_tokens, rounds, journal)
 
     def _contestants(self, job: Job) -> dict[str, Contestant]:
         found: dict[str, Contestant] = {

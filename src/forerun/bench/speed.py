@@ -7,8 +7,11 @@ to round, so that what slows the machine down slows all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
+from typing import Any
+
+from forerun.bench.journal import Journal, Key
 
 BASELINE = "transformers greedy"
 WARM_UP = 8
@@ -16,8 +19,8 @@ WARM_UP = 8
 Tokens = list[int]
 Rows = Sequence[Tokens]
 """One prompt, or those of a batch."""
+Row = dict[str, Any]
 Decode = Callable[[Tokens], str]
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,12 @@ def _same(mine: Tokens | str, theirs: Tokens | str, decode: Decode) -> bool:
 
 
 def measure(
-    contestants: Mapping[str, Contestant], task: str, groups: Sequence[Rows], max_new_tokens: int, rounds: int
+    contestants: Mapping[str, Contestant],
+    task: str,
+    groups: Sequence[Rows],
+    max_new_tokens: int,
+    rounds: int,
+    journal: Journal | None = None,
 ) -> list[Series]:
     """Let all of them continue all groups of rows, in turns.
 
@@ -117,16 +125,38 @@ def measure(
         groups: each a prompt or a batch of them.
         max_new_tokens: of each row.
         rounds: turns of each contestant for each group.
+        journal: turns that it holds are not measured again, and those that are measured are added.
     """
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
-    names = list(contestants)
-    for contestant in contestants.values():
-        contestant.prepare()
-        contestant.run(groups[0], min(WARM_UP, max_new_tokens))
+    warm = False
     for turn in range(rounds):
         for i, rows in enumerate(groups):
-            shift = (turn + i) % len(names)
-            for name in names[shift:] + names[:shift]:
-                contestants[name].prepare()
-                series[name].runs[i].append(contestants[name].run(rows, max_new_tokens))
+            key = Key.of(task, turn, rows, max_new_tokens)
+            runs = None if journal is None else journal.find(key, list(contestants))
+            if runs is None:
+                if not warm:
+                    _warm_up(contestants, rows, max_new_tokens)
+                    warm = True
+                runs = _turn(contestants, turn + i, rows, max_new_tokens)
+                if journal is not None:
+                    journal.add(key, runs)
+            for name, run in runs.items():
+                series[name].runs[i].append(Run(**run))
     return list(series.values())
+
+
+def _warm_up(contestants: Mapping[str, Contestant], rows: Rows, max_new_tokens: int) -> None:
+    for contestant in contestants.values():
+        contestant.prepare()
+        contestant.run(rows, min(WARM_UP, max_new_tokens))
+
+
+def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new_tokens: int) -> dict[str, Row]:
+    """A run of each, as plain values, the order rotated by ``shift``."""
+    names = list(contestants)
+    shift %= len(names)
+    runs: dict[str, Row] = {}
+    for name in names[shift:] + names[:shift]:
+        contestants[name].prepare()
+        runs[name] = asdict(contestants[name].run(rows, max_new_tokens))
+    return runs

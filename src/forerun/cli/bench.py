@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -14,11 +16,13 @@ from forerun.bench import own, report
 from forerun.bench.chat import Encoder
 from forerun.bench.contestants import PADDED, Bench
 from forerun.bench.continuations import continuations
+from forerun.bench.journal import Journal
+from forerun.bench.machine import machine
 from forerun.bench.peers.known import Loaded, Subject, check, loaded
 from forerun.bench.prompts import Counts, Tasks, build_jobs, own_jobs, positions_of
 from forerun.bench.questions import Files, questions
 from forerun.bench.report import Result, Row
-from forerun.bench.speed import Job, Tokens
+from forerun.bench.speed import Decode, Job, Tokens
 from forerun.cli.bench_options import PROMPTS, BenchOptions
 from forerun.cli.long_options import plain
 from forerun.cli.terminal import measuring, stderr, stdout, working
@@ -42,15 +46,44 @@ def run(options: BenchOptions) -> None:
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}")
     batched = in_turns(jobs, max(options.batches(), default=0))
-    with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:
-        bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer, peers.contestants)
-        with measuring(console) as progress:
-            series = bench.run(jobs, options.rounds, progress)
-    rows = report.summarise(series, decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
-    batches = _batches(bench, options, batched)
     dtype = str(target.dtype).removeprefix("torch.")
     settings = plain(options) | {"dtype": dtype, "tasks": tasks, "prompts": max(len(job.prompts) for job in jobs)}
-    _deliver(options, Result(rows, settings, batches, skipped | peers.absent, peers.notes))
+    journal = Journal(options.out / "speed-turns.jsonl", _about(options, dtype), options.resume)
+    with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:
+        bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer, peers.contestants)
+        result = Result([], settings, [], skipped | peers.absent, peers.notes)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        with measuring(console) as progress:
+            for rows, batches in _measured(bench, options, jobs, batched, journal, decode, progress):
+                result = replace(result, rows=[*result.rows, *rows], batches=[*result.batches, *batches])
+                paths = report.write(result, options.out, "speed")
+    _show(options, result, paths)
+
+
+def _measured(
+    bench: Bench,
+    options: BenchOptions,
+    jobs: Sequence[Job],
+    batched: Sequence[Tokens],
+    journal: Journal,
+    decode: Decode,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[list[Row], list[Row]]]:
+    """The rows of a task's table, or of a size of batches, as they are measured."""
+    total, new, rounds = len(jobs) + len(options.batches()), options.max_new_tokens, options.rounds
+    for done, job in enumerate(jobs):
+        progress(done, total)
+        yield report.summarise(bench.run(job, rounds, journal), decode=decode), []
+    for done, size in enumerate(options.batches(), len(jobs)):
+        progress(done, total)
+        rows = report.summarise(bench.run_batches(batched, size, new, rounds, journal), PADDED)
+        yield [], [{"batch": size} | row for row in rows]
+
+
+def _about(options: BenchOptions, dtype: str) -> dict[str, Any]:
+    """What turns of a journal have in common."""
+    here = machine()
+    return {"model": options.model, "dtype": dtype, **{name: here[name] for name in ("processor", "threads", "device")}}
 
 
 def _jobs(
@@ -118,15 +151,7 @@ def in_turns(jobs: Sequence[Job], count: int) -> list[Tokens]:
     return found[:count]
 
 
-def _batches(bench: Bench, options: BenchOptions, prompts: Sequence[Tokens]) -> list[Row]:
-    if not prompts:
-        return []
-    found = bench.run_batches(prompts, options.batches(), options.max_new_tokens, options.rounds)
-    return [{"batch": size} | row for size, series in found.items() for row in report.summarise(series, PADDED)]
-
-
-def _deliver(options: BenchOptions, result: Result) -> None:
-    paths = report.write(result, options.out, "speed")
+def _show(options: BenchOptions, result: Result, paths: Sequence[Path]) -> None:
     if options.json:
         print(json.dumps(result.json))  # noqa: T201
         return

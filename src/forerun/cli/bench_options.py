@@ -60,6 +60,9 @@ class BenchOptions:
         Path | None, option("--gguf", panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
     ] = None
     out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/bench")
+    resume: Annotated[
+        bool, option("--resume", panel=_OUTPUT, help="Go on with the journal in --out: what is in it is not run again.")
+    ] = False
     json: Json = False
     debug: Debug = False
 
