@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 import forerun.engine
 from forerun import Drafter, DraftTree
-from forerun.audit import Divergence, Plan, audit, first_difference, weigh
+from forerun.audit import Plan, audit
+from forerun.divergence import Divergence, first_difference, weigh
 from forerun.model.scorer import Scorer
 from forerun.recipes import RECIPES, Recipe, buildable
 from forerun.request import Request
@@ -160,6 +161,26 @@ def test_rounding_in_bfloat16_is_no_failure() -> None:
     report = audit(model, prompts, Plan(drafters=("trie",), max_new_tokens=24))
     assert report.dtype == "bfloat16"
     assert not report.failures
+
+
+def test_a_wrong_pass_in_bfloat16_is_no_rounding() -> None:
+    """Logits that are off by a tenth more than the model's own are, from those in float32."""
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.inference_mode():
+        own, wide = (each(ids, use_cache=False).logits[0, -1].float() for each in (model, copy.deepcopy(model).float()))
+    best = int(own.argmax())
+    noise = torch.randn(len(own), generator=torch.Generator().manual_seed(1))
+    off = noise / noise.norm() * wide.norm()
+    found = []
+    for size in (0.0, 0.02, 0.15):
+        seen = wide + size * off
+        request = Request(PROMPTS[0], 4, sampler=Sampler())
+        request.append((best + 1) % len(own))
+        found.append(weigh(model, request, [best], 0, seen))
+    assert [each.error for each in found] == pytest.approx([0.0, 0.02, 0.15], abs=1e-5)
+    assert [each.error <= each.tolerance for each in found] == [True, True, False]
+    assert found[0].tolerance == pytest.approx(0.05 + float((own - wide).norm() / wide.norm()), rel=1e-4)
 
 
 def test_texts_part_where_they_first_differ_or_one_ends() -> None:

@@ -1,0 +1,99 @@
+"""Where two texts part, and whether rounding explains it.
+
+The scores that the diverging step saw are compared with those of the model's own forward pass over the same tokens:
+
+- ``error`` is how far the step's logits are off, relative (norms over the vocabulary, as in ``forerun.model.gate``):
+  from the model's own, and in types of 16 bits, where those are rounded as much, from the model's in float32;
+- ``margin`` is the gap between the two tokens in the model's own processed scores, noise included when sampled;
+- ``allowance`` is four times the larger of the largest difference between the two sets of scores and one unit of
+  rounding at their magnitude. (If a token is the best by scores that are off by d, its margin is 2d at most; the
+  reference was rounded too, hence four. Scores are processed in float32 whatever the model's dtype.)
+
+A divergence is rounding if its margin is within the allowance and the error within the tolerance: the gate's for the
+dtype, and in types of 16 bits the error of the model's own logits on top. A wrong verification fails the first, a wrong
+forward pass the second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from forerun.model.gate import TOLERANCE
+from forerun.model.widened import NARROW, Widened
+from forerun.request import Request
+from forerun.sampling import Salt, gumbel
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token, at index ``position``, at which a generated text differs; None where one text has ended."""
+
+    position: int
+    expected: int | None
+    got: int | None
+    margin: float
+    allowance: float
+    error: float
+    tolerance: float
+
+    @property
+    def rounding(self) -> bool:
+        """Whether rounding explains it."""
+        return self.margin <= self.allowance and self.error <= self.tolerance
+
+
+def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
+    """Where two texts part; None if they are equal."""
+    pairs = zip(expected, got, strict=False)
+    different = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if different is None and len(expected) != len(got):
+        return min(len(expected), len(got))
+    return different
+
+
+@torch.inference_mode()
+def weigh(
+    model: PreTrainedModel, request: Request, expected: Sequence[int], position: int, logits: torch.Tensor | None
+) -> Divergence:
+    """Measure a divergence of ``request`` from ``expected``, where the step saw ``logits`` ``[V]`` (see the module)."""
+    a = expected[position] if position < len(expected) else None
+    b = int(request.generated[position]) if position < len(request.generated) else None
+    tolerance = TOLERANCE[model.dtype]
+    if a is None or b is None or logits is None:
+        return Divergence(position, a, b, math.inf, 0.0, math.inf, tolerance)
+    ids = torch.from_numpy(request.tokens[: request.prompt_length + position].copy()).to(model.device)
+    own = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+    error = _error(logits, own)
+    if model.dtype in NARROW:
+        with Widened():
+            wide = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+        error, tolerance = _error(logits, wide), tolerance + _error(own, wide)
+    reference, seen = (_scores(request, ids, row) for row in (own, logits))
+    margin = abs(float(reference[a] - reference[b]))
+    return Divergence(position, a, b, margin, _allowance(reference, seen, model.dtype), error, tolerance)
+
+
+def _error(logits: torch.Tensor, right: torch.Tensor) -> float:
+    """Of logits ``[V]``, relative."""
+    return float((logits.double() - right.double()).norm() / right.double().norm().clamp_min(1e-12))
+
+
+def _scores(request: Request, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Processed scores plus noise, float64 ``[V]``: what the next token is the best of."""
+    sampler = request.sampler
+    scores = sampler.scores(ids, logits.clone()).double()
+    if sampler.method == "greedy":
+        return scores
+    return scores + gumbel(sampler.seed, len(ids), len(scores), Salt.TARGET, scores.device)
+
+
+def _allowance(reference: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> float:
+    finite = reference.isfinite() & seen.isfinite()
+    difference = float((reference - seen)[finite].abs().max())
+    unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    return 4 * max(difference, unit * float(reference[finite].abs().max()))
