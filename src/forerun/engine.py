@@ -302,6 +302,8 @@ class Engine:
     def _propose(self, rows: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
         """The trees to score, and the plan that cut them."""
         requests = [row.request for row in rows]
+        for row in rows:
+            row.request.unread = len(row.pending)
         planner = None if self.drafter.sized else self.planner
         budget = self.budget if planner is None else planner.budget(self.budget)
         if planner is not None and not budget:

@@ -14,6 +14,7 @@ from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
 from forerun.caches.topk import TopKCache
 from forerun.drafters.base import Drafter, NoDrafter
+from forerun.drafters.chooser import Chooser
 from forerun.drafters.hierarchy import HierarchyDrafter
 from forerun.drafters.jacobi import JacobiDrafter
 from forerun.drafters.lookup import LookupDrafter
@@ -128,6 +129,15 @@ def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
     return HierarchyDrafter(inner, sparse_cache(settings), nodes, settings.gamma2)
 
 
+def _auto(settings: Settings) -> Drafter:
+    """All sources that are there: what the texts say, and the target over a sparse cache, with what helps it."""
+    trie = TrieDrafter()
+    small = settings.draft_model is not None
+    inner = MergedDrafter(trie, _small(settings, settings.gamma1), settings.gamma1) if small else trie
+    levels = _triforce(settings, inner, TRIE_NODES)
+    return Chooser(levels, trees=trie, chains=levels, most=settings.gamma2, reach=settings.cache_budget)
+
+
 def _long(
     build: Callable[[Settings], Drafter],
     sparse: Callable[[Settings], CacheFactory] | None = None,
@@ -147,6 +157,7 @@ def _trie(form: Form) -> Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
+    "auto": Recipe(_auto, sparse=sparse_cache),
     "none": Recipe(lambda s: NoDrafter()),
     "lookup": Recipe(lambda s: LookupDrafter()),
     "jacobi": Recipe(lambda s: JacobiDrafter()),

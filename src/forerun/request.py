@@ -60,6 +60,8 @@ class Request:
         self.namespace = namespace
         self.finish_reason: FinishReason | None = None
         self.stats = Stats()
+        self.unread = 1
+        """Tokens of the text that the target's next pass reads, besides what is drafted."""
         self._padding = len(padding)
         self._buffer = np.empty(len(padding) + len(prompt) + max_new_tokens, np.int64)
         self._end = len(padding) + len(prompt)

@@ -152,8 +152,8 @@ class Level:
         reader.read[place : place + len(kept)] = kept
 
     def verified(self, request: Request, outcome: Outcome) -> None:
-        """The target has read on, and verified what was drafted."""
-        cache = self.cache(request)
+        """The target has read on, and verified what was drafted; nothing, if the request was not begun here yet."""
+        cache = self.cache(request) if request.id in self._readers else None
         if not isinstance(cache, View):
             return
         if len(outcome.tree):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -53,6 +54,16 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
         _pass(scorer, caches[cached], size)
         times[size, cached].append(clock() - begin)
     return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
+
+
+def costs_of(scorer: Scorer) -> CostCurve:
+    """The cost curve of a model, measured the first time it is asked for."""
+    if scorer not in _measured:
+        _measured[scorer] = measure(scorer)
+    return _measured[scorer]
+
+
+_measured: WeakKeyDictionary[Scorer, CostCurve] = WeakKeyDictionary()
 
 
 def _until(clock: Callable[[], float], end: float, kinds: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

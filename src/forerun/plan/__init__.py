@@ -1,0 +1,1 @@
+"""How much of which draft a step takes: chances, seconds, and what trying may cost."""

@@ -1,0 +1,61 @@
+"""What the parts of a step take on this machine, as the clock shows it."""
+
+from __future__ import annotations
+
+from forerun.plan.account import SHARE
+from forerun.plan.passes import Passes
+
+SETTLED = 2
+"""Plain steps, each behind another one, before drafts that take passes are compared with them: among drafts a plain
+step takes longer, for drafting displaces what it reads from caches."""
+
+
+class Times:
+    """Times of plain steps, of steps with drafts, of asking for branches and of drafting passes."""
+
+    def __init__(self) -> None:
+        self.plain, self.asking = Passes(quantile=0.25), Passes()
+        self.drafted, self.drafting = Passes(self.plain), Passes(self.plain)
+        self._since = 0
+        self._before_plain = False
+
+    def step(self, cost: float, seconds: float, empty: bool) -> None:
+        """A step took so long, from the end of drafting to the end of its pass.
+
+        Args:
+            cost: of its pass by the curve.
+            seconds: it took.
+            empty: whether nothing was drafted.
+        """
+        self._since += 1
+        if not empty:
+            self.drafted.learn(cost, seconds)
+        elif self._before_plain:
+            self.plain.learn(cost, seconds)
+            self._since = 0
+        self._before_plain = empty
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what plain steps take."""
+        return self.plain.known >= SETTLED
+
+    @property
+    def surcharge(self) -> float:
+        """How much longer passes with drafts take than the curve says, measured by those without."""
+        plain, drafted = self.plain.unit, self.drafted.unit
+        return drafted / plain if self.settled and plain and drafted else 1.0
+
+    @property
+    def unit(self) -> float | None:
+        """Seconds of a pass of cost 1 without drafts, as far as it is known."""
+        return self.plain.unit or self.drafted.unit
+
+    def due(self, gain: float) -> bool:
+        """Whether plain steps have to be seen, for drafts that give ``gain`` times as many tokens a second: they never
+        were, or not for so long that it costs less than the share of time that may be lost."""
+        return not self.settled or self._since * SHARE > SETTLED * max(gain, 1.0)
+
+    def share(self, of: Passes, cost: float, plain: float) -> float:
+        """What something of this cost takes, in plain steps of cost ``plain``; 0 where it was never seen."""
+        return cost * (of.unit or 0.0) / (self.unit * plain) if self.unit else 0.0
