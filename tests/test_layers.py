@@ -21,13 +21,14 @@ LAYERS = [
     ["planner", "pacing"],
     ["drafters"],
     ["recipes"],
-    ["result"],
+    ["result", "row", "commit"],
+    ["step"],
     ["engine"],
     ["api", "audit", "conversation", "real"],
     ["cli", "bench"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-USES_TRANSFORMERS = {"model", "result", "engine", "api", "audit", "reference", "cli", "bench"}
+USES_TRANSFORMERS = {"model", "result", "commit", "engine", "api", "audit", "reference", "cli", "bench"}
 
 
 def imports(file: Path) -> set[str]:
