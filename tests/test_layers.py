@@ -10,8 +10,9 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     ["reference", "settings"],
-    ["tree", "shape", "sampling", "stats", "request", "verify", "costs"],
+    ["tree", "shape", "sampling", "stats", "request", "verify", "costs", "turns"],
     ["index", "trie_file"],
+    ["trie_config"],
     ["trie"],
     ["kernels"],
     ["attention", "block"],

@@ -30,6 +30,7 @@ from forerun.row import Row
 from forerun.sampling import Method
 from forerun.settings import Settings
 from forerun.step import Step
+from forerun.turns import Turns
 
 BUDGET = 64
 """Nodes of a tree, at most."""
@@ -39,6 +40,11 @@ PREFILL_BLOCK = 512
 
 class Engine:
     """Continues texts with one target model and one drafter, whose memory lasts as long as the engine.
+
+    Threads may share an engine: their steps take turns, and each text is what it would be alone. They may have engines
+    of their own on one model, and use the model's own ``generate`` beside them: no pass of an engine shows in another
+    thread. Not to be shared are an iterator (``stream``, ``run``), a request, a cache, a streamer, and a drafter object
+    between engines; a ``Trie`` may be. Nobody may change the model meanwhile: its weights, its mode, its adapters.
 
     Args:
         model: a transformers decoder; it decides what is generated.
@@ -77,6 +83,7 @@ class Engine:
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
         self._tokenizer = tokenizer
+        self._turns = Turns()
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         attention.warm_up(self.target.device, self.target.model.dtype)
         self.budget = budget
@@ -154,8 +161,10 @@ class Engine:
         Raises:
             ValueError: for a drafter that keeps nothing from earlier texts.
         """
-        if texts:
-            self.drafter.warm(namespace, [row for text in texts for row in encode(text, self.tokenizer)])
+        rows = [row for text in texts for row in encode(text, self.tokenizer)]
+        if rows:
+            with self._turns:
+                self.drafter.warm(namespace, rows)
 
     def requests(
         self,
@@ -216,16 +225,20 @@ class Engine:
         try:
             for request in requests:
                 begun.append(request)
-                self.drafter.begin(request)
+                with self._turns:
+                    self.drafter.begin(request)
             yield from self._run(self._start(requests, caches, start, on_prefill))
         finally:
             for request in begun:
-                self.drafter.finish(request)
+                with self._turns:
+                    self.drafter.finish(request)
 
     def _run(self, rows: list[Row]) -> Iterator[Commit]:
         step = Step(self.target, self.drafter, self.planner, self.budget)
         while rows:
-            yield from step(rows)
+            with self._turns:
+                commits = step(rows)
+            yield from commits
             rows = [row for row in rows if row.request.finish_reason is None]
 
     def _start(
@@ -245,7 +258,8 @@ class Engine:
             read(self.target, row.cache, row.request.prompt[:-last], self.prefill_block, on_read)
             row.pending = row.pending[-last:]
         for row in rows:
-            self.drafter.prefilled(row.request, row.cache)
+            with self._turns:
+                self.drafter.prefilled(row.request, row.cache)
         for row in rows:
             row.request.stats.prefill_seconds = time.perf_counter() - start
         return rows
