@@ -13,6 +13,7 @@ from tiny import PROMPTS, tiny
 from transformers import PreTrainedModel
 
 import forerun.engine
+import forerun.step
 from forerun import Drafter, DraftTree
 from forerun.audit import Plan, audit
 from forerun.divergence import Divergence, first_difference, weigh
@@ -60,7 +61,7 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
         return Verdict([0], [int(tree.tokens[0])])
 
     monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
-    monkeypatch.setattr(forerun.engine, "verify", gullible)
+    monkeypatch.setattr(forerun.step, "verify", gullible)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
     assert {c.check for c in failed} == {"greedy", "plain", "coupled"}
@@ -109,7 +110,7 @@ def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> No
         return verdict
 
     monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
-    monkeypatch.setattr(forerun.engine, "verify", hasty)
+    monkeypatch.setattr(forerun.step, "verify", hasty)
     report = audit(tiny("llama"), PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     ended = [c.divergence for c in report.failures if c.check == "greedy" and c.divergence is not None]
     assert ended

@@ -10,8 +10,9 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     ["reference", "settings"],
-    ["tree", "shape", "sampling", "stats", "request", "verify", "costs"],
+    ["tree", "shape", "sampling", "stats", "request", "verify", "costs", "turns"],
     ["index", "trie_file"],
+    ["trie_config"],
     ["trie"],
     ["kernels"],
     ["attention", "block"],
@@ -21,13 +22,14 @@ LAYERS = [
     ["planner", "pacing"],
     ["drafters"],
     ["recipes"],
-    ["result"],
+    ["result", "row", "commit"],
+    ["step"],
     ["engine"],
     ["api", "audit", "conversation", "real"],
     ["cli", "bench"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-USES_TRANSFORMERS = {"model", "result", "engine", "api", "audit", "reference", "cli", "bench"}
+USES_TRANSFORMERS = {"model", "result", "commit", "engine", "api", "audit", "reference", "cli", "bench"}
 
 
 def imports(file: Path) -> set[str]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api import custom_generate, generate
+    from forerun.commit import Commit
     from forerun.conversation import Conversation
     from forerun.drafters.base import Drafter, NoDrafter
-    from forerun.engine import Commit, Engine, GenerationInterrupted
+    from forerun.engine import Engine
     from forerun.model.gate import UnsupportedModelError
-    from forerun.result import GenerationResult
+    from forerun.result import GenerationInterrupted, GenerationResult
     from forerun.settings import Settings
     from forerun.stats import Stats
     from forerun.tree import DraftTree
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Commit": "engine",
+    "Commit": "commit",
     "Conversation": "conversation",
     "DraftTree": "tree",
     "Drafter": "drafters.base",
     "Engine": "engine",
-    "GenerationInterrupted": "engine",
+    "GenerationInterrupted": "result",
     "GenerationResult": "result",
     "NoDrafter": "drafters.base",
     "Settings": "settings",

@@ -18,8 +18,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from forerun.commit import feed
 from forerun.drafters.base import Drafter
-from forerun.engine import BUDGET, Engine, feed
+from forerun.engine import BUDGET, Engine
 from forerun.model.prompts import Prompts
 from forerun.model.requests import Prepared, RowOptions, check_prompt, draw_seed, make_request, per_row
 from forerun.request import Request

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from forerun.caches.full import FullCache
-from forerun.engine import Commit, Engine
+from forerun.commit import Commit
+from forerun.engine import Engine
 from forerun.model.level import Progress
 from forerun.model.messages import apply_template, has_template
 from forerun.request import Request

@@ -1,11 +1,10 @@
-"""The loop: propose, score, verify, commit, observe, yield. Plain autoregression is this loop with empty trees."""
+"""The engine's public face: prompts in, texts out; in between one step after another until each text has ended."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -14,9 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from transformers.generation.streamers import BaseStreamer
 
 from forerun import attention
-from forerun.block import Block
-from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
+from forerun.commit import Commit, feed
 from forerun.drafters.base import Drafter
 from forerun.model import gate
 from forerun.model.exactness import probe
@@ -24,14 +22,15 @@ from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests, position_limit
 from forerun.model.timing import measure
-from forerun.planner import Plan, Planner
+from forerun.planner import Planner
 from forerun.recipes import build_drafter
 from forerun.request import Request
-from forerun.result import GenerationResult
+from forerun.result import GenerationInterrupted, GenerationResult
+from forerun.row import Row
 from forerun.sampling import Method
 from forerun.settings import Settings
-from forerun.tree import DraftTree, IntArray
-from forerun.verify import Outcome, verify
+from forerun.step import Step
+from forerun.turns import Turns
 
 BUDGET = 64
 """Nodes of a tree, at most."""
@@ -39,37 +38,13 @@ PREFILL_BLOCK = 512
 """Prompt tokens in one pass."""
 
 
-@dataclass(frozen=True)
-class Commit:
-    """Tokens that one step added to a request; the first ``drafted`` of them were accepted drafts."""
-
-    request: Request
-    tokens: list[int]
-    drafted: int
-
-
-@dataclass
-class Row:
-    """A request with its cache. ``pending`` are the tokens of its text that the cache does not hold."""
-
-    request: Request
-    cache: Cache
-    pending: IntArray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pending = self.request.prompt[self.cache.length :]
-
-
-class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C during ``generate``; ``result`` holds what was generated until then."""
-
-    def __init__(self, result: GenerationResult) -> None:
-        super().__init__("generation was interrupted")
-        self.result = result
-
-
 class Engine:
     """Continues texts with one target model and one drafter, whose memory lasts as long as the engine.
+
+    Threads may share an engine: their steps take turns, and each text is what it would be alone. They may have engines
+    of their own on one model, and use the model's own ``generate`` beside them: no pass of an engine shows in another
+    thread. Not to be shared are an iterator (``stream``, ``run``), a request, a cache, a streamer, and a drafter object
+    between engines; a ``Trie`` may be. Nobody may change the model meanwhile: its weights, its mode, its adapters.
 
     Args:
         model: a transformers decoder; it decides what is generated.
@@ -108,6 +83,7 @@ class Engine:
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
         self._tokenizer = tokenizer
+        self._turns = Turns()
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         attention.warm_up(self.target.device, self.target.model.dtype)
         self.budget = budget
@@ -185,8 +161,10 @@ class Engine:
         Raises:
             ValueError: for a drafter that keeps nothing from earlier texts.
         """
-        if texts:
-            self.drafter.warm(namespace, [row for text in texts for row in encode(text, self.tokenizer)])
+        rows = [row for text in texts for row in encode(text, self.tokenizer)]
+        if rows:
+            with self._turns:
+                self.drafter.warm(namespace, rows)
 
     def requests(
         self,
@@ -247,35 +225,21 @@ class Engine:
         try:
             for request in requests:
                 begun.append(request)
-                self.drafter.begin(request)
+                with self._turns:
+                    self.drafter.begin(request)
             yield from self._run(self._start(requests, caches, start, on_prefill))
         finally:
             for request in begun:
-                self.drafter.finish(request)
+                with self._turns:
+                    self.drafter.finish(request)
 
     def _run(self, rows: list[Row]) -> Iterator[Commit]:
+        step = Step(self.target, self.drafter, self.planner, self.budget)
         while rows:
-            yield from self.step(rows)
+            with self._turns:
+                commits = step(rows)
+            yield from commits
             rows = [row for row in rows if row.request.finish_reason is None]
-
-    def step(self, rows: Sequence[Row]) -> list[Commit]:
-        """One draft and one verifying pass for every row."""
-        with torch.inference_mode():
-            clock = [time.perf_counter()]
-            trees, plan = self._propose(rows)
-            clock.append(time.perf_counter())
-            blocks = [Block(row.pending, tree, row.cache.length) for row, tree in zip(rows, trees, strict=True)]
-            logits = self.target.score(blocks, [row.cache for row in rows])
-            clock.append(time.perf_counter())
-            outcomes = [self._verify(*parts) for parts in zip(rows, blocks, logits, strict=True)]
-            if self.planner is not None and plan is not None:
-                self.planner.observe(plan, outcomes)
-            clock.append(time.perf_counter())
-        _record_times(rows, clock)
-        return [
-            Commit(row.request, outcome.verdict.tokens, len(outcome.verdict.path))
-            for row, outcome in zip(rows, outcomes, strict=True)
-        ]
 
     def _start(
         self,
@@ -294,69 +258,14 @@ class Engine:
             read(self.target, row.cache, row.request.prompt[:-last], self.prefill_block, on_read)
             row.pending = row.pending[-last:]
         for row in rows:
-            self.drafter.prefilled(row.request, row.cache)
+            with self._turns:
+                self.drafter.prefilled(row.request, row.cache)
         for row in rows:
             row.request.stats.prefill_seconds = time.perf_counter() - start
         return rows
-
-    def _propose(self, rows: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
-        """The trees to score, and the plan that cut them."""
-        requests = [row.request for row in rows]
-        for row in rows:
-            row.request.unread = len(row.pending)
-        planner = None if self.drafter.sized else self.planner
-        budget = self.budget if planner is None else planner.budget(self.budget)
-        if planner is not None and not budget:
-            planner.rest()
-            return [DraftTree.empty() for _ in rows], None
-        proposed = self.drafter.propose_batch(requests, budget)
-        known = self.target.vocabulary
-        trees = [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
-        if planner is None:
-            return trees, None
-        plan = planner.plan(trees, [len(row.pending) for row in rows], [row.cache.length for row in rows])
-        return plan.trees, plan
-
-    def _verify(self, row: Row, block: Block, logits: torch.Tensor) -> Outcome:
-        request, tree = row.request, block.tree
-        verdict = verify(tree, logits, request)
-        row.cache.commit(block, verdict.path)
-        row.pending = request.tokens[-1:].copy()
-        request.stats.record(tree.drafted, len(verdict.path), len(verdict.tokens))
-        outcome = Outcome(tree, verdict, logits)
-        self.drafter.observe(request, outcome)
-        return outcome
 
     def _pad_token_id(self) -> int:
         config = self.target.model.generation_config
         eos = config.eos_token_id
         pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
         return int(pad or 0)
-
-
-def feed(
-    streamer: BaseStreamer | None, requests: Sequence[Request], commits: Iterable[Commit], with_prompt: bool = True
-) -> None:
-    """Run to the end, handing tokens to a streamer as transformers does."""
-    if streamer is None:
-        for _ in commits:
-            pass
-        return
-    if len(requests) != 1:
-        raise ValueError(f"a streamer takes one sequence; there are {len(requests)}")
-    if with_prompt:
-        streamer.put(torch.from_numpy(requests[0].prompt)[None])
-    for commit in commits:
-        for token in commit.tokens:
-            streamer.put(torch.tensor([token]))
-    streamer.end()
-
-
-def _record_times(rows: Sequence[Row], clock: Sequence[float]) -> None:
-    began, proposed, scored, verified = clock
-    for row in rows:
-        stats = row.request.stats
-        if stats.steps == 1:
-            stats.prefill_seconds += verified - began
-        else:
-            stats.add_seconds(proposed - began, scored - proposed, verified - scored)

@@ -70,3 +70,11 @@ class GenerationResult:
             start = left - request.prompt_length
             row[start : start + len(request)] = torch.from_numpy(request.tokens)
         return rows
+
+
+class GenerationInterrupted(KeyboardInterrupt):
+    """Ctrl-C during ``generate``; ``result`` holds what was generated until then."""
+
+    def __init__(self, result: GenerationResult) -> None:
+        super().__init__("generation was interrupted")
+        self.result = result

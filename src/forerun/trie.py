@@ -3,22 +3,22 @@
 Each namespace has one shared index of the outputs generated in it; each live request has an index of its own text,
 prompt included, which no other request reads and which is freed as a whole when the request ends ("branch
 eliminating", Lookahead paper, section 4.3). A namespace that reaches its capacity gives up its oldest outputs, as whole
-requests. What evidence is worth (``mixing``) is learned over all namespaces; it holds no text. Not thread-safe.
+requests. What evidence is worth (``mixing``) is learned over all namespaces; it holds no text. Threads take turns: what
+compiled code works on is known to it by addresses, and another thread might exchange arrays in the meantime.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from forerun import trie_file
 from forerun.index import arrays, calls, mixing, multibranch, place
-from forerun.index.arrays import ORDERS, TOKENS, Index
+from forerun.index.arrays import TOKENS, Index
 from forerun.index.desk import Desk, Draft
 from forerun.index.learning import OWN_HINTS
 from forerun.index.mixing import Mixer
@@ -27,54 +27,13 @@ from forerun.index.pinned import Pin
 from forerun.index.place import Place
 from forerun.index.spelling import spellings
 from forerun.tree import IntArray
+from forerun.trie_config import Form, TrieConfig
 from forerun.trie_file import TrieFileError
+from forerun.turns import Turns, in_turn
 
 __all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
 
-Form = Literal["merged", "hierarchical", "parallel", "single"]
 Tokens = Sequence[int] | IntArray
-
-
-@dataclass(frozen=True)
-class TrieConfig:
-    """How texts are kept and drafted.
-
-    Attributes:
-        capacity: most bytes of a namespace; when it is reached, the oldest outputs give way.
-        prompt_capacity: most tokens of a prompt; of a longer one the latest part is indexed.
-        learning_rate: of the weights of the merged form's evidence; 0 keeps them as they are.
-        form: the draft's: all contexts and both texts merged by estimated probability, or one of the paper's, by
-            frequency behind the longest context: branches merged on shared prefixes, side by side, or the likeliest.
-        branch_length: tokens of a branch in the paper's forms, context included (the paper's L_b).
-        max_prefix: longest context matched in the paper's forms.
-        min_matches: in the paper's forms, a context that yields fewer nodes is joined by the next shorter one (N_m).
-        prompt_weight: in the paper's forms, what an occurrence in the request's own text counts for, against 1.
-    """
-
-    capacity: int = 1 << 26
-    prompt_capacity: int = 1 << 20
-    learning_rate: float = 0.003
-    form: Form = "merged"
-    branch_length: int = 12
-    max_prefix: int = ORDERS
-    min_matches: int = 64
-    prompt_weight: float = 2.0
-
-    def __post_init__(self) -> None:
-        _demand("capacity", self.capacity, 1 << 16 <= self.capacity <= 1 << 36, "2**16 to 2**36")
-        _demand("prompt_capacity", self.prompt_capacity, 1 <= self.prompt_capacity <= 1 << 24, "1 to 2**24")
-        _demand("learning_rate", self.learning_rate, 0 <= self.learning_rate <= 0.1, "0 to 0.1")
-        _demand("form", self.form, self.form in get_args(Form), f"one of {', '.join(get_args(Form))}")
-        _demand("branch_length", self.branch_length, 2 <= self.branch_length <= 256, "2 to 256")
-        _demand("max_prefix", self.max_prefix, 1 <= self.max_prefix <= ORDERS, f"1 to {ORDERS}")
-        _demand("max_prefix", self.max_prefix, self.max_prefix < self.branch_length, "less than branch_length")
-        _demand("min_matches", self.min_matches, self.min_matches >= 1, "at least 1")
-        _demand("prompt_weight", self.prompt_weight, 0 < self.prompt_weight <= 1e6, "above 0, to 1e6")
-
-
-def _demand(name: str, value: object, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
 
 
 @dataclass
@@ -99,17 +58,21 @@ class Trie:
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
         self.config = config or TrieConfig()
+        self.turns = Turns()
         self._shared: dict[str, Namespace] = {}
+        self._nothing = Namespace(1 << 16)
         self._live: dict[int, _Live] = {}
         self._mixer = mixing.prior() if mixer is None else mixer
         self._desk = Desk.allocate(64)
         self._pins: tuple[Pin[Mixer], Pin[Desk]] = (Pin(), Pin())
         self._spelling = Index.allocate(0, 0, 0).spelling
 
+    @in_turn
     def spell(self, tokenizer: Tokenizer) -> None:
         """Tell how words are spelled, for requests from now on: a table's cells are foreseen in JSON then."""
         self._spelling = spellings(tokenizer)
 
+    @in_turn
     def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
         """Start a request and index its prompt for it alone.
 
@@ -134,6 +97,7 @@ class Trie:
         place.ingest(live.own, live.place, kept)
         self._live[request_id] = live
 
+    @in_turn
     def extend(self, request_id: int, tokens: Tokens) -> None:
         """Take in generated ``tokens``: learn from them, count them.
 
@@ -158,6 +122,7 @@ class Trie:
             live.own = live.own.with_hints()
         space.make_room(tokens)
 
+    @in_turn
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
 
@@ -187,7 +152,7 @@ class Trie:
         return multibranch.unmerge(draft, budget) if self.config.form == "parallel" else draft
 
     def _fill(self, live: _Live, where: Place, draft: Draft, max_depth: int) -> int:
-        config, space = self.config, self._shared.get(live.namespace, _NOTHING)
+        config, space = self.config, self._shared.get(live.namespace, self._nothing)
         if config.form == "merged":
             return calls.grow(*self._addresses(live, space, where), draft, max_depth)
         return multibranch.retrieve(
@@ -210,6 +175,7 @@ class Trie:
         mixer, desk = self._pins
         return own.at(live.own), space.pin.at(space.index), place.at(where), mixer.at(self._mixer), desk.at(self._desk)
 
+    @in_turn
     def finish(self, request_id: int) -> None:
         """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
         live = self._live.pop(request_id, None)
@@ -223,21 +189,26 @@ class Trie:
             ValueError: if a token is not in [0, 2**31); the sequences before it are counted.
         """
         for sequence in sequences:
-            self._namespace(namespace).publish(_checked(sequence))
+            with self.turns:
+                self._namespace(namespace).publish(_checked(sequence))
 
+    @in_turn
     def withdraw(self, namespace: str) -> None:
         """Take the namespace's oldest finished output back, in time proportional to its length."""
         self._namespace(namespace).withdraw()
 
+    @in_turn
     def length(self, request_id: int) -> int:
         """Tokens of a live request that were taken in, its prompt included."""
         return self._of(request_id).length
 
+    @in_turn
     def tokens(self, namespace: str) -> int:
         """Tokens that the index of ``namespace`` holds."""
         return sum(map(len, self._texts(namespace)))
 
     @property
+    @in_turn
     def nbytes(self) -> int:
         """Bytes in use for the texts of all namespaces and live requests, which is what grows."""
         indexes = [*(space.index for space in self._shared.values()), *(live.own for live in self._live.values())]
@@ -249,7 +220,9 @@ class Trie:
         Raises:
             OSError: if it cannot be written, as on a full disk; what ``path`` held before is still there.
         """
-        trie_file.write(path, {name: self._texts(name) for name in self._shared}, mixing.dump(self._mixer))
+        with self.turns:
+            content = {name: self._texts(name) for name in self._shared}, mixing.dump(self._mixer)
+        trie_file.write(path, *content)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace the namespaces, and what was learned, by those of a file; beyond the capacity the latest are kept.
@@ -262,9 +235,14 @@ class Trie:
         mixer = mixing.restore(learned)
         if mixer is None:
             raise TrieFileError(f"{path} has no valid content: what was learned is not of this program")
+        self._replace(namespaces, mixer)
+
+    @in_turn
+    def _replace(self, namespaces: Mapping[str, Iterable[IntArray]], mixer: Mixer) -> None:
         self._mixer, self._shared = mixer, {}
         for name, texts in namespaces.items():
-            self.warm(name, texts)
+            for text in texts:
+                self._namespace(name).publish(_checked(text))
         for live in self._live.values():
             live.place.copies[0, 1] = 0  # of the shared text
             live.place.ends[1] = -1  # the rest of a text without its beginning would be another text
@@ -289,7 +267,7 @@ class Trie:
         if not len(pending):
             return live.place
         where = live.place.copy()
-        place.skip(live.own, self._shared.get(live.namespace, _NOTHING).index, where, _checked(pending))
+        place.skip(live.own, self._shared.get(live.namespace, self._nothing).index, where, _checked(pending))
         return where
 
     def _namespace(self, name: str) -> Namespace:
@@ -297,9 +275,6 @@ class Trie:
         if space is None:
             space = self._shared[name] = Namespace(self.config.capacity)
         return space
-
-
-_NOTHING = Namespace(1 << 16)
 
 
 def _checked(tokens: Tokens) -> IntArray:

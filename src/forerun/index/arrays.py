@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -124,11 +125,15 @@ class Index(NamedTuple):
 
 
 def _zeros(shape: tuple[int, ...]) -> Int32Array:
-    """An int32 array of zeros; a large one is mapped, for what ``calloc`` takes from the heap is cleared at once."""
+    """An int32 array of zeros; a large one is mapped, for what ``calloc`` takes from the heap is cleared at once. A
+    process that is forked has a copy of its own, as of all else."""
     size = 4 * math.prod(shape)
     if size < LARGE:
         return np.zeros(shape, np.int32)
-    return np.frombuffer(mmap.mmap(-1, size), np.int32).reshape(shape)
+    return np.frombuffer(mmap.mmap(-1, size, **_PRIVATE), np.int32).reshape(shape)
+
+
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
 
 
 @compiled

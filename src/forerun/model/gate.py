@@ -15,9 +15,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.model.implementations import experts, switched
 from forerun.model.layout import lay_out
 from forerun.model.native import native
-from forerun.model.scorer import Scorer, experts, switched
+from forerun.model.scorer import Scorer
 from forerun.tree import DraftTree
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}

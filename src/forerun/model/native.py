@@ -10,7 +10,6 @@ Every token's logits have the same bits whatever shares its pass, by the kernels
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -26,6 +25,7 @@ from forerun.model.parts import known
 from forerun.model.program import Parts, Size, Written
 from forerun.model.scorer import Scorer
 from forerun.model.watch import Watch
+from forerun.turns import Turns
 
 SPARE = 4096
 """Bytes that each thread's room is larger than what it needs."""
@@ -40,7 +40,7 @@ class NativeScorer(Scorer):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._lock = threading.Lock()
+        self._turns = Turns()
         self._slots = self._states = torch.empty(0, dtype=torch.uint8)
         self._read()
 
@@ -55,7 +55,7 @@ class NativeScorer(Scorer):
         """See ``Scorer.score``; other caches than full ones go through the model's own forward pass."""
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches):
-            with self._lock:
+            with self._turns:
                 if not self._watch.same():
                     self._read()
                 if self._parts is not None:

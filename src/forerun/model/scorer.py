@@ -2,8 +2,8 @@
 
 Rows are packed into one sequence, each with its own positions, so ragged rows need no padding; attention, the only
 operation that mixes tokens, is Forerun's own and keeps them apart. It is registered once under transformers' attention
-interface and finds the pass that runs in its thread; no model code is changed, and a model keeps its own attention
-outside of a pass.
+interface and finds the pass that runs in its thread; no model code is changed, and outside of a pass, in another thread
+too, a model keeps its own attention.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
 from forerun.attention import AttentionSpec
 from forerun.block import Block
@@ -24,6 +24,7 @@ from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.kernels import ordered
 from forerun.kernels.memory import place
+from forerun.model.implementations import experts, switched
 from forerun.model.packing import Heads, Packed, address
 
 NAME = "forerun"
@@ -177,37 +178,3 @@ def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
         return 0
     ends = np.cumsum([len(block) for block in blocks]).tolist()
     return torch.cat([torch.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])
-
-
-def experts(model: PreTrainedModel) -> str | None:
-    """How experts are computed in a pass: on a CPU one after the other, by the linear layer that all others are."""
-    own = getattr(model.config, "_experts_implementation", None)
-    return "eager" if model.device.type == "cpu" else own
-
-
-@contextmanager
-def switched(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
-    """Let the model use other implementations inside, and its own again after.
-
-    Args:
-        model: whose configuration names them, one for each of its parts.
-        names: of implementations that transformers knows, of ``attn`` and ``experts``.
-    """
-    fields = {f"_{kind}_implementation": name for kind, name in names.items()}
-    before = [(config, {field: getattr(config, field) for field in fields}) for config in _configs(model.config)]
-    try:
-        for name, value in fields.items():
-            setattr(model.config, name, value)
-        yield
-    finally:
-        for config, own in before:
-            for name, value in own.items():
-                setattr(config, name, value)
-
-
-def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration, and those of a model's parts behind it."""
-    yield config
-    for key in config.sub_configs:
-        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
-            yield from _configs(part)

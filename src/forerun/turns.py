@@ -1,0 +1,58 @@
+"""A lock that serves threads in the order they came.
+
+Where a thread does one long thing after another, each under the lock, an ordinary lock is mostly taken again by the
+thread that has just given it back, and the others starve.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Turns:
+    """Used as ``with turns:``; not to be entered again by the thread that is inside."""
+
+    def __init__(self) -> None:
+        self._queue: deque[object] = deque()
+        self._changed = threading.Condition(threading.Lock())
+
+    def __enter__(self) -> None:
+        me = object()
+        with self._changed:
+            self._queue.append(me)
+            try:
+                while self._queue[0] is not me:
+                    self._changed.wait()
+            except BaseException:  # such as Ctrl-C
+                self._queue.remove(me)
+                self._changed.notify_all()
+                raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._queue.popleft()
+            self._changed.notify_all()
+
+    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+        """A copy has a queue of its own."""
+        return Turns, ()
+
+
+def in_turn(method: F) -> F:
+    """Let threads call a method, and the others so marked, of an object with ``turns`` one after the other."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.turns:
+            return method(self, *args, **kwargs)
+
+    return cast(F, run)
