@@ -183,9 +183,10 @@ class Chooser(OuterDrafter):
         super().observe(request, outcome)
 
     def _learn(self, step: _Step) -> None:
-        """What drafts gave, what the step took, and what it saved."""
+        """What drafts gave, what the step took, and what it saved; what branches foresaw and was not scored would have
+        saved as much, and asking for them is worth it."""
         cut, times = step.cut, self._times
-        self._cutter.learn(step.branches.proposed, step.outcomes)
+        foreseen = self._cutter.learn(step.branches.proposed, step.outcomes)
         if cut is not step.branches:
             self._cutter.learn(cut.proposed, step.outcomes)
         if not cut.load.decoding:
@@ -200,7 +201,7 @@ class Chooser(OuterDrafter):
         asking = times.share(times.asking, 1.0, cut.plain) if step.asking else 0.0
         took = cut.cost / cut.plain + times.share(times.drafting, size, cut.plain)
         self._account.pass_by(took + asking)
-        self._account.enter("tree", -asking)
+        accepted = sum(len(outcome.verdict.path) for outcome in step.outcomes) if cut is step.branches else 0
+        self._account.enter("tree", (foreseen - accepted) / len(cut.trees) - asking)
         if not cut.empty:
-            saved = tokens / len(cut.trees) - took
-            self._account.enter(step.source or "tree", saved)
+            self._account.enter(step.source or "tree", tokens / len(cut.trees) - took)

@@ -112,16 +112,23 @@ class Cutter:
             cost = self.surcharge * self.costs.of(np.add(load.pending, drafted).tolist(), load.cached)
         return Cut(list(kept), list(proposed), len(kept) + expected, plain, cost, load)
 
-    def learn(self, proposed: Sequence[DraftTree], outcomes: Sequence[Outcome]) -> None:
-        """Take in what became of trees, row by row, whatever part of them was scored, or none."""
+    def learn(self, proposed: Sequence[DraftTree], outcomes: Sequence[Outcome]) -> int:
+        """Take in what became of trees, row by row, whatever part of them was scored, or none.
+
+        Returns:
+            How many nodes came true.
+        """
         if any(map(len, proposed)):
             self._by_odds.forget()
             self._by_depth.forget()
+        right = 0
         for tree, outcome in zip(proposed, outcomes, strict=True):
             if len(tree) and tree.probe is None:
                 drawn = tree.q is not None
                 tested, came = _tested(outcome) if drawn else _shown(tree, outcome.verdict.tokens)
                 self._table(tree).count(outcome.tree if drawn else tree, tested, came)
+                right += int(came.sum())
+        return right
 
     def spend(self, cut: Cut, tokens: int) -> None:
         """A step of this cut gave so many tokens."""
