@@ -138,7 +138,7 @@ class LookaheadBench:
         """Table 5: peak memory of generating one text, by decoding length."""
         target, lengths, answers = self.track.engine.target, self.sizes.lengths, self._knows(self.focus).answers
         if reason := why_not(target.device):
-            self.say(f"memory: not measured, {reason}")
+            self.report.add("memory", tables.MEMORY, [], f"Not measured: {reason}.\n")
             return
         self.say(f"memory: {self.focus.task}")
         prompt = max(self.focus.prompts, key=len)
@@ -209,7 +209,7 @@ class LookaheadBench:
         for size in self.sizes.batches:
             self.say(f"batches: {size} rows")
             groups = in_batches(self.focus.prompts, size)
-            series = measure(contestants, f"{size} rows", groups, self.sizes.max_new_tokens, self.sizes.rounds)
+            series = measure(contestants, f"batches of {size}", groups, self.sizes.max_new_tokens, self.sizes.rounds)
             rows += [{"batch": size} | row for row in summarise(series, PADDED, self.decode)]
             tables.report_batches(self.report, rows)
             self.save()

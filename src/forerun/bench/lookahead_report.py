@@ -20,6 +20,7 @@ Triple = tuple[str, str, str]
 _SPEEDS: Triple = ("tokens_per_second", "slowest", "fastest")
 SPEED = "tokens per second"
 STEPS = "tokens per step"
+MEMORY = "Table 5: peak memory of a text beyond the model's"
 COLUMNS = {
     "task": "task",
     "contestant": "method",
@@ -38,7 +39,7 @@ def report_methods(report: Report, rows: Sequence[Row]) -> None:
         "methods",
         "Table 2: methods, as speed-up over transformers (tokens per step)",
         rows,
-        pivot([*rows, *means(rows)], "contestant", "task", _method_cell),
+        pivot([row | {"method": row["contestant"]} for row in [*rows, *means(rows)]], "method", "task", _method_cell),
         listing(rows, COLUMNS),
         equal_to_transformers(rows),
     )
@@ -83,8 +84,8 @@ def report_capacity(report: Report, rows: Sequence[Row]) -> None:
         "Retrieving and updating are medians of a step.\n",
         equality(rows),
     )
-    frame = Frame(report.titled(f"Speed by the trie's capacity, {_task(rows)}"), "KiB", SPEED, log=True)
-    report.plot("capacity", _line_plot(frame, [_spread("default", tries, "kib")]))
+    frame = Frame(report.titled(f"Speed by the trie's capacity, {_task(rows)}"), "KiB", SPEED, log=True, zero=True)
+    report.plot("capacity", _line_plot(frame, _beside(rows, [_spread("default", tries, "kib")])))
 
 
 def report_memory(report: Report, rows: Sequence[Row], device: str) -> None:
@@ -105,7 +106,7 @@ def report_memory(report: Report, rows: Sequence[Row], device: str) -> None:
     )
     report.add(
         "memory",
-        "Table 5: peak memory of a text beyond the model's",
+        MEMORY,
         rows,
         f"Measured: {how}, at most during {plain['new']} tokens behind a prompt of {plain['prompt']:,}, beyond what "
         f"was in use before; the model's weights are {plain['model'] / 1e6:,.1f} MB. Form: hierarchical, all scored.\n",
@@ -114,11 +115,9 @@ def report_memory(report: Report, rows: Sequence[Row], device: str) -> None:
     drafted = [row for row in rows if row["decoding"]]
     xs = [row["decoding"] for row in drafted]
     line = Line("hierarchical", xs, *_columns(drafted, ("peak", "least", "most"), 1e-6))
-    frame = Frame(
-        report.titled("Peak memory beyond the model's; dotted: without drafts"), "decoding length", "MB", log=True,
-        reference=plain["peak"] / 1e6,
-    )  # fmt: skip
-    report.plot("memory", _line_plot(frame, [line]))
+    title = report.titled("Peak memory of a text beyond the model's")
+    frame = Frame(title, "decoding length, tokens", "MB", log=True, zero=True)
+    report.plot("memory", _line_plot(frame, [line, _level("without drafts", xs, plain["peak"] / 1e6)]))
 
 
 def report_accuracy(report: Report, rows: Sequence[Row], exactness: str) -> None:
@@ -141,21 +140,19 @@ def report_accuracy(report: Report, rows: Sequence[Row], exactness: str) -> None
 def report_lengths(report: Report, rows: Sequence[Row]) -> None:
     """Figures 4 and 5."""
     drafted = [row for row in rows if "line" in row]
-    plain = next(row["tokens_per_second"] for row in rows if row["contestant"] == PLAIN)
     report.add(
         "lengths",
         f"Figures 4 and 5: decoding and branch length, as tokens/s (tokens per step) ({_task(rows)})",
         rows,
-        f"Without drafts: {plain:.1f} tokens/s.\n",
+        f"Without drafts: {_plain(rows):.1f} tokens/s.\n",
         pivot([row | {"method": row["line"]} for row in drafted], "method", "decoding", _speed_cell),
         equality(rows),
     )
-    title = report.titled(f"Speed by decoding length, {_task(rows)}; dotted: without drafts")
-    frame = Frame(title, "decoding length, tokens", SPEED, log=True, reference=plain)
-    report.plot("lengths-speed", _line_plot(frame, plots.by(drafted, "line", "decoding", "tokens_per_second")))
-    frame = Frame(
-        report.titled(f"Effective decoding length, {_task(rows)}"), "decoding length, tokens", STEPS, log=True
-    )
+    x, task = "decoding length, tokens", _task(rows)
+    frame = Frame(report.titled(f"Speed by decoding length, {task}"), x, SPEED, log=True, zero=True)
+    found = _beside(rows, plots.by(drafted, "line", "decoding", "tokens_per_second"))
+    report.plot("lengths-speed", _line_plot(frame, found))
+    frame = Frame(report.titled(f"Effective decoding length, {task}"), x, STEPS, log=True, zero=True)
     report.plot("lengths-steps", _line_plot(frame, plots.by(drafted, "line", "decoding", "tokens_per_pass")))
 
 
@@ -173,7 +170,7 @@ def report_passes(report: Report, rows: Sequence[Row]) -> None:
         pivot(named, "rows x context", "drafts", lambda r: f"{r['milliseconds']:.3g} ({r['ratio_to_no_drafts']:.2f})"),
     )
     title = report.titled("A pass by rows x context")
-    frame = Frame(title, "tokens of each row in the pass", "milliseconds", log=True)
+    frame = Frame(title, "tokens of each row in the pass", "milliseconds", log=True, zero=True)
     report.plot("passes", _line_plot(frame, plots.by(named, "line", "width", "milliseconds")))
     frame = Frame(title, "tokens of each row in the pass", "times a pass without drafts", log=True, reference=1)
     report.plot("passes-ratio", _line_plot(frame, plots.by(named, "line", "width", "ratio_to_no_drafts")))
@@ -182,7 +179,6 @@ def report_passes(report: Report, rows: Sequence[Row]) -> None:
 def report_warmup(report: Report, rows: Sequence[Row]) -> None:
     """Figure 7."""
     drafted = [row for row in rows if "line" in row]
-    plain = next(row["tokens_per_second"] for row in rows if row["contestant"] == PLAIN)
     report.add(
         "warmup",
         f"Figure 7: answers that the trie knows, as tokens/s (tokens per step) ({_task(rows)})",
@@ -190,11 +186,10 @@ def report_warmup(report: Report, rows: Sequence[Row]) -> None:
         pivot([row | {"method": row["line"]} for row in drafted], "method", "warm", _speed_cell),
         equality(rows),
     )
-    title = report.titled(f"Speed by answers known, {_task(rows)}; dotted: without drafts")
-    frame = Frame(title, "answers to other prompts", SPEED, reference=plain)
+    frame = Frame(report.titled(f"Speed by answers known, {_task(rows)}"), "answers to other prompts", SPEED, zero=True)
     lines = [_spread(line, [row for row in drafted if row["line"] == line], "warm")
              for line in dict.fromkeys(row["line"] for row in drafted)]  # fmt: skip
-    report.plot("warmup", _line_plot(frame, lines))
+    report.plot("warmup", _line_plot(frame, _beside(rows, lines)))
 
 
 def report_batches(report: Report, rows: Sequence[Row]) -> None:
@@ -207,7 +202,8 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
         pivot(named, "method", "rows", lambda r: f"{r['tokens_per_second']:.1f} ({r['speed_up']:.2f}x)"),
         listing(rows, COLUMNS),
     )
-    frame = Frame(report.titled("Batches of ragged prompts, greedy"), "rows", "tokens per second of all rows", log=True)
+    title = report.titled("Batches of ragged prompts, greedy")
+    frame = Frame(title, "rows", "tokens per second of all rows", log=True, zero=True)
     report.plot("batches", _line_plot(frame, plots.by(rows, "contestant", "batch", "tokens_per_second")))
 
 
@@ -247,6 +243,20 @@ def _bars(name: str, rows: Sequence[Row]) -> Line:
 
 def _spread(name: str, rows: Sequence[Row], x: str) -> Line:
     return Line(name, [row[x] for row in rows], *_columns(rows, _SPEEDS))
+
+
+def _plain(rows: Sequence[Row]) -> float:
+    """Tokens per second without drafts."""
+    return next(float(row["tokens_per_second"]) for row in rows if row["contestant"] == PLAIN)
+
+
+def _beside(rows: Sequence[Row], found: Sequence[Line]) -> list[Line]:
+    """The lines, and the level of plain decoding."""
+    return [*found, _level("without drafts", sorted({x for line in found for x in line.xs}), _plain(rows))]
+
+
+def _level(name: str, xs: Sequence[float], y: float) -> Line:
+    return Line(name, xs, [y] * len(xs), dashed=True)
 
 
 def _columns(rows: Sequence[Row], names: Triple, factor: float = 1) -> tuple[list[float], list[float], list[float]]:
