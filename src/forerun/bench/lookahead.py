@@ -108,7 +108,10 @@ class LookaheadBench:
             known = self._knows(job)
             self.say(f"methods: {job.task}")
             self.bench.others = self.track.contestants(methods(self.sizes.lengths, known))
-            rows += summarise(self.bench.run([job], self.sizes.rounds), decode=self.decode)
+            series = self.bench.run([job], self.sizes.rounds)
+            same = [row["same_output"] for row in summarise(series, PLAIN, self.decode)]
+            found = zip(summarise(series, decode=self.decode), same, strict=True)
+            rows += [row | {"same_as_plain": share} for row, share in found]
             tables.report_methods(self.report, rows)
             self.save()
 
