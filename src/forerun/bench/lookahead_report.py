@@ -220,7 +220,7 @@ def _equal_in_tasks(rows: Sequence[Row]) -> str:
     theirs = [row for row in rows if row["contestant"] == PLAIN]
     return (
         f"Forerun's texts that differ from those of `{PLAIN}`: {_parted(forerun, 'same_as_plain')}. Texts of `{PLAIN}` "
-        f"that differ from those of transformers: {_parted(theirs, 'same_output')}. Rounding can do the latter where two "
+        f"that differ from those of transformers: {_parted(theirs, 'same_output')}. Rounding can do that where two "
         "tokens are nearly as good; `forerun audit` tells whether it was that.\n"
     )
 
