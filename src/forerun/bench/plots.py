@@ -21,6 +21,7 @@ class Frame:
         log: the x axis counts doublings.
         reference: a horizontal line is drawn here, or none.
         share: the y axis is from 0 to 1.
+        zero: it begins at 0.
     """
 
     title: str
@@ -29,6 +30,7 @@ class Frame:
     log: bool = False
     reference: float | None = None
     share: bool = False
+    zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ def _figure(path: Path, frame: Frame, width: float = 8.0) -> Iterator[Any]:
             axis.axhline(frame.reference, color="grey", lw=0.8, ls=":")
         if frame.share:
             axis.set_ylim(-0.04, 1.04)
+        if frame.zero:
+            axis.set_ylim(bottom=0)
         figure.suptitle(frame.title, fontsize=9.5)
         axis.set_xlabel(frame.x)
         axis.set_ylabel(frame.y)

@@ -10,6 +10,7 @@ from forerun import __version__
 from forerun.cli.bench_options import BenchOptions
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.long_options import AnalyseOptions, TriforceOptions
+from forerun.cli.lookahead_options import LookaheadOptions
 from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
 from forerun.cli.passes_options import PassesOptions
 
@@ -45,6 +46,7 @@ command(app, "demo", DemoOptions)
 command(app, "replay", ReplayOptions)
 bench = group(app, "bench", BenchOptions)
 command(bench, "triforce", TriforceOptions)
+command(bench, "lookahead", LookaheadOptions)
 command(bench, "passes", PassesOptions)
 command(app, "analyse", AnalyseOptions)
 

@@ -1,0 +1,76 @@
+"""The most memory that something takes beyond what there was before.
+
+On CUDA that is what torch allocates. Elsewhere it is the process's resident memory, whose peak Linux keeps and resets
+on request; the kernel counts it in pages and lets each thread run ahead a little, so some hundred KB are noise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from forerun.bench.speed import Contestant, Tokens
+
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""What makes the kernel forget the peak (proc(5))."""
+
+
+def why_not(device: torch.device) -> str:
+    """Why peaks cannot be measured here; empty where they can."""
+    if device.type == "cuda":
+        return ""
+    try:
+        RESET.write_text(RESET_PEAK)
+        _status("VmHWM")
+    except (OSError, StopIteration):
+        return "the system does not reset the peak of resident memory (Linux does)"
+    return ""
+
+
+def peaks(
+    contestants: Mapping[int, Contestant], prompt: Tokens, max_new_tokens: int, rounds: int, device: torch.device
+) -> dict[int, list[int]]:
+    """Peaks of continuing a prompt, in turns, after one that warms up; what contestants know is not counted."""
+    found: dict[int, list[int]] = {name: [] for name in contestants}
+    for turn in range(rounds + 1):
+        for name, one in contestants.items():
+            one.prepare()
+            peak = peak_bytes(functools.partial(one.run, [prompt], max_new_tokens), device)
+            if turn:
+                found[name].append(peak)
+    return found
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that ``run`` takes at most beyond what is in use before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    _release()
+    before = _status("VmRSS")
+    RESET.write_text(RESET_PEAK)
+    run()
+    return max(0, _status("VmHWM") - before)
+
+
+def _release() -> None:
+    """Give back what is free, so that memory that is used again counts again."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU library
+    if trim is not None:
+        trim(0)
+
+
+def _status(name: str) -> int:
+    """Bytes, from the kernel's lines of ``name: 123 kB``."""
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])

@@ -1,0 +1,101 @@
+"""The Lookahead paper's methods, built from public pieces.
+
+The published forms draft up to the decoding length and have all of it scored (section 4.2); Forerun's default merges
+what it knows by probability and lets a planner choose. Every trie is warm, as in the paper's experiments: it knows the
+answers to other prompts of the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from forerun.bench.contestants import WrongDrafter
+from forerun.bench.speed import Tokens
+from forerun.bench.variants import Variant
+from forerun.drafters.base import NoDrafter
+from forerun.drafters.jacobi import JacobiDrafter
+from forerun.drafters.lookup import LookupConfig, LookupDrafter
+from forerun.drafters.trie import TrieDrafter
+from forerun.trie import Form, TrieConfig
+
+NAMESPACE = "default"
+PLAIN = "forerun none"
+"""No drafts, through the same passes."""
+FORMS: tuple[Form, ...] = ("single", "parallel", "hierarchical", "merged")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The paper's two lengths.
+
+    Attributes:
+        decoding: drafted tokens scored in a step, at most (L_d).
+        branch: tokens of a branch, its context included (L_b).
+    """
+
+    decoding: int
+    branch: int
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a trie has seen of a task: other prompts, and the target's answers to them."""
+
+    prompts: Sequence[Tokens] = ()
+    answers: Sequence[Tokens] = ()
+
+    @property
+    def texts(self) -> list[Tokens]:
+        """Prompts and answers in turn, as a trie that eliminates no prompt has them."""
+        return list(chain.from_iterable(zip(self.prompts, self.answers, strict=True)))
+
+
+def warmed(drafter: TrieDrafter, texts: Sequence[Tokens]) -> TrieDrafter:
+    """The drafter, with the texts as if it had generated them."""
+    drafter.warm(NAMESPACE, texts)
+    return drafter
+
+
+def plain() -> Variant:
+    """No drafts."""
+    return Variant(NoDrafter)
+
+
+def llma(length: int) -> Variant:
+    """A chain behind the latest match in the text, all of it scored."""
+    return Variant(lambda: LookupDrafter(LookupConfig(branch_length=length)), length, planned=False)
+
+
+def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Variant:
+    """A form of the trie's draft with the paper's lengths, all of it scored."""
+    config = form_config(form, lengths)
+    return Variant(lambda: warmed(TrieDrafter(config), texts), lengths.decoding, planned=False)
+
+
+def form_config(form: Form, lengths: Lengths) -> TrieConfig:
+    """The trie's configuration: contexts shorter than a branch, and drafts that are filled up to their length."""
+    return TrieConfig(
+        form=form,
+        branch_length=lengths.branch,
+        max_prefix=min(TrieConfig.max_prefix, lengths.branch - 1),
+        min_matches=max(TrieConfig.min_matches, lengths.decoding),
+    )
+
+
+def default(texts: Sequence[Tokens], config: TrieConfig | None = None) -> Variant:
+    """Forerun's own trie: merged by probability, as much of it scored as pays."""
+    return Variant(lambda: warmed(TrieDrafter(config), texts))
+
+
+def methods(lengths: Lengths, known: Known) -> dict[str, Variant]:
+    """Table 2, beside ``transformers``: the baselines, the forms, the default, and drafts that never hit."""
+    return {
+        PLAIN: plain(),
+        "forerun lookup (LLMA)": llma(lengths.decoding),
+        "forerun jacobi (LookaheadDecoding)": Variant(JacobiDrafter),
+        **{f"forerun {form}": published(form, lengths, known.answers) for form in FORMS},
+        "forerun trie, the default": default(known.answers),
+        "forerun, wrong drafts, all scored": Variant(WrongDrafter, lengths.decoding, planned=False),
+    }

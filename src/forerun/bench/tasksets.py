@@ -1,0 +1,27 @@
+"""The set of tasks that suits a model: questions for one that chats, texts to continue for the others."""
+
+from __future__ import annotations
+
+from forerun.bench.chat import Encoder
+from forerun.bench.continuations import continuations
+from forerun.bench.prompts import Tasks
+from forerun.bench.questions import Files, questions
+from forerun.reference import material
+
+
+def tasks_for(encoder: Encoder, files: Files) -> Tasks:
+    """The tasks by name.
+
+    Args:
+        encoder: of the model.
+        files: what some tasks are drawn from.
+
+    Raises:
+        ValueError: for a file that is not what it must be.
+    """
+    files.check()
+    if encoder.chats:
+        return questions(files, encoder.count)
+    if files.code is not None:
+        raise ValueError("--code is for models that chat; there is no chat template here, or --raw turns it off")
+    return continuations(material.read_held_out(files.books, files.maths))

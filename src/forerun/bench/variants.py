@@ -1,0 +1,88 @@
+"""Ways to draft as contestants over one engine: which drafter, how many nodes, and whether a planner cuts them.
+
+An engine is made once for each model, which takes seconds; a variant changes what can be changed between two texts.
+Planners share one measurement of what passes cost. Each contestant has a planner of its own, which learns from turn to
+turn as in a server, and a drafter that is made anew before each turn, so that no turn sees the answers of another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from forerun.bench.contestants import end_tokens, padded, until_end
+from forerun.bench.speed import Contestant, Rows, Run, Tokens
+from forerun.drafters.base import Drafter
+from forerun.engine import BUDGET, Engine
+from forerun.model.timing import measure
+from forerun.planner import Planner
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way to draft.
+
+    Attributes:
+        make: makes the drafter, with all that it remembers.
+        budget: most nodes of a tree.
+        planned: score what pays by the planner; otherwise all that is drafted, as the Lookahead paper does.
+    """
+
+    make: Callable[[], Drafter]
+    budget: int = BUDGET
+    planned: bool = True
+
+
+class Track:
+    """One engine on which variants take turns.
+
+    Args:
+        engine: of the target; what it drafts with is changed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._costs = measure(engine.target)
+
+    def contestant(self, variant: Variant) -> Contestant:
+        """Greedy generation with a fresh drafter in each turn."""
+        planner = Planner(self._costs) if variant.planned else None
+
+        def prepare() -> None:
+            self.engine.planner, self.engine.budget = planner, variant.budget
+            self.engine.use(variant.make())
+
+        return Contestant(self._run, prepare)
+
+    def contestants(self, variants: Mapping[str, Variant]) -> dict[str, Contestant]:
+        """All of them, by name."""
+        return {name: self.contestant(variant) for name, variant in variants.items()}
+
+    def answers(self, variant: Variant, prompts: Sequence[Tokens], max_new_tokens: int) -> list[Tokens]:
+        """What the target says to each prompt, one after another with one drafter; no draft changes it."""
+        self.contestant(variant).prepare()
+        runs = [self._run([prompt], max_new_tokens) for prompt in prompts]
+        return [text for run in runs for text in run.texts if isinstance(text, list)]
+
+    def _run(self, rows: Rows, max_new_tokens: int) -> Run:
+        begin = time.perf_counter()
+        found = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False)
+        seconds = time.perf_counter() - begin
+        return Run(found.generated, seconds, max(stats.steps for stats in found.stats))
+
+
+def transformers_greedy(model: PreTrainedModel) -> Contestant:
+    """``model.generate`` over a padded batch: a pass for each token of the longest row."""
+    pad = (end_tokens(model) or [0])[0]
+
+    def run(rows: Rows, max_new_tokens: int) -> Run:
+        begin = time.perf_counter()
+        ids, mask = padded(rows, model)
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad)
+        texts = [until_end(row, model) for row in out[:, ids.shape[1] :].tolist()]
+        return Run(texts, time.perf_counter() - begin, out.shape[1] - ids.shape[1])
+
+    return Contestant(run)
