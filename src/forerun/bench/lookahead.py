@@ -108,7 +108,7 @@ class LookaheadBench:
             known = self._knows(job)
             self.say(f"methods: {job.task}")
             self.bench.others = self.track.contestants(methods(self.sizes.lengths, known))
-            series = self.bench.run([job], self.sizes.rounds)
+            series = self.bench.run(job, self.sizes.rounds)
             same = [row["same_output"] for row in summarise(series, PLAIN, self.decode)]
             found = zip(summarise(series, decode=self.decode), same, strict=True)
             rows += [row | {"same_as_plain": share} for row, share in found]
@@ -172,7 +172,7 @@ class LookaheadBench:
                 }
             )
             job = Job(exam.kind, exam.prompts, (), self.sizes.max_new_tokens)
-            rows += grade(exam, half.bench.run([job], 1), self.decode)
+            rows += grade(exam, half.bench.run(job, 1), self.decode)
             tables.report_accuracy(self.report, rows, half.track.engine.exactness)
             self.save()
 

@@ -196,13 +196,10 @@ def _tested(outcome: Outcome) -> tuple[BoolArray, BoolArray]:
 
 def _shown(tree: DraftTree, tokens: Sequence[int]) -> tuple[BoolArray, BoolArray]:
     """Which nodes the committed tokens speak for or against, and which for."""
-    path: list[int] = []
-    for token in tokens:
-        last = path[-1] if path else ROOT
-        found = np.flatnonzero((tree.parents == last) & (tree.tokens == token))
-        if not len(found):
-            break
-        path.append(int(found[0]))
+    path, node = [], tree.children.get((ROOT, tokens[0]))
+    while node is not None:
+        path.append(node)
+        node = tree.children.get((node, tokens[len(path)])) if len(path) < len(tokens) else None
     return _under(tree, path, len(path) < len(tokens))
 
 
