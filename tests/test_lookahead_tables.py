@@ -221,7 +221,7 @@ def test_padded_batches_are_those_of_the_bench() -> None:
     model = tiny("llama")
     rows = PROMPTS[:2]
     run = transformers_greedy(model).run(rows, 12)
-    alone = Bench(model, ["none"]).run([Job("copy", rows, (), 12)], 1)
+    alone = Bench(model, ["none"]).run(Job("copy", rows, (), 12), 1)
     theirs = next(one for one in alone if one.contestant == BASELINE)
     assert run.texts == [rounds[0].texts[0] for rounds in theirs.runs]
     assert run.passes == max(len(text) for text in run.texts)
