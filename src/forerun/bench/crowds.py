@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -22,7 +23,7 @@ SEED = 0
 def pass_rows(
     engine: Engine, rows: Sequence[int], drafts: Sequence[int], contexts: Sequence[int], rounds: int
 ) -> list[Row]:
-    """Milliseconds of a pass, measured in turns, medians; each row feeds one token and a chain of drafts.
+    """Milliseconds of a pass, measured in shuffled turns, medians; each row feeds one token and a chain of drafts.
 
     Args:
         engine: of the target.
@@ -37,8 +38,9 @@ def pass_rows(
         caches = [engine.prefill(text[: context + 1].tolist(), max(drafts) + 1) for _ in range(max(rows))]
         kinds = [(size, count) for size in rows for count in (0, *drafts)]
         seconds: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
-        for turn in range(rounds + 1):
-            for size, count in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
+        order = Random(SEED)
+        for _ in range(rounds + 1):
+            for size, count in order.sample(kinds, len(kinds)):  # a large pass leaves the next one cold memory
                 tokens = text[context : context + count + 1]
                 block = Block(tokens[:1], DraftTree.chain(tokens[1:]), context)
                 begin = time.perf_counter()
