@@ -19,17 +19,18 @@ LAYERS = [
     ["caches"],
     ["model"],
     ["calibration", "ledger", "line"],
-    ["planner", "pacing"],
+    ["planner", "pacing", "plan"],
     ["drafters"],
     ["recipes"],
     ["result", "row", "commit"],
     ["step"],
     ["engine"],
+    ["divergence"],
     ["api", "audit", "conversation", "real"],
     ["cli", "bench"],
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-USES_TRANSFORMERS = {"model", "result", "commit", "engine", "api", "audit", "reference", "cli", "bench"}
+USES_TRANSFORMERS = {"model", "result", "commit", "engine", "divergence", "api", "audit", "reference", "cli", "bench"}
 
 
 def imports(file: Path) -> set[str]:

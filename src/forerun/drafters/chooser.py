@@ -28,6 +28,10 @@ from forerun.request import Request
 from forerun.tree import DraftTree
 from forerun.verify import Outcome
 
+LEAST, GROWTH = 16, 4
+"""Nodes of a row that are asked for at least, and for each that was worth scoring in the step before: to propose a node
+takes time whether it is scored or not."""
+
 
 @dataclass
 class _Step:
@@ -80,6 +84,7 @@ class Chooser(OuterDrafter):
         self.most, self.reach, self.weight = most, reach, weight
         self._clock, self._costs = clock, costs
         self._prompts: dict[int, Cache] = {}
+        self._nodes = LEAST
         self._account, self._times, self._grown = Account(), Times(), Chains()
         self._step: _Step | None = None
         if chains is not None:
@@ -118,7 +123,9 @@ class Chooser(OuterDrafter):
         load = Load([request.unread for request in requests], [len(request) - request.unread for request in requests])
         asks = self.trees is not None and self._account.left("tree") > 0
         clock = [self._clock()]
-        branches = cut = self._cutter.cut(self._ask(self.trees if asks else None, requests, budget), load)
+        nodes = min(budget, self._nodes)
+        branches = cut = self._cutter.cut(self._ask(self.trees if asks else None, requests, nodes), load)
+        self._nodes = max(LEAST, self._nodes // 2, GROWTH * max(map(len, cut.trees)))
         clock.append(self._clock())
         length = self._length(requests, cut, budget)
         if length:
@@ -151,13 +158,12 @@ class Chooser(OuterDrafter):
         if self._times.due(found.rate * cut.plain / rows):
             return None
         each = draft + (float(passes[-1]) - float(passes[0])) / max(most - 1, 1)
-        pays, tried = found.rate > rate, cut.empty and self._account.common > 0
-        bet = self._account.left("chain") if pays else self._account.common
-        allowed = int(bet * cut.plain / each)
+        pays, may_try = found.rate > rate, self._account.untouched
         self._grown.open(requests, found.rate * each / rows if pays else 0.0)
         if pays:
-            return min(most if self._grown.asked else found.tokens, allowed)
-        return min(1, allowed) if tried else 0
+            affordable = max(int(self._account.left("chain") * cut.plain / each), int(may_try))
+            return min(most if self._grown.asked else found.tokens, affordable)
+        return int(cut.empty and may_try)
 
     def _draft_cost(self, load: Load) -> float:
         """What drafting a token for every row costs, in the curve's units."""

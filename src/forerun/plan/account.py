@@ -7,8 +7,9 @@ from typing import Literal
 Source = Literal["tree", "chain"]
 SHARE = 0.01
 """Of all time, that drafts which did not pay may take."""
-START = 1.0
-"""Plain steps that may be lost at first, and at once: what a trial may cost."""
+START = 0.5
+"""Plain steps that may be lost at first, and at once by a source that saved nothing. A single draft may cost more: no
+more than a step, or it could not pay."""
 SAVINGS = 16.0
 """Plain steps of what drafts saved that they may lose again: how long a source that was good is believed in after it is
 not any more."""
@@ -30,9 +31,9 @@ class Account:
         return self._saved[source] + self._common
 
     @property
-    def common(self) -> float:
-        """What a source may lose that saved nothing."""
-        return self._common
+    def untouched(self) -> bool:
+        """Whether nothing was lost lately, so that something may be tried."""
+        return self._common == START
 
     def pass_by(self, took: float) -> None:
         """A step took so long."""

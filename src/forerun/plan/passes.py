@@ -36,9 +36,9 @@ class Passes:
     def unit(self) -> float | None:
         """Seconds of a pass of cost 1; None where nothing is known.
 
-        One pass of the other kind is among them, and the lower of two counts: a first pass is cold, or was held up, as
-        often as not.
+        A first pass is cold as often as not. So one of the other kind is among them, and the lower of two counts; where
+        there is no other kind, nothing is known before the second.
         """
         other = None if self._like is None else self._like.unit
         seen = sorted(self._seen if other is None or self.known == RECALL else [*self._seen, other])
-        return seen[int((len(seen) - 1) * self._quantile)] if seen else other
+        return seen[int((len(seen) - 1) * self._quantile)] if len(seen) > 1 else other

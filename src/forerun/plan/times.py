@@ -57,5 +57,5 @@ class Times:
         return not self.settled or self._since * SHARE > SETTLED * max(gain, 1.0)
 
     def share(self, of: Passes, cost: float, plain: float) -> float:
-        """What something of this cost takes, in plain steps of cost ``plain``; 0 where it was never seen."""
+        """What something of this cost takes, in plain steps of cost ``plain``; 0 where nothing is known of it."""
         return cost * (of.unit or 0.0) / (self.unit * plain) if self.unit else 0.0
