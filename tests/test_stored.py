@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import torch
 from test_linear import layer
 
 from forerun.kernels import stored, tape, team, vector
+from forerun.kernels.blockwise import Blocks, described, look_up, operation
 from forerun.kernels.formats import FORMATS
 from forerun.kernels.linear import ADD, GATE, PUT
 from forerun.kernels.rowwise import GELU, SILU
-from forerun.kernels.stored import LOOKUP, MATRIX_BYTES, STORED, LookupOp, Matrix, StoredOp, format_code
+from forerun.kernels.stored import LOOKUP, STORED
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytestmark = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
@@ -71,19 +73,10 @@ def run(
     n, columns = x.shape
     outs = [len(rows) for _, rows in weights]
     y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs))
-    places = [b.data_ptr() for b in biases] or [0] * len(weights)
-    described = np.array(
-        [
-            Matrix(rows.data_ptr(), rows.stride(0), len(rows), bias, FORMATS[which].columns, *format_code(which))
-            for (name, rows), bias, which in zip(weights, places, (NAMES.index(w[0]) for w in weights), strict=True)
-        ],
-        np.int64,
-    )
-    assert described.strides[0] == MATRIX_BYTES
-    op = StoredOp(
-        tape.DO_STORED, 0, 0, 0, x.data_ptr(), x.stride(0) * 4, columns, mode, share, activation, y.data_ptr(),
-        y.stride(0) * 4, described.ctypes.data, len(weights),
-    )  # fmt: skip
+    given = [Blocks(rows, name, bias) for (name, rows), bias in zip_longest(weights, biases)]
+    table = described(given)
+    _, op = operation(table, columns, (x.data_ptr(), x.stride(0) * 4), (y.data_ptr(), y.stride(0) * 4), 1, mode=mode)
+    op = op._replace(share=share, turn=2 * share, activation=activation)
     room = -(-stored.room(n, columns) // 64) * 64
     slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
     tape.Program([(STORED, op)]).run(n=n, slots=slots.data_ptr(), slot_size=room)
@@ -158,11 +151,10 @@ def test_gates_are_activated_and_multiplied(outs: int, activation: int, names: t
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
     rows, weights = blocks(name, 20, 512)
-    which, ids, x = NAMES.index(name), torch.tensor([3, 19, 0, 3]), torch.zeros(4, 512)
-    fields = (rows.data_ptr(), rows.stride(0), FORMATS[which].columns, format_code(which)[1], 512)
+    ids, x = torch.tensor([3, 19, 0, 3]), torch.zeros(4, 512)
     room = stored.room(1, 512) // 64 * 64 + 64
     slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
-    op = LookupOp(tape.DO_LOOKUP, *fields, x.data_ptr(), x.stride(0) * 4, 1.5)
+    op = look_up(Blocks(rows, name), 512, (x.data_ptr(), x.stride(0) * 4), 1.5)
     tape.Program([(LOOKUP, op)]).run(n=4, ids=ids.data_ptr(), slots=slots.data_ptr(), slot_size=room)
     assert torch.equal(x, weights[ids] * 1.5)
 

@@ -11,12 +11,14 @@ import numpy as np
 import torch
 
 from forerun.kernels import stored, tape
-from forerun.kernels.linear import PUT
-from forerun.kernels.memory import Room
-from forerun.kernels.ordered import SHARES
+from forerun.kernels.formats import FORMATS
+from forerun.kernels.linear import GATE, PUT
+from forerun.kernels.memory import Job, Room
 from forerun.kernels.stored import MATRIX, NAMES, STORED, LookupOp, Matrix, StoredOp, format_code
 from forerun.kernels.vector import LANES, LINE
 
+SHARES = 8
+"""Pieces of work a thread that an operation is cut into."""
 _room = Room()
 _local = threading.local()
 
@@ -45,13 +47,22 @@ def described(matrices: Sequence[Blocks]) -> Table:
 def _matrix(blocks: Blocks) -> Matrix:
     rows, which = blocks.rows, NAMES.index(blocks.kind)
     bias = 0 if blocks.bias is None else blocks.bias.data_ptr()
-    block = stored.FORMATS[which].columns
+    block = FORMATS[which].columns
     return Matrix(rows.data_ptr(), rows.stride(0), len(rows), bias, block, *format_code(which))
 
 
-def pairs(matrices: Sequence[Blocks]) -> int:
-    """Pairs of panels, of all matrices."""
-    return sum(math.ceil(len(each.rows) / (2 * LANES)) for each in matrices)
+def operation(
+    table: Table, columns: int, x: tuple[int, int], y: tuple[int, int], threads: int, *, mode: int = PUT,
+    which: int = 0, activation: int = 0,
+) -> tuple[Job, StoredOp]:  # fmt: skip
+    """One operation over the described matrices of so many columns, cut for so many threads; see ``LinearOp``."""
+    panels = [math.ceil(outs / LANES) for outs in table[:, Matrix._fields.index("outs")].tolist()]
+    pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
+    share = max(1, pairs // (SHARES * threads))
+    return STORED, StoredOp(
+        tape.DO_STORED, which, 0, 0, *x, columns, mode, share, share * threads, activation, *y, table.ctypes.data,
+        len(table),
+    )  # fmt: skip
 
 
 def look_up(blocks: Blocks, dim: int, x: tuple[int, int], factor: float) -> LookupOp:
@@ -84,9 +95,5 @@ def _program(blocks: Blocks, columns: int, x_row: int, y_row: int) -> tape.Progr
         if len(kept) > 4096:
             kept.clear()
         table = described([blocks])
-        share = max(1, pairs([blocks]) // (SHARES * threads))
-        op = StoredOp(
-            tape.DO_STORED, 0, 0, 0, 0, x_row, columns, PUT, share, 0, 0, y_row, table.ctypes.data, 1
-        )  # fmt: skip
-        kept[key] = tape.Program([(STORED, op)]), table
+        kept[key] = tape.Program([operation(table, columns, (0, x_row), (0, y_row), threads)]), table
     return kept[key][0]

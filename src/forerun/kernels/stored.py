@@ -43,8 +43,9 @@ class StoredOp(NamedTuple):
     Attributes:
         kind, to_kind: of the numbers between weights: 0, float32.
         columns: of every matrix.
-        matrices: the address of their descriptions, ``count`` of them.
+        table: the address of the matrices' descriptions, ``matrices`` of them.
         share: pairs of panels that a thread takes at a time.
+        turn: pairs of all threads' shares: so far ahead a thread's next one begins, if they are equally fast.
     """
 
     code: int
@@ -56,11 +57,12 @@ class StoredOp(NamedTuple):
     columns: int
     mode: int
     share: int
+    turn: int
     activation: int
     y: int
     y_row: int
+    table: int
     matrices: int
-    count: int
 
 
 class LookupOp(NamedTuple):
@@ -144,10 +146,10 @@ def _panels(matrix: Matrix) -> int:
 @compiled
 def _pairs(op: StoredOp) -> int:
     if op.mode == GATE:
-        return _panels(read_matrix(op.matrices))
+        return _panels(read_matrix(op.table))
     total = 0
-    for i in range(op.count):
-        total += (_panels(read_matrix(op.matrices + i * MATRIX_BYTES)) + 1) // 2
+    for i in range(op.matrices):
+        total += (_panels(read_matrix(op.table + i * MATRIX_BYTES)) + 1) // 2
     return total
 
 
@@ -168,19 +170,20 @@ def stored_task(op: StoredOp, code: StoredCode, n: int, x: int, y: int, task: in
     twin = sums + (n if n <= FEW else groups * TOGETHER) * LINE
     spare = sums + 2 * groups * TOGETHER * LINE
     for number in range(task * op.share, min(_pairs(op), (task + 1) * op.share)):
+        further = 1 if number + 1 < (task + 1) * op.share else op.turn - op.share + 1
         if op.mode == GATE:
-            one, other = read_matrix(op.matrices), read_matrix(op.matrices + MATRIX_BYTES)
+            one, other = read_matrix(op.table), read_matrix(op.table + MATRIX_BYTES)
             valid = min(LANES, one.outs - number * LANES)
-            _both(op, code, n, x, slot, one, other, number, number, sums, twin, spare)
+            _both(op, code, n, x, slot, one, other, number, number, further, sums, twin, spare)
             finish(op, n, valid, sums, twin, y + number * LINE, 4, spare)
             continue
         i, before, p = 0, 0, 2 * number
-        matrix = read_matrix(op.matrices)
+        matrix = read_matrix(op.table)
         while p >= (_panels(matrix) + 1) // 2 * 2:
             p, before, i = p - (_panels(matrix) + 1) // 2 * 2, before + matrix.outs, i + 1
-            matrix = read_matrix(op.matrices + i * MATRIX_BYTES)
+            matrix = read_matrix(op.table + i * MATRIX_BYTES)
         q = min(p + 1, _panels(matrix) - 1)
-        _both(op, code, n, x, slot, matrix, matrix, p, q, sums, twin, spare)
+        _both(op, code, n, x, slot, matrix, matrix, p, q, 2 * further, sums, twin, spare)
         place = y + (before + p * LANES) * 4
         finish(op, n, min(LANES, matrix.outs - p * LANES), sums, sums, place, 4, spare)
         if q > p:
@@ -189,15 +192,15 @@ def stored_task(op: StoredOp, code: StoredCode, n: int, x: int, y: int, task: in
 
 @compiled
 def _both(
-    op: StoredOp, code: StoredCode, n: int, x: int, slot: int, a: Matrix, b: Matrix, p: int, q: int, sums: int,
-    twin: int, spare: int,
+    op: StoredOp, code: StoredCode, n: int, x: int, slot: int, a: Matrix, b: Matrix, p: int, q: int, further: int,
+    sums: int, twin: int, spare: int,
 ) -> None:  # fmt: skip
-    """The sums of all tokens with a panel of each of two matrices."""
+    """The sums of all tokens with a panel of each of two matrices; those so many panels further come next."""
     last, other_last = min(LANES, a.outs - p * LANES) - 1, min(LANES, b.outs - q * LANES) - 1
     begin_sums(op, n, a.bias, p * LANES, last + 1, sums)
     begin_sums(op, n, b.bias, q * LANES, other_last + 1, twin)
     w, other = a.w + p * LANES * a.row, b.w + q * LANES * b.row
-    ahead = LANES if op.mode == GATE else 2 * LANES
+    ahead = further * LANES
     if n > FEW:
         _by_chunks(op, code, n, slot, a, b, w, other, last, other_last, ahead, sums, twin, spare)
         return

@@ -2,7 +2,8 @@
 
 The model is built without weights. Matrices of linear layers and embeddings become ``stored.StoredLinear`` and
 ``stored.StoredEmbedding`` over the file's own bytes; rows that GGUF keeps in another order than transformers (queries
-and keys of Llama) are copied into it. All else, norms and biases, becomes float32. Names and orders are transformers'.
+and keys of Llama) are copied into it. All else, norms and biases, becomes float32. Names are by gguf's own table,
+orders by transformers' code for each architecture.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, dequantize, get_tensor_name_map
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from forerun.kernels.formats import FORMATS
 from forerun.kernels.stored import NAMES
@@ -79,7 +80,7 @@ class _Filler:
     def __post_init__(self) -> None:
         kind = TENSOR_PROCESSORS.get(self.header.architecture, TensorProcessor)
         self._processor = kind(config=self.model.config.to_dict())
-        self._names: dict[str, str] = get_gguf_hf_weights_map(self.model, self._processor)
+        self._names = self._names_of_tensors()
         self._data = np.memmap(self.file, np.uint8, "c")
         self._matrices: dict[str, tuple[nn.Parameter, str, int]] = {}
 
@@ -95,6 +96,14 @@ class _Filler:
         if missing:
             listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise ValueError(f"the weights in {self.file} are incomplete and would be random: {listed}")
+
+    def _names_of_tensors(self) -> dict[str, str]:
+        """The model's name of each of a file's tensors."""
+        arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.header.architecture)
+        table = get_tensor_name_map(arch, self.model.config.num_hidden_layers)
+        ours = [name for name, _ in self.model.named_parameters()]
+        theirs = [table.get_name(name, (".weight", ".bias")) for name in ours]
+        return {there: here for there, here in zip(theirs, ours, strict=True) if there is not None}
 
     def _take(self, name: str, ours: str, tensor: Tensor) -> None:
         owner, _, leaf = ours.rpartition(".")

@@ -17,12 +17,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from forerun.kernels import blockwise, linear, stored, tape
-from forerun.kernels.blockwise import Blocks
 from forerun.kernels.canonical import ATTEND, AttendOp
 from forerun.kernels.layers import EMBED, NORM, ROTARY, EmbedOp, NormOp, RotaryOp
 from forerun.kernels.linear import ADD, GATE, LINEAR, PUT, LinearOp
 from forerun.kernels.rowwise import TO_SUM, TO_WORDS
-from forerun.kernels.stored import LOOKUP, STORED, StoredOp
+from forerun.kernels.stored import LOOKUP
 from forerun.model.packing import Heads
 from forerun.model.parts import ACTIVATIONS, KINDS, Layer, activation, angles, embed_scale, eps, layers, one
 from forerun.model.stored import StoredEmbedding, StoredLinear
@@ -183,14 +182,13 @@ class Written:
         return NormOp(tape.DO_NORM, which, kind, mode, one(norm), *where, eps(norm))
 
     def _linear(self, modules: Sequence[Any], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0) -> Op:
-        parts, outs = self._parts, [int(module.out_features) for module in modules]
-        panels = sum(math.ceil(count / 16) for count in (outs[:1] if mode == GATE else outs))
-        share = max(1, panels // (SHARES * self.size.threads))
         if isinstance(modules[0], StoredLinear):
-            return self._stored([module.blocks for module in modules], x, mode, y, which, share)
-        weights = [module.weight for module in modules]
-        places, row = [weight.data_ptr() for weight in weights], weights[0].stride(0) * parts.width
+            return self._stored(modules, x, mode, y, which)
+        parts, weights = self._parts, [module.weight for module in modules]
         biases = [0 if module.bias is None else module.bias.data_ptr() for module in modules]
+        places, outs = [weight.data_ptr() for weight in weights], [len(weight) for weight in weights]
+        panels = sum(math.ceil(count / 16) for count in (outs[:1] if mode == GATE else outs))
+        share, row = max(1, panels // (SHARES * self.size.threads)), weights[0].stride(0) * parts.width
         op = LinearOp(
             tape.DO_LINEAR, which, parts.kind, *_place(x), row, mode, parts.kind if mode == GATE else 0, share,
             parts.activation, *y, *_three(places), *_three(outs), *_three(biases),
@@ -198,16 +196,12 @@ class Written:
         return LINEAR, op
 
     def _stored(
-        self, matrices: Sequence[Blocks], x: torch.Tensor, mode: int, y: tuple[int, int], which: int, share: int
+        self, modules: Sequence[StoredLinear], x: torch.Tensor, mode: int, y: tuple[int, int], which: int
     ) -> Op:
-        table, columns = blockwise.described(matrices), x.shape[1]
+        table, columns = blockwise.described([module.blocks for module in modules]), modules[0].in_features
         self._tables.append(table)  # the program has their addresses
-        share = share if mode == GATE else max(1, share // 2)  # whose pairs are of one matrix
-        op = StoredOp(
-            tape.DO_STORED, which, 0, 0, *_place(x), columns, mode, share, self._parts.activation, *y,
-            table.ctypes.data, len(matrices),
-        )  # fmt: skip
-        return STORED, op
+        how = {"mode": mode, "which": which, "activation": self._parts.activation}
+        return blockwise.operation(table, columns, _place(x), y, self.size.threads, **how)
 
 
 def _place(t: torch.Tensor) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,7 +26,7 @@ class StoredLinear(nn.Module):
 
     def __init__(self, rows: nn.Parameter, kind: str, in_features: int, bias: nn.Parameter | None = None) -> None:
         super().__init__()
-        self.register_state_dict_pre_hook(_refuse_to_save)
+        self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
         self.weight, self.bias, self.kind = rows, bias, kind
         self.in_features, self.out_features = in_features, len(rows)
 
@@ -36,7 +38,9 @@ class StoredLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See ``nn.Linear``."""
         _check_place(self.weight)
-        return blockwise.product(x, self.blocks)
+        if self.bias is None or self.bias.dtype == torch.float32:
+            return blockwise.product(x, self.blocks)
+        return blockwise.product(x, Blocks(self.weight, self.kind)) + self.bias  # the model was cast
 
     def extra_repr(self) -> str:
         """See ``nn.Module``."""
@@ -62,7 +66,7 @@ class StoredEmbedding(nn.Module):
         embed_scale: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self.register_state_dict_pre_hook(_refuse_to_save)
+        self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
         self.weight, self.kind = rows, kind
         self.num_embeddings, self.embedding_dim = len(rows), embedding_dim
         if embed_scale is not None:
@@ -80,7 +84,8 @@ class StoredEmbedding(nn.Module):
         _check_place(self.weight)
         rows = dequantize(self.weight[ids.reshape(-1)].numpy(), GGMLQuantizationType[self.kind])
         floats = torch.from_numpy(rows).float().view(*ids.shape, self.embedding_dim)
-        return floats * self.embed_scale if hasattr(self, "embed_scale") else floats
+        scale: Any = getattr(self, "embed_scale", None)
+        return floats if scale is None else floats * scale
 
     def extra_repr(self) -> str:
         """See ``nn.Module``."""
