@@ -19,6 +19,7 @@ from forerun.divergence import Divergence, first_difference, weigh
 from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
 from forerun.engine import BUDGET, Engine
 from forerun.model.exactness import Exactness
+from forerun.model.stored import dtype_name
 from forerun.planner import Planner
 from forerun.recipes import RECIPES, buildable
 from forerun.request import Request
@@ -132,7 +133,7 @@ def audit(
         if progress is not None:
             progress(done, len(jobs), f"{drafter}, {'greedy' if seed is None else f'seed {seed}'}")
         comparisons += bench.compare(drafter, seed, rows)
-    return Report(str(model.dtype).removeprefix("torch."), comparisons, bench.exactness)
+    return Report(dtype_name(model), comparisons, bench.exactness)
 
 
 def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from forerun.bench.bandwidth import BUFFER, Reader, weight_bytes
 from forerun.block import Block
 from forerun.engine import Engine
+from forerun.model.stored import dtype_name
 from forerun.tree import DraftTree
 
 Row = dict[str, Any]
@@ -125,7 +126,7 @@ def check_positions(model: PreTrainedModel, sizes: Sizes) -> None:
 
 
 def _works(model: PreTrainedModel, sizes: Sizes) -> Iterator[Work]:
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = dtype_name(model)
     engine = Engine(model, "none")
     text = np.random.default_rng(0).integers(0, engine.target.vocabulary, sizes.longest + 1)
     nbytes = weight_bytes(model)

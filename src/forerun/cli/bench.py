@@ -27,6 +27,7 @@ from forerun.cli.bench_options import PROMPTS, BenchOptions
 from forerun.cli.long_options import plain
 from forerun.cli.terminal import measuring, stderr, stdout, working
 from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load
+from forerun.model.stored import dtype_name
 from forerun.reference import material
 
 DRAFTERS = ("none", "lookup", "jacobi", "trie")
@@ -46,7 +47,7 @@ def run(options: BenchOptions) -> None:
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}")
     batched = in_turns(jobs, max(options.batches(), default=0))
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target)
     settings = plain(options) | {"dtype": dtype, "tasks": tasks, "prompts": max(len(job.prompts) for job in jobs)}
     journal = Journal(options.out / "speed-turns.jsonl", _about(options, dtype), options.resume)
     with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from forerun.cli.long_options import numbers
-from forerun.cli.options import _MODEL, _OUTPUT, _TEXT, Debug, Device, Dtype, Json, Model, Trust
+from forerun.cli.options import _MODEL, _OUTPUT, _TEXT, AnyDtype, Debug, Device, Json, Model, Trust
 from forerun.cli.options import _option as option
 
 _OTHERS = "Compared with"
@@ -30,7 +30,7 @@ class BenchOptions:
     drafter: Annotated[
         list[str] | None, option("--drafter", "-d", panel=_MODEL, help="May be repeated; default: all but the forms.")
     ] = None
-    dtype: Annotated[Dtype, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")] = "auto"
+    dtype: AnyDtype = "auto"
     device: Device = "auto"
     trust_remote_code: Trust = False
     task: Annotated[

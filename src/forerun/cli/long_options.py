@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from forerun.cli.options import _LONG, _MODEL, _OUTPUT, _TEXT, Debug, Device, Dtype, Json, LongOptions, Model, Trust
+from forerun.cli.options import _LONG, _MODEL, _OUTPUT, _TEXT, AnyDtype, Debug, Device, Json, LongOptions, Model, Trust
 from forerun.cli.options import _option as option
 
 _SIMULATION = "Simulation"
@@ -26,7 +26,6 @@ Yarn = Annotated[
 ]
 Prompts = Annotated[int, option("--prompts", panel=_TEXT, help="For each context.", min=1)]
 Needles = Annotated[int, option("--needles", panel=_TEXT, help="Facts asked from one text.", min=1)]
-AnyDtype = Annotated[Dtype, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")]
 TRIFORCE_PARTS = ("temperatures", "budgets", "contexts", "batches", "needles")
 CACHES = ("low-rank", "retrieval", "streaming", "h2o", "topk")
 ANALYSE_PARTS = ("acceptance", "budgets", "chunks", "recovery", "trees", "divergence")

@@ -15,7 +15,7 @@ from forerun.cli.errors import user_errors
 from forerun.cli.log import shown_log
 from forerun.settings import Policy, Settings, Sparse
 
-Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 
 _MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
 _DRAFTER = "How to draft: trie, lookup, jacobi, none; for long contexts triforce-trie, triforce, retrieval; see README."
@@ -32,7 +32,8 @@ Device = Annotated[str, _option("--device", panel=_MODEL, help="auto, cpu, cuda,
 Trust = Annotated[bool, _option("--trust-remote-code", panel=_MODEL, help="Run code that comes with the model.")]
 Budget = Annotated[int | None, _option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)]
 Drafter = Annotated[str, _option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)]
-AnyDtype = Annotated[Dtype, _option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")]
+_DTYPE = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
+AnyDtype = Annotated[Dtype, _option("--dtype", panel=_MODEL, help=_DTYPE)]
 Namespace = Annotated[str, _option("--namespace", panel=_MODEL, help="Whose outputs may be drafted.")]
 System = Annotated[str | None, _option("--system", panel=_TEXT, help="What the chat model is told first.")]
 MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Most tokens.", min=1)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 from forerun.cli.long_options import names, numbers
-from forerun.cli.options import _MODEL, _OUTPUT, _TEXT, Debug, Device, Json, Model, Trust
+from forerun.cli.options import _MODEL, _OUTPUT, _TEXT, Debug, Device, Dtype, Json, Model, Trust
 from forerun.cli.options import _option as option
 
-DTYPES = ("auto", "float32", "bfloat16", "float64")
+DTYPES = get_args(Dtype)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from forerun.cli.terminal import say, stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
 from forerun.model.requests import position_limit
+from forerun.model.stored import STORED
 from forerun.recipes import buildable, check_drafter
 from forerun.settings import Settings
 
@@ -143,6 +144,8 @@ def _simulated(options: TriforceOptions, named: list[str]) -> Subject:
     check_simulated(drafters)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     dtype = ("bfloat16" if device != "cpu" else "float32") if options.dtype == "auto" else options.dtype
+    if dtype == STORED:
+        raise ValueError(f"--dtype is {STORED}, which is for GGUF files, and --shape has random weights; name another")
     shapes = Shape.parse(options.shape), Shape.parse(options.draft_shape)
     vocabulary = min(shape.vocabulary for shape in shapes)
     target, draft = (random_model(shape, getattr(torch, dtype), device) for shape in shapes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forerun.index.compiling import compiled
 from forerun.kernels.memory import Job, address_of, bytes_at, call5, call7, call8, doubles, floats
@@ -159,7 +159,7 @@ def linear_task(op: LinearOp, code: Panels, n: int, y: int, task: int, slot: int
         place = y + (before + p * lanes) * number
         if op.mode == GATE:
             _panel(op, code, n, slot, op.w1, p, valid, op.bias1, twin, spare)
-        _finish(op, n, valid, sums, twin, place, number, spare)
+        finish(op, n, valid, sums, twin, place, number, spare)
 
 
 @compiled
@@ -169,7 +169,7 @@ def _panel(
     """The sums of all tokens with one panel: whole vectors, chunk by chunk, then the columns behind them."""
     lanes, steps = _lanes(op), op.row // LINE
     size = (op.row + LINE - 1) // LINE * lanes * LINE
-    _begin(op, n, bias, p * lanes, valid, sums)
+    begin_sums(op, n, bias, p * lanes, valid, sums)
     here = w + p * lanes * op.row
     row, first, columns = op.row, 0, spare + 16 * LINE
     after = here + lanes * row
@@ -197,7 +197,7 @@ def _panel(
 
 
 @compiled
-def _begin(op: LinearOp, n: int, bias: int, first: int, valid: int, sums: int) -> None:
+def begin_sums(op: Any, n: int, bias: int, first: int, valid: int, sums: int) -> None:
     """Every token's sums begin with the bias."""
     line = floats(sums, 16)
     line[:] = 0.0
@@ -231,7 +231,7 @@ def _last(w: int, row: int, rest: int, valid: int, to: int) -> None:
 
 
 @compiled
-def _finish(op: LinearOp, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
+def finish(op: Any, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
     """From sums to results."""
     whole = valid == _lanes(op)
     for t in range(n):

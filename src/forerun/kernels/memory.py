@@ -111,6 +111,12 @@ def call5(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> 
 
 
 @intrinsic
+def call6(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Code:
+    """The same with six integers."""
+    return intrinsic_code(7, _call)
+
+
+@intrinsic
 def call7(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Code:
     """The same with seven integers."""
     return intrinsic_code(8, _call)
@@ -126,6 +132,14 @@ def call8(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: 
 def call9(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any) -> Code:
     """The same with nine."""
     return intrinsic_code(10, _call)
+
+
+@intrinsic
+def call11(
+    typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
+) -> Code:
+    """The same with eleven."""
+    return intrinsic_code(12, _call)
 
 
 def _call(e: Emitter, address: ir.Value, *values: ir.Value) -> None:

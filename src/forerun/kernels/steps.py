@@ -14,8 +14,18 @@ from forerun.kernels.memory import Job, address_of, integers
 from forerun.kernels.pieces import scan
 from forerun.kernels.plain import attend_plainly
 from forerun.kernels.settling import settle
+from forerun.kernels.stored import (
+    lookup,
+    read_lookup,
+    read_stored,
+    read_stored_code,
+    stored_begin,
+    stored_code,
+    stored_task,
+    stored_tasks,
+)
 
-DO_EMBED, DO_NORM, DO_LINEAR, DO_TURN, DO_SCAN, DO_SETTLE, DO_PLAINLY = range(7)
+DO_EMBED, DO_NORM, DO_LINEAR, DO_TURN, DO_SCAN, DO_SETTLE, DO_PLAINLY, DO_STORED, DO_LOOKUP = range(9)
 BEGIN = -1
 """In a task's place: what a thread does once before its tasks of an operation."""
 
@@ -63,6 +73,8 @@ def tasks_of(tape: TapeFields, op: int) -> int:
     code = integers(op, 1)[0]
     if code == DO_LINEAR:
         return linear_tasks(read_linear(op))
+    if code == DO_STORED:
+        return stored_tasks(read_stored(op))
     if code == DO_NORM:
         return tape.wanted if read_norm(op).which else tape.n
     if code == DO_SCAN:
@@ -83,6 +95,24 @@ def do_linear(address: int, op: int, code: int, task: int, slot: int) -> None:
         linear_begin(linear, panels, n, linear.x if linear.x else tape.x, slot)
     else:
         linear_task(linear, panels, n, linear.y if linear.y else tape.y, task, slot)
+
+
+@compiled
+def do_stored(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """Some pairs of panels for all tokens."""
+    tape, stored, shared = read_tape(address), read_stored(op), read_stored_code(code)
+    n, x = tape.wanted if stored.which else tape.n, stored.x if stored.x else tape.x
+    if task == BEGIN:
+        stored_begin(stored, shared, n, x, slot)
+    else:
+        stored_task(stored, shared, n, x, stored.y if stored.y else tape.y, task, slot)
+
+
+@compiled
+def do_lookup(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token."""
+    if task != BEGIN:
+        lookup(read_lookup(op), read_tape(address).ids, task, slot)
 
 
 @compiled
@@ -142,6 +172,8 @@ STEPS: dict[int, Callable[[int, int, int, int, int], None]] = {
     DO_SCAN: do_scan,
     DO_SETTLE: do_settle,
     DO_PLAINLY: do_plainly,
+    DO_STORED: do_stored,
+    DO_LOOKUP: do_lookup,
 }
 
 
@@ -150,4 +182,6 @@ def code_of(fields: Any) -> tuple[int, ...]:
     step = address_of(STEPS[fields.code], 5)
     if fields.code == DO_LINEAR:
         return (step, *panels_of(fields.kind))
+    if fields.code == DO_STORED:
+        return (step, *stored_code())
     return (step, *attend_code()) if fields.code in (DO_SCAN, DO_SETTLE) else (step,)

@@ -19,6 +19,7 @@ from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.kernels import ordered
 from forerun.model.scorer import Pass, Scorer
+from forerun.model.stored import is_stored
 from forerun.tree import DraftTree
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -124,7 +125,8 @@ def _added(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 
 def _known(model: PreTrainedModel) -> bool:
     config = model.config
-    return config.model_type in FAMILIES and config.hidden_act == "silu" and model.lm_head.bias is None
+    plain = config.model_type in FAMILIES and config.hidden_act == "silu" and not is_stored(model)
+    return plain and model.lm_head.bias is None
 
 
 def _layer(layer: Any) -> _Layer:

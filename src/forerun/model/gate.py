@@ -87,7 +87,7 @@ def _has_alibi(config: PreTrainedConfig) -> bool:
 
 @torch.inference_mode()
 def _reason_in_numbers(scorer: Scorer) -> str | None:
-    limit, errors = TOLERANCE[next(scorer.model.parameters()).dtype], []
+    limit, errors = TOLERANCE[scorer.model.dtype], []
     for text in range(ROUTED_TEXTS if _has_experts(scorer.model) else 1):
         try:
             errors.append(_tree_error(scorer, text))

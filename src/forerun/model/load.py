@@ -30,13 +30,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from forerun.model import gguf
+from forerun.model.stored import STORED
 from forerun.model.stretch import stretch
 from forerun.reference import bundled
 
 LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
-DTYPES = ("auto", "float32", "bfloat16", "float64")
+DTYPES = ("auto", "float32", "bfloat16", "float64", STORED)
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,9 @@ def load(
         name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in this computer's Hugging
             Face cache.
         dtype: one of ``DTYPES``; ``auto`` is what the file holds, and float32 for the bundled model and for GGUF
-            files, whose weights are dequantised to it.
-        device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU.
+            files, whose weights are dequantised to it; with ``stored`` a GGUF file's weights stay as they are, mapped
+            from the file, and numbers between them are float32.
+        device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU, and the CPU for ``stored``.
         trust_remote_code: run code that comes with the model.
         yarn: let it take texts so many times as long as it was made for (``stretch``).
 
@@ -73,9 +75,11 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
-    place = _device(device)
+    place = _device("cpu" if dtype == STORED and device == "auto" else device)
     found = find(name_or_path)
     in_file = found.is_file()
+    if dtype == STORED:
+        _check_stored(found, place)
     if dtype == "auto" and (in_file or name_or_path in (BUNDLED, BUNDLED_DRAFT)):
         dtype = "float32"
     with quiet():
@@ -169,6 +173,16 @@ def _device(name: str) -> torch.device:
     return device
 
 
+def _check_stored(found: Path, place: torch.device) -> None:
+    if not found.is_file():
+        raise ValueError(f"dtype is '{STORED}', which is for GGUF files, and {found} is none; use auto or bfloat16")
+    if place.type != "cpu":
+        raise ValueError(
+            f"dtype is '{STORED}', and there is no kernel for it on {place}; use --device cpu, or --dtype bfloat16, "
+            "which dequantises"
+        )
+
+
 def _from_folder(
     folder: Path, dtype: str, trust_remote_code: bool, yarn: float | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -186,14 +200,20 @@ def _from_folder(
 
 def _from_file(file: Path, dtype: str, yarn: float | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = gguf.check(file)
-    LOG.info("%s: the weights (%s) are dequantised to %s", file, gguf.quantisations(header), dtype)
+    done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
+    LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
     with gguf.alone(file) as folder, gguf.without_bar():
         source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
         config = _check_config(source)
         if yarn is not None:
             stretch(config, yarn)
         tokenizer = _tokenizer(source)
-        model = _model(source, dtype, config=config)  # transformers takes seconds to read it again
+        if dtype == STORED:
+            from forerun.model.as_stored import load_as_stored  # needs gguf, which may not be installed
+
+            model = load_as_stored(file, header, config)
+        else:
+            model = _model(source, dtype, config=config)  # transformers takes seconds to read it again
     gguf.finish(file, model, tokenizer, header)
     return model, tokenizer
 

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
-from forerun.kernels import linear
 from forerun.kernels.vector import LINE
 from forerun.model.packing import Packed, address
 from forerun.model.parts import known
@@ -94,7 +93,7 @@ class NativeScorer(Scorer):
 
     def _room(self, parts: Parts, packed: Packed, threads: int) -> Written:
         """Buffers for as many tokens, rows and positions; the program is written anew where one has to grow."""
-        slot = max(packed.slot_size, linear.room(packed.n, parts.row)) + SPARE
+        slot = max(packed.slot_size, parts.room(packed.n)) + SPARE
         if len(self._slots) < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)
         if len(self._states) < packed.parts_size:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from forerun.attention import AttentionSpec
 from forerun.kernels.rowwise import GELU, SILU
 from forerun.kernels.vector import LANES, LINE, fused
+from forerun.model.stored import StoredEmbedding, StoredLinear
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
 """Model types of one shape: root mean square norms, rotary halves, gated linear units."""
@@ -20,7 +21,7 @@ ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU}
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 CHANGING = frozenset({"dynamic", "longrope"})
 """Ways to scale rotary positions by which a position's angles depend on the length of the text."""
-SOURCES = ("transformers.", "torch.nn.modules.")
+SOURCES = ("transformers.", "torch.nn.modules.", StoredLinear.__module__)
 """Where the classes of modules must come from."""
 ANGLES = 256
 """Positions whose angles are computed at a time: few enough for one thread, so that bits depend on nothing else."""
@@ -86,7 +87,7 @@ def embed_scale(embedding: nn.Module) -> float:
     """The factor of the embedding, rounded as the model rounds it."""
     factor = getattr(embedding, "embed_scale", 1.0)
     weight: Any = embedding.weight
-    return float(torch.as_tensor(factor).to(weight.dtype))
+    return float(torch.as_tensor(factor).to(weight.dtype if weight.is_floating_point() else torch.float32))
 
 
 def hooked(module: nn.Module) -> bool:
@@ -98,20 +99,24 @@ def _plain(model: PreTrainedModel) -> bool:
     """Whether every module is what it seems, and all weights are alike."""
     if any(hooked(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
-    weights = [*model.parameters()]
+    blocks = {module.weight for module in model.modules() if isinstance(module, StoredLinear | StoredEmbedding)}
     return all(
-        weight.dtype == model.dtype and weight.device.type == "cpu" and weight.is_contiguous() for weight in weights
+        weight.dtype == (torch.uint8 if weight in blocks else model.dtype)
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        for weight in model.parameters()
     )
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Whether rows are whole vectors, and every matrix a plain linear layer's."""
+    """Whether rows are whole vectors, and every matrix a plain linear layer's, or every one stored."""
     whole = LINE // model.dtype.itemsize
-    linears = [*_linears(model)]
+    linears: list[Any] = [*_linears(model)]
+    kind = StoredLinear if model.dtype == torch.float32 and type(model.lm_head) is StoredLinear else nn.Linear
     heads = {part.head_dim for part in (layer.attention for layer in layers(model))}
     head: Any = model.lm_head
     return (
-        all(type(module) is nn.Linear and module.in_features % whole == 0 for module in linears)
+        all(type(module) is kind and module.in_features % whole == 0 for module in linears)
         and len(heads) == 1
         and not any(dim % LANES for dim in heads)
         and head.bias is None

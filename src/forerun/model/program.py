@@ -16,13 +16,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from forerun.kernels import tape
+from forerun.kernels import blockwise, linear, stored, tape
 from forerun.kernels.canonical import ATTEND, AttendOp
 from forerun.kernels.layers import EMBED, NORM, ROTARY, EmbedOp, NormOp, RotaryOp
 from forerun.kernels.linear import ADD, GATE, LINEAR, PUT, LinearOp
 from forerun.kernels.rowwise import TO_SUM, TO_WORDS
+from forerun.kernels.stored import LOOKUP
 from forerun.model.packing import Heads
 from forerun.model.parts import ACTIVATIONS, KINDS, Layer, activation, angles, embed_scale, eps, layers, one
+from forerun.model.stored import StoredEmbedding, StoredLinear
 
 SHARES = 8
 """Pieces of work a thread that a matrix is cut into."""
@@ -69,7 +71,7 @@ class Parts:
         self.dtype = model.dtype
         self.kind, self.width = KINDS[model.dtype], int(model.dtype.itemsize)
         self.activation = ACTIVATIONS[activation(model.config)]
-        self.hidden = int(self.embedding.weight.shape[1])
+        self.hidden = int(self.embedding.embedding_dim)
         first = self.layers[0].attention
         dim = first.head_dim
         self.heads = Heads(first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim, dim)
@@ -77,10 +79,12 @@ class Parts:
         self._rotary = decoder.rotary_emb
         self.positions = 0
 
-    @property
-    def row(self) -> int:
-        """Bytes of the longest row that a linear layer reads."""
-        return max(self.hidden, self.inner, self.heads.heads * self.heads.dim) * self.width
+    def room(self, tokens: int) -> int:
+        """Bytes that a thread needs for a pass over so many tokens."""
+        longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
+        if isinstance(self.head, StoredLinear):
+            return stored.room(tokens, longest)
+        return linear.room(tokens, longest * self.width)
 
     def reach(self, count: int) -> None:
         """Have the angles of so many positions."""
@@ -110,19 +114,22 @@ class Written:
         self._gated = torch.zeros(n, parts.inner, dtype=parts.dtype)
         self.mixed = torch.zeros(count if size.keeps else 1, n, width, dtype=torch.float32)
         self.kv = np.zeros((count, size.rows, 2), np.int64)
-        ops: list[Op] = [(EMBED, self._embed())]
+        self._tables: list[blockwise.Table] = []
+        ops: list[Op] = [self._embed()]
         for number, layer in enumerate(parts.layers):
             ops += self._attention(number, layer)
             ops += self._mlp(layer)
         ops.append((NORM, self._norm(parts.norm, self._x, TO_WORDS, self._words, which=1)))
         logits = (0, parts.head.out_features * 4)
-        ops.append((LINEAR, self._linear([parts.head], self._words, PUT, logits, which=1)))
+        ops.append(self._linear([parts.head], self._words, PUT, logits, which=1))
         self.program = tape.Program(ops)
 
-    def _embed(self) -> EmbedOp:
-        parts, table = self._parts, self._parts.embedding.weight
-        row, scale = table.stride(0) * parts.width, embed_scale(parts.embedding)
-        return EmbedOp(tape.DO_EMBED, parts.kind, table.data_ptr(), row, parts.hidden, *_place(self._x), scale)
+    def _embed(self) -> Op:
+        parts, scale = self._parts, embed_scale(self._parts.embedding)
+        if isinstance(parts.embedding, StoredEmbedding):
+            return LOOKUP, blockwise.look_up(parts.embedding.blocks, parts.hidden, _place(self._x), scale)
+        table = _place(parts.embedding.weight)
+        return EMBED, EmbedOp(tape.DO_EMBED, parts.kind, *table, parts.hidden, *_place(self._x), scale)
 
     def _attention(self, number: int, layer: Layer) -> list[Op]:
         part, parts, heads = layer.attention, self._parts, self._parts.heads
@@ -134,7 +141,7 @@ class Written:
         )  # fmt: skip
         return [
             (NORM, self._norm(layer.before, self._x, TO_WORDS, self._words)),
-            (LINEAR, self._linear([part.q_proj, part.k_proj, part.v_proj], self._words, PUT, _place(mixed))),
+            self._linear([part.q_proj, part.k_proj, part.v_proj], self._words, PUT, _place(mixed)),
             (ROTARY, self._turn(layer, mixed, kv)),
             (ATTEND, AttendOp(tape.DO_SCAN, *fields)),
             (ATTEND, AttendOp(tape.DO_SETTLE, *fields)),
@@ -156,16 +163,16 @@ class Written:
         gate = self._linear([mlp.gate_proj, mlp.up_proj], self._words, GATE, _place(self._gated))
         return [
             (NORM, self._norm(layer.before_mlp, self._x, TO_WORDS, self._words)),
-            (LINEAR, gate),
+            gate,
             *self._back(mlp.down_proj, self._gated, layer.behind_mlp),
         ]
 
-    def _back(self, module: nn.Linear, x: torch.Tensor, norm: Any) -> list[Op]:
+    def _back(self, module: nn.Module, x: torch.Tensor, norm: Any) -> list[Op]:
         """A part's last layer, whose results are added to the residual stream, normed first where there is a norm."""
         if norm is None:
-            return [(LINEAR, self._linear([module], x, ADD, _place(self._x)))]
+            return [self._linear([module], x, ADD, _place(self._x))]
         return [
-            (LINEAR, self._linear([module], x, PUT, _place(self._sum))),
+            self._linear([module], x, PUT, _place(self._sum)),
             (NORM, self._norm(norm, self._sum, TO_SUM, self._x)),
         ]
 
@@ -174,19 +181,27 @@ class Written:
         where = (*_place(x), weight.data_ptr(), len(weight), *_place(to))
         return NormOp(tape.DO_NORM, which, kind, mode, one(norm), *where, eps(norm))
 
-    def _linear(
-        self, modules: Sequence[nn.Linear], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0
-    ) -> LinearOp:
+    def _linear(self, modules: Sequence[Any], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0) -> Op:
+        if isinstance(modules[0], StoredLinear):
+            return self._stored(modules, x, mode, y, which)
         parts, weights = self._parts, [module.weight for module in modules]
         biases = [0 if module.bias is None else module.bias.data_ptr() for module in modules]
         places, outs = [weight.data_ptr() for weight in weights], [len(weight) for weight in weights]
         panels = sum(math.ceil(count / 16) for count in (outs[:1] if mode == GATE else outs))
-        share = max(1, panels // (SHARES * self.size.threads))
-        return LinearOp(
-            tape.DO_LINEAR, which, parts.kind, *_place(x), weights[0].stride(0) * parts.width, mode,
-            parts.kind if mode == GATE else 0, share, parts.activation, *y, *_three(places), *_three(outs),
-            *_three(biases),
+        share, row = max(1, panels // (SHARES * self.size.threads)), weights[0].stride(0) * parts.width
+        op = LinearOp(
+            tape.DO_LINEAR, which, parts.kind, *_place(x), row, mode, parts.kind if mode == GATE else 0, share,
+            parts.activation, *y, *_three(places), *_three(outs), *_three(biases),
         )  # fmt: skip
+        return LINEAR, op
+
+    def _stored(
+        self, modules: Sequence[StoredLinear], x: torch.Tensor, mode: int, y: tuple[int, int], which: int
+    ) -> Op:
+        table, columns = blockwise.described([module.blocks for module in modules]), modules[0].in_features
+        self._tables.append(table)  # the program has their addresses
+        how = {"mode": mode, "which": which, "activation": self._parts.activation}
+        return blockwise.operation(table, columns, _place(x), y, self.size.threads, **how)
 
 
 def _place(t: torch.Tensor) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from forerun.bench.contestants import end_tokens
 from forerun.bench.peers import weights
 from forerun.bench.peers.process import Peer, PeerError
 from forerun.bench.speed import Contestant
+from forerun.model.stored import is_stored
 
 DTYPES = (torch.float32, torch.bfloat16)
 """In which peers and transformers can be given the same weights."""
@@ -89,12 +90,21 @@ class Loaded:
 
 
 def write_gguf(subject: Subject, folder: Path) -> None:
-    """For llama.cpp."""
+    """For llama.cpp; where weights are as they are stored, the very file."""
+    if is_stored(subject.model):
+        (folder / "model.gguf").symlink_to(Path(subject.model.name_or_path).resolve())
+        return
     weights.write(subject.model, subject.tokenizer, folder / "model.gguf", subject.source)
 
 
 def write_openvino(subject: Subject, folder: Path) -> None:
-    """For OpenVINO, which reads float16: the graph, and exact values to put into it."""
+    """For OpenVINO, which reads float16: the graph, and exact values to put into it.
+
+    Raises:
+        PeerError: if weights are as they are stored.
+    """
+    if is_stored(subject.model):
+        raise PeerError("it cannot be given weights as a GGUF file stores them")
     model = subject.model
     head = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
     exact = {name: tensor.detach().float().cpu().clone() for name, tensor in model.state_dict().items()}
@@ -155,7 +165,11 @@ def loaded(subject: Subject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
                 continue
             own = folder / kind.package
             own.mkdir()
-            kind.prepare(subject, own)
+            try:
+                kind.prepare(subject, own)
+            except PeerError as error:
+                found.absent[kind.package] = str(error)
+                continue
             _load(kind, subject, own, found, stack)
         yield found
 

@@ -1,0 +1,99 @@
+"""Linear layers over stored weights, one call each; and what a program of kernels has to be told of such weights."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from forerun.kernels import stored, tape
+from forerun.kernels.formats import FORMATS
+from forerun.kernels.linear import GATE, PUT
+from forerun.kernels.memory import Job, Room
+from forerun.kernels.stored import MATRIX, NAMES, STORED, LookupOp, Matrix, StoredOp, format_code
+from forerun.kernels.vector import LANES, LINE
+
+SHARES = 8
+"""Pieces of work a thread that an operation is cut into."""
+_room = Room()
+_local = threading.local()
+
+Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
+
+class Blocks(NamedTuple):
+    """A matrix as it is stored.
+
+    Attributes:
+        rows: bytes ``[O, row]`` in one piece.
+        kind: one of ``stored.NAMES``.
+        bias: float32 ``[O]``, or None.
+    """
+
+    rows: torch.Tensor
+    kind: str
+    bias: torch.Tensor | None = None
+
+
+def described(matrices: Sequence[Blocks]) -> Table:
+    """The matrices of one operation as the kernel reads them; whoever runs the operation keeps this."""
+    return np.array([_matrix(each) for each in matrices], np.int64).reshape(-1, len(MATRIX.kind))
+
+
+def _matrix(blocks: Blocks) -> Matrix:
+    rows, which = blocks.rows, NAMES.index(blocks.kind)
+    bias = 0 if blocks.bias is None else blocks.bias.data_ptr()
+    block = FORMATS[which].columns
+    return Matrix(rows.data_ptr(), rows.stride(0), len(rows), bias, block, *format_code(which))
+
+
+def operation(
+    table: Table, columns: int, x: tuple[int, int], y: tuple[int, int], threads: int, *, mode: int = PUT,
+    which: int = 0, activation: int = 0,
+) -> tuple[Job, StoredOp]:  # fmt: skip
+    """One operation over the described matrices of so many columns, cut for so many threads; see ``LinearOp``."""
+    panels = [math.ceil(outs / LANES) for outs in table[:, Matrix._fields.index("outs")].tolist()]
+    pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
+    share = max(1, pairs // (SHARES * threads))
+    return STORED, StoredOp(
+        tape.DO_STORED, which, 0, 0, *x, columns, mode, share, share * threads, activation, *y, table.ctypes.data,
+        len(table),
+    )  # fmt: skip
+
+
+def look_up(blocks: Blocks, dim: int, x: tuple[int, int], factor: float) -> LookupOp:
+    """The rows of a pass's tokens, of an embedding with ``dim`` columns, times a factor, to the rows at ``x``."""
+    m = _matrix(blocks)
+    return LookupOp(tape.DO_LOOKUP, m.w, m.row, m.block, m.unpack, dim, *x, factor)
+
+
+def product(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """``x @ weight.T + bias`` for rows of x ``[..., K]`` on a CPU, computed in float32; in x's type."""
+    rows = x.detach().reshape(-1, x.shape[-1]).float()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    n, columns = rows.shape
+    y = rows.new_empty(n, len(blocks.rows))
+    if n:
+        threads = torch.get_num_threads()
+        program = _program(blocks, columns, rows.stride(0) * 4, y.stride(0) * 4)
+        size = LINE * math.ceil(stored.room(n, columns) / LINE)
+        slots = _room.claim(threads * size)
+        program.run(n=n, x=rows.data_ptr(), y=y.data_ptr(), slots=slots, slot_size=size)
+    return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def _program(blocks: Blocks, columns: int, x_row: int, y_row: int) -> tape.Program:
+    """One operation, kept for the next call with the same weights."""
+    kept: dict[Any, tuple[tape.Program, Table]] = _local.__dict__.setdefault("programs", {})
+    bias, threads = 0 if blocks.bias is None else blocks.bias.data_ptr(), torch.get_num_threads()
+    key = (blocks.rows.data_ptr(), blocks.rows.shape, blocks.kind, bias, x_row, y_row, threads)
+    if key not in kept:
+        if len(kept) > 4096:
+            kept.clear()
+        table = described([blocks])
+        kept[key] = tape.Program([operation(table, columns, (0, x_row), (0, y_row), threads)]), table
+    return kept[key][0]

@@ -1,0 +1,254 @@
+"""Linear layers and embeddings over weights as a GGUF file stores them, never unpacked but in registers and caches.
+
+An output is the sum that ``linear.py`` gives for float32 weights of the same numbers, bit for bit: column by column
+from the bias on, in one accumulator. So the promise is the same: it depends neither on the tokens that share the pass
+nor on threads. And a model whose weights were dequantised to float32 gives the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from forerun.index.compiling import compiled
+from forerun.kernels.formats import FORMATS
+from forerun.kernels.linear import GATE, begin_sums, finish
+from forerun.kernels.memory import Job, address_of, call5, call6, call7, call11, floats, integers
+from forerun.kernels.panels import transpose
+from forerun.kernels.rowwise import words
+from forerun.kernels.unpack import FEW, TOGETHER, multiply, pair, unpack
+from forerun.kernels.vector import LANES, LINE
+
+CHUNK = 256
+"""Columns that are unpacked at a time, of two panels: 32 KiB; a multiple of every format's block."""
+NAMES = tuple(each.name for each in FORMATS)
+
+
+class Matrix(NamedTuple):
+    """One matrix: its address, the bytes of a row, its rows, its bias or 0, the columns of a block, and its code."""
+
+    w: int
+    row: int
+    outs: int
+    bias: int
+    block: int
+    pair: int
+    unpack: int
+
+
+class StoredOp(NamedTuple):
+    """One to three matrices over the same tokens, of any formats; as ``LinearOp``.
+
+    Attributes:
+        kind, to_kind: of the numbers between weights: 0, float32.
+        columns: of every matrix.
+        table: the address of the matrices' descriptions, ``matrices`` of them.
+        share: pairs of panels that a thread takes at a time.
+        turn: pairs of all threads' shares: so far ahead a thread's next one begins, if they are equally fast.
+    """
+
+    code: int
+    which: int
+    kind: int
+    to_kind: int
+    x: int
+    x_row: int
+    columns: int
+    mode: int
+    share: int
+    turn: int
+    activation: int
+    y: int
+    y_row: int
+    table: int
+    matrices: int
+
+
+class LookupOp(NamedTuple):
+    """Rows of an embedding, times a factor, as floats; ``w``, ``row``, ``block`` and ``unpack`` as in ``Matrix``."""
+
+    code: int
+    w: int
+    row: int
+    block: int
+    unpack: int
+    dim: int
+    x: int
+    x_row: int
+    factor: float
+
+
+class StoredCode(NamedTuple):
+    """Where the machine code for all formats is."""
+
+    transpose: int
+    multiply: int
+
+
+STORED, LOOKUP, MATRIX, CODE = Job(StoredOp), Job(LookupOp), Job(Matrix), Job(StoredCode)
+read_stored, read_lookup, read_matrix, read_stored_code = (job.reader() for job in (STORED, LOOKUP, MATRIX, CODE))
+MATRIX_BYTES = 8 * len(Matrix._fields)
+
+
+@functools.cache
+def stored_code() -> StoredCode:
+    """The machine code for all formats, compiled or loaded the first time."""
+
+    @compiled
+    def words_of_tokens(x: int, row: int, last: int, steps: int, to: int) -> None:
+        transpose(0, x, row, last, steps, to)
+
+    @compiled
+    def products(tokens: int, columns: int, other: int, count: int, x: int, sums: int, other_sums: int) -> None:
+        multiply(tokens, columns, other, count, x, sums, other_sums)
+
+    return StoredCode(address_of(words_of_tokens, 5), address_of(products, 7))
+
+
+@functools.cache
+def format_code(which: int) -> tuple[int, int]:
+    """The machine code for one of ``FORMATS``: of ``pair``, and of ``unpack``."""
+
+    @compiled
+    def pairs_of(
+        tokens: int, w: int, other: int, row: int, last: int, other_last: int, x: int, x_row: int, blocks: int,
+        ahead: int, sums: int,
+    ) -> None:  # fmt: skip
+        pair(which, tokens, w, other, row, last, other_last, x, x_row, blocks, ahead, sums)
+
+    @compiled
+    def columns_of(w: int, row: int, last: int, blocks: int, ahead: int, to: int) -> None:
+        unpack(which, w, row, last, blocks, ahead, to)
+
+    counts: tuple[tuple[Callable[..., None], int], ...] = ((pairs_of, 11), (columns_of, 6))
+    first, second = (address_of(function, count) for function, count in counts)
+    return first, second
+
+
+def room(tokens: int, columns: int) -> int:
+    """Bytes that a thread needs."""
+    groups = -(-tokens // TOGETHER)
+    return groups * columns * LINE + 2 * groups * TOGETHER * LINE + 2 * CHUNK * LINE + LANES * LINE + LINE
+
+
+@compiled
+def stored_tasks(op: StoredOp) -> int:
+    """How many pieces of work there are."""
+    return (_pairs(op) + op.share - 1) // op.share
+
+
+@compiled
+def _panels(matrix: Matrix) -> int:
+    return (matrix.outs + LANES - 1) // LANES
+
+
+@compiled
+def _pairs(op: StoredOp) -> int:
+    if op.mode == GATE:
+        return _panels(read_matrix(op.table))
+    total = 0
+    for i in range(op.matrices):
+        total += (_panels(read_matrix(op.table + i * MATRIX_BYTES)) + 1) // 2
+    return total
+
+
+@compiled
+def stored_begin(op: StoredOp, code: StoredCode, n: int, x: int, slot: int) -> None:
+    """What a thread does before its first piece of work for many tokens: their words side by side, group by group."""
+    if n > FEW:
+        for t in range(0, n, TOGETHER):
+            to = slot + t // TOGETHER * op.columns * LINE
+            call5(code.transpose, x + t * op.x_row, op.x_row, min(TOGETHER, n - t) - 1, op.columns // LANES, to)
+
+
+@compiled
+def stored_task(op: StoredOp, code: StoredCode, n: int, x: int, y: int, task: int, slot: int) -> None:
+    """The pairs of panels of one piece of work, for all ``n`` tokens."""
+    groups = (n + TOGETHER - 1) // TOGETHER
+    sums = slot + groups * op.columns * LINE
+    twin = sums + (n if n <= FEW else groups * TOGETHER) * LINE
+    spare = sums + 2 * groups * TOGETHER * LINE
+    for number in range(task * op.share, min(_pairs(op), (task + 1) * op.share)):
+        further = 1 if number + 1 < (task + 1) * op.share else op.turn - op.share + 1
+        if op.mode == GATE:
+            one, other = read_matrix(op.table), read_matrix(op.table + MATRIX_BYTES)
+            valid = min(LANES, one.outs - number * LANES)
+            _both(op, code, n, x, slot, one, other, number, number, further, sums, twin, spare)
+            finish(op, n, valid, sums, twin, y + number * LINE, 4, spare)
+            continue
+        i, before, p = 0, 0, 2 * number
+        matrix = read_matrix(op.table)
+        while p >= (_panels(matrix) + 1) // 2 * 2:
+            p, before, i = p - (_panels(matrix) + 1) // 2 * 2, before + matrix.outs, i + 1
+            matrix = read_matrix(op.table + i * MATRIX_BYTES)
+        q = min(p + 1, _panels(matrix) - 1)
+        _both(op, code, n, x, slot, matrix, matrix, p, q, 2 * further, sums, twin, spare)
+        place = y + (before + p * LANES) * 4
+        finish(op, n, min(LANES, matrix.outs - p * LANES), sums, sums, place, 4, spare)
+        if q > p:
+            finish(op, n, min(LANES, matrix.outs - q * LANES), twin, twin, place + LINE, 4, spare)
+
+
+@compiled
+def _both(
+    op: StoredOp, code: StoredCode, n: int, x: int, slot: int, a: Matrix, b: Matrix, p: int, q: int, further: int,
+    sums: int, twin: int, spare: int,
+) -> None:  # fmt: skip
+    """The sums of all tokens with a panel of each of two matrices; those so many panels further come next."""
+    last, other_last = min(LANES, a.outs - p * LANES) - 1, min(LANES, b.outs - q * LANES) - 1
+    begin_sums(op, n, a.bias, p * LANES, last + 1, sums)
+    begin_sums(op, n, b.bias, q * LANES, other_last + 1, twin)
+    w, other = a.w + p * LANES * a.row, b.w + q * LANES * b.row
+    ahead = further * LANES
+    if n > FEW:
+        _by_chunks(op, code, n, slot, a, b, w, other, last, other_last, ahead, sums, twin, spare)
+        return
+    blocks = op.columns // a.block
+    if a.pair == b.pair:
+        call11(a.pair, n, w, other, a.row, last, other_last, x, op.x_row, blocks, ahead * a.row, sums)
+    else:  # of two formats: each beside itself
+        kept = spare + LANES * LINE
+        call11(a.pair, n, w, w, a.row, last, last, x, op.x_row, blocks, ahead * a.row, sums)
+        begin_sums(op, n, b.bias, q * LANES, other_last + 1, twin)
+        begin_sums(op, n, b.bias, q * LANES, other_last + 1, kept)
+        blocks = op.columns // b.block
+        call11(b.pair, n, other, other, b.row, other_last, other_last, x, op.x_row, blocks, ahead * b.row, kept)
+        for t in range(n):
+            words(0, kept + t * LINE, 1, twin + t * LINE)
+
+
+@compiled
+def _by_chunks(
+    op: StoredOp, code: StoredCode, n: int, tokens: int, a: Matrix, b: Matrix, w: int, other: int, last: int,
+    other_last: int, ahead: int, sums: int, twin: int, spare: int,
+) -> None:  # fmt: skip
+    """Columns unpacked once for all tokens, chunk by chunk."""
+    columns = spare + LANES * LINE
+    others = columns + CHUNK * LINE
+    for first in range(0, op.columns, CHUNK):
+        count = min(CHUNK, op.columns - first)
+        _columns(op, a, w, last, first, count, ahead, columns)
+        _columns(op, b, other, other_last, first, count, ahead, others)
+        for t in range(0, n, TOGETHER):
+            words_at = tokens + (t // TOGETHER * op.columns + first) * LINE
+            to, other_to = sums + t * LINE, twin + t * LINE
+            call7(code.multiply, min(TOGETHER, n - t), columns, others, count, words_at, to, other_to)
+
+
+@compiled
+def _columns(op: StoredOp, matrix: Matrix, w: int, last: int, first: int, count: int, ahead: int, to: int) -> None:
+    """Some columns of a panel; what is asked for ahead goes on in the order of memory."""
+    at = matrix.row // (op.columns // matrix.block) * (first // matrix.block)
+    further = ahead * matrix.row + (LANES - 1) * at
+    call6(matrix.unpack, w + at, matrix.row, last, count // matrix.block, further, to)
+
+
+@compiled
+def lookup(op: LookupOp, ids: int, token: int, slot: int) -> None:
+    """One token's row: a panel's sixteen rows, all the same one."""
+    w = op.w + integers(ids + 8 * token, 1)[0] * op.row
+    call6(op.unpack, w, op.row, 0, op.dim // op.block, 0, slot)
+    unpacked, x = floats(slot, op.dim * LANES), floats(op.x + token * op.x_row, op.dim)
+    for i in range(op.dim):
+        x[i] = unpacked[i * LANES] * op.factor
