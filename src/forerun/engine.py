@@ -18,9 +18,10 @@ from forerun.commit import Commit, feed
 from forerun.drafters.base import Drafter
 from forerun.model import gate
 from forerun.model.exactness import probe
+from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
-from forerun.model.requests import RowOptions, build_requests, position_limit
+from forerun.model.requests import RowOptions, build_requests
 from forerun.model.timing import measure
 from forerun.planner import Planner
 from forerun.recipes import build_drafter

@@ -29,6 +29,7 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from forerun.model.inputs import check_inputs, check_length, check_prompt
 from forerun.request import Request, Stopping
 from forerun.sampling import Method, Processor, Sampler
 
@@ -138,39 +139,6 @@ def _in_turn(processors: LogitsProcessorList) -> Processor | None:
     return (lambda ids, scores: reduce(lambda so_far, p: p(ids, so_far), processors, scores)) if processors else None
 
 
-def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
-    """Refuse what the model cannot read."""
-    if not len(prompt):
-        raise ValueError("the prompt is empty; at least one token is needed")
-    rows = model.get_input_embeddings().weight.shape[0]
-    wrong = next((token for token in prompt if not 0 <= token < rows), None)
-    if wrong is not None:
-        raise ValueError(f"token id {wrong} is out of range: this model's vocabulary has {rows} tokens")
-
-
-def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
-    """Refuse a text that outgrows the model's positions."""
-    limit = position_limit(model)
-    if limit is not None and prompt_length + max_new_tokens > limit:
-        raise ValueError(
-            f"the prompt's {prompt_length} tokens and max_new_tokens={max_new_tokens} exceed "
-            f"the model's {limit} positions; shorten the prompt or generate at most {max(0, limit - prompt_length)}"
-        )
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """The longest text the model can take, or None if its configuration sets no limit.
-
-    Up to here rotary embeddings that adapt to the length of the text do not.
-    """
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length all keys would change; transformers recomputes them
-        return int(rope["original_max_position_embeddings"])
-    limit = getattr(config, "max_position_embeddings", None)
-    return None if limit is None else int(limit)
-
-
 def per_row(prepared: Prepared, row: int) -> Prepared:
     """What transformers prepared for a padded batch, for one of its rows."""
     processors = LogitsProcessorList()
@@ -194,8 +162,9 @@ def _prepare(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, An
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        **_: Any,
+        **given: Any,
     ) -> Prepared:
+        check_inputs(input_ids, given)
         return Prepared(generation_config, logits_processor, stopping_criteria)
 
     ids = torch.tensor([list(prompt)], device=model.device)
