@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from forerun.drafters.base import Drafter
 from forerun.engine import BUDGET, Engine
 from forerun.model.inputs import check_inputs, check_prompt
 from forerun.model.prompts import Prompts
-from forerun.model.requests import Prepared, RowOptions, draw_seed, make_request, per_row
+from forerun.model.requests import Place, Prepared, RowOptions, draw_seed, make_request
 from forerun.request import Request
 from forerun.result import GenerationResult
 from forerun.sampling import Method
@@ -133,8 +133,9 @@ def _rows(
         check_prompt(model, ids[start:])
         if row % returned == 0:
             seed = draw_seed() if options.seed is None else options.seed
-        parts = per_row(prepared, row)
-        requests.append(make_request(model, ids[start:], parts, options, seed + row % returned, ids[:start]))
+        row_options = replace(options, seed=seed + row % returned)
+        place = Place(row, len(input_ids), row)
+        requests.append(make_request(model, ids[start:], prepared, row_options, place, ids[:start]))
     return requests
 
 

@@ -180,7 +180,10 @@ class Engine:
         """The checked requests that ``generate`` runs; options as there."""
         row_options = RowOptions(seed, verification, namespace)
         rows = encode(prompts, self.tokenizer, attention_mask)
-        built = [build_requests(self.target.model, row, row_options, self.tokenizer, **options) for row in rows]
+        built = [
+            build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)
+            for row, prompt in enumerate(rows)
+        ]
         return [request for group in built for request in group]
 
     def prefill(self, tokens: Sequence[int], room: int = 0, on_prefill: Progress | None = None) -> FullCache:
