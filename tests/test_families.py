@@ -26,7 +26,7 @@ from forerun.caches.view import View
 from forerun.model import gate
 from forerun.model.exactness import Exactness, probe
 from forerun.model.implementations import switched
-from forerun.model.requests import position_limit
+from forerun.model.inputs import position_limit
 from forerun.model.scorer import Scorer
 from forerun.recipes import RECIPES
 from forerun.settings import Settings

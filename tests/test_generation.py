@@ -301,6 +301,13 @@ def test_text_in_and_text_out(tokenizer: PreTrainedTokenizerFast) -> None:
         (PROMPT, {"top_p": 3.0, "do_sample": True}, ValueError, "top_p"),
         (PROMPT, {"verification": "hope"}, ValueError, "'hope'; allowed are 'coupled' and 'rejection'"),
         (PROMPT, {"max_new_tokens": 4, "unheard_of": 1}, ValueError, "unheard_of"),
+        (PROMPT, {"inputs_embeds": torch.zeros(1, 12, 32)}, (NotImplementedError, ValueError), "inputs_embeds"),
+        (
+            PROMPT,
+            {"position_ids": torch.arange(3, 15)[None]},
+            NotImplementedError,
+            "position_ids: .* counts",
+        ),
     ],
 )
 def test_bad_input_is_refused_with_the_reason(prompts: Any, options: Any, error: Any, message: str) -> None:
@@ -380,6 +387,57 @@ def test_all_doors_give_the_same_sample_for_a_seed() -> None:
     assert engine.generated == function.generated
     rows = custom[:, len(PROMPT) :].tolist()
     assert [row[: len(text)] for row, text in zip(rows, engine.generated, strict=True)] == engine.generated
+
+
+def test_custom_generate_draws_a_seed_for_every_prompt_from_torch_s_generator() -> None:
+    ids = torch.tensor([PROMPT] * 3)
+    options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None, "forerun_drafter": "none"}
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(MODEL.generate(ids, custom_generate=forerun.custom_generate, **options))
+    assert len(texts[0].unique(dim=0)) == 3
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def test_all_doors_draw_the_same_seeds() -> None:
+    options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None, "num_return_sequences": 2}
+    torch.manual_seed(5)
+    engine = forerun.Engine(MODEL, "none").generate([PROMPT, PROMPT], **options)
+    torch.manual_seed(5)
+    custom = MODEL.generate(torch.tensor([PROMPT] * 2), custom_generate=forerun.custom_generate, **options)
+    assert custom[:, len(PROMPT) :].tolist() == engine.generated
+
+
+def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
+    ids = torch.tensor([PROMPT])
+    embedded = MODEL.get_input_embeddings()(ids)
+    cache = MODEL(ids[:, :-1], use_cache=True).past_key_values
+    natural = torch.arange(len(PROMPT))[None]
+    for given, message in (
+        ({"inputs_embeds": embedded}, "^inputs_embeds: Forerun reads token ids"),
+        ({"inputs": ids, "position_ids": natural + 1}, "^position_ids: Forerun counts"),
+        ({"inputs": ids, "past_key_values": cache}, "^past_key_values holds 11 tokens"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            MODEL.generate(**given, max_new_tokens=2, custom_generate=forerun.custom_generate, forerun_drafter="none")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    own = MODEL.generate(
+        ids, position_ids=natural, custom_generate=forerun.custom_generate, forerun_drafter="none", **options
+    )
+    assert own[0, len(PROMPT) :].tolist() == by_transformers(**options)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "token_type_ids", "input_features"])
+def test_what_a_model_reads_beside_text_is_refused_by_name(name: str) -> None:
+    prepared = MODEL.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=2,
+        custom_generate=lambda model, input_ids, **given: {"input_ids": input_ids, **given},
+    )
+    with pytest.raises(NotImplementedError, match=rf"^{name}: Forerun reads token ids"):
+        forerun.custom_generate(MODEL, **prepared, **{name: torch.zeros(1)})
 
 
 def test_rejection_without_q_gives_the_sample_of_plain_generation() -> None:

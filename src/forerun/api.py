@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from forerun.commit import feed
 from forerun.drafters.base import Drafter
 from forerun.engine import BUDGET, Engine
+from forerun.model.inputs import check_inputs, check_prompt
 from forerun.model.prompts import Prompts
-from forerun.model.requests import Prepared, RowOptions, check_prompt, draw_seed, make_request, per_row
+from forerun.model.requests import Place, Prepared, RowOptions, draw_seed, make_request
 from forerun.request import Request
 from forerun.result import GenerationResult
 from forerun.sampling import Method
@@ -89,16 +90,19 @@ def custom_generate(
     """For ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="trie")``.
 
     transformers drops ``streamer=`` and ``tokenizer=`` on this way: pass ``forerun_streamer=`` instead, and for stop
-    strings a ``StopStringCriteria`` in ``stopping_criteria``.
+    strings a ``StopStringCriteria`` in ``stopping_criteria``. Without ``forerun_seed`` each prompt has one drawn from
+    torch's global generator; sequences returned for one prompt have consecutive seeds.
 
     Returns:
         As ``model.generate``: ids ``[B, t]``, or an output object with ``sequences`` and ``stats``.
+
+    Raises:
+        NotImplementedError: for inputs of the model other than ids and their mask, such as ``inputs_embeds``.
     """
     engine = engine_of(model, forerun_drafter, forerun_budget, forerun_settings)
     prepared = Prepared(generation_config, logits_processor, stopping_criteria)
-    seed = draw_seed() if forerun_seed is None else forerun_seed
-    options = RowOptions(seed, forerun_verification, forerun_namespace)
-    requests = _rows(model, input_ids, model_kwargs.get("attention_mask"), prepared, options, seed)
+    options = RowOptions(forerun_seed, forerun_verification, forerun_namespace)
+    requests = _rows(model, input_ids, check_inputs(input_ids, model_kwargs), prepared, options)
     with closing(engine.run(requests)) as commits:
         feed(forerun_streamer, requests, commits, with_prompt=False)
     sequences = _append(input_ids, requests, generation_config)
@@ -117,24 +121,21 @@ def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int, setti
 
 
 def _rows(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    prepared: Prepared,
-    options: RowOptions,
-    seed: int,
+    model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, prepared: Prepared, options: RowOptions
 ) -> list[Request]:
     """One request per row; logits processors see the padding, as in transformers, and the model does not."""
     returned = prepared.config.num_return_sequences or 1
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    requests = []
+    requests, seed = [], 0
     for row, (ids, keep) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):
         start = keep.index(1) if 1 in keep else len(keep)
         if 0 in keep[start:]:
             raise ValueError(f"row {row} has padding inside or behind its text; pad on the left")
         check_prompt(model, ids[start:])
-        parts = per_row(prepared, row)
-        requests.append(make_request(model, ids[start:], parts, options, seed + row % returned, ids[:start]))
+        if row % returned == 0:
+            seed = draw_seed() if options.seed is None else options.seed
+        row_options = replace(options, seed=seed + row % returned)
+        place = Place(row, len(input_ids), row)
+        requests.append(make_request(model, ids[start:], prepared, row_options, place, ids[:start]))
     return requests
 
 

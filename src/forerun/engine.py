@@ -18,9 +18,10 @@ from forerun.commit import Commit, feed
 from forerun.drafters.base import Drafter
 from forerun.model import gate
 from forerun.model.exactness import probe
+from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
-from forerun.model.requests import RowOptions, build_requests, position_limit
+from forerun.model.requests import RowOptions, build_requests
 from forerun.model.timing import measure
 from forerun.planner import Planner
 from forerun.recipes import build_drafter
@@ -179,7 +180,10 @@ class Engine:
         """The checked requests that ``generate`` runs; options as there."""
         row_options = RowOptions(seed, verification, namespace)
         rows = encode(prompts, self.tokenizer, attention_mask)
-        built = [build_requests(self.target.model, row, row_options, self.tokenizer, **options) for row in rows]
+        built = [
+            build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)
+            for row, prompt in enumerate(rows)
+        ]
         return [request for group in built for request in group]
 
     def prefill(self, tokens: Sequence[int], room: int = 0, on_prefill: Progress | None = None) -> FullCache:

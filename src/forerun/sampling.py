@@ -19,6 +19,23 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What ``transformers`` calls a logits processor: (ids ``[1, t]``, scores ``[1, V]``) -> scores ``[1, V]``."""
 
 
+@dataclass(frozen=True)
+class Remembering:
+    """A processor that remembers its calls, in part: to be called once for every token of a text, in order.
+
+    Attributes:
+        whole: the processor.
+        pure: the part of it that may be called for drafts as well, or None.
+    """
+
+    whole: Processor
+    pure: Processor | None
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See ``Processor``."""
+        return self.whole(ids, scores)
+
+
 class Salt(enum.IntEnum):
     """Keeps draws that must be independent of each other apart."""
 
@@ -71,9 +88,12 @@ class Sampler:
         return scores.double() + gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
 
     def inner(self) -> Sampler:
-        """How a drafter that verifies drafts itself chooses: with the same noise, or noise independent of this level's
-        under rejection sampling, where the outer test must not know how the draft came about."""
-        return replace(self, seed=_mix(self.seed & _MASK64)) if self.method == "rejection" else self
+        """How a drafter chooses on trial: with the same noise, or noise independent of this level's under rejection
+        sampling, where the outer test must not know how the draft came about; and with no processor that would
+        remember it."""
+        seed = _mix(self.seed & _MASK64) if self.method == "rejection" else self.seed
+        processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
+        return replace(self, seed=seed, processor=processor)
 
     def draft_salt(self) -> Salt:
         """The noise a draft draws with: the target's own when coupled, independent of it for the rejection test."""

@@ -19,8 +19,8 @@ from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import say, stderr, working
 from forerun.engine import Engine
+from forerun.model.inputs import position_limit
 from forerun.model.load import load
-from forerun.model.requests import position_limit
 from forerun.model.stored import STORED
 from forerun.recipes import buildable, check_drafter
 from forerun.settings import Settings

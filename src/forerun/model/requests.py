@@ -7,10 +7,9 @@ a ``custom_generate`` that only keeps what was prepared. So every option means h
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,12 +24,13 @@ from transformers.generation import (
     EosTokenCriteria,
     GenerationMode,
     MaxLengthCriteria,
-    RepetitionPenaltyLogitsProcessor,
     StopStringCriteria,
 )
 
+from forerun.model.inputs import check_inputs, check_length, check_prompt
+from forerun.model.processors import of_row
 from forerun.request import Request, Stopping
-from forerun.sampling import Method, Processor, Sampler
+from forerun.sampling import Method, Sampler
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 UNSUPPORTED_OPTIONS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "token_healing")
@@ -66,6 +66,15 @@ class RowOptions:
 
 
 @dataclass(frozen=True)
+class Place:
+    """A row's number, how many rows there are, and its number in the batch that transformers prepared for."""
+
+    row: int = 0
+    rows: int = 1
+    prepared: int = 0
+
+
+@dataclass(frozen=True)
 class Prepared:
     """What transformers hands to a ``custom_generate`` function."""
 
@@ -79,6 +88,8 @@ def build_requests(
     prompt: Sequence[int],
     options: RowOptions,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    row: int = 0,
+    prompts: int = 1,
     **kwargs: Any,
 ) -> list[Request]:
     """One request per returned sequence (``num_return_sequences``) of a prompt.
@@ -88,6 +99,8 @@ def build_requests(
         prompt: token ids.
         options: Forerun's own.
         tokenizer: needed for ``stop_strings``.
+        row: the prompt's number.
+        prompts: how many there are.
         kwargs: what ``model.generate`` takes: ``generation_config``, its fields, ``logits_processor``, ...
 
     Raises:
@@ -100,7 +113,13 @@ def build_requests(
     count = prepared.config.num_return_sequences or 1
     seed = options.seed if options.seed is not None else draw_seed()
     return [
-        make_request(model, prompt, prepared if i == 0 else _prepare(model, prompt, kwargs), options, seed + i)
+        make_request(
+            model,
+            prompt,
+            prepared if i == 0 else _prepare(model, prompt, kwargs),
+            replace(options, seed=seed + i),
+            Place(row * count + i, prompts * count),
+        )
         for i in range(count)
     ]
 
@@ -110,76 +129,28 @@ def make_request(
     prompt: Sequence[int],
     prepared: Prepared,
     options: RowOptions,
-    seed: int,
+    place: Place,
     padding: Sequence[int] = (),
 ) -> Request:
-    """A request for one row, from what transformers prepared for it."""
+    """A request for one row, from what transformers prepared for it, or for its batch."""
     config = prepared.config
     _check_mode(config)
-    max_new_tokens = config.max_length - len(prompt) - len(padding)
+    eos, max_length, stopping = _ends(prepared.criteria, config.max_length, model.device)
+    max_new_tokens = max_length - len(prompt) - len(padding)
+    if max_length != config.max_length:  # a user's criterion, which transformers asks behind the first token
+        max_new_tokens = max(1, max_new_tokens)
     check_length(model, len(prompt), max_new_tokens)
-    eos = config._eos_token_tensor
+    processor = of_row(prepared.processors, model, place.row, place.rows, place.prepared)
+    seed = draw_seed() if options.seed is None else options.seed
     return Request(
         prompt,
         max_new_tokens,
-        eos_token_ids=frozenset() if eos is None else frozenset(eos.tolist()),
-        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, _in_turn(prepared.processors)),
-        stopping=_stopping(prepared.criteria, model.device),
+        eos_token_ids=eos,
+        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor),
+        stopping=stopping,
         namespace=options.namespace,
         padding=padding,
     )
-
-
-def _in_turn(processors: LogitsProcessorList) -> Processor | None:
-    """All of them as one; the list itself would look up the parameters of each at every token, to ask for more than a
-    generation has where one takes more than ids and scores."""
-    if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
-        return processors  # type: ignore[no-any-return]
-    return (lambda ids, scores: reduce(lambda so_far, p: p(ids, so_far), processors, scores)) if processors else None
-
-
-def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
-    """Refuse what the model cannot read."""
-    if not len(prompt):
-        raise ValueError("the prompt is empty; at least one token is needed")
-    rows = model.get_input_embeddings().weight.shape[0]
-    wrong = next((token for token in prompt if not 0 <= token < rows), None)
-    if wrong is not None:
-        raise ValueError(f"token id {wrong} is out of range: this model's vocabulary has {rows} tokens")
-
-
-def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
-    """Refuse a text that outgrows the model's positions."""
-    limit = position_limit(model)
-    if limit is not None and prompt_length + max_new_tokens > limit:
-        raise ValueError(
-            f"the prompt's {prompt_length} tokens and max_new_tokens={max_new_tokens} exceed "
-            f"the model's {limit} positions; shorten the prompt or generate at most {max(0, limit - prompt_length)}"
-        )
-
-
-def position_limit(model: PreTrainedModel) -> int | None:
-    """The longest text the model can take, or None if its configuration sets no limit.
-
-    Up to here rotary embeddings that adapt to the length of the text do not.
-    """
-    config = model.config.get_text_config(decoder=True)
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length all keys would change; transformers recomputes them
-        return int(rope["original_max_position_embeddings"])
-    limit = getattr(config, "max_position_embeddings", None)
-    return None if limit is None else int(limit)
-
-
-def per_row(prepared: Prepared, row: int) -> Prepared:
-    """What transformers prepared for a padded batch, for one of its rows."""
-    processors = LogitsProcessorList()
-    for processor in prepared.processors:
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor) and processor.prompt_ignore_length is not None:
-            processor = copy.copy(processor)
-            processor.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
-        processors.append(processor)
-    return Prepared(prepared.config, processors, prepared.criteria)
 
 
 def draw_seed() -> int:
@@ -194,8 +165,9 @@ def _prepare(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, An
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        **_: Any,
+        **given: Any,
     ) -> Prepared:
+        check_inputs(input_ids, given)
         return Prepared(generation_config, logits_processor, stopping_criteria)
 
     ids = torch.tensor([list(prompt)], device=model.device)
@@ -239,9 +211,16 @@ def _check_mode(config: GenerationConfig) -> None:
         raise NotImplementedError(f"{', '.join(wanted)} is not supported by Forerun")
 
 
-def _stopping(criteria: StoppingCriteriaList, device: torch.device) -> Stopping | None:
-    """All criteria but end-of-sequence and length, which requests check themselves without a tensor."""
+def _ends(
+    criteria: StoppingCriteriaList, max_length: int, device: torch.device
+) -> tuple[frozenset[int], int, Stopping | None]:
+    """Tokens that end a text, its length at most, and all other criteria as one.
+
+    The first two are found in transformers' own criteria, so that requests check them without a tensor; a user's take
+    the place of those made from the options.
+    """
+    eos = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
+    lengths = [int(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]
     rest = StoppingCriteriaList([c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)])
-    if not len(rest):
-        return None
-    return lambda ids: bool(rest(ids.to(device), None).all())
+    stopping: Stopping | None = (lambda ids: bool(rest(ids.to(device), None).all())) if len(rest) else None
+    return frozenset(chain.from_iterable(eos)), min(lengths, default=max_length), stopping

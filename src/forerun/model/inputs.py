@@ -1,0 +1,85 @@
+"""What a model is given to read: token ids of its vocabulary, at positions that it has, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+TAKEN = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+)
+"""What transformers makes of token ids itself, and hands to every way to generate."""
+
+
+def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Refuse what would change a text and what Forerun does not hand on to the model.
+
+    Args:
+        ids: token ids, ``[B, t]``.
+        given: the model's other inputs, as transformers prepared them.
+
+    Returns:
+        The attention mask, ``[B, t]``: 1 where there is text, 0 where there is padding.
+
+    Raises:
+        NotImplementedError: for other inputs, positions that are not those of the text, or a cache that holds text.
+    """
+    others = sorted(name for name, value in given.items() if value is not None and name not in TAKEN)
+    if others:
+        raise NotImplementedError(
+            f"{', '.join(others)}: Forerun reads token ids and an attention_mask and hands nothing else to the model"
+        )
+    cache = given.get("past_key_values")
+    if cache is not None and cache.get_seq_length():
+        raise NotImplementedError(
+            f"past_key_values holds {cache.get_seq_length()} tokens: Forerun keeps caches of its own; give all the text"
+        )
+    mask = given.get("attention_mask")
+    mask = torch.ones_like(ids) if mask is None else mask
+    positions = given.get("position_ids")
+    if positions is not None and not _natural(positions, mask):
+        raise NotImplementedError("position_ids: Forerun counts the tokens of each text from 0, and takes nothing else")
+    return mask
+
+
+def _natural(positions: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether positions ``[B or 1, t]`` count the text from 0."""
+    if positions.dim() != 2 or positions.shape[1] != mask.shape[1]:
+        return False
+    return bool(((positions == mask.cumsum(-1) - 1) | (mask == 0)).all())
+
+
+def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
+    """Refuse what the model cannot read."""
+    if not len(prompt):
+        raise ValueError("the prompt is empty; at least one token is needed")
+    rows = model.get_input_embeddings().weight.shape[0]
+    wrong = next((token for token in prompt if not 0 <= token < rows), None)
+    if wrong is not None:
+        raise ValueError(f"token id {wrong} is out of range: this model's vocabulary has {rows} tokens")
+
+
+def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
+    """Refuse a text that outgrows the model's positions."""
+    limit = position_limit(model)
+    if limit is not None and prompt_length + max_new_tokens > limit:
+        raise ValueError(
+            f"the prompt's {prompt_length} tokens and max_new_tokens={max_new_tokens} exceed "
+            f"the model's {limit} positions; shorten the prompt or generate at most {max(0, limit - prompt_length)}"
+        )
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The longest text the model can take, or None if its configuration sets no limit.
+
+    Up to here rotary embeddings that adapt to the length of the text do not.
+    """
+    config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # beyond this length all keys would change; transformers recomputes them
+        return int(rope["original_max_position_embeddings"])
+    limit = getattr(config, "max_position_embeddings", None)
+    return None if limit is None else int(limit)

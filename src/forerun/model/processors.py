@@ -1,0 +1,123 @@
+"""The logits processors of a row.
+
+transformers calls a processor once for every token of a text, in order, and verification does the same along the path
+that it walks. Drafts on trial are calls besides; a processor that remembers its calls (a watermark, a grammar, guidance
+by a second pass) must not see them, nor those of other rows. So several rows have copies of it, and drafts are made
+without it, which changes what is accepted and never what is generated.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from forerun.sampling import Processor, Remembering
+
+HOME = "transformers.generation.logits_process"
+STATELESS = frozenset(
+    f"{name}LogitsProcessor"
+    for name in (
+        "EncoderNoRepeatNGram", "EncoderRepetitionPenalty", "ForcedBOSToken", "ForcedEOSToken", "MinLength",
+        "MinNewTokensLength", "NoBadWords", "NoRepeatNGram", "PrefixConstrained", "RepetitionPenalty", "SequenceBias",
+        "SuppressTokensAtBegin", "SuppressTokens", "Watermark",
+    )
+) | frozenset(
+    f"{name}LogitsWarper" for name in ("Epsilon", "Eta", "MinP", "Temperature", "TopH", "TopK", "TopP", "Typical")
+) | {"ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor", "LogitNormalization"}  # fmt: skip
+"""Classes of transformers whose result depends on nothing but ids and scores; its watermark draws from ids anew."""
+DECLARATION = "forerun_stateless"
+"""An attribute by which any other says so of itself."""
+
+
+def stateless(processor: Any) -> bool:
+    """Whether a processor may be called for any ids in any order: it is known, or its ``forerun_stateless`` is true."""
+    kind = type(processor)
+    known = kind.__module__ == HOME and kind.__name__ in STATELESS
+    return bool(getattr(processor, DECLARATION, known))
+
+
+def of_row(
+    processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows: int = 1, place: int = 0
+) -> Processor | None:
+    """All processors of a row as one, or None if there are none.
+
+    Args:
+        processors: what transformers prepared.
+        model: the target, which copies of a processor share.
+        row: the row's number, which ``prefix_allowed_tokens_fn`` is told.
+        rows: how many there are; the only one has the processors themselves, with what they remember.
+        place: the row's in the batch that they were prepared for.
+
+    Raises:
+        NotImplementedError: for several rows and a processor that cannot be copied.
+    """
+    own = [_of_place(each, row, place) if stateless(each) else each for each in processors]
+    if rows > 1:
+        own = [each if stateless(each) else _copied(each, model) for each in own]
+    whole, pure = _in_turn(own), [each for each in own if stateless(each)]
+    return whole if whole is None or len(pure) == len(own) else Remembering(whole, _in_turn(pure))
+
+
+def _in_turn(processors: Sequence[Any]) -> Processor | None:
+    """All of them as one; transformers' list would look up the parameters of each at every token, to ask for more than
+    a generation has where one takes more than ids and scores."""
+    if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
+        return LogitsProcessorList(processors)  # type: ignore[no-any-return]
+    return (lambda ids, scores: reduce(lambda so_far, p: p(ids, so_far), processors, scores)) if processors else None
+
+
+def _copied(processor: Any, model: PreTrainedModel) -> Any:
+    shared = {id(module): module for module in model.modules()}
+    try:
+        twin = copy.deepcopy(processor, shared)
+        if twin is not processor:
+            return twin
+        reason = "a copy of it is itself"
+    except Exception as error:  # of any processor
+        reason = f"{type(error).__name__}: {error}"
+    raise NotImplementedError(
+        f"the logits processor {getattr(processor, '__name__', type(processor).__name__)} may remember its calls, and "
+        f"several rows need a copy each, which cannot be made ({reason}); generate one row at a time, or set "
+        f"{DECLARATION} = True on it if its result depends on nothing but ids and scores"
+    )
+
+
+def _of_place(processor: Any, row: int, place: int) -> Any:
+    """What belongs to one row of a batch, out of what was prepared for all of it."""
+    change = _CHANGES.get(type(processor).__name__)
+    if change is None:
+        return processor
+    twin = copy.copy(processor)
+    change(twin, row, place)
+    return twin
+
+
+def _ignore_prompt(processor: Any, row: int, place: int) -> None:
+    if processor.prompt_ignore_length is not None:
+        processor.prompt_ignore_length = processor.prompt_ignore_length[place : place + 1]
+
+
+def _tell_row(processor: Any, row: int, place: int) -> None:
+    allowed = processor._prefix_allowed_tokens_fn
+    processor._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+
+
+def _cut_prompts(processor: Any, row: int, place: int) -> None:
+    processor.encoder_input_ids = processor.encoder_input_ids[place : place + 1]
+
+
+def _cut_ngrams(processor: Any, row: int, place: int) -> None:
+    processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[place : place + 1], 1
+
+
+_CHANGES: dict[str, Callable[[Any, int, int], None]] = {
+    "RepetitionPenaltyLogitsProcessor": _ignore_prompt,
+    "PrefixConstrainedLogitsProcessor": _tell_row,
+    "EncoderRepetitionPenaltyLogitsProcessor": _cut_prompts,
+    "EncoderNoRepeatNGramLogitsProcessor": _cut_ngrams,
+}
