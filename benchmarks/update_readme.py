@@ -1,4 +1,4 @@
-"""Put the tables of the last `forerun bench` and `forerun bench triforce` into the README.
+"""Put the tables of the last `forerun bench --out runs/bench-TYPE` and `forerun bench triforce` into the README.
 
 python benchmarks/update_readme.py [bench] [long]
 """
@@ -9,11 +9,27 @@ from pathlib import Path
 
 from forerun.bench.longcontext import PLAIN
 from forerun.bench.longrows import Row
-from forerun.bench.report import into_readme
+from forerun.bench.report import into_readme, means
+from forerun.bench.speed import BASELINE
 from forerun.bench.tables import pivot, speed_cell
 
 ROOT = Path(__file__).parents[1]
-SPEED, LONG = ROOT / "runs" / "bench" / "speed.md", ROOT / "runs" / "triforce" / "triforce.json"
+LONG = ROOT / "runs" / "triforce" / "triforce.json"
+SPEEDS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("float32", "bfloat16")}
+
+
+def speed_table(reports: dict[str, Path]) -> str:
+    """Tokens a second and the ratio to transformers by task, for each type of weights that was measured."""
+    rows: list[Row] = []
+    for dtype, report in reports.items():
+        found = json.loads(report.read_text(encoding="utf-8"))["rows"]
+        rows += [row | {"name": f"{row['contestant']}, {dtype}"} for row in [*found, *means(found)]]
+    return pivot(rows, "name", "task", _speed).replace("| name |", "| |", 1)
+
+
+def _speed(row: Row) -> str:
+    ratio = "" if row["contestant"] == BASELINE else f" ({row['speed_up']:.1f}x)"
+    return f"{row['tokens_per_second']:.0f}{ratio}"
 
 
 def long_table(report: Path) -> str:
@@ -31,7 +47,7 @@ def _cell(row: Row) -> str:
 
 if __name__ == "__main__":
     wanted = sys.argv[1:] or ["bench", "long"]
-    if "bench" in wanted and SPEED.exists():
-        into_readme(ROOT / "README.md", SPEED.read_text(encoding="utf-8"), "bench")
+    if "bench" in wanted and (there := {dtype: path for dtype, path in SPEEDS.items() if path.exists()}):
+        into_readme(ROOT / "README.md", speed_table(there), "bench")
     if "long" in wanted and LONG.exists():
         into_readme(ROOT / "README.md", long_table(LONG), "long")
