@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from forerun import Engine
+from forerun.bench.peers import known
 from forerun.cli import app
 from forerun.kernels import vector
 from forerun.model import as_stored
@@ -230,3 +231,18 @@ def test_modules_say_what_they_are(pair: tuple[PreTrainedModel, PreTrainedModel]
     assert isinstance(layer, StoredLinear) and isinstance(embedding, StoredEmbedding)
     assert "in_features=96, out_features=96, bias=True, kind=" in repr(layer)
     assert repr(embedding) == f"StoredEmbedding(75, 96, kind={embedding.kind})"
+
+
+# --- other engines
+
+
+def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "Q4_1")
+    model, tokenizer = load(str(file), "stored")
+    subject = known.Subject(model, tokenizer, file, 64)
+    (tmp_path / "peer").mkdir()
+    known.write_gguf(subject, tmp_path / "peer")
+    assert (tmp_path / "peer" / "model.gguf").resolve() == file.resolve()
+    reads_floats = known.Kind("fake", {}, "fake_peer", known.write_openvino, lambda subject: {}, {"fake": {}})
+    with known.loaded(subject, [reads_floats]) as found:
+        assert found.absent == {"fake": "it cannot be given weights as a GGUF file stores them"}

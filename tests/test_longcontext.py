@@ -342,6 +342,10 @@ def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
         (("bench", "triforce", "--drafters", "none"), "measured in any case"),
         (("bench", "triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
         (("bench", "triforce", "--simulate-acceptance", "0.9", "--parts", "needles"), "random weights cannot find"),
+        (
+            ("bench", "triforce", "--simulate-acceptance", "0.9", "--dtype", "stored"),
+            "--dtype is stored, which is for GGUF",
+        ),
         (("bench", "triforce", "--simulate-acceptance", "0.9", "--model", "x"), "give --shape"),
         (("bench", "triforce", "--yarn", "1"), "--yarn is 1; it must be above 1"),
         (("analyse", "--yarn", "0.5"), "--yarn is 0.5; it must be above 1"),

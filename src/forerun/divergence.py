@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from forerun.model.gate import TOLERANCE
+from forerun.model.gate import TOLERANCE, relative_error
 from forerun.model.widened import NARROW, Widened
 from forerun.request import Request
 from forerun.sampling import Salt, gumbel
@@ -68,19 +68,14 @@ def weigh(
         return Divergence(position, a, b, math.inf, 0.0, math.inf, tolerance)
     ids = torch.from_numpy(request.tokens[: request.prompt_length + position].copy()).to(model.device)
     own = model(input_ids=ids[None], use_cache=False).logits[0, -1]
-    error = _error(logits, own)
+    error = relative_error(logits, own)
     if model.dtype in NARROW:
         with Widened():
             wide = model(input_ids=ids[None], use_cache=False).logits[0, -1]
-        error, tolerance = _error(logits, wide), tolerance + _error(own, wide)
+        error, tolerance = relative_error(logits, wide), tolerance + relative_error(own, wide)
     reference, seen = (_scores(request, ids, row) for row in (own, logits))
     margin = abs(float(reference[a] - reference[b]))
     return Divergence(position, a, b, margin, _allowance(reference, seen, model.dtype), error, tolerance)
-
-
-def _error(logits: torch.Tensor, right: torch.Tensor) -> float:
-    """Of logits ``[V]``, relative."""
-    return float((logits.double() - right.double()).norm() / right.double().norm().clamp_min(1e-12))
 
 
 def _scores(request: Request, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

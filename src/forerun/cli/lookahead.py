@@ -25,6 +25,7 @@ from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.terminal import say, stderr, working
 from forerun.engine import Engine
 from forerun.model.load import load
+from forerun.model.stored import dtype_name
 from forerun.reference import material
 
 OUTPUT = 512
@@ -42,7 +43,7 @@ def run(given: LookaheadOptions) -> None:
         check_positions(max(sizes.contexts), max(sizes.decodings) + 1, positions_of(model))
     jobs, focus = _jobs(options, sizes, encoder, model)
     ballast = _other_texts(tokenizer, options.other_tokens) if "capacity" in parts else []
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = dtype_name(model)
     report = Report("The Lookahead paper's tables and figures", plain(options) | {"dtype": dtype})
     delivery = Delivery(report, options.out, "lookahead", options.json)
     bench = LookaheadBench(

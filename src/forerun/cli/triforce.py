@@ -21,7 +21,7 @@ from forerun.cli.terminal import say, stderr, working
 from forerun.engine import Engine
 from forerun.model.inputs import position_limit
 from forerun.model.load import load
-from forerun.model.stored import STORED
+from forerun.model.stored import STORED, dtype_name
 from forerun.recipes import buildable, check_drafter
 from forerun.settings import Settings
 
@@ -55,7 +55,7 @@ def run(options: TriforceOptions) -> None:
     named = _named(options)
     with working(stderr(), "loading"):
         subject = (_real if options.simulate_acceptance is None else _simulated)(options, named)
-    dtype = str(subject.engine.target.model.dtype).removeprefix("torch.")
+    dtype = dtype_name(subject.engine.target.model)
     report = Report("TriForce on long contexts", plain(options) | {"dtype": dtype}, subject.label)
     delivery = Delivery(report, options.out, "triforce", options.json)
     bench = TriforceBench(

@@ -16,7 +16,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from forerun.kernels.formats import FORMATS, Format, Rows
+from forerun.kernels.formats import FORMATS, Format
+from forerun.kernels.gather import Rows
 from forerun.kernels.panels import by_kind, least
 from forerun.kernels.vector import F32, I64, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 

@@ -19,6 +19,7 @@ from forerun.model.implementations import experts, switched
 from forerun.model.layout import lay_out
 from forerun.model.native import native
 from forerun.model.scorer import Scorer
+from forerun.model.widened import NARROW, Widened
 from forerun.tree import DraftTree
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -146,8 +147,29 @@ def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, l
     for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
         path = tree.ancestors[leaf].nonzero()[0]
         ids = torch.tensor([[*prompt, *tree.tokens[path].tolist()]], device=model.device)
-        all_logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0]
-        own = all_logits[len(prompt) - 1 :].double()
-        scored = logits[[0, *(path + 1).tolist()]].double()
-        errors.append(((scored - own).norm(dim=-1) / own.norm(dim=-1).clamp_min(1e-12)).max())
-    return float(torch.stack(errors).max())
+        errors.append(_branch_error(model, ids, logits[[0, *(path + 1).tolist()]]))
+    return max(errors)
+
+
+def _branch_error(model: PreTrainedModel, ids: torch.Tensor, scored: torch.Tensor) -> float:
+    """Of the logits at the last tokens of ``ids``, relative. In types of 16 bits the model's own are rounded as much:
+    where they are not near, both are compared with those in float32, and what they are off themselves is excused."""
+    own = _own(model, ids, len(scored))
+    error = relative_error(scored, own)
+    if model.dtype in NARROW and error > TOLERANCE[model.dtype]:
+        with Widened():
+            wide = _own(model, ids, len(scored))
+        error = relative_error(scored, wide) - relative_error(own, wide)
+    return error
+
+
+def _own(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
+    mask = torch.ones_like(ids)
+    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -count:]
+    return logits
+
+
+def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest of any row ``[..., V]``: norms over the vocabulary."""
+    off = (logits.double() - right.double()).norm(dim=-1) / right.double().norm(dim=-1).clamp_min(1e-12)
+    return float(off.max())
