@@ -157,8 +157,8 @@ def _trie(form: Form) -> Recipe:
 
 
 RECIPES: dict[str, Recipe] = {
-    "auto": Recipe(_auto, sparse=sparse_cache),
     "none": Recipe(lambda s: NoDrafter()),
+    "auto": Recipe(_auto, sparse=sparse_cache),
     "lookup": Recipe(lambda s: LookupDrafter()),
     "jacobi": Recipe(lambda s: JacobiDrafter()),
     "trie": Recipe(lambda s: TrieDrafter()),
