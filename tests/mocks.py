@@ -69,6 +69,8 @@ class TokenCache(Cache):
 class MockScorer:
     """A ``MockTarget`` as a level's model: it sees what its cache holds, and the block."""
 
+    limit = None
+
     def __init__(self, target: MockTarget) -> None:
         self.target = target
         self.vocabulary = target.table.shape[-1]

@@ -109,10 +109,9 @@ class HierarchyDrafter(OuterDrafter):
         """Chains that the middle level has verified."""
         drafts = [_Draft(request, min(self.gamma2, budget, request.max_draft_depth)) for request in requests]
         for draft in drafts:
-            if draft.missing > 0 and self._level.ready(draft.twin):
+            draft.wanted = min(draft.wanted, self._level.room(draft.twin))
+            if draft.missing > 0:
                 self._level.follow(draft.twin)
-            else:
-                draft.wanted = 0
         while active := [draft for draft in drafts if draft.missing > 0]:
             self._extend(active)
         return [draft.tree() for draft in drafts]

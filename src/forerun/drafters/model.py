@@ -78,10 +78,10 @@ class ModelDrafter(Drafter):
 
     def _begin(self, request: Request, budget: int) -> _Draft:
         twin = request.fork()
-        if not self._level.ready(twin):
+        depth = min(self.gamma, request.max_draft_depth, self._level.room(twin))
+        if depth < 1:
             return _Chain(twin, 0)
         self._level.follow(twin)
-        depth = min(self.gamma, request.max_draft_depth)
         if self.shape is None or request.sampler.method == "rejection":
             return _Chain(twin, min(depth, budget))
         return _Tree(twin, self.shape, min(budget, len(self.shape)), depth)

@@ -83,3 +83,9 @@ def position_limit(model: PreTrainedModel) -> int | None:
         return int(rope["original_max_position_embeddings"])
     limit = getattr(config, "max_position_embeddings", None)
     return None if limit is None else int(limit)
+
+
+def learned_positions(model: PreTrainedModel) -> int | None:
+    """How many positions the model has learned a vector for; None where keys turn with position, without end."""
+    config = model.config.get_text_config(decoder=True)
+    return None if getattr(config, "rope_parameters", None) else position_limit(model)

@@ -21,6 +21,9 @@ from forerun.verify import Outcome
 READ_BLOCK = 512
 """Prompt tokens in one pass."""
 
+UNLIMITED = 1 << 30
+"""More tokens than are ever drafted."""
+
 Progress = Callable[[int, int], None]
 """Called with tokens done and to do."""
 
@@ -98,7 +101,7 @@ class Level:
         self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
         if isinstance(cache, View):
             _choose_first(cache)
-        else:
+        elif self._reads(request.prompt) > 0:
             read(self.scorer, cache, request.tokens[:first])
 
     def finish(self, request: Request) -> None:
@@ -109,10 +112,23 @@ class Level:
         """The request's cache."""
         return self._readers[request.id].cache
 
-    def ready(self, request: Request) -> bool:
-        """Whether a pass would cost what decoding costs: the prompt has been read."""
+    def room(self, request: Request) -> int:
+        """How many tokens can be drafted behind the text by passes that cost what decoding costs: none before the
+        prompt has been read, nor behind a token that a smaller vocabulary lacks."""
         cache = self.cache(request)
-        return not isinstance(cache, View) or (cache.ready and cache.source.length == len(request) - 1)
+        if isinstance(cache, View):
+            ready = cache.ready and cache.source.length == len(request) - 1
+        else:
+            ready = cache.length >= self._readers[request.id].first
+        return self._reads(request.tokens[self._readers[request.id].first :], len(request)) if ready else 0
+
+    def _reads(self, tokens: IntArray, length: int | None = None) -> int:
+        """Tokens that the model can draft behind these, which end a text of ``length`` tokens (by default they are all
+        of it); 0 if it cannot read them."""
+        if int(tokens.max()) >= self.scorer.vocabulary:
+            return 0
+        limit = self.scorer.limit
+        return UNLIMITED if limit is None else max(0, limit + 1 - (len(tokens) if length is None else length))
 
     def whole(self, request: Request) -> bool:
         """Whether the request's cache holds all that the target's does."""

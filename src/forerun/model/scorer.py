@@ -25,6 +25,7 @@ from forerun.caches.full import FullCache
 from forerun.kernels import ordered
 from forerun.kernels.memory import place
 from forerun.model.implementations import experts, switched
+from forerun.model.inputs import learned_positions
 from forerun.model.packing import Heads, Packed, address
 
 NAME = "forerun"
@@ -123,6 +124,8 @@ class Scorer:
         self._inputs: Any = model.get_input_embeddings()
         self.vocabulary = int(self._inputs.weight.shape[0])
         """Token ids that the model can read: rows of its input embedding."""
+        self.limit = learned_positions(model)
+        """Positions that there are, or None if any can be read."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.keeps_queries = False
         """Whether full caches must get the queries of each pass, for sparse caches to choose by."""
