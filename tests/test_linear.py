@@ -50,6 +50,7 @@ def layer(
     three: Any = lambda given: (*given, 0, 0, 0)[:3]  # noqa: E731
     op = LinearOp(
         tape.DO_LINEAR, 0, kind, x.data_ptr(), x.stride(0) * size, columns * size, mode, KINDS[y.dtype], share,
+        share * torch.get_num_threads(),
         activation, y.data_ptr(), y.stride(0) * y.dtype.itemsize, *three([w.data_ptr() for w in weights]),
         *three(outs), *three([b.data_ptr() for b in biases]),
     )  # fmt: skip

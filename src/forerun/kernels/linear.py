@@ -36,6 +36,7 @@ class LinearOp(NamedTuple):
         mode: ``PUT``, ``ADD`` or ``GATE``.
         to_kind: of what is put.
         share: panels that a thread takes at a time.
+        turn: panels of all threads' shares: so far ahead a thread's next one begins, if they are equally fast.
         w0: of the first matrix, which has ``outs0`` rows; ``bias0`` is 0 where there is none.
         y: of the results' rows; 0 for those of the pass. The matrices' results lie side by side.
         activation: of gates.
@@ -50,6 +51,7 @@ class LinearOp(NamedTuple):
     mode: int
     to_kind: int
     share: int
+    turn: int
     activation: int
     y: int
     y_row: int
@@ -155,24 +157,27 @@ def linear_task(op: LinearOp, code: Panels, n: int, y: int, task: int, slot: int
         elif op.mode != GATE and panel >= first0:
             w, outs, bias, before, p = op.w1, op.outs1, op.bias1, op.outs0, panel - first0
         valid = min(lanes, outs - p * lanes)
-        _panel(op, code, n, slot, w, p, valid, bias, sums, spare)
+        further = 1 if panel + 1 < (task + 1) * op.share else op.turn - op.share + 1
+        _panel(op, code, n, slot, w, p, further, valid, bias, sums, spare)
         place = y + (before + p * lanes) * number
         if op.mode == GATE:
-            _panel(op, code, n, slot, op.w1, p, valid, op.bias1, twin, spare)
+            _panel(op, code, n, slot, op.w1, p, further, valid, op.bias1, twin, spare)
         finish(op, n, valid, sums, twin, place, number, spare)
 
 
 @compiled
 def _panel(
-    op: LinearOp, code: Panels, n: int, x: int, w: int, p: int, valid: int, bias: int, sums: int, spare: int
-) -> None:
-    """The sums of all tokens with one panel: whole vectors, chunk by chunk, then the columns behind them."""
+    op: LinearOp, code: Panels, n: int, x: int, w: int, p: int, further: int, valid: int, bias: int, sums: int,
+    spare: int,
+) -> None:  # fmt: skip
+    """The sums of all tokens with one panel: whole vectors, chunk by chunk, then the columns behind them. The one so
+    many panels further is asked for meanwhile."""
     lanes, steps = _lanes(op), op.row // LINE
     size = (op.row + LINE - 1) // LINE * lanes * LINE
     begin_sums(op, n, bias, p * lanes, valid, sums)
     here = w + p * lanes * op.row
     row, first, columns = op.row, 0, spare + 16 * LINE
-    after = here + lanes * row
+    after = here + further * lanes * row
     while True:
         if first >= steps:
             rest = op.row - steps * LINE

@@ -154,11 +154,12 @@ def _program(weight: torch.Tensor, bias: torch.Tensor | None, x_row: int, y_row:
             kept.clear()
         kind, width = KINDS[weight.dtype], weight.element_size()
         panels = math.ceil(len(weight) / (8 if kind == 2 else 16))
-        share = max(1, panels // (SHARES * torch.get_num_threads()))
+        threads = torch.get_num_threads()
+        share = max(1, panels // (SHARES * threads))
         row = weight.shape[1] * width
         op = LinearOp(
-            tape.DO_LINEAR, 0, kind, 0, x_row, row, PUT, kind, share, 0, 0, y_row, weight.data_ptr(), 0, 0,
-            len(weight), 0, 0, place, 0, 0,
+            tape.DO_LINEAR, 0, kind, 0, x_row, row, PUT, kind, share, share * threads, 0, 0, y_row, weight.data_ptr(),
+            0, 0, len(weight), 0, 0, place, 0, 0,
         )  # fmt: skip
         kept[key] = tape.Program([(LINEAR, op)])
     return kept[key]

@@ -191,7 +191,7 @@ class Written:
         share, row = max(1, panels // (SHARES * self.size.threads)), weights[0].stride(0) * parts.width
         op = LinearOp(
             tape.DO_LINEAR, which, parts.kind, *_place(x), row, mode, parts.kind if mode == GATE else 0, share,
-            parts.activation, *y, *_three(places), *_three(outs), *_three(biases),
+            share * self.size.threads, parts.activation, *y, *_three(places), *_three(outs), *_three(biases),
         )  # fmt: skip
         return LINEAR, op
 
