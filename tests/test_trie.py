@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import os
 import random
+import stat
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -698,6 +699,25 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(
     assert [file.name for file in tmp_path.iterdir()] == ["trie"]
     trie.save(path)
     assert path.read_bytes() != before
+
+
+def test_a_folder_that_cannot_be_synchronised_is_told_from_a_trie_that_was_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trie, path, sync = filled()[0], tmp_path / "trie", os.fsync
+
+    def fail_on_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    with pytest.raises(OSError, match=r"the trie was saved, but .* power cut \(Input/output error\)") as caught:
+        trie.save(path)
+    assert caught.value.errno == errno.EIO
+    again = Trie(trie.config)
+    again.load(path)
+    assert all(again.tokens(name) == trie.tokens(name) > 0 for name in trie._shared)
 
 
 def test_a_missing_file_or_folder_is_an_os_error(tmp_path: Path) -> None:
