@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import string
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -22,9 +25,11 @@ from transformers import (
 )
 
 import forerun
+from forerun.api import ENGINES, engine_of
 from forerun.drafters.base import NoDrafter
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.trie import TrieDrafter
+from forerun.model import exactness
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
@@ -438,6 +443,24 @@ def test_what_a_model_reads_beside_text_is_refused_by_name(name: str) -> None:
     )
     with pytest.raises(NotImplementedError, match=rf"^{name}: Forerun reads token ids"):
         forerun.custom_generate(MODEL, **prepared, **{name: torch.zeros(1)})
+
+
+def test_engines_beside_a_model_are_few_and_go_when_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.engine.probe", exactness.probe)  # that of the fixture keeps models
+    model = copy.deepcopy(MODEL)
+    options = {"max_new_tokens": 2, "do_sample": False}
+    first = weakref.ref(engine_of(model, "none", 8))
+    drafters = [weakref.ref(engine_of(model, NoDrafter(), 8).drafter) for _ in range(ENGINES - 1)]
+    forerun.generate(model, PROMPT, drafter="none", budget=8, **options)
+    drafters += [weakref.ref(engine_of(model, NoDrafter(), 8).drafter) for _ in range(2)]
+    gc.collect()
+    assert [each() is None for each in drafters] == [True] * 2 + [False] * (ENGINES - 1)
+    assert first() is engine_of(model, "none", 8)
+    assert copy.deepcopy(model)._forerun_engines == {}
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and first() is None
 
 
 def test_rejection_without_q_gives_the_sample_of_plain_generation() -> None:

@@ -294,3 +294,20 @@ def test_bundled_models_are_small_and_share_a_tokenizer() -> None:
         pytest.skip(str(missing))
     assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 32 * 2**20
     assert (folders[0] / "tokenizer.json").read_bytes() == (folders[1] / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"prompt": "p"}', "has no answer"),
+        ('{"answer": "a"}', "has no prompt"),
+        ('{"prompt": "p", "answer": 3}', "has no answer"),
+        ("[]", "has no prompt"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_a_line_of_maths_without_a_pair_is_named(tmp_path: Path, line: str, what: str) -> None:
+    file = tmp_path / "maths.jsonl"
+    file.write_text('{"prompt": "p", "answer": "a"}\n\n' + line, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"maths.jsonl, line 3 {what}"):
+        material.read_held_out(None, file)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import errno
+import gc
 import os
 import random
+import stat
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -698,6 +701,47 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(
     assert [file.name for file in tmp_path.iterdir()] == ["trie"]
     trie.save(path)
     assert path.read_bytes() != before
+
+
+def test_a_folder_that_cannot_be_synchronised_is_told_from_a_trie_that_was_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trie, path, sync = filled()[0], tmp_path / "trie", os.fsync
+
+    def fail_on_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    with pytest.raises(OSError, match=r"the trie was saved, but .* power cut \(Input/output error\)") as caught:
+        trie.save(path)
+    assert caught.value.errno == errno.EIO
+    again = Trie(trie.config)
+    again.load(path)
+    assert all(again.tokens(name) == trie.tokens(name) > 0 for name in trie._shared)
+
+
+def test_namespaces_used_longest_ago_give_way_and_their_memory_is_freed() -> None:
+    trie = Trie(dataclasses.replace(SMALL, namespaces=3))
+    trie.begin(0, "live", [1, 2])
+    trie.extend(0, [3])
+    kept = weakref.ref(trie._shared["live"])
+    gone = []
+    for i in range(6):
+        trie.warm(f"{i}", [[1, 2, 3]])
+        gone.append(weakref.ref(trie._shared[f"{i}"]))
+        trie.warm("0", [[4]]) if i == 1 else None
+    gc.collect()
+    assert list(trie._shared) == ["live", "4", "5"]
+    assert [each() is None for each in gone] == [True] * 4 + [False] * 2 and kept() is not None
+    trie.finish(0)
+    trie.warm("6", [[1]])
+    trie.warm("4", [[1]])
+    trie.warm("7", [[1]])
+    trie.warm("8", [[1]])
+    assert list(trie._shared) == ["4", "7", "8"]
+    assert trie.tokens("live") == 0
 
 
 def test_a_missing_file_or_folder_is_an_os_error(tmp_path: Path) -> None:

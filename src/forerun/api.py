@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,6 +30,11 @@ from forerun.result import GenerationResult
 from forerun.sampling import Method
 from forerun.settings import Settings
 from forerun.stats import Stats
+from forerun.turns import Turns, in_turn
+
+ENGINES = 8
+"""Engines kept beside a model, at most: one for every drafter that a program is likely to compare. Each holds what its
+drafter learned, and a draft model if it has one."""
 
 
 def generate(
@@ -43,7 +49,8 @@ def generate(
 ) -> GenerationResult:
     """Continue prompts with ``model``: the text that ``model.generate`` gives, faster.
 
-    The engine, and with it what the drafter learned from earlier outputs, stays with the model from call to call.
+    The engine, and with it what the drafter learned from earlier outputs, stays with the model from call to call; of
+    more than ``ENGINES`` drafters and settings, the one used longest ago is let go.
 
     Args:
         model: a transformers decoder.
@@ -111,13 +118,32 @@ def custom_generate(
     return GenerateForerunOutput(sequences=sequences, stats=[request.stats for request in requests])
 
 
+class _Engines(OrderedDict[Any, Engine]):
+    """Engines of a model by what they were made with, the one used last at the end; a copy of the model has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Turns()
+
+    def __reduce__(self) -> tuple[type[_Engines], tuple[()]]:
+        return _Engines, ()
+
+    @in_turn
+    def get_or_make(self, key: Any, make: Callable[[], Engine]) -> Engine:
+        """The engine of this key; of more than ``ENGINES`` the one used longest ago is let go."""
+        if key not in self:
+            self[key] = make()
+        self.move_to_end(key)
+        while len(self) > ENGINES:
+            self.popitem(last=False)
+        return self[key]
+
+
 def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int, settings: Settings | None = None) -> Engine:
-    """The engine kept beside a model for this drafter, made at its first use."""
-    engines: dict[Any, Engine] = model.__dict__.setdefault("_forerun_engines", {})
+    """The engine kept beside a model for this drafter, made at its first use; it goes when the model does."""
+    engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())
     key = (drafter, settings, budget, model.dtype, model.device)
-    if key not in engines:
-        engines[key] = Engine(model, drafter, settings=settings, budget=budget)
-    return engines[key]
+    return engines.get_or_make(key, lambda: Engine(model, drafter, settings=settings, budget=budget))
 
 
 def _rows(

@@ -271,10 +271,20 @@ class Trie:
         return where
 
     def _namespace(self, name: str) -> Namespace:
-        space = self._shared.get(name)
+        """Made where it is missing; the one used last is the last of all."""
+        space = self._shared.pop(name, None)
         if space is None:
-            space = self._shared[name] = Namespace(self.config.capacity)
+            space = Namespace(self.config.capacity)
+            self._give_way()
+        self._shared[name] = space
         return space
+
+    def _give_way(self) -> None:
+        """Let namespaces go until there is room for one more."""
+        live = {each.namespace for each in self._live.values()}
+        idle = [name for name in self._shared if name not in live]
+        for name in idle[: max(0, len(self._shared) + 1 - self.config.namespaces)]:
+            del self._shared[name]
 
 
 def _checked(tokens: Tokens) -> IntArray:

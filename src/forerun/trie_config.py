@@ -16,6 +16,8 @@ class TrieConfig:
 
     Attributes:
         capacity: most bytes of a namespace; when it is reached, the oldest outputs give way.
+        namespaces: most namespaces; of more, the one that was used longest ago gives way, unless a request is live in
+            it. All together take up to ``capacity`` times as many bytes: 4 GiB, by default.
         prompt_capacity: most tokens of a prompt; of a longer one the latest part is indexed.
         learning_rate: of the weights of the merged form's evidence; 0 keeps them as they are.
         form: the draft's: all contexts and both texts merged by estimated probability, or one of the paper's, by
@@ -27,6 +29,7 @@ class TrieConfig:
     """
 
     capacity: int = 1 << 26
+    namespaces: int = 64
     prompt_capacity: int = 1 << 20
     learning_rate: float = 0.003
     form: Form = "merged"
@@ -37,6 +40,7 @@ class TrieConfig:
 
     def __post_init__(self) -> None:
         _demand("capacity", self.capacity, 1 << 16 <= self.capacity <= 1 << 36, "2**16 to 2**36")
+        _demand("namespaces", self.namespaces, self.namespaces >= 1, "at least 1")
         _demand("prompt_capacity", self.prompt_capacity, 1 <= self.prompt_capacity <= 1 << 24, "1 to 2**24")
         _demand("learning_rate", self.learning_rate, 0 <= self.learning_rate <= 0.1, "0 to 0.1")
         _demand("form", self.form, self.form in get_args(Form), f"one of {', '.join(get_args(Form))}")

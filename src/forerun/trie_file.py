@@ -34,7 +34,8 @@ def write(path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArr
     """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
 
     Raises:
-        OSError: for example on a full disk; what ``path`` held before is still there.
+        OSError: for example on a full disk; what ``path`` held before is still there. Or, as the message says then,
+            because the folder cannot be synchronised: ``path`` holds the new trie, until a power cut at least.
     """
     path = Path(path)
     sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]
@@ -50,6 +51,11 @@ def write(path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArr
     except OSError as error:
         message = f"the trie was not saved ({error.strerror or error}); a file of that name is as it was"
         raise OSError(error.errno, message, str(path)) from error
+    try:
+        _sync_folder(path.parent)
+    except OSError as error:
+        message = f"the trie was saved, but it may not outlast a power cut ({error.strerror or error})"
+        raise OSError(error.errno, message, str(path)) from error
 
 
 def _replace(path: Path, parts: list[bytes]) -> None:
@@ -63,7 +69,6 @@ def _replace(path: Path, parts: list[bytes]) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

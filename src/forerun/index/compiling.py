@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
+import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -21,11 +22,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 def compiled(function: F) -> F:
     """Compile on the first call and keep the machine code beside the module, or for the process where none can be.
 
-    With ``NUMBA_DISABLE_JIT`` it stays as it is. Without numba's reference counts (``_nrt``), which took more time than
+    With ``NUMBA_DISABLE_JIT`` it stays Python. Without numba's reference counts (``_nrt``), which took more time than
     the work: such functions allocate nothing.
     """
     if numba.config.DISABLE_JIT:
-        return function
+        return np.errstate(over="ignore")(function)  # hashes are meant to overflow
     try:
         dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
     except RuntimeError:  # no folder for the cache can be written

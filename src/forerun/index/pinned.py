@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numba.extending
 import numpy as np
@@ -19,6 +20,9 @@ from numba.np import arrayobj
 T = TypeVar("T", bound=NamedTuple)
 
 I64 = ir.IntType(64)
+
+_PINS: WeakValueDictionary[int, Pin[Any]] = WeakValueDictionary()
+"""By address, for the functions of ``reader`` where numba's compiler is switched off."""
 
 
 class Pin(Generic[T]):
@@ -38,6 +42,8 @@ class Pin(Generic[T]):
         if arrays is not self._arrays:
             self._memory = np.array([number for array in _arrays(arrays) for number in _layout(array)], np.int64)
             self._arrays, self._address = arrays, self._memory.ctypes.data
+            if numba.config.DISABLE_JIT:
+                _PINS[self._address] = self
         return self._address
 
 
@@ -57,6 +63,8 @@ def _layout(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 def reader(like: NamedTuple) -> Any:
     """What finds arrays such as these in compiled code, given the address of their ``Pin``."""
+    if numba.config.DISABLE_JIT:
+        return lambda address: _PINS[address]._arrays
     kind = numba.typeof(like)
 
     def read(typing: Any, address: Any) -> Any:

@@ -52,12 +52,26 @@ def read_code() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def read_maths(file: Path) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-    """Return the (prompt, answer) pairs of a JSON-lines file: (training, held out)."""
+    """Return the (prompt, answer) pairs of a JSON-lines file: (training, held out).
+
+    Raises:
+        ValueError: naming the line that has none.
+    """
     with file.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines if line.strip()]
-    pairs = [(row["prompt"].rstrip(" "), " " + row["answer"].strip()) for row in rows]
+        pairs = [_pair(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
     held_out = tuple(pairs[::_HELD_OUT_EVERY])
     return tuple(pair for i, pair in enumerate(pairs) if i % _HELD_OUT_EVERY), held_out
+
+
+def _pair(line: str, place: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON: {error}") from None
+    for name in ("prompt", "answer"):
+        if not isinstance(row, dict) or not isinstance(row.get(name), str):
+            raise ValueError(f"{place} has no {name}; each line needs a prompt and an answer, both text")
+    return row["prompt"].rstrip(" "), " " + row["answer"].strip()
 
 
 def read(books: Path, maths: Path) -> Material:
