@@ -158,13 +158,13 @@ def _trie(form: Form) -> Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(lambda s: NoDrafter()),
-    "auto": Recipe(_auto, sparse=sparse_cache),
     "lookup": Recipe(lambda s: LookupDrafter()),
     "jacobi": Recipe(lambda s: JacobiDrafter()),
     "trie": Recipe(lambda s: TrieDrafter()),
     "trie-hierarchical": _trie("hierarchical"),
     "trie-single": _trie("single"),
     "trie-parallel": _trie("parallel"),
+    "auto": Recipe(_auto, sparse=sparse_cache),
     "triforce": _long(lambda s: _triforce(s, _small(s, s.gamma1), s.gamma1), sparse_cache, small=True),
     "triforce-trie": _long(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES), sparse_cache),
     "triforce-auto": _long(

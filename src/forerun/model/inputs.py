@@ -27,7 +27,7 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         NotImplementedError: for other inputs, positions that are not those of the text, or a cache that holds text.
     """
-    others = sorted(name for name, value in given.items() if value is not None and name not in TAKEN)
+    others = sorted(name for name, value in given.items() if name not in TAKEN and not _nothing(value))
     if others:
         raise NotImplementedError(
             f"{', '.join(others)}: Forerun reads token ids and an attention_mask and hands nothing else to the model"
@@ -89,3 +89,8 @@ def learned_positions(model: PreTrainedModel) -> int | None:
     """How many positions the model has learned a vector for; None where keys turn with position, without end."""
     config = model.config.get_text_config(decoder=True)
     return None if getattr(config, "rope_parameters", None) else position_limit(model)
+
+
+def _nothing(value: Any) -> bool:
+    """Whether an input says nothing: None, or a table without entries, which models that see are given for a text."""
+    return value is None or (isinstance(value, Mapping) and all(_nothing(each) for each in value.values()))
