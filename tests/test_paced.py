@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tiny import tiny
 
+import forerun
 from forerun.drafters.base import Drafter
 from forerun.drafters.paced import PacedDrafter
 from forerun.ledger import Purse
+from forerun.planner import Plan, Planner
 from forerun.request import Request
 from forerun.sampling import Salt, uniform
+from forerun.settings import Settings
 from forerun.tree import DraftTree
 from forerun.verify import Outcome, Verdict
 
@@ -228,3 +232,13 @@ def test_times_that_make_no_sense_do_no_harm() -> None:
     purse = Purse(2.0, 0.02, 16.0)
     purse.enter(3, 1.0, 0.0, guessed=True)
     assert purse.balance == 2
+
+
+def test_a_step_without_drafts_teaches_no_plan_of_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Plan] = []
+    monkeypatch.setattr(Planner, "observe", lambda self, plan, outcomes: seen.append(plan))
+    settings = Settings(gamma2=5, cache_budget=128)  # the text fits, so drafts go past the middle level
+    engine = forerun.Engine(tiny("llama"), "triforce-trie", settings=settings, prefill_block=4)
+    stats = engine.generate([3, 4, 5] * 5, max_new_tokens=60, eos_token_id=None, do_sample=False).stats[0]
+    assert 0 in stats.drafted and any(stats.drafted)
+    assert seen and len({id(plan) for plan in seen}) == len(seen)

@@ -154,6 +154,7 @@ class HierarchyDrafter(OuterDrafter):
             self._past.outcomes[request.id] = outcome
             if self._planner is not None and len(self._past.outcomes) == len(self._past.rows):
                 self._planner.observe(self._past.plan, [self._past.outcomes[row] for row in self._past.rows])
+                self._past = None  # whoever paces this drafter may not ask it for the next step
         else:
             self._level.verified(request, outcome)
         super().observe(request, outcome)
