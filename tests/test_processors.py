@@ -25,7 +25,7 @@ MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
 LENGTH = {"max_new_tokens": 24, "eos_token_id": None}
 SETTINGS = Settings(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False)
-DRAFTERS = ["none", "lookup", "trie", "jacobi", "triforce", "triforce-trie", "retrieval", "streaming", "oracle"]
+DRAFTERS = ["none", "lookup", "trie", "auto", "jacobi", "triforce", "triforce-trie", "retrieval", "streaming", "oracle"]
 
 
 class Counting(LogitsProcessor):
