@@ -332,7 +332,7 @@ def test_a_processor_that_asks_for_more_than_there_is_is_refused_as_by_transform
 
 
 def test_bad_settings_are_refused_with_the_reason(tokenizer: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(ValueError, match="drafter is 'magic'; known are none, auto, lookup"):
+    with pytest.raises(ValueError, match="drafter is 'magic'; known are none, lookup"):
         forerun.Engine(MODEL, "magic")
     with pytest.raises(ValueError, match="budget is 0; it must be at least 1"):
         forerun.Engine(MODEL, "none", budget=0)
