@@ -26,6 +26,7 @@ import numpy as np
 from forerun.calibration import ByDepth, ByOdds, Calibration
 from forerun.costs import CRITICAL_LENGTH, CostCurve, FloatArray
 from forerun.ledger import Ledger
+from forerun.plan.cutting import part, put_to_the_test, under
 from forerun.tree import ROOT, BoolArray, DraftTree, IntArray
 from forerun.verify import Outcome
 
@@ -123,7 +124,7 @@ class Planner:
         proposed = list(trees) if self._probing.open else [_without_probes(tree) for tree in trees]
         pending, cached = pending or [1] * len(proposed), cached or [0] * len(proposed)
         masks = self._worth([self._estimate(tree) for tree in proposed], pending, cached)
-        kept = [_part(tree, mask) for tree, mask in zip(proposed, masks, strict=True)]
+        kept = [part(tree, mask) for tree, mask in zip(proposed, masks, strict=True)]
         most = max(map(len, proposed), default=0)
         self._wanted = max(FADING * min(self._wanted, most), *map(len, kept), 0)
         fed, scored = sum(pending), sum(pending) + sum(map(len, kept))
@@ -141,7 +142,7 @@ class Planner:
         useful = any(map(len, plan.trees))
         for proposed, nodes, outcome in zip(plan.proposed, plan.nodes, outcomes, strict=True):
             if len(proposed) and proposed.probe is None:
-                tested, came = _tested(outcome) if proposed.q is not None else _shown(proposed, nodes, outcome)
+                tested, came = put_to_the_test(outcome) if proposed.q is not None else _shown(proposed, nodes, outcome)
                 self._table(proposed).count(outcome.tree if proposed.q is not None else proposed, tested, came)
                 useful = useful or bool(came.any())
         self._wait(0 if useful else self._idle + 1)
@@ -211,28 +212,13 @@ class Planner:
         return self._by_depth if tree.probability is None or tree.q is not None else self._by_odds
 
 
-def _tested(outcome: Outcome) -> tuple[BoolArray, BoolArray]:
-    """Which of the scored nodes were put to the test, and which of them were accepted."""
-    return _under(outcome.tree, outcome.verdict.path, len(outcome.verdict.path) < len(outcome.verdict.tokens))
-
-
 def _shown(proposed: DraftTree, nodes: IntArray, outcome: Outcome) -> tuple[BoolArray, BoolArray]:
     """Which of the proposed nodes, scored or not, the committed tokens speak for or against, and which for."""
     path, tokens = nodes[outcome.verdict.path].tolist(), outcome.verdict.tokens
     if len(path) < len(tokens):  # the last token was not accepted but chosen: a node may have said it all the same
         last = path[-1] if path else ROOT
         path += np.flatnonzero((proposed.parents == last) & (proposed.tokens == tokens[-1]))[:1].tolist()
-    return _under(proposed, path, len(path) < len(tokens))
-
-
-def _under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, BoolArray]:
-    """Nodes under the root and a path, and those of the path. Under its end only if what follows is known as well."""
-    came = np.zeros(len(tree) + 1, np.bool_)  # the last entry is the root's
-    came[path] = True
-    above = came.copy()
-    above[ROOT] = True
-    above[path[-1] if path else ROOT] = further
-    return above[tree.parents], came[:-1]
+    return under(proposed, path, len(path) < len(tokens))
 
 
 def _without_probes(tree: DraftTree) -> DraftTree:
@@ -240,7 +226,3 @@ def _without_probes(tree: DraftTree) -> DraftTree:
         return tree
     rest = tree.select(~tree.probe)
     return DraftTree(rest.tokens, rest.parents, q=rest.q, probability=rest.probability)
-
-
-def _part(tree: DraftTree, keep: BoolArray) -> DraftTree:
-    return tree if len(keep) != len(tree) or keep.all() else tree.select(keep)

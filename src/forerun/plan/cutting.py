@@ -95,7 +95,7 @@ class Cutter:
         """
         chances = [self._chances(tree) for tree in trees]
         masks = self._worth(chances, load)
-        kept = [_part(tree, mask) for tree, mask in zip(trees, masks, strict=True)]
+        kept = [part(tree, mask) for tree, mask in zip(trees, masks, strict=True)]
         expected = sum(float(chance[mask].sum()) for chance, mask in zip(chances, masks, strict=True))
         return self._cut(kept, trees, expected, load)
 
@@ -125,7 +125,7 @@ class Cutter:
         for tree, outcome in zip(proposed, outcomes, strict=True):
             if len(tree) and tree.probe is None:
                 drawn = tree.q is not None
-                tested, came = _tested(outcome) if drawn else _shown(tree, outcome.verdict.tokens)
+                tested, came = put_to_the_test(outcome) if drawn else _shown(tree, outcome.verdict.tokens)
                 self._table(tree).count(outcome.tree if drawn else tree, tested, came)
                 right += int(came.sum())
         return right
@@ -189,9 +189,9 @@ class Cutter:
         return self._by_depth if tree.probability is None or tree.q is not None else self._by_odds
 
 
-def _tested(outcome: Outcome) -> tuple[BoolArray, BoolArray]:
+def put_to_the_test(outcome: Outcome) -> tuple[BoolArray, BoolArray]:
     """Which of the scored nodes were put to the test, and which of them were accepted."""
-    return _under(outcome.tree, outcome.verdict.path, len(outcome.verdict.path) < len(outcome.verdict.tokens))
+    return under(outcome.tree, outcome.verdict.path, len(outcome.verdict.path) < len(outcome.verdict.tokens))
 
 
 def _shown(tree: DraftTree, tokens: Sequence[int]) -> tuple[BoolArray, BoolArray]:
@@ -200,10 +200,10 @@ def _shown(tree: DraftTree, tokens: Sequence[int]) -> tuple[BoolArray, BoolArray
     while node is not None:
         path.append(node)
         node = tree.children.get((node, tokens[len(path)])) if len(path) < len(tokens) else None
-    return _under(tree, path, len(path) < len(tokens))
+    return under(tree, path, len(path) < len(tokens))
 
 
-def _under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, BoolArray]:
+def under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, BoolArray]:
     """Nodes under the root and a path, and those of the path. Under its end only if what follows is known as well."""
     came = np.zeros(len(tree) + 1, np.bool_)  # the last entry is the root's
     came[path] = True
@@ -213,5 +213,6 @@ def _under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, 
     return above[tree.parents], came[:-1]
 
 
-def _part(tree: DraftTree, keep: BoolArray) -> DraftTree:
+def part(tree: DraftTree, keep: BoolArray) -> DraftTree:
+    """The nodes to keep; all of a tree with probes."""
     return tree if len(keep) != len(tree) or keep.all() else tree.select(keep)

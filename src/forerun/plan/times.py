@@ -9,12 +9,15 @@ SETTLED = 2
 """Plain steps, each behind another one, before drafts that take passes are compared with them: among drafts a plain
 step takes longer, for drafting displaces what it reads from caches."""
 
+ALONE = 0.25
+"""Of plain passes, the quantile that counts: what disturbs one only ever slows it, and one in four is undisturbed."""
+
 
 class Times:
     """Times of plain steps, of steps with drafts, of asking for branches and of drafting passes."""
 
     def __init__(self) -> None:
-        self.plain, self.asking = Passes(quantile=0.25), Passes()
+        self.plain, self.asking = Passes(quantile=ALONE), Passes()
         self.drafted, self.drafting = Passes(self.plain), Passes(self.plain)
         self._since = 0
         self._before_plain = False
