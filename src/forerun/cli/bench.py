@@ -15,20 +15,19 @@ from transformers import PreTrainedModel
 from forerun.bench import own, report
 from forerun.bench.chat import Encoder
 from forerun.bench.contestants import PADDED, Bench
-from forerun.bench.continuations import continuations
 from forerun.bench.journal import Journal
 from forerun.bench.machine import machine
 from forerun.bench.peers.known import Loaded, Subject, check, loaded
-from forerun.bench.prompts import Counts, Tasks, build_jobs, own_jobs, positions_of
-from forerun.bench.questions import Files, questions
+from forerun.bench.prompts import Counts, build_jobs, own_jobs, positions_of
+from forerun.bench.questions import Files
 from forerun.bench.report import Result, Row
 from forerun.bench.speed import Decode, Job, Tokens
+from forerun.bench.tasksets import tasks_for
 from forerun.cli.bench_options import PROMPTS, BenchOptions
 from forerun.cli.long_options import plain
 from forerun.cli.terminal import measuring, stderr, stdout, working
 from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load
 from forerun.model.stored import dtype_name
-from forerun.reference import material
 
 DRAFTERS = ("none", "lookup", "jacobi", "trie")
 
@@ -82,9 +81,8 @@ def _measured(
 
 
 def _about(options: BenchOptions, dtype: str) -> dict[str, Any]:
-    """What turns of a journal have in common."""
-    here = machine()
-    return {"model": options.model, "dtype": dtype, **{name: here[name] for name in ("processor", "threads", "device")}}
+    """What turns of a journal have in common: the model, the machine, the versions of what ran."""
+    return machine() | {"model": options.model, "dtype": dtype}
 
 
 def _jobs(
@@ -96,23 +94,12 @@ def _jobs(
     if options.prompts_file is not None:
         ids = own.encode(options.prompts_file, lines, encoder, positions, counts.new_tokens)
         return own_jobs(lines, ids, counts), {}, "the prompts file"
-    name, tasks = _tasks(options, encoder)
+    tasks = tasks_for(encoder, Files(options.books, options.maths, options.code))
     counts = replace(counts, prompts=options.prompts or PROMPTS)
     jobs, skipped = build_jobs(options.task or list(tasks), tasks, encoder, counts, positions)
     if not jobs:
         raise ValueError(f"no task is left: {'; '.join(f'{task} {why}' for task, why in skipped.items())}")
-    return jobs, skipped, name
-
-
-def _tasks(options: BenchOptions, encoder: Encoder) -> tuple[str, Tasks]:
-    """The set of tasks that suits the model, and its name."""
-    files = Files(options.books, options.maths, options.code)
-    files.check()
-    if encoder.chats:
-        return "questions", questions(files, encoder.count)
-    if options.code is not None:
-        raise ValueError("--code is for models that chat; there is no chat template here, or --raw turns it off")
-    return "continuations", continuations(material.read_held_out(options.books, options.maths))
+    return jobs, skipped, "questions" if encoder.chats else "continuations"
 
 
 @contextmanager
