@@ -194,8 +194,15 @@ def test_chains_that_could_not_pay_are_never_tried() -> None:
     assert not chooser.chains.drafted  # type: ignore[union-attr]
 
 
-def test_the_longer_the_text_the_less_its_pass_may_be_wasted() -> None:
-    """Batches of any size share what was learnt."""
+def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:
+    """No plain steps are seen anew, and chains are drafted from the first step on."""
     world = World(accepted=lambda token: 0.9)
-    _, chooser = decode(world, 300, rows=1, trees=False)
-    assert chooser._times.settled
+    _, chooser = decode(world, 600, rows=1, trees=False)
+    requests = [Request([1, 2, 3], 100) for _ in range(4)]
+    for request in requests:
+        chooser.begin(request)
+    assert all(len(tree) > 1 for tree in chooser.propose_batch(requests, 64))
+    _, fresh = decode(World(accepted=lambda token: 0.9), 1, rows=4, trees=False)
+    for request in requests:
+        fresh.begin(request)
+    assert not any(map(len, fresh.propose_batch(requests, 64)))  # it has to see plain steps first
