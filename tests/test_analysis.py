@@ -21,13 +21,13 @@ from forerun.bench.reading import at_end
 from forerun.bench.recovery import locality_rows, top_rows, watch
 from forerun.bench.texts import Texts
 from forerun.bench.trees import rank_rates, shapes, tree_rows
-from forerun.block import Block
 from forerun.caches.retrieval import RetrievalConfig
 from forerun.cli import app
-from forerun.engine import Engine
-from forerun.recipes import SPARSE
-from forerun.settings import Settings
-from forerun.tree import DraftTree
+from forerun.core.block import Block
+from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import SPARSE
 
 PROMPT = [7 + i * i % 40 for i in range(90)]
 SMALL = Settings(cache_budget=16, chunk=2, sinks=1)

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.attention import BACKENDS, AttentionSpec, AttentionState, attend, merge
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels import vector
-from forerun.tree import DraftTree
+from forerun.kernels.attention import BACKENDS, AttentionSpec, AttentionState, attend, merge
 
 SPEC = AttentionSpec(0.3)
 

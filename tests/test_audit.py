@@ -12,17 +12,17 @@ import torch
 from tiny import PROMPTS, tiny
 from transformers import PreTrainedModel
 
-import forerun.engine
-import forerun.step
+import forerun.decoding.engine
+import forerun.decoding.step
 from forerun import Drafter, DraftTree
-from forerun.audit import Plan, audit
-from forerun.divergence import Divergence, first_difference, weigh
+from forerun.audit.audit import Plan, audit
+from forerun.audit.divergence import Divergence, first_difference, weigh
+from forerun.core.request import Request
+from forerun.core.sampling import Sampler
+from forerun.core.settings import Settings
+from forerun.core.verify import Verdict, verify
+from forerun.drafters.recipes import RECIPES, Recipe, buildable
 from forerun.model.scorer import Scorer
-from forerun.recipes import RECIPES, Recipe, buildable
-from forerun.request import Request
-from forerun.sampling import Sampler
-from forerun.settings import Settings
-from forerun.verify import Verdict, verify
 
 PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
 
@@ -61,7 +61,7 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
         return Verdict([0], [int(tree.tokens[0])])
 
     monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
-    monkeypatch.setattr(forerun.step, "verify", gullible)
+    monkeypatch.setattr(forerun.decoding.step, "verify", gullible)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
     assert {c.check for c in failed} == {"greedy", "plain", "coupled"}
@@ -80,7 +80,7 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
         return [rows.flip(-1) if len(block.tree) else rows for rows, block in zip(logits, blocks, strict=True)]
 
     model = tiny("llama")
-    monkeypatch.setattr(forerun.engine.gate, "admit", Scorer)
+    monkeypatch.setattr(forerun.decoding.engine.gate, "admit", Scorer)
     monkeypatch.setattr(Scorer, "score", leaky)
     monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
     report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
@@ -96,7 +96,7 @@ def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pyte
         logits = score(self, blocks, caches)
         return [rows.roll(1, -1) for rows in logits] if len(blocks) > 1 else logits
 
-    monkeypatch.setattr(forerun.engine.gate, "admit", Scorer)
+    monkeypatch.setattr(forerun.decoding.engine.gate, "admit", Scorer)
     monkeypatch.setattr(Scorer, "score", mixed)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     assert {c.check for c in report.failures} == {"batch"}
@@ -110,7 +110,7 @@ def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> No
         return verdict
 
     monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
-    monkeypatch.setattr(forerun.step, "verify", hasty)
+    monkeypatch.setattr(forerun.decoding.step, "verify", hasty)
     report = audit(tiny("llama"), PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     ended = [c.divergence for c in report.failures if c.check == "greedy" and c.divergence is not None]
     assert ended

@@ -19,7 +19,7 @@ from forerun.bench.prompts import Counts, build_jobs
 from forerun.bench.replay import Recorded, Selection, replay
 from forerun.bench.speed import BASELINE, Contestant, Job, Rows, Run, Series, measure
 from forerun.cli import app
-from forerun.recipes import build_drafter
+from forerun.drafters.recipes import build_drafter
 from forerun.reference.tasks import Material
 
 

@@ -10,8 +10,8 @@ import torch
 from test_native import MODELS, kept
 from tiny import tiny
 
-from forerun.block import Block
 from forerun.caches.base import Cache
+from forerun.core.block import Block
 from forerun.kernels import ordered, vector
 from forerun.model import exactness
 from forerun.model.exactness import Exactness, probe

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from forerun.block import Block
+from forerun.core.block import Block
+from forerun.core.tree import ROOT, DraftTree
 from forerun.kernels import tape, team, vector
 from forerun.kernels.canonical import ATTEND, AttendOp
 from forerun.model.packing import Heads, Packed, address
-from forerun.tree import ROOT, DraftTree
 
 pytestmark = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.costs import CostCurve
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, uniform
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
-from forerun.request import Request
-from forerun.sampling import Salt, uniform
-from forerun.tree import DraftTree
-from forerun.verify import Outcome, Verdict
+from forerun.plan.costs import CostCurve
 
 RIGHT, WRONG = 7, 9
 

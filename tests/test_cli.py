@@ -19,18 +19,18 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 import forerun
-import forerun.step
+import forerun.decoding.step
 from forerun.cli import app, demo
 from forerun.cli.detokenize import Detokenizer
 from forerun.cli.terminal import printable
-from forerun.commit import Commit
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Verdict, verify
+from forerun.decoding.commit import Commit
+from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
-from forerun.engine import Engine
 from forerun.model.load import load
 from forerun.reference import bundled, demo_prompts
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Verdict, verify
 
 PROMPT = "again and again and"
 ESCAPE = "\x1b["
@@ -285,7 +285,7 @@ def test_an_audit_passes_and_says_in_which_dtype(model: str) -> None:
 
 
 def test_an_audit_fails_when_verification_is_broken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forerun.step, "verify", gullible)
+    monkeypatch.setattr(forerun.decoding.step, "verify", gullible)
     result = audit(model, "-p", "again again again again", "-d", "lookup", "-n", 40, "--json")
     report = as_json(result)
     assert result.exit_code == 1
@@ -337,7 +337,7 @@ def test_a_demo_whose_texts_differ_fails(monkeypatch: pytest.MonkeyPatch) -> Non
         return DraftTree.chain([1][: request.max_draft_depth])
 
     monkeypatch.setattr(NoDrafter, "propose", wrong)
-    monkeypatch.setattr(forerun.step, "verify", gullible)
+    monkeypatch.setattr(forerun.decoding.step, "verify", gullible)
     result = call("demo", "--repeats", 1, "--kind", "rag", "--color")
     assert result.exit_code == 1
     assert "the texts differ" in result.stdout

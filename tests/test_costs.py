@@ -12,9 +12,9 @@ import torch
 from tiny import tiny
 
 import forerun
-from forerun.costs import CostCurve
 from forerun.model.scorer import Scorer
 from forerun.model.timing import FAR, LEAST, ROUNDS, SECONDS, SIZES, measure
+from forerun.plan.costs import CostCurve
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_pair=0.0001)
 
@@ -130,12 +130,12 @@ def test_an_engine_measures_once_where_it_plans(monkeypatch: pytest.MonkeyPatch)
         measured.append(scorer)
         return CURVE
 
-    monkeypatch.setattr("forerun.engine.measure", fake)
+    monkeypatch.setattr("forerun.decoding.engine.measure", fake)
     engine = forerun.Engine(tiny("llama"))
     assert engine.planner is not None and engine.planner.costs is CURVE
     engine.generate([7, 9], max_new_tokens=4, do_sample=False)
     assert measured == [engine.target]
     forerun.Engine(tiny("llama"), "none")
     forerun.Engine(tiny("llama"), planner=None)
-    forerun.Engine(tiny("llama"), planner=forerun.planner.Planner(8))
+    forerun.Engine(tiny("llama"), planner=forerun.plan.planner.Planner(8))
     assert len(measured) == 1

@@ -21,12 +21,12 @@ from mocks import (
 )
 from test_sampling import chi_square_p
 
-from forerun.request import Request
-from forerun.sampling import Processor, Salt, Sampler, draw
-from forerun.tree import ROOT, DraftTree
-from forerun.verify import Outcome, Verdict, verify
+from forerun.core.request import Request
+from forerun.core.sampling import Processor, Salt, Sampler, draw
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, Verdict, verify
 
-verify_module = importlib.import_module("forerun.verify")
+verify_module = importlib.import_module("forerun.core.verify")
 
 # Exactness by enumeration: the code runs once for every sequence of random decisions, weighted by their probability.
 

@@ -12,8 +12,8 @@ from tiny import ARCHITECTURES, PROMPTS, OracleDrafter, tiny
 
 import forerun
 from forerun import Drafter
-from forerun.recipes import RECIPES, build_drafter
-from forerun.settings import Settings
+from forerun.core.settings import Settings
+from forerun.drafters.recipes import RECIPES, build_drafter
 
 NEW_TOKENS = 28
 SAMPLING = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True, "temperature": 0.7, "top_k": 12, "seed": 11}}

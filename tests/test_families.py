@@ -13,8 +13,6 @@ from tiny import FAMILIES, LAYOUTS, PROMPTS, VOCABULARY, build, tiny
 from transformers import PreTrainedModel
 
 import forerun
-from forerun.attention import AttentionSpec, attend, merge
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.caches.heavy_hitter import HeavyHitterCache
@@ -23,14 +21,16 @@ from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
 from forerun.caches.streaming import StreamingCache
 from forerun.caches.topk import TopKCache
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
+from forerun.drafters.recipes import RECIPES
+from forerun.kernels.attention import AttentionSpec, attend, merge
 from forerun.model import gate
 from forerun.model.exactness import Exactness, probe
 from forerun.model.implementations import switched
 from forerun.model.inputs import position_limit
 from forerun.model.scorer import Scorer
-from forerun.recipes import RECIPES
-from forerun.settings import Settings
-from forerun.tree import DraftTree
 
 NEW_TOKENS = 28
 FEW = ("none", "trie", "lookup", "triforce-trie", "low-rank")

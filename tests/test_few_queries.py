@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.attention import BACKENDS, AttentionSpec, AttentionState, attend, select_backend
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels import team, vector
-from forerun.tree import DraftTree
+from forerun.kernels.attention import BACKENDS, AttentionSpec, AttentionState, attend, select_backend
 
 pytestmark = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
 

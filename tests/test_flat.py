@@ -7,12 +7,12 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, tiny
 
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.model import flat
 from forerun.model.flat import FAMILIES, FlatScorer, flatten
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree
 
 
 @pytest.mark.parametrize("many", [0, flat.MANY], ids=["by our kernel", "by torch"])

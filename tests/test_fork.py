@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import os
-from forerun.trie import Trie
+from forerun.index.trie import Trie
 
 trie = Trie()  # so large that its arrays are mapped
 trie.warm("", [[1, 2, 3, 4]] * 3)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tiny import ARCHITECTURES, tiny
 
-from forerun.attention import AttentionSpec
+from forerun.kernels.attention import AttentionSpec
 from forerun.model import gate, scorer
 from forerun.model.gate import UnsupportedModelError
 

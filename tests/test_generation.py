@@ -446,7 +446,7 @@ def test_what_a_model_reads_beside_text_is_refused_by_name(name: str) -> None:
 
 
 def test_engines_beside_a_model_are_few_and_go_when_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.engine.probe", exactness.probe)  # that of the fixture keeps models
+    monkeypatch.setattr("forerun.decoding.engine.probe", exactness.probe)  # that of the fixture keeps models
     model = copy.deepcopy(MODEL)
     options = {"max_new_tokens": 2, "do_sample": False}
     first = weakref.ref(engine_of(model, "none", 8))

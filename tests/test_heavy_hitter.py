@@ -13,12 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, VOCABULARY, tiny
 
-from forerun.attention import AttentionSpec
-from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.heavy_hitter import HeavyHitterCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention import AttentionSpec
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree
 
 SPEC = AttentionSpec(0.4)
 GROUP = toy.HEADS // toy.KV_HEADS

@@ -22,17 +22,17 @@ from test_distribution import (
 from test_sampling import chi_square_p
 
 from forerun.caches.full import FullCache
-from forerun.costs import CostCurve
+from forerun.core.request import Request
+from forerun.core.sampling import Processor, Sampler
+from forerun.core.shape import Shape
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, verify
 from forerun.drafters.base import Drafter
 from forerun.drafters.hierarchy import HierarchyDrafter
 from forerun.drafters.merged import MergedDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.trie import TrieDrafter
-from forerun.request import Request
-from forerun.sampling import Processor, Sampler
-from forerun.shape import Shape
-from forerun.tree import DraftTree
-from forerun.verify import Outcome, verify
+from forerun.plan.costs import CostCurve
 
 TARGET = MockTarget(3, peak=1.5, seed=7)
 MIDDLE = MockTarget(3, peak=1.5, seed=8)

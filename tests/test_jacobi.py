@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mocks import PROMPT, SAMPLERS, MockTarget, generate, oracle, paths, step
 
-from forerun.costs import CostCurve
+from forerun.core.request import Request
+from forerun.core.sampling import Sampler
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, verify
 from forerun.drafters.jacobi import JacobiConfig, JacobiDrafter, best_config, expected_tokens
-from forerun.request import Request
-from forerun.sampling import Sampler
-from forerun.tree import ROOT, DraftTree
-from forerun.verify import Outcome, verify
+from forerun.plan.costs import CostCurve
 
 
 class WholeContextTarget(MockTarget):

@@ -9,28 +9,11 @@ import forerun
 
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
-    ["reference", "settings"],
-    ["tree", "shape", "sampling", "stats", "request", "verify", "costs", "turns"],
-    ["index", "trie_file"],
-    ["trie_config"],
-    ["trie"],
-    ["kernels"],
-    ["attention", "block"],
-    ["caches"],
-    ["model"],
-    ["calibration", "ledger", "line"],
-    ["planner", "pacing", "plan"],
-    ["drafters"],
-    ["recipes"],
-    ["result", "row", "commit"],
-    ["step"],
-    ["engine"],
-    ["divergence"],
-    ["api", "audit", "conversation", "real"],
-    ["cli", "bench"],
-]
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-USES_TRANSFORMERS = {"model", "result", "commit", "engine", "divergence", "api", "audit", "reference", "cli", "bench"}
+    "reference", "core", "index", "kernels", "caches", "plan", "model", "drafters", "decoding", "audit", "api", "bench",
+    "cli",
+]  # fmt: skip
+USES_TRANSFORMERS = {"model", "decoding", "audit", "api", "reference", "bench", "cli"}
+RANK = {name: rank for rank, name in enumerate(LAYERS)}
 
 
 def imports(file: Path) -> set[str]:
@@ -54,5 +37,7 @@ def test_every_module_imports_from_layers_below_it_only() -> None:
 
 def test_drafters_do_not_import_each_other_and_caches_do_not_import_the_model() -> None:
     for file in (SOURCE / "drafters").glob("*.py"):
+        if file.name == "recipes.py":
+            continue  # it builds them all
         others = {name for name in imports(file) if name.startswith("forerun.drafters.")} - {"forerun.drafters.base"}
         assert not others, f"{file} imports {others}"

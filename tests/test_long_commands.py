@@ -17,10 +17,10 @@ from forerun.bench.telling import telling
 from forerun.bench.triforce import TriforceBench
 from forerun.cli import app
 from forerun.cli.long_options import CACHES
+from forerun.core.settings import Settings
+from forerun.drafters.recipes import SPARSE
 from forerun.model.load import load
 from forerun.model.stretch import stretch
-from forerun.recipes import SPARSE
-from forerun.settings import Settings
 
 
 @pytest.fixture(scope="module")

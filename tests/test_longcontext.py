@@ -26,11 +26,11 @@ from forerun.bench.texts import Texts
 from forerun.caches.low_rank import LowRankCache
 from forerun.caches.retrieval import RetrievalCache
 from forerun.cli import app
-from forerun.engine import Engine
-from forerun.request import Request
-from forerun.settings import Settings
-from forerun.stats import Stats
-from forerun.tree import DraftTree
+from forerun.core.request import Request
+from forerun.core.settings import Settings
+from forerun.core.stats import Stats
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
 
 SETTINGS = Settings(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
 DRAFTERS = ["triforce", "triforce-trie", "streaming", "retrieval"]

@@ -22,11 +22,11 @@ from forerun.bench.speed import BASELINE, Job
 from forerun.bench.variants import Track, transformers_greedy
 from forerun.cli import app
 from forerun.cli.lookahead_options import PARTS, QUICK, LookaheadOptions
+from forerun.core.request import Request
+from forerun.decoding.engine import Engine
 from forerun.drafters.trie import TrieDrafter
-from forerun.engine import Engine
+from forerun.index.trie import TrieConfig
 from forerun.reference.tasks import Material
-from forerun.request import Request
-from forerun.trie import TrieConfig
 
 CPU = torch.device("cpu")
 LONG = PROMPTS[1]

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mocks import SAMPLERS, MockTarget, generate, oracle, step
 
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict
 from forerun.drafters.lookup import LookupConfig, LookupDrafter
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome, Verdict
 
 
 def committed(request: Request, tokens: Sequence[int]) -> Outcome:

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.attention import AttentionSpec, attend, attend_chosen
-from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.low_rank import CHUNK, LowRankCache, LowRankConfig
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels import chosen, scan, vector
+from forerun.kernels.attention import AttentionSpec, attend, attend_chosen
 from forerun.kernels.vector import fused
-from forerun.tree import DraftTree
 
 SPEC = AttentionSpec(scaling=0.25)
 DIM = 16

@@ -15,15 +15,15 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels import vector
 from forerun.model import parts, program
 from forerun.model.gate import admit
 from forerun.model.native import NativeScorer, native
 from forerun.model.parts import known
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree
 
 pytestmark = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
 

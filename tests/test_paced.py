@@ -10,15 +10,15 @@ import torch
 from tiny import tiny
 
 import forerun
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, uniform
+from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict
 from forerun.drafters.base import Drafter
 from forerun.drafters.paced import PacedDrafter
-from forerun.ledger import Purse
-from forerun.planner import Plan, Planner
-from forerun.request import Request
-from forerun.sampling import Salt, uniform
-from forerun.settings import Settings
-from forerun.tree import DraftTree
-from forerun.verify import Outcome, Verdict
+from forerun.plan.ledger import Purse
+from forerun.plan.planner import Plan, Planner
 
 
 @dataclass

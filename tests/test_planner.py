@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tiny import PROMPTS, OracleDrafter, tiny
 
 import forerun
-from forerun.costs import CostCurve
-from forerun.planner import ALLOWANCE, FEW, INTEREST, Planner
-from forerun.tree import ROOT, DraftTree
-from forerun.verify import Outcome, Verdict
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, Verdict
+from forerun.plan.costs import CostCurve
+from forerun.plan.planner import ALLOWANCE, FEW, INTEREST, Planner
 
 NO_LOGITS = torch.empty(0, 0)
 

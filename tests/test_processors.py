@@ -17,9 +17,9 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 import forerun
+from forerun.core.settings import Settings
 from forerun.drafters.lookup import LookupDrafter
 from forerun.model.processors import stateless
-from forerun.settings import Settings
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]

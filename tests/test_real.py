@@ -13,7 +13,8 @@ import torch
 from test_gguf import write
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun import Conversation, Engine, real
+from forerun import Conversation, Engine
+from forerun.model import real
 from forerun.model.load import load
 
 FOLDER = Path(__file__).parents[1] / "runs" / "real" / real.NAME

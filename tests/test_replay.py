@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from forerun.bench.replay import Recorded, Selection, replay, replay_files
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, NoDrafter
-from forerun.recipes import RECIPES, build_drafter
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome
+from forerun.drafters.recipes import RECIPES, build_drafter
 
 
 class Scripted(Drafter):

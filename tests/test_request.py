@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.request import Request
-from forerun.sampling import Sampler
-from forerun.stats import Stats
+from forerun.core.request import Request
+from forerun.core.sampling import Sampler
+from forerun.core.stats import Stats
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.attention import AttentionSpec, attend
-from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.low_rank import LowRankCache, LowRankConfig
 from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
 from forerun.caches.topk import TopKCache
 from forerun.caches.view import View
-from forerun.tree import DraftTree
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention import AttentionSpec, attend
 
 SPEC = AttentionSpec(scaling=0.35)
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2

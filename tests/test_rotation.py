@@ -9,13 +9,13 @@ import pytest
 import torch
 from tiny import ARCHITECTURES, LAYOUTS, tiny
 
-from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.rotation import Rotation, Turn
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.model import gate
 from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree
 
 LEARNED = ("gpt2", "opt")
 ROTARY = [name for name in (*ARCHITECTURES, *LAYOUTS) if name not in LEARNED]

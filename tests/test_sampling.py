@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.sampling import Salt, Sampler, draw, gumbel, uniform
+from forerun.core.sampling import Salt, Sampler, draw, gumbel, uniform
 
 MASK = (1 << 64) - 1
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

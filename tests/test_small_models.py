@@ -9,7 +9,7 @@ from tiny import PROMPTS, VOCABULARY, build, tiny
 from transformers import PreTrainedModel
 
 import forerun
-from forerun.settings import Settings
+from forerun.core.settings import Settings
 
 TARGET = tiny("llama")
 DRAFTERS = ["streaming", "triforce", "triforce-auto", "streaming-hierarchy"]

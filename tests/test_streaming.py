@@ -13,19 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import ARCHITECTURES, LAYOUTS, VOCABULARY, tiny
 
-from forerun.attention import AttentionSpec
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.settings import Settings as DraftSettings
+from forerun.core.tree import DraftTree
+from forerun.drafters.recipes import build_drafter
 from forerun.kernels import ordered
+from forerun.kernels.attention import AttentionSpec
 from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
-from forerun.recipes import build_drafter
-from forerun.request import Request
-from forerun.settings import Settings as DraftSettings
-from forerun.tree import DraftTree
 
 SLACK = 5
 

@@ -17,14 +17,14 @@ from tiny import PROMPTS, tiny
 from transformers import PreTrainedModel
 
 import forerun
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
+from forerun.core.turns import Turns
 from forerun.index import calls
+from forerun.index.trie import Trie
 from forerun.model.scorer import Scorer
-from forerun.settings import Settings
-from forerun.tree import DraftTree
-from forerun.trie import Trie
-from forerun.turns import Turns
 
 PATIENCE = 60.0
 """Seconds after which a test that hangs fails."""

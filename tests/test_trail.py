@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import Index
 from forerun.index.board import Facts
 from forerun.index.contexts import count
@@ -34,9 +35,8 @@ from forerun.index.trail import (
     lay_trail,
     way_on,
 )
+from forerun.index.trie import Trie
 from forerun.reference import bundled
-from forerun.tree import IntArray
-from forerun.trie import Trie
 
 COMMA, LINE, OPEN, COLON, CLOSE = range(5)
 KEYS = range(5, 8)

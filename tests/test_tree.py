@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.tree import ROOT, DraftTree
+from forerun.core.tree import ROOT, DraftTree
 
 
 @st.composite

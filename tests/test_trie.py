@@ -21,7 +21,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun import trie_file
+from forerun.core.tree import ROOT, DraftTree
+from forerun.index import file as trie_file
 from forerun.index import mixing
 from forerun.index.arrays import (
     BLOCK_FREE,
@@ -42,8 +43,7 @@ from forerun.index.arrays import (
     mix,
 )
 from forerun.index.trail import ONWARD, instead
-from forerun.tree import ROOT, DraftTree
-from forerun.trie import Draft, Form, Trie, TrieConfig, TrieFileError
+from forerun.index.trie import Draft, Form, Trie, TrieConfig, TrieFileError
 
 Path_ = tuple[int, ...]
 Counts = Counter[tuple[Path_, int]]

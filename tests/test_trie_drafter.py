@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forerun
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, verify
 from forerun.drafters.trie import TrieDrafter
 from forerun.index import arrays, calls, multibranch, place
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.trie import Form, Trie, TrieConfig
-from forerun.verify import Outcome, verify
+from forerun.index.trie import Form, Trie, TrieConfig
 
 VOCABULARY = 32
 

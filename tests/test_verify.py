@@ -18,11 +18,11 @@ from mocks import (
     oracle,
 )
 
+from forerun.core.request import Request
+from forerun.core.sampling import Processor, Sampler
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Verdict, verify
 from forerun.drafters.base import Drafter, NoDrafter
-from forerun.request import Request
-from forerun.sampling import Processor, Sampler
-from forerun.tree import ROOT, DraftTree
-from forerun.verify import Verdict, verify
 
 
 @dataclass

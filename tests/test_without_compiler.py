@@ -14,7 +14,7 @@ TRIE = """
 import warnings
 
 warnings.simplefilter("error")
-from forerun.trie import Trie
+from forerun.index.trie import Trie
 
 trie = Trie()
 trie.warm("", [[1, 2, 3, 4]])

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from forerun import Drafter, DraftTree
-from forerun.request import Request
+from forerun.core.request import Request
 
 VOCABULARY = 48
 EOS = 5

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from forerun.attention import AttentionSpec
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.rotation import Rotation, Turn
-from forerun.tree import DraftTree
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention import AttentionSpec
 
 VOCABULARY, HEADS, KV_HEADS, SIZE = 40, 4, 2, 8
 ROTATION = Rotation({0: Turn(slice(0, 3), slice(3, 6), torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64))})

@@ -12,29 +12,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api import custom_generate, generate
-    from forerun.commit import Commit
-    from forerun.conversation import Conversation
+    from forerun.core.settings import Settings
+    from forerun.core.stats import Stats
+    from forerun.core.tree import DraftTree
+    from forerun.decoding.commit import Commit
+    from forerun.decoding.conversation import Conversation
+    from forerun.decoding.engine import Engine
+    from forerun.decoding.result import GenerationInterrupted, GenerationResult
     from forerun.drafters.base import Drafter, NoDrafter
-    from forerun.engine import Engine
     from forerun.model.gate import UnsupportedModelError
-    from forerun.result import GenerationInterrupted, GenerationResult
-    from forerun.settings import Settings
-    from forerun.stats import Stats
-    from forerun.tree import DraftTree
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Commit": "commit",
-    "Conversation": "conversation",
-    "DraftTree": "tree",
+    "Commit": "decoding.commit",
+    "Conversation": "decoding.conversation",
+    "DraftTree": "core.tree",
     "Drafter": "drafters.base",
-    "Engine": "engine",
-    "GenerationInterrupted": "result",
-    "GenerationResult": "result",
+    "Engine": "decoding.engine",
+    "GenerationInterrupted": "decoding.result",
+    "GenerationResult": "decoding.result",
     "NoDrafter": "drafters.base",
-    "Settings": "settings",
-    "Stats": "stats",
+    "Settings": "core.settings",
+    "Stats": "core.stats",
     "UnsupportedModelError": "model.gate",
     "custom_generate": "api",
     "generate": "api",

@@ -19,18 +19,18 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from forerun.commit import feed
+from forerun.core.request import Request
+from forerun.core.sampling import Method
+from forerun.core.settings import Settings
+from forerun.core.stats import Stats
+from forerun.core.turns import Turns, in_turn
+from forerun.decoding.commit import feed
+from forerun.decoding.engine import BUDGET, Engine
+from forerun.decoding.result import GenerationResult
 from forerun.drafters.base import Drafter
-from forerun.engine import BUDGET, Engine
 from forerun.model.inputs import check_inputs, check_prompt
 from forerun.model.prompts import Prompts
 from forerun.model.requests import Place, Prepared, RowOptions, draw_seed, make_request
-from forerun.request import Request
-from forerun.result import GenerationResult
-from forerun.sampling import Method
-from forerun.settings import Settings
-from forerun.stats import Stats
-from forerun.turns import Turns, in_turn
 
 ENGINES = 8
 """Engines kept beside a model, at most: one for every drafter that a program is likely to compare. Each holds what its
@@ -56,7 +56,7 @@ def generate(
         model: a transformers decoder.
         prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
             dicts with ``role`` and ``content``, which the tokenizer's chat template makes a text of.
-        drafter: a name from ``forerun.recipes``, or an object.
+        drafter: a name from ``forerun.drafters.recipes``, or an object.
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: see ``Engine``.

@@ -19,13 +19,13 @@ from forerun.bench.longrows import Row
 from forerun.bench.needles import Haystack
 from forerun.bench.reading import Meter, Reading
 from forerun.bench.telling import Say, quietly, telling
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.core.sampling import Salt, gumbel
+from forerun.core.tree import DraftTree
 from forerun.model.level import CacheFactory, counting, read
 from forerun.model.scorer import Scorer
-from forerun.sampling import Salt, gumbel
-from forerun.tree import DraftTree
 
 
 @dataclass(frozen=True)

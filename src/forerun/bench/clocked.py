@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, OuterDrafter
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.bench.journal import Journal
 from forerun.bench.speed import BASELINE, Contestant, Job, Rows, Run, Series, Tokens, measure
+from forerun.core.request import Request
+from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
 from forerun.drafters.base import Drafter
-from forerun.engine import Engine
-from forerun.recipes import build_drafter
-from forerun.request import Request
-from forerun.settings import Settings
-from forerun.tree import DraftTree
+from forerun.drafters.recipes import build_drafter
 
 PADDED = "transformers padded"
 LOOKUP_TOKENS = 10
@@ -52,7 +52,7 @@ class Bench:
 
     Args:
         model: the target, in the dtype to measure in.
-        drafters: names from ``forerun.recipes``, each run cold; those that remember run warm as well.
+        drafters: names from ``forerun.drafters.recipes``, each run cold; those that remember run warm as well.
         draft: a small model with the same tokenizer for transformers' assisted generation, or None.
         tokenizer: of both, or None; drafters learn the spelling of words from it.
         others: further contestants, by name.

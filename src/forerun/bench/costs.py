@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from forerun.bench.longcontext import Prefilled
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
+from forerun.drafters.recipes import small_cache, small_model, sparse_cache
 from forerun.model.level import read
 from forerun.model.scorer import Scorer
-from forerun.recipes import small_cache, small_model, sparse_cache
-from forerun.settings import Settings
-from forerun.tree import DraftTree
 
 
 @dataclass(frozen=True)

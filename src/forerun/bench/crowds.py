@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.block import Block
-from forerun.engine import Engine
-from forerun.tree import DraftTree
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
 
 Row = dict[str, Any]
 SEED = 0

@@ -18,12 +18,12 @@ import torch
 
 from forerun.bench.telling import Say, quietly, telling
 from forerun.caches.full import FullCache
-from forerun.engine import Engine
+from forerun.core.request import Request
+from forerun.core.settings import Settings
+from forerun.core.stats import Stats
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import build_drafter
 from forerun.model.level import read
-from forerun.recipes import build_drafter
-from forerun.request import Request
-from forerun.settings import Settings
-from forerun.stats import Stats
 
 PLAIN = "none"
 """The contestant that all others are compared with: plain autoregression."""
@@ -205,7 +205,7 @@ class LongBench:
 
         Args:
             prompts: each a row or a batch of rows.
-            contestants: names from ``forerun.recipes``.
+            contestants: names from ``forerun.drafters.recipes``.
             settings: what they are built with.
             make: makes the requests.
         """

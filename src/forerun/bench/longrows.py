@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.bench.longcontext import PLAIN, Series, acceptance
-from forerun.stats import Stats
+from forerun.core.stats import Stats
 
 Row = dict[str, Any]
 

@@ -19,17 +19,17 @@ from forerun.bench.longcontext import PLAIN, LongBench, Prefilled, Tokens, prefi
 from forerun.bench.longrows import Row, summarise
 from forerun.bench.telling import Say, quietly
 from forerun.bench.texts import Texts
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.caches.view import View
-from forerun.engine import Engine
+from forerun.core.block import Block
+from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import SPARSE
 from forerun.model.level import read
 from forerun.model.scorer import Scorer
-from forerun.recipes import SPARSE
 from forerun.reference import tasks
-from forerun.settings import Settings
-from forerun.tree import DraftTree
 
 TOKENS_A_FACT = 100
 """Of a text in which facts are hidden, at least."""
@@ -84,7 +84,7 @@ class Alone:
 
     Args:
         scorer: the target.
-        name: a cache of ``forerun.recipes.SPARSE``.
+        name: a cache of ``forerun.drafters.recipes.SPARSE``.
         settings: what it is built with.
         full: holds the text; caches that look at it choose when the question has been read.
         text: token ids; caches of their own read it here, once.
@@ -137,7 +137,7 @@ def run(
         bench: its engine has read the text.
         haystack: text and questions.
         prefilled: the text.
-        lossless: names from ``forerun.recipes``.
+        lossless: names from ``forerun.drafters.recipes``.
         settings: for both kinds.
         tokens: generated for each question; the answer is at their beginning.
     """

@@ -19,10 +19,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from forerun.bench.bandwidth import BUFFER, Reader, weight_bytes
-from forerun.block import Block
-from forerun.engine import Engine
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
 from forerun.model.stored import dtype_name
-from forerun.tree import DraftTree
 
 Row = dict[str, Any]
 FORERUN, TRANSFORMERS, MEMORY = "forerun", "transformers", "memory"

@@ -18,7 +18,7 @@ from forerun.drafters.base import NoDrafter
 from forerun.drafters.jacobi import JacobiDrafter
 from forerun.drafters.lookup import LookupConfig, LookupDrafter
 from forerun.drafters.trie import TrieDrafter
-from forerun.trie import Form, TrieConfig
+from forerun.index.trie import Form, TrieConfig
 
 NAMESPACE = "default"
 PLAIN = "forerun none"

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forerun.attention import AttentionSpec
 from forerun.bench.longcontext import Prefilled
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.bounded import BoundedCache
 from forerun.caches.low_rank import LowRankCache
 from forerun.caches.retrieval import RetrievalCache
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree, IntArray
+from forerun.kernels.attention import AttentionSpec
 from forerun.kernels.chosen import MARGIN
 from forerun.kernels.scan import CHUNK
 from forerun.model.level import CacheFactory, read
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree, IntArray
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from forerun.attention import AttentionSpec
 from forerun.bench.longcontext import Prefilled
 from forerun.bench.longrows import Row
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention import AttentionSpec
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree
 
 
 class Probe(Cache):

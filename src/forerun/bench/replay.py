@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from forerun.core.request import Request
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, Verdict
 from forerun.drafters.base import Drafter
-from forerun.request import Request
-from forerun.tree import ROOT, DraftTree
-from forerun.verify import Outcome, Verdict
 
 Encode = Callable[[str], list[int]]
 _NO_LOGITS = torch.empty(0, 0)

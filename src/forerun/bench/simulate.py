@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from forerun.bench.longcontext import Prefilled, RequestMaker, Tokens
-from forerun.block import Block
 from forerun.caches.full import FullCache
-from forerun.engine import Engine
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, Sampler, uniform
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
 from forerun.model.scorer import Scorer
-from forerun.request import Request
-from forerun.sampling import Salt, Sampler, uniform
-from forerun.tree import DraftTree
 
 SHAPES = {
     "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),

@@ -14,10 +14,10 @@ from forerun.bench.recovery import locality_rows, top_rows, watch
 from forerun.bench.tables import Report
 from forerun.bench.telling import Say
 from forerun.bench.trees import tree_rows
-from forerun.engine import Engine
+from forerun.core.settings import Settings
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import SPARSE, small_cache, small_model
 from forerun.model.scorer import Scorer
-from forerun.recipes import SPARSE, small_cache, small_model
-from forerun.settings import Settings
 
 SMALL = "small model"
 
@@ -54,7 +54,7 @@ class Analysis:
         prompts: the longest contexts, read.
         report: to be filled.
         say: told what is under way.
-        caches: of ``forerun.recipes.SPARSE``, those that are compared.
+        caches: of ``forerun.drafters.recipes.SPARSE``, those that are compared.
         save: called when the report has more of a part.
         part: called when the report has all of one.
     """

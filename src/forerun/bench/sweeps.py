@@ -19,10 +19,10 @@ from forerun.bench.published import (
 )
 from forerun.bench.speed import Tokens
 from forerun.bench.variants import Variant
+from forerun.core.request import Request
+from forerun.core.verify import Outcome
 from forerun.drafters.trie import TrieDrafter
-from forerun.request import Request
-from forerun.trie import Form, TrieConfig
-from forerun.verify import Outcome
+from forerun.index.trie import Form, TrieConfig
 
 Row = dict[str, Any]
 Labelled = dict[str, tuple[Row, Variant]]

@@ -14,16 +14,16 @@ import torch
 from forerun.bench.longcontext import Prefilled, RequestMaker
 from forerun.bench.longrows import Row
 from forerun.bench.telling import Say, quietly
-from forerun.block import Block
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.core.settings import Settings
+from forerun.core.shape import Shape
+from forerun.core.tree import DraftTree
+from forerun.decoding.engine import Engine
 from forerun.drafters.model import ModelDrafter
-from forerun.engine import Engine
+from forerun.drafters.recipes import sparse_cache
 from forerun.model.level import read
 from forerun.model.scorer import Scorer
-from forerun.recipes import sparse_cache
-from forerun.settings import Settings
-from forerun.shape import Shape
-from forerun.tree import DraftTree
 
 RANKS = 8
 """Candidates of a node that a tree may hold."""

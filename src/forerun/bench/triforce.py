@@ -22,8 +22,8 @@ from forerun.bench.triforce_report import (
     report_needles,
     report_temperatures,
 )
-from forerun.recipes import RECIPES
-from forerun.settings import Settings
+from forerun.core.settings import Settings
+from forerun.drafters.recipes import RECIPES
 
 MakerAt = Callable[[float], RequestMaker]
 """Makes requests for a temperature."""
@@ -38,7 +38,7 @@ class Sizes:
     Attributes:
         contexts: tokens of a prompt, rising; the first parts use the longest.
         temperatures: of the first part.
-        drafters: names from ``forerun.recipes``.
+        drafters: names from ``forerun.drafters.recipes``.
         prompts: for each context.
         batches: rows together.
         batch_context: tokens of each row of a batch; if there are none, ragged rows share the longest context's.

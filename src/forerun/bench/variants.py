@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from forerun.bench.contestants import end_tokens, padded, until_end
 from forerun.bench.speed import Contestant, Rows, Run, Tokens
+from forerun.decoding.engine import BUDGET, Engine
 from forerun.drafters.base import Drafter
-from forerun.engine import BUDGET, Engine
 from forerun.model.timing import measure
-from forerun.planner import Planner
+from forerun.plan.planner import Planner
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec
-from forerun.block import Block
-from forerun.tree import IntArray
+from forerun.core.block import Block
+from forerun.core.tree import IntArray
+from forerun.kernels.attention import AttentionSpec
 
 
 class Cache(ABC):

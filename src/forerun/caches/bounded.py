@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.rows import Rows, append, compact
+from forerun.core.block import Block
 
 SLACK = 64
 """More than is usually drafted at a time."""

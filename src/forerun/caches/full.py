@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from forerun.attention import AttentionSpec, merge
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.rows import Rows, append, attend_in_order, compact
-from forerun.tree import IntArray
+from forerun.core.block import Block
+from forerun.core.tree import IntArray
+from forerun.kernels.attention import AttentionSpec, merge
 
 GROWTH = 256
 """Tokens by which the cache grows at least."""

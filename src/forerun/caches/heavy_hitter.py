@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec, weigh
-from forerun.block import Block
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rows import Rows
+from forerun.core.block import Block
+from forerun.kernels.attention import AttentionSpec, weigh
 
 
 class HeavyHitterCache(BoundedCache):

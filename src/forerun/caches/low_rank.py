@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.attention import AttentionSpec, attend, attend_chosen, merge
-from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.rows import attend_in_order, compact
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.kernels.attention import AttentionSpec, attend, attend_chosen, merge
 from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
 SHARE, LONG = 4, 60

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.attention import AttentionSpec, attend, merge
-from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.rows import Rows, append, compact
 from forerun.caches.view import View
-from forerun.settings import Policy
+from forerun.core.block import Block
+from forerun.core.settings import Policy
+from forerun.kernels.attention import AttentionSpec, attend, merge
 
 ROOM = 64
 """Places by which a buffer grows at least."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec, AttentionState, attend
-from forerun.block import Block
+from forerun.core.block import Block
+from forerun.kernels.attention import AttentionSpec, AttentionState, attend
 
 Rows = tuple[torch.Tensor, ...]
 """Keys, values and what else a cache keeps of each token, with the tokens along dimension 2: ``[1, Hkv, m, ...]``."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from forerun.attention import AttentionSpec, merge
-from forerun.block import Block
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rotation import Rotation
 from forerun.caches.rows import Rows, attend_in_order
-from forerun.tree import IntArray
+from forerun.core.block import Block
+from forerun.core.tree import IntArray
+from forerun.kernels.attention import AttentionSpec, merge
 
 
 class StreamingCache(BoundedCache):

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 
-from forerun.attention import AttentionSpec, weigh
-from forerun.block import Block
 from forerun.caches.full import FullCache
 from forerun.caches.rows import Rows, append, compact
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.kernels.attention import AttentionSpec, weigh
 
 
 class TopKCache(View):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
 
 
 class View(Cache):

@@ -12,7 +12,7 @@ from forerun.cli.long_options import ANALYSE_PARTS, CACHES, AnalyseOptions, chec
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import say, stderr, working
-from forerun.engine import Engine
+from forerun.decoding.engine import Engine
 from forerun.model.inputs import position_limit
 from forerun.model.load import load
 

@@ -18,15 +18,15 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import __version__
-from forerun.audit import Comparison, Plan, Report, audit
+from forerun.audit.audit import Comparison, Plan, Report, audit
 from forerun.cli.models import settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompts import read_prompts
 from forerun.cli.terminal import stderr, stdout, working
-from forerun.engine import BUDGET
+from forerun.decoding.engine import BUDGET
+from forerun.drafters.recipes import RECIPES, check_drafter
 from forerun.model.load import BUNDLED, load, quiet
 from forerun.model.prompts import encode
-from forerun.recipes import RECIPES, check_drafter
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000

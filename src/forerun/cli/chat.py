@@ -19,9 +19,9 @@ from forerun.cli.generate import Output, build_engine, nothing, sampling, seed_o
 from forerun.cli.prompts import check_text
 from forerun.cli.tables import stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
-from forerun.conversation import Conversation, Turn
+from forerun.decoding.conversation import Conversation, Turn
+from forerun.drafters.recipes import check_drafter
 from forerun.model.load import quiet
-from forerun.recipes import check_drafter
 
 PROMPT = "> "
 COMMANDS = {

@@ -19,12 +19,12 @@ from forerun.cli.options import GenerateOptions
 from forerun.cli.prompts import check_text, read_prompt
 from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
-from forerun.engine import BUDGET, Engine
+from forerun.core.request import Request
+from forerun.decoding.engine import BUDGET, Engine
+from forerun.drafters.recipes import check_drafter
 from forerun.model.load import load, quiet
 from forerun.model.messages import has_template
 from forerun.model.prompts import Prompts, encode
-from forerun.recipes import check_drafter
-from forerun.request import Request
 
 
 @dataclass

@@ -23,7 +23,7 @@ from forerun.cli.long_options import check_positions, names, numbers, plain
 from forerun.cli.lookahead_options import PARTS, LookaheadOptions
 from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.terminal import say, stderr, working
-from forerun.engine import Engine
+from forerun.decoding.engine import Engine
 from forerun.model.load import load
 from forerun.model.stored import dtype_name
 from forerun.reference import material

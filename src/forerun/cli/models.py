@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.cli.options import LongOptions
+from forerun.core.settings import Settings
+from forerun.drafters.recipes import RECIPES
 from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load_draft
-from forerun.recipes import RECIPES
-from forerun.settings import Settings
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:

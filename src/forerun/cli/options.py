@@ -13,7 +13,7 @@ import typer
 
 from forerun.cli.errors import user_errors
 from forerun.cli.log import shown_log
-from forerun.settings import Policy, Settings, Sparse
+from forerun.core.settings import Policy, Settings, Sparse
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from forerun.bench.replay import replay_files
 from forerun.cli.options import ReplayOptions
 from forerun.cli.terminal import stderr, stdout, working
-from forerun.recipes import build_drafter
+from forerun.drafters.recipes import build_drafter
 
 
 def run(options: ReplayOptions) -> None:

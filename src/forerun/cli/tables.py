@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from forerun.stats import Stats
+from forerun.core.stats import Stats
 
 BAR_WIDTH = 28
 

@@ -18,12 +18,12 @@ from forerun.cli.long_options import TRIFORCE_PARTS, TriforceOptions, check_posi
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import say, stderr, working
-from forerun.engine import Engine
+from forerun.core.settings import Settings
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import buildable, check_drafter
 from forerun.model.inputs import position_limit
 from forerun.model.load import load
 from forerun.model.stored import STORED, dtype_name
-from forerun.recipes import buildable, check_drafter
-from forerun.settings import Settings
 
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
 """TriForce, what is ours, and its paper's baselines: the naive policy, no hierarchy, no retrieval."""

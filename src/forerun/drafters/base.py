@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from tokenizers import Tokenizer
 
 from forerun.caches.base import Cache
-from forerun.costs import CostCurve
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
 from forerun.model.scorer import Scorer
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome
+from forerun.plan.costs import CostCurve
 
 
 class Drafter(ABC):

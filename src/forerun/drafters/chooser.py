@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from forerun.caches.base import Cache
-from forerun.costs import CostCurve
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.model.scorer import Scorer
 from forerun.model.timing import costs_of
 from forerun.plan.account import Account, Source
 from forerun.plan.chains import Chains, best
+from forerun.plan.costs import CostCurve
 from forerun.plan.cutting import Cut, Cutter, Load
 from forerun.plan.times import Times
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome
 
 LEAST, GROWTH = 16, 4
 """Nodes of a row that are asked for at least, and for each that was worth scoring in the step before: to propose a node

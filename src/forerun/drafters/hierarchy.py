@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Cache
-from forerun.costs import CRITICAL_LENGTH, CostCurve
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafters.base import Drafter, OuterDrafter
-from forerun.line import Line
 from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
-from forerun.planner import Plan, Planner
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome, Verdict, verify
+from forerun.plan.costs import CRITICAL_LENGTH, CostCurve
+from forerun.plan.line import Line
+from forerun.plan.planner import Plan, Planner
 
 
 class HierarchyDrafter(OuterDrafter):

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from forerun.costs import CostCurve
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, uniform
+from forerun.core.tree import DraftTree, IntArray
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
-from forerun.request import Request
-from forerun.sampling import Salt, uniform
-from forerun.tree import DraftTree, IntArray
-from forerun.verify import Outcome
+from forerun.plan.costs import CostCurve
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree, IntArray
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
-from forerun.request import Request
-from forerun.tree import DraftTree, IntArray
-from forerun.verify import Outcome
 
 
 @dataclass(frozen=True)

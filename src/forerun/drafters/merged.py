@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 
 from forerun.caches.base import Cache
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome
 
 
 class MergedDrafter(Drafter):

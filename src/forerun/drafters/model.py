@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Cache
+from forerun.core.request import Request
+from forerun.core.shape import Shape
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
 from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
-from forerun.request import Request
-from forerun.shape import Shape
-from forerun.tree import ROOT, DraftTree
-from forerun.verify import Outcome
 
 
 class ModelDrafter(Drafter):

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.calibration import ByOdds
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, OuterDrafter
-from forerun.line import MEMORY
-from forerun.pacing import Pace, Step
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.verify import Outcome
+from forerun.plan.calibration import ByOdds
+from forerun.plan.line import MEMORY
+from forerun.plan.pacing import Pace, Step
 
 AGREEING = 0.2
 """A token of probability p is taken to be accepted with probability p to this power at first: where a model is not sure

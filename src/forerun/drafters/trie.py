@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
-from forerun.request import Request
-from forerun.tree import DraftTree
-from forerun.trie import Trie, TrieConfig
-from forerun.verify import Outcome
+from forerun.index.trie import Trie, TrieConfig
 
 
 class TrieDrafter(Drafter):

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forerun.core.tree import IntArray
 from forerun.index.compiling import compiled
-from forerun.tree import IntArray
 
 Int32Array = npt.NDArray[np.int32]
 

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import ORDERS, FloatArray, Int32Array
 from forerun.index.compiling import compiled
 from forerun.index.trail import TRAIL_CELLS, WAYS
-from forerun.tree import IntArray
 
 COUNTS, TOTALS, STATES = 9, 10, 3
 """Classes of a follower's count (the last: unknown to the shorter context too), a context's, and a follower's state:

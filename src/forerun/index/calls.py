@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from forerun.core.tree import IntArray
 from forerun.index import bestfirst, learning
 from forerun.index.arrays import Index
 from forerun.index.compiling import compiled
@@ -9,7 +10,6 @@ from forerun.index.desk import Desk, Draft
 from forerun.index.mixing import untrained
 from forerun.index.pinned import reader
 from forerun.index.place import Place
-from forerun.tree import IntArray
 
 index_at = reader(Index.allocate(0, 0, 0))
 place_at = reader(Place.start())

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import ORDERS, FloatArray, HashArray, Index, Int32Array, find
 from forerun.index.board import AGREED, ELSE, SAID, Board, Facts
 from forerun.index.compiling import compiled
@@ -14,7 +15,6 @@ from forerun.index.evidence import copy_cell
 from forerun.index.history import UNWRITTEN, read
 from forerun.index.place import DEPTH, LENGTH, POSITION, WRONG, Place
 from forerun.index.trail import COLUMNS
-from forerun.tree import IntArray
 
 
 class Desk(NamedTuple):

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import (
     COUNT,
     FOLLOWER,
@@ -56,7 +57,6 @@ from forerun.index.compiling import compiled
 from forerun.index.foresight import foresee
 from forerun.index.history import FAR, UNWRITTEN
 from forerun.index.trail import OUTPUT, PROMPT, WAYS, turn
-from forerun.tree import IntArray
 
 WIDTH = 24
 """Followers of one context that are looked at."""

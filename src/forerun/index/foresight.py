@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, find
 from forerun.index.board import (
     AHEAD_OF,
@@ -45,7 +46,6 @@ from forerun.index.trail import (
     next_on,
     trail_cell,
 )
-from forerun.tree import IntArray
 
 
 @compiled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import TOKENS, Index, tight
 from forerun.index.board import INPUTS, SIZE
 from forerun.index.compiling import compiled
@@ -9,7 +10,6 @@ from forerun.index.desk import Desk, hear, stand
 from forerun.index.evidence import ENOUGH, complete, gather, gather_alone
 from forerun.index.mixing import Mixer, teach, weigh
 from forerun.index.place import Place, take
-from forerun.tree import IntArray
 
 
 @compiled

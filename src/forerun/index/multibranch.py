@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.tree import ROOT
 from forerun.index.arrays import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, find, mix
 from forerun.index.bestfirst import offer
 from forerun.index.board import NONE, SIZE, TOKEN, Board, candidate, clear
@@ -17,7 +18,6 @@ from forerun.index.desk import Desk, Draft, stand
 from forerun.index.evidence import WIDTH
 from forerun.index.mixing import LIKELY
 from forerun.index.place import DEPTH, Place
-from forerun.tree import ROOT
 
 DISCOUNT, DOUBT, FADE = 0.75, 0.5, 0.8
 """Taken off a weight, added to the context's, and the factor per level: the estimate that ``_chance`` makes."""

@@ -6,12 +6,12 @@ from collections import deque
 
 import numpy as np
 
+from forerun.core.tree import IntArray
 from forerun.index import arrays, place
 from forerun.index.arrays import AFTER, CHUNK, Index
 from forerun.index.history import UNWRITTEN
 from forerun.index.pinned import Pin
 from forerun.index.place import Place
-from forerun.tree import IntArray
 
 PIECE = 32
 """Tokens that are taken in, or back, between two looks at the capacity."""

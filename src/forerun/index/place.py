@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import CHUNK, ORDERS, TOKENS, HashArray, Index
 from forerun.index.compiling import compiled
 from forerun.index.contexts import count, uncount
@@ -30,7 +31,6 @@ from forerun.index.history import (
     set_hint,
 )
 from forerun.index.trail import COLUMNS, LIMIT, OUTPUT, PROMPT, crossing, follow_trails, lay_trail, turn, way_on
-from forerun.tree import IntArray
 
 POSITION, LENGTH, WRONG, DEPTH = range(4)
 """Columns of ``Place.copies``: where the copy continues (0: no copy), tokens that agreed before, and a bit for each of

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import Index, mix
 from forerun.index.compiling import compiled
 from forerun.index.contexts import times
 from forerun.index.history import UNWRITTEN, following, read
 from forerun.index.spelling import spelled
-from forerun.tree import IntArray
 
 PROMPT, OUTPUT = range(2)
 """Rows of ``trails``, int64 ``[nodes, 2, COLUMNS]``."""

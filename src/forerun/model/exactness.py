@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.kernels.vector import unusable
 from forerun.model.scorer import Scorer
-from forerun.tree import ROOT, DraftTree, IntArray
 
 PASSES = (1, 2, 3, 5, 8, 13, 16, 24, 64)
 """Tokens of the passes that a text is read in."""

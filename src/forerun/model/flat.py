@@ -14,13 +14,13 @@ import torch
 from torch.nn.functional import linear, rms_norm, silu
 from transformers import PreTrainedModel
 
-from forerun.attention import AttentionSpec
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels import ordered
+from forerun.kernels.attention import AttentionSpec
 from forerun.model.scorer import Pass, Scorer
 from forerun.model.stored import is_stored
-from forerun.tree import DraftTree
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types of that shape: normalised inputs, rotary halves, gated linear units."""

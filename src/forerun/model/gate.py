@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from forerun.block import Block
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.model.implementations import experts, switched
 from forerun.model.layout import lay_out
 from forerun.model.native import native
 from forerun.model.scorer import Scorer
 from forerun.model.widened import NARROW, Widened
-from forerun.tree import DraftTree
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error (norms over the vocabulary) that rounding explains; many models normalise in float32 in any case."""

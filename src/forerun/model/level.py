@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
 from forerun.caches.view import View
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree, IntArray
+from forerun.core.verify import Outcome
 from forerun.model.flat import flatten
 from forerun.model.scorer import Scorer
-from forerun.request import Request
-from forerun.tree import DraftTree, IntArray
-from forerun.verify import Outcome
 
 READ_BLOCK = 512
 """Prompt tokens in one pass."""

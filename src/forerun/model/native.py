@@ -15,16 +15,16 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
+from forerun.core.turns import Turns
 from forerun.kernels.vector import LINE
 from forerun.model.packing import Packed, address
 from forerun.model.parts import known
 from forerun.model.program import Parts, Size, Written
 from forerun.model.scorer import Scorer
 from forerun.model.watch import Watch
-from forerun.turns import Turns
 
 SPARE = 4096
 """Bytes that each thread's room is larger than what it needs."""

@@ -10,11 +10,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from forerun.block import Block
+from forerun.core.block import Block
+from forerun.core.tree import IntArray
 from forerun.kernels import canonical, plain
 from forerun.kernels.canonical import PIECE, ROW, SEQUENTIAL, UNIT, RowFields, UnitFields
 from forerun.kernels.tiles import QUERIES
-from forerun.tree import IntArray
 
 MANY_TILES = 64
 """From so many tiles of queries on a row is cut into tiles alone: there is work enough, and no states to keep."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from forerun.attention import AttentionSpec
+from forerun.kernels.attention import AttentionSpec
 from forerun.kernels.rowwise import GELU, SILU
 from forerun.kernels.vector import LANES, LINE, fused
 from forerun.model.stored import StoredEmbedding, StoredLinear

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from forerun.sampling import Processor, Remembering
+from forerun.core.sampling import Processor, Remembering
 
 HOME = "transformers.generation.logits_process"
 STATELESS = frozenset(

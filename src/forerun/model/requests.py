@@ -27,10 +27,10 @@ from transformers.generation import (
     StopStringCriteria,
 )
 
+from forerun.core.request import Request, Stopping
+from forerun.core.sampling import Method, Sampler
 from forerun.model.inputs import check_inputs, check_length, check_prompt
 from forerun.model.processors import of_row
-from forerun.request import Request, Stopping
-from forerun.sampling import Method, Sampler
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 UNSUPPORTED_OPTIONS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "token_healing")
@@ -52,7 +52,7 @@ class RowOptions:
 
     Attributes:
         seed: of the sampling noise; None draws one from torch's global generator.
-        verification: ``coupled`` or ``rejection`` (see ``forerun.sampling``); greedy decoding ignores it.
+        verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
         namespace: whose outputs may be drafted to this text.
     """
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from forerun.attention import AttentionSpec
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.rotation import Rotation, Turn
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention import AttentionSpec
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree
 
 POSITIONS = (1, 2, 5, 19, 61)
 """Where keys are compared with those at position 0; all are below any length where a model changes frequencies."""

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from forerun.attention import AttentionSpec
-from forerun.block import Block
 from forerun.caches.base import Cache
 from forerun.caches.full import FullCache
+from forerun.core.block import Block
 from forerun.kernels import ordered
+from forerun.kernels.attention import AttentionSpec
 from forerun.kernels.memory import place
 from forerun.model.implementations import experts, switched
 from forerun.model.inputs import learned_positions

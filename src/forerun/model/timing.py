@@ -13,11 +13,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from forerun.block import Block
 from forerun.caches.full import FullCache
-from forerun.costs import CostCurve
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.model.scorer import Scorer
-from forerun.tree import DraftTree
+from forerun.plan.costs import CostCurve
 
 SIZES = (1, 8, 16, 32, 64, 2)
 """Tokens of the passes, the most telling first: a kernel that reads weights once has its bends at multiples of 8."""

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.calibration import ByOdds
-from forerun.costs import FloatArray
-from forerun.request import Request
-from forerun.tree import DraftTree
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.plan.calibration import ByOdds
+from forerun.plan.costs import FloatArray
 
 PRIOR, GUESS = 4.0, 0.8
 """Drafts that the first guess at an acceptance rate counts for, and the guess where nothing was seen."""

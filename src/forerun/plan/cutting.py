@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.calibration import ByDepth, ByOdds, Calibration
-from forerun.costs import CostCurve, FloatArray
-from forerun.tree import ROOT, BoolArray, DraftTree, IntArray
-from forerun.verify import Outcome
+from forerun.core.tree import ROOT, BoolArray, DraftTree, IntArray
+from forerun.core.verify import Outcome
+from forerun.plan.calibration import ByDepth, ByOdds, Calibration
+from forerun.plan.costs import CostCurve, FloatArray
 
 RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""

@@ -3,7 +3,7 @@
 Four checks for each drafter: its greedy text is that of ``transformers``' own ``generate``, and that of Forerun without
 a drafter; its sampled text is that of plain sampling for the same seed; its text in a batch is its text alone. Where
 passes are bitwise exact (``forerun.model.exactness``), any difference but one from ``transformers`` is a failure, for
-``transformers`` sums in another order. Elsewhere rounding is excused (``forerun.divergence``).
+``transformers`` sums in another order. Elsewhere rounding is excused (``forerun.audit.divergence``).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from forerun.divergence import Divergence, first_difference, weigh
+from forerun.audit.divergence import Divergence, first_difference, weigh
+from forerun.core.request import Request
+from forerun.core.settings import Settings
+from forerun.core.verify import Outcome
+from forerun.decoding.engine import BUDGET, Engine
 from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
-from forerun.engine import BUDGET, Engine
+from forerun.drafters.recipes import RECIPES, buildable
 from forerun.model.exactness import Exactness
 from forerun.model.stored import dtype_name
-from forerun.planner import Planner
-from forerun.recipes import RECIPES, buildable
-from forerun.request import Request
-from forerun.settings import Settings
-from forerun.verify import Outcome
+from forerun.plan.planner import Planner
 
 Check = Literal["greedy", "plain", "coupled", "batch"]
 Tokens = list[int]
@@ -35,7 +35,7 @@ class Plan:
     """What to audit.
 
     Attributes:
-        drafters: names from ``forerun.recipes``; by default all that the settings suffice for.
+        drafters: names from ``forerun.drafters.recipes``; by default all that the settings suffice for.
         settings: what the drafters are built with.
         max_new_tokens: per text.
         seeds: sampled texts per prompt; 0 leaves sampling out.

@@ -13,6 +13,7 @@ from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
 from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
 from forerun.caches.topk import TopKCache
+from forerun.core.settings import Settings
 from forerun.drafters.base import Drafter, NoDrafter
 from forerun.drafters.chooser import Chooser
 from forerun.drafters.hierarchy import HierarchyDrafter
@@ -22,12 +23,11 @@ from forerun.drafters.merged import MergedDrafter
 from forerun.drafters.model import ModelDrafter
 from forerun.drafters.paced import PacedDrafter
 from forerun.drafters.trie import TrieDrafter
+from forerun.index.trie import Form, TrieConfig
 from forerun.model import gate
 from forerun.model.level import CacheFactory
 from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
-from forerun.settings import Settings
-from forerun.trie import Form, TrieConfig
 
 TRIE_NODES = 16
 """Of a trie's tree, at most, where it drafts for a sparse cache."""

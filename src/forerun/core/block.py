@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from forerun.tree import BoolArray, DraftTree, IntArray
+from forerun.core.tree import BoolArray, DraftTree, IntArray
 
 
 class Block:

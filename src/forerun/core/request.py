@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from forerun.sampling import Sampler
-from forerun.stats import Stats
-from forerun.tree import IntArray
+from forerun.core.sampling import Sampler
+from forerun.core.stats import Stats
+from forerun.core.tree import IntArray
 
 FinishReason = Literal["eos", "stop", "length"]
 Stopping = Callable[[torch.Tensor], bool]

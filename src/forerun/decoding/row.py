@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from forerun.block import Block
 from forerun.caches.base import Cache
-from forerun.request import Request
-from forerun.tree import DraftTree, IntArray
-from forerun.verify import Verdict
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree, IntArray
+from forerun.core.verify import Verdict
 
 
 @dataclass

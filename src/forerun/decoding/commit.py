@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from forerun.request import Request
+from forerun.core.request import Request
 
 
 @dataclass(frozen=True)

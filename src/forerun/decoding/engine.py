@@ -12,10 +12,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
-from forerun import attention
 from forerun.caches.full import FullCache
-from forerun.commit import Commit, feed
+from forerun.core.request import Request
+from forerun.core.sampling import Method
+from forerun.core.settings import Settings
+from forerun.core.turns import Turns
+from forerun.decoding.commit import Commit, feed
+from forerun.decoding.result import GenerationInterrupted, GenerationResult
+from forerun.decoding.row import Row
+from forerun.decoding.step import Step
 from forerun.drafters.base import Drafter
+from forerun.drafters.recipes import build_drafter
+from forerun.kernels import attention
 from forerun.model import gate
 from forerun.model.exactness import probe
 from forerun.model.inputs import position_limit
@@ -23,15 +31,7 @@ from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests
 from forerun.model.timing import measure
-from forerun.planner import Planner
-from forerun.recipes import build_drafter
-from forerun.request import Request
-from forerun.result import GenerationInterrupted, GenerationResult
-from forerun.row import Row
-from forerun.sampling import Method
-from forerun.settings import Settings
-from forerun.step import Step
-from forerun.turns import Turns
+from forerun.plan.planner import Planner
 
 BUDGET = 64
 """Nodes of a tree, at most."""
@@ -49,7 +49,7 @@ class Engine:
 
     Args:
         model: a transformers decoder; it decides what is generated.
-        drafter: proposes the trees; a name from ``forerun.recipes`` or an object.
+        drafter: proposes the trees; a name from ``forerun.drafters.recipes`` or an object.
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from forerun.caches.full import FullCache
-from forerun.commit import Commit
-from forerun.engine import Engine
+from forerun.core.request import Request
+from forerun.core.tree import IntArray
+from forerun.decoding.commit import Commit
+from forerun.decoding.engine import Engine
 from forerun.model.level import Progress
 from forerun.model.messages import apply_template, has_template
-from forerun.request import Request
-from forerun.tree import IntArray
 
 
 class Conversation:

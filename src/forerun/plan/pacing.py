@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forerun.ledger import Purse
-from forerun.line import MEMORY, Line
+from forerun.plan.ledger import Purse
+from forerun.plan.line import MEMORY, Line
 
 RECENT = 0.98
 """What remains of tokens and seconds after a step, of which the worth of time is taken."""

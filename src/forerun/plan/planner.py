@@ -23,12 +23,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.calibration import ByDepth, ByOdds, Calibration
-from forerun.costs import CRITICAL_LENGTH, CostCurve, FloatArray
-from forerun.ledger import Ledger
+from forerun.core.tree import ROOT, BoolArray, DraftTree, IntArray
+from forerun.core.verify import Outcome
+from forerun.plan.calibration import ByDepth, ByOdds, Calibration
+from forerun.plan.costs import CRITICAL_LENGTH, CostCurve, FloatArray
 from forerun.plan.cutting import part, put_to_the_test, under
-from forerun.tree import ROOT, BoolArray, DraftTree, IntArray
-from forerun.verify import Outcome
+from forerun.plan.ledger import Ledger
 
 RECENT = 0.9
 """What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""

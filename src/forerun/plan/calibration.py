@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from forerun.costs import FloatArray
-from forerun.tree import BoolArray, DraftTree, IntArray
+from forerun.core.tree import BoolArray, DraftTree, IntArray
+from forerun.plan.costs import FloatArray
 
 DEPTHS = 24
 """Depths told apart."""

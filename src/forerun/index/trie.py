@@ -16,20 +16,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers import Tokenizer
 
-from forerun import trie_file
+from forerun.core.tree import IntArray
+from forerun.core.turns import Turns, in_turn
 from forerun.index import arrays, calls, mixing, multibranch, place
+from forerun.index import file as trie_file
 from forerun.index.arrays import TOKENS, Index
+from forerun.index.config import Form, TrieConfig
 from forerun.index.desk import Desk, Draft
+from forerun.index.file import TrieFileError
 from forerun.index.learning import OWN_HINTS
 from forerun.index.mixing import Mixer
 from forerun.index.namespace import PIECE, Namespace
 from forerun.index.pinned import Pin
 from forerun.index.place import Place
 from forerun.index.spelling import spellings
-from forerun.tree import IntArray
-from forerun.trie_config import Form, TrieConfig
-from forerun.trie_file import TrieFileError
-from forerun.turns import Turns, in_turn
 
 __all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from forerun.tree import IntArray
+from forerun.core.tree import IntArray
 
 MAGIC = b"forerun trie\n"
 VERSION = 2

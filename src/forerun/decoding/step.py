@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.block import Block
-from forerun.commit import Commit
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, verify
+from forerun.decoding.commit import Commit
+from forerun.decoding.row import Row
 from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
-from forerun.planner import Plan, Planner
-from forerun.row import Row
-from forerun.tree import DraftTree
-from forerun.verify import Outcome, verify
+from forerun.plan.planner import Plan, Planner
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from forerun.tree import ROOT
+from forerun.core.tree import ROOT
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from forerun.request import FinishReason, Request
-from forerun.stats import Stats
+from forerun.core.request import FinishReason, Request
+from forerun.core.stats import Stats
 
 
 @dataclass(frozen=True)

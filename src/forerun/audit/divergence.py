@@ -23,10 +23,10 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, gumbel
 from forerun.model.gate import TOLERANCE, relative_error
 from forerun.model.widened import NARROW, Widened
-from forerun.request import Request
-from forerun.sampling import Salt, gumbel
 
 
 @dataclass(frozen=True)

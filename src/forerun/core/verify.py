@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from forerun.request import Request
-from forerun.sampling import Salt, draw, uniform
-from forerun.tree import ROOT, DraftTree
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, draw, uniform
+from forerun.core.tree import ROOT, DraftTree
 
 
 @dataclass(frozen=True)

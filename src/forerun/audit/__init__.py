@@ -1,0 +1,1 @@
+"""Whether drafts changed a text, and if so why."""

@@ -1,0 +1,1 @@
+"""What every part speaks of: requests, trees, blocks, sampling, verification."""

@@ -1,0 +1,1 @@
+"""From prompts to texts: the engine, its steps and its results."""
