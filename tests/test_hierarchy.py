@@ -52,6 +52,7 @@ def start(drafter: Drafter, request: Request, target: MockTarget) -> None:
     drafter.bind(MockScorer(target))
     drafter.begin(request)
     drafter.prefilled(request, FullCache())
+    assert drafter.catch_up(request, len(request))
 
 
 def one_step(drafter: Drafter, request: Request, target: MockTarget) -> Outcome:
@@ -220,6 +221,7 @@ def test_rows_of_a_batch_share_the_passes_of_every_level() -> None:
     for request in requests:
         drafter.begin(request)
         drafter.prefilled(request, FullCache())
+        assert drafter.catch_up(request, len(request))
     before = small.passes, middle.passes
     trees = drafter.propose_batch(requests, 16)
     assert [len(tree) for tree in trees] == [8, 8, 8]

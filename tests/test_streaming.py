@@ -343,6 +343,7 @@ def test_drafts_longer_than_the_window_can_be_rejected(name: str) -> None:
     drafter.bind(Scorer(tiny("llama")))
     drafter.begin(request)
     drafter.prefilled(request, FullCache())
+    assert drafter.catch_up(request, len(request))
     first = drafter.propose(request, 200).tokens.tolist()
     request.append((first[0] + 1) % VOCABULARY)
     assert len(first) == len(drafter.propose(request, 200)) == 200

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Cache
+from forerun.caches.beginning import Beginning
 from forerun.caches.rows import Rows, append, attend_in_order, compact
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
@@ -34,6 +35,7 @@ class FullCache(Cache):
         left where the tokens of that pass were forgotten."""
         self.specs: dict[int, AttentionSpec] = {}
         """What each layer asked for in its last pass."""
+        self._beginning: Beginning | None = None
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -45,6 +47,8 @@ class FullCache(Cache):
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` behind the committed ones; gives all of the layer's."""
+        if self._store is not None:
+            self.reserve(len(self._store), k.shape[1], k.shape[3], k.dtype, k.shape[2])
         self._grow(self.length + k.shape[2])
         self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
         keys, values = self._layers[layer]
@@ -100,6 +104,8 @@ class FullCache(Cache):
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         if length < self.length:
             self.queries = {}
+        if self._beginning is not None and length < self._beginning.length:
+            self._beginning = None  # what is written from here on is not of that text
         self.length = length
 
     def blank(self, length: int) -> None:
@@ -125,6 +131,40 @@ class FullCache(Cache):
             self._layers[layer] = append(self._layers.get(layer), pair, self.length, self._capacity)
         self.length = end
 
+    def share(self, length: int) -> Beginning:
+        """The first ``length`` committed tokens, for other caches to begin with; this one goes on over that memory.
+
+        Raises:
+            ValueError: if fewer are committed.
+        """
+        if not 0 < length <= self.length:
+            raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
+        if self._beginning is None or self._beginning.length < length:
+            self.begin_with(Beginning(self._layers, self.length, self._capacity), self.length)
+        assert self._beginning is not None
+        return self._beginning
+
+    def begin_with(self, beginning: Beginning, length: int) -> None:
+        """Hold the first ``length`` tokens of a beginning, and nothing else."""
+        self._capacity = max(self._capacity, length)
+        self._beginning, self._store = beginning, None
+        self._layers = beginning.layers(self._capacity)
+        self.length, self.queries = length, {}
+        if self._uniform():
+            first = self._layers[0][0]
+            shape = torch.Size((len(self._layers), 2, *first.shape[1:]))
+            strides = torch.empty(shape, device="meta").stride()
+            self._hold(first.as_strided(shape, strides, first.storage_offset()))
+
+    def _uniform(self) -> bool:
+        """Whether all layers lie in one piece and are alike."""
+        rows = [t for both in self._layers.values() for t in both]
+        first, size = rows[0], rows[0].nbytes
+        alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
+        in_order = list(self._layers) == list(range(len(self._layers)))
+        side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
+        return first.device.type == "cpu" and alike and in_order and side_by_side
+
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
         keys, values = self._layers[layer]
@@ -137,5 +177,10 @@ class FullCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved."""
-        return sum(t.nbytes for rows in self._layers.values() for t in rows)
+        """Bytes of the tokens that there is room for."""
+        return self.token_bytes * self._capacity
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers that a pass has filled."""
+        return sum(t.nbytes // t.shape[2] for rows in self._layers.values() for t in rows)

@@ -95,18 +95,37 @@ class LowRankCache(View):
         """See ``View.whole``."""
         return self.source.length <= self.config.budget
 
+    def prepare(self, tokens: int) -> bool:
+        """See ``View.prepare``: a piece is no smaller than what the dimensions are found by."""
+        end, piece, done = self._far(self.source.length), max(tokens, SAMPLE), True
+        for layer in self.source.layers:
+            if self.source.specs[layer].window is None:
+                index = self._index(layer)
+                last = min(end, index.known + piece)
+                index.extend(self.source.read(layer, 0, last)[0][0])
+                done = done and last == end
+        return done
+
     def sync(self) -> None:
         """See ``View.sync``."""
         self.length = self.settled = self.source.length
-        self._tail = max(0, self.length - self.config.recent) // CHUNK * CHUNK
+        self._tail = self._far(self.length)
         for layer in self.source.layers:
             self._store(layer, self._tail, *self.source.read(layer, self._tail, self.length))
             if self.whole or self.source.specs[layer].window is not None:
                 continue
-            if layer not in self._indexes:
-                keys = self.source.read(layer, 0, self.length)[0]
-                self._indexes[layer] = _Index.of(keys[0], self.source.queries[layer][0], self.config.rank)
-            self._indexes[layer].extend(self.source.read(layer, 0, self._tail)[0][0])
+            self._index(layer).extend(self.source.read(layer, 0, self._tail)[0][0])
+
+    def _far(self, length: int) -> int:
+        """Tokens of a text that are chosen among: all but the most recent."""
+        return max(0, length - self.config.recent) // CHUNK * CHUNK
+
+    def _index(self, layer: int) -> _Index:
+        """A layer's index, made at the first call."""
+        if layer not in self._indexes:
+            keys = self.source.read(layer, 0, self.source.length)[0]
+            self._indexes[layer] = _Index.of(keys[0], self.source.queries[layer][0], self.config.rank)
+        return self._indexes[layer]
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -248,6 +267,11 @@ class _Index:
         heads, n, d = queries.shape
         turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
         return best_keys(self._short, self._known, turned)
+
+    @property
+    def known(self) -> int:
+        """Keys that it has taken in."""
+        return self._known * CHUNK
 
     @property
     def known_bytes(self) -> int:

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 
 import torch
 
+from forerun.caches.chunks import ChosenChunks
 from forerun.caches.full import FullCache
-from forerun.caches.rows import Rows, append, compact
 from forerun.caches.view import View
 from forerun.core.block import Block
 from forerun.core.settings import Policy
 from forerun.kernels.attention import AttentionSpec, attend, merge
 
-ROOM = 64
-"""Places by which a buffer grows at least."""
+PIECE = 8192
+"""Tokens whose means are found at a time, at least: it takes about as long as a pass over one token."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class RetrievalCache(View):
         self.config = config
         self.refreshes = 0
         """Choices made so far."""
-        self._layers: dict[int, _Layer] = {}
+        self._layers: dict[int, ChosenChunks] = {}
         self._chunks = 0  # chosen, in each layer
         self._tail = 0  # position of the first of the recent tokens
         self._acceptance = 1.0
@@ -110,11 +110,23 @@ class RetrievalCache(View):
         """See ``View.whole``."""
         return self.source.length <= self.config.budget
 
+    def prepare(self, tokens: int) -> bool:
+        """See ``View.prepare``: means of a piece of chunks."""
+        size, done = self.config.chunk, True
+        end, piece = self._far(self.source.length), max(tokens, PIECE) // size * size
+        for index in self.source.layers:
+            if self.source.specs[index].window is None:
+                layer = self._layers.setdefault(index, ChosenChunks(size))
+                last = min(end, layer.known + piece)
+                layer.extend(self.source.read(index, 0, last)[0])
+                done = done and last == end
+        return done
+
     def sync(self) -> None:
         """See ``View.sync``."""
         known, self.length = self.settled, self.source.length
         self.settled = self.length
-        if not self._layers or self.length - self._tail > self.config.recent + self.config.growth + self.config.chunk:
+        if not self.refreshes or self.length - self._tail > self.config.recent + self.config.growth + self.config.chunk:
             self.refresh()
         else:
             for index, layer in self._layers.items():
@@ -122,7 +134,7 @@ class RetrievalCache(View):
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
         """See ``View.verified``."""
-        if not self._layers:
+        if not self.refreshes:
             return
         if drafted:
             self._acceptance = ROLLING * self._acceptance + (1 - ROLLING) * accepted / drafted
@@ -139,16 +151,20 @@ class RetrievalCache(View):
             rows: of the last pass's queries, those to choose by; the last one if not given.
         """
         size = self.config.chunk
-        self._tail = max(0, self.length - self.config.recent) // size * size
+        self._tail = self._far(self.length)
         complete = self._tail // size
         self._chunks = min(complete, self.config.slots)
         for index in self.source.layers:
-            layer = self._layers.setdefault(index, _Layer(size))
+            layer = self._layers.setdefault(index, ChosenChunks(size))
             if self.source.specs[index].window is None:
                 query = self.source.queries[index][:, :, list(rows)].sum(2)
                 layer.choose(query, *self.source.read(index, 0, self._tail), self._chunks)
             layer.write(self._chunks * size, *self.source.read(index, self._tail, self.length))
         self.refreshes += 1
+
+    def _far(self, length: int) -> int:
+        """Tokens of a text that are chosen among: all but the most recent."""
+        return max(0, length - self.config.recent) // self.config.chunk * self.config.chunk
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -197,99 +213,3 @@ class RetrievalCache(View):
     def nbytes(self) -> int:
         """Bytes of the keys and values held, and of the chunks' means: in float32 1/32 of the full cache's."""
         return sum(layer.key_bytes + layer.mean_bytes for layer in self._layers.values())
-
-
-class _Layer:
-    """One layer's rows: the chosen chunks in slots, then recent tokens, then the block being scored."""
-
-    def __init__(self, chunk: int) -> None:
-        self._chunk = chunk
-        self._rows: Rows | None = None
-        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough to choose by
-        self._known = 0  # means so far
-        self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
-
-    def choose(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Hold ``count`` chunks of the keys and values ``[1, Hkv, m * chunk, d]``, by the query ``[1, H, d]``."""
-        self._extend_means(self._cut(keys[0]))
-        held = self._chosen.shape[1]
-        if held < count:  # so far all chunks were held, in order: take what follows
-            new = slice(held * self._chunk, count * self._chunk)
-            self.write(new.start, keys[:, :, new], values[:, :, new])
-            self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
-        if count < self._known:
-            self._replace(self._best(query, count), (keys, values))
-
-    def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put keys and values ``[1, Hkv, n, d]`` at a place; what lies behind them may be lost."""
-        end = place + k.shape[2]
-        self._rows = append(self._rows, (k, v), place, end + max(ROOM, end // 32))
-
-    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the places ``first`` to ``last`` (not included)."""
-        assert self._rows is not None
-        keys, values = self._rows
-        return keys[:, :, first:last], values[:, :, first:last]
-
-    def compact(self, place: int, path: Sequence[int]) -> None:
-        """Bring the nodes of a tree at ``place`` side by side."""
-        assert self._rows is not None
-        compact(self._rows, place, path)
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes reserved for keys and values."""
-        return sum(t.nbytes for t in self._rows or ())
-
-    @property
-    def known_bytes(self) -> int:
-        """Bytes of the means there are."""
-        return self._means[:, : self._known].nbytes if self._known else 0
-
-    @property
-    def mean_bytes(self) -> int:
-        """Bytes reserved for the chunks' means."""
-        return self._means.nbytes
-
-    def _cut(self, rows: torch.Tensor) -> torch.Tensor:
-        """A view of ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
-        return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
-
-    def _extend_means(self, chunks: torch.Tensor) -> None:
-        heads, count, _, d = chunks.shape
-        if not self._known or self._means.shape[1] < count:
-            room = chunks.new_empty(heads, count + count // 8 + ROOM, d, dtype=torch.bfloat16)
-            if self._known:
-                room[:, : self._known] = self._means[:, : self._known]
-            self._means = room
-        self._means[:, self._known : count] = chunks[:, self._known :].mean(2)
-        self._known = count
-
-    def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
-        """The chunks that score best, ``[Hkv, count]``; the first one beats all others.
-
-        Half precision finds those that may be among them, single precision decides. All the room is multiplied, for
-        oneDNN makes and keeps a program for each new shape.
-        """
-        means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
-        coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
-        coarse[:, 0] = torch.inf
-        some = coarse.topk(min(self._known, count + max(ROOM, count // 4)), -1, sorted=False).indices
-        near = means.gather(1, some.unsqueeze(-1).expand(-1, -1, means.shape[2]))
-        scores = torch.bmm(near.float(), summed.float().unsqueeze(-1)).squeeze(-1)
-        scores[some == 0] = torch.inf
-        return some.gather(1, scores.topk(count, -1).indices)
-
-    def _replace(self, best: torch.Tensor, rows: Rows) -> None:
-        """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
-        assert self._rows is not None
-        wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
-        wanted.scatter_(1, best, True)
-        stays = wanted.gather(1, self._chosen)
-        wanted.scatter_(1, self._chosen, False)
-        head, slot = (~stays).nonzero(as_tuple=True)  # as many for each head as there are in `wanted`, in its order
-        chunk = wanted.nonzero(as_tuple=True)[1]
-        self._chosen[head, slot] = chunk
-        for mine, source in zip(self._rows, rows, strict=True):
-            slots = self._cut(mine[0, :, : best.shape[1] * self._chunk])
-            slots[head, slot] = self._cut(source[0])[head, chunk]

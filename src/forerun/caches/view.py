@@ -36,6 +36,14 @@ class View(Cache):
         """Whether it holds all that the source holds: reading through it saves nothing then."""
         return False
 
+    def prepare(self, tokens: int) -> bool:
+        """Do a piece of what the first ``sync`` needs, looking at about so many of the source's tokens.
+
+        Returns:
+            Whether all is done.
+        """
+        return True
+
     @abstractmethod
     def sync(self) -> None:
         """Follow the source."""

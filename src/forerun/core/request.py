@@ -14,7 +14,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.stats import Stats
 from forerun.core.tree import IntArray
 
-FinishReason = Literal["eos", "stop", "length"]
+FinishReason = Literal["eos", "stop", "length", "error"]
 Stopping = Callable[[torch.Tensor], bool]
 
 _ids = itertools.count()
@@ -59,6 +59,8 @@ class Request:
         self.stopping = stopping
         self.namespace = namespace
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None
+        """What ended the text, where that was an error of its own."""
         self.stats = Stats()
         self.unread = 1
         """Tokens of the text that the target's next pass reads, besides what is drafted."""
@@ -130,3 +132,7 @@ class Request:
         elif self.remaining == 0:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def fail(self, error: Exception) -> None:
+        """End the text by an error; its tokens so far stay."""
+        self.finish_reason, self.error = "error", error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Literal
@@ -17,9 +16,10 @@ from forerun.core.request import Request
 from forerun.core.sampling import Method
 from forerun.core.settings import Settings
 from forerun.core.turns import Turns
+from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit, feed
+from forerun.decoding.prefixes import PrefixCache
 from forerun.decoding.result import GenerationInterrupted, GenerationResult
-from forerun.decoding.row import Row
 from forerun.decoding.step import Step
 from forerun.drafters.base import Drafter
 from forerun.drafters.recipes import build_drafter
@@ -56,6 +56,8 @@ class Engine:
         planner: cuts each tree to what is worth scoring; by default with the costs of passes as they are measured now,
             in about 0.15 seconds (a large model: a few passes). ``None`` scores all that is drafted.
         prefill_block: prompt tokens in one pass.
+        prefix_cache: bytes of prompts' keys and values that are kept for later prompts that begin alike, at most. Those
+            of one ``generate`` share what they begin with in any case.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
@@ -72,10 +74,13 @@ class Engine:
         budget: int = BUDGET,
         planner: Planner | Literal["auto"] | None = "auto",
         prefill_block: int = PREFILL_BLOCK,
+        prefix_cache: int = 0,
     ) -> None:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        self.prefixes = PrefixCache(prefix_cache)
+        """What is kept of prompts for later ones."""
         self.target = gate.admit(model)
         self.exactly = probe(self.target, position_limit(model))
         """What drafts cannot change, and why it is no more."""
@@ -218,55 +223,37 @@ class Engine:
 
         Raises:
             ValueError: if a cache holds as many tokens as the prompt has, or more.
+            Exception: a request's own error, once the others have ended; it is ``Request.error``, too.
         """
-        for request, cache in zip(requests, caches or (), strict=caches is not None):
-            if cache.length >= request.prompt_length:
-                raise ValueError(
-                    f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}"
-                )
-        begun: list[Request] = []
-        start = time.perf_counter()
-        try:
-            for request in requests:
-                begun.append(request)
-                with self._turns:
-                    self.drafter.begin(request)
-            yield from self._run(self._start(requests, caches, start, on_prefill))
-        finally:
-            for request in begun:
-                with self._turns:
-                    self.drafter.finish(request)
+        held = [None] * len(requests) if caches is None else caches
+        with self.batch() as batch:
+            for request, cache in zip(requests, held, strict=True):
+                batch.admit(request, cache)
+            total = unread = batch.unread
+            while batch:
+                yield from batch.step()
+                if on_prefill is not None and batch.unread < unread:
+                    unread = batch.unread
+                    on_prefill(total - unread, total)
+        for request in requests:
+            if request.error is not None:
+                raise request.error
 
-    def _run(self, rows: list[Row]) -> Iterator[Commit]:
+    def batch(self, limit: int | None = None) -> Batch:
+        """Requests that come and go: ``admit`` them, ``step``, ``cancel``, ``close``.
+
+        Args:
+            limit: tokens of texts that a step reads, at most; see ``Batch``. The fewer, the sooner rows that decode get
+                their next token while another row reads its prompt; by default as many as ``prefill_block``.
+
+        Raises:
+            ValueError: for a limit under 1.
+        """
+        limit = self.prefill_block if limit is None else limit
+        if limit < 1:
+            raise ValueError(f"limit is {limit}; it must be at least 1")
         step = Step(self.target, self.drafter, self.planner, self.budget)
-        while rows:
-            with self._turns:
-                commits = step(rows)
-            yield from commits
-            rows = [row for row in rows if row.request.finish_reason is None]
-
-    def _start(
-        self,
-        requests: Sequence[Request],
-        caches: Sequence[FullCache] | None,
-        start: float,
-        on_prefill: Progress | None,
-    ) -> list[Row]:
-        """Caches that hold each prompt but for its last block, which the first step scores with its tree."""
-        if caches is None:
-            caches = [FullCache(len(request) + request.remaining + self.budget) for request in requests]
-        rows = [Row(request, cache) for request, cache in zip(requests, caches, strict=True)]
-        on_read = counting(sum(len(row.pending) for row in rows), on_prefill)
-        for row in rows:
-            last = (len(row.pending) - 1) % self.prefill_block + 1
-            read(self.target, row.cache, row.request.prompt[:-last], self.prefill_block, on_read)
-            row.pending = row.pending[-last:]
-        for row in rows:
-            with self._turns:
-                self.drafter.prefilled(row.request, row.cache)
-        for row in rows:
-            row.request.stats.prefill_seconds = time.perf_counter() - start
-        return rows
+        return Batch(step, self._turns, self.prefill_block, limit, self.prefixes)
 
     def _pad_token_id(self) -> int:
         config = self.target.model.generation_config

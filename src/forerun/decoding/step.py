@@ -1,7 +1,12 @@
-"""One step: propose, score, verify, commit, observe. Plain autoregression is this step with an empty tree."""
+"""One step: propose, score, verify, commit, observe. Plain autoregression is this step with an empty tree.
+
+Rows that still read their prompt share the pass with those that decode. An error in what belongs to one row (its
+sampler, its cache) ends that row, and the others go on.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +22,15 @@ from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
 from forerun.plan.planner import Plan, Planner
 
+log = logging.getLogger(__name__)
+
+Scored = torch.Tensor | Exception
+"""A row's logits, or why there are none."""
+
 
 @dataclass(frozen=True)
 class Step:
-    """One draft and one verifying pass for every row.
+    """One pass for every row: of a chunk of its prompt, or of its draft.
 
     Attributes:
         target: decides what is generated.
@@ -35,30 +45,44 @@ class Step:
     budget: int
 
     @torch.inference_mode()
-    def __call__(self, rows: Sequence[Row]) -> list[Commit]:
-        """What it adds to each row, which is at least a token."""
+    def __call__(self, decoding: Sequence[Row], reading: Sequence[Row]) -> list[Commit]:
+        """What it adds to each row that decodes: a token at least, unless the row failed; and which others failed."""
         began = time.perf_counter()
-        trees, plan = self._propose(rows)
+        trees, plan = self._propose(decoding, reading) if decoding else ([], None)
         proposed = time.perf_counter()
-        blocks = [row.block(tree) for row, tree in zip(rows, trees, strict=True)]
-        logits = self.target.score(blocks, [row.cache for row in rows])
+        rows = [*decoding, *reading]
+        blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
+        blocks += [row.prompt_block() for row in reading]
+        logits = self._score(rows, blocks)
         scored = time.perf_counter()
-        outcomes = [self._verify(*parts) for parts in zip(rows, blocks, logits, strict=True)]
-        if self.planner is not None and plan is not None:
-            self.planner.observe(plan, outcomes)
+        lengths = [len(row.request) for row in rows]
+        scores = list(zip(rows, blocks, logits, strict=True))
+        outcomes = [self._verify(*parts) for parts in scores[: len(decoding)]]
+        for row, block, found in scores[len(decoding) :]:
+            if isinstance(found, Exception):
+                row.request.fail(found)
+            else:
+                row.read(block)
+        whole = [outcome for outcome in outcomes if outcome is not None]
+        if self.planner is not None and plan is not None and len(whole) == len(decoding):
+            self.planner.observe(plan, whole)
         verified = time.perf_counter()
-        for row in rows:
-            row.record_times(proposed - began, scored - proposed, verified - scored)
-        return [
-            Commit(row.request, outcome.verdict.tokens, len(outcome.verdict.path))
-            for row, outcome in zip(rows, outcomes, strict=True)
+        for row, outcome in zip(decoding, outcomes, strict=True):
+            if outcome is not None:
+                row.record_times(proposed - began, scored - proposed, verified - scored)
+        paths = [0 if outcome is None else len(outcome.verdict.path) for outcome in outcomes] + [0] * len(reading)
+        commits = [
+            Commit(row.request, row.request.tokens[length:].tolist(), drafted)
+            for row, length, drafted in zip(rows, lengths, paths, strict=True)
         ]
+        return [commit for commit in commits if commit.tokens or commit.request.error is not None]
 
-    def _propose(self, rows: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
+    def _propose(self, rows: Sequence[Row], reading: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
         """The trees to score, and the plan that cut them."""
         requests = [row.request for row in rows]
         for row in rows:
             row.request.unread = len(row.pending)
+        self.drafter.beside = sum(row.next_chunk for row in reading)
         planner = None if self.drafter.sized else self.planner
         budget = self.budget if planner is None else planner.budget(self.budget)
         if planner is not None and not budget:
@@ -72,9 +96,28 @@ class Step:
         plan = planner.plan(trees, [len(row.pending) for row in rows], [row.cache.length for row in rows])
         return plan.trees, plan
 
-    def _verify(self, row: Row, block: Block, logits: torch.Tensor) -> Outcome:
-        verdict = verify(block.tree, logits, row.request)
-        row.commit(block, verdict)
-        outcome = Outcome(block.tree, verdict, logits)
-        self.drafter.observe(row.request, outcome)
+    def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
+        """Logits of each row. A pass that fails leaves no trace; then each row has a pass of its own, and those that
+        fail again are the ones to blame."""
+        try:
+            return self.target.score(blocks, [row.cache for row in rows])
+        except Exception as error:
+            if len(rows) == 1:
+                return [error]
+            log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
+        return [self._score([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
+
+    def _verify(self, row: Row, block: Block, logits: Scored) -> Outcome | None:
+        """What became of a row's tree; None for a row that failed."""
+        if isinstance(logits, Exception):
+            row.request.fail(logits)
+            return None
+        try:
+            verdict = verify(block.tree, logits, row.request)
+            row.commit(block, verdict)
+            outcome = Outcome(block.tree, verdict, logits)
+            self.drafter.observe(row.request, outcome)
+        except Exception as error:
+            row.request.fail(error)
+            return None
         return outcome

@@ -18,9 +18,9 @@ from forerun.plan.costs import CostCurve
 class Drafter(ABC):
     """Proposes what may come next. One drafter serves all rows of an engine, keyed by ``request.id``.
 
-    The engine calls ``bind`` once; for every request ``begin``, ``prefilled``, then ``propose`` and ``observe`` in
-    turn, and ``finish`` however it ends (an error and a cancellation included). A drafter can never change the output,
-    only the speed.
+    The engine calls ``bind`` once; for every request ``begin``, ``prefilled``, and ``catch_up`` until nothing is left;
+    then ``propose`` and ``observe`` in turn, and ``finish`` however it ends (an error and a cancellation included). A
+    drafter can never change the output, only the speed.
 
     A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets a fork of the request whose last tokens
     are on trial: they may be gone at the next call, and ``observe`` tells which of them came true.
@@ -28,6 +28,9 @@ class Drafter(ABC):
 
     sized: bool = False
     """Whether it knows how much to draft, so that no planner needs to cut its trees."""
+
+    beside: int = 0
+    """Tokens of prompts that share the next pass with the rows that are drafted for."""
 
     enough: Callable[[Request, float], bool] | None = None
     """Set by who paces this drafter: told how likely its model found each token of a chain, says where to end it. Who
@@ -56,6 +59,16 @@ class Drafter(ABC):
             request: begun.
             cache: the target's own for this request, from now to its end; for reading only.
         """
+
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        """Read on in a prompt, in a piece of about ``tokens`` tokens so that other rows do not wait long.
+
+        Called after ``prefilled`` until there is nothing left to read; the request's first step comes then.
+
+        Returns:
+            Whether nothing is left.
+        """
+        return True
 
     @abstractmethod
     def propose(self, request: Request, budget: int) -> DraftTree:
@@ -131,6 +144,10 @@ class OuterDrafter(Drafter):
     def prefilled(self, request: Request, cache: Cache) -> None:
         """See ``Drafter.prefilled``."""
         self.inner.prefilled(request, cache)
+
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        """See ``Drafter.catch_up``."""
+        return self.inner.catch_up(request, tokens)
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         """The tree that a batch of this row alone would get."""

@@ -20,6 +20,7 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, OuterDrafter
+from forerun.model.level import READ_BLOCK
 from forerun.model.scorer import Scorer
 from forerun.model.timing import costs_of
 from forerun.plan.account import Account, Source
@@ -111,6 +112,12 @@ class Chooser(OuterDrafter):
         for request in requests:
             if (cache := self._prompts.pop(request.id, None)) is not None:
                 self.inner.prefilled(request, cache)
+                while not self.inner.catch_up(request, READ_BLOCK):
+                    pass
+
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        """See ``Drafter.catch_up``; a request whose chains were not asked for yet has nothing to read."""
+        return request.id in self._prompts or self.inner.catch_up(request, tokens)
 
     def finish(self, request: Request) -> None:
         """See ``Drafter.finish``."""

@@ -83,6 +83,10 @@ class HierarchyDrafter(OuterDrafter):
         self._level.begin(request, cache)
         super().prefilled(request, cache)
 
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        """See ``Drafter.catch_up``."""
+        return self._level.catch_up(request, tokens) and super().catch_up(request, tokens)
+
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """A chain for each row, or the inner drafter's tree; the rows share the passes of both levels."""
         short = [request for request in requests if self.middle is None and self._level.whole(request)]

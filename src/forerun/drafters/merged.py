@@ -62,6 +62,10 @@ class MergedDrafter(Drafter):
         self.cheap.prefilled(request, cache)
         self.dear.prefilled(request, cache)
 
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        """See ``Drafter.catch_up``."""
+        return self.cheap.catch_up(request, tokens) and self.dear.catch_up(request, tokens)
+
     def propose(self, request: Request, budget: int) -> DraftTree:
         """One tree of both."""
         return self.propose_batch([request], budget)[0]

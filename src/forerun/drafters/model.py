@@ -56,8 +56,12 @@ class ModelDrafter(Drafter):
         self._level = Level(self.draft or target, self._cache)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
-        """Read the prompt."""
+        """Make the request's cache."""
         self._level.begin(request, cache)
+
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        """See ``Drafter.catch_up``."""
+        return self._level.catch_up(request, tokens)
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         """A chain of at most ``gamma`` tokens, or the shape's first ``budget`` nodes."""

@@ -38,18 +38,22 @@ def read(
     text: IntArray,
     block_size: int = READ_BLOCK,
     on_read: Callable[[int], None] = lambda count: None,
+    most: int | None = None,
 ) -> None:
     """Read what a cache does not hold of a text, and would not forget.
 
     Args:
         block_size: tokens in one pass, at most.
         on_read: called with the tokens of each pass.
+        most: tokens after which it ends at the end of a pass; None reads all of the text.
     """
-    while cache.length < len(text):
+    done = 0
+    while cache.length < len(text) and (most is None or done < most):
         count = min(block_size, cache.next_read(len(text)))
         block = Block(text[cache.length : cache.length + count], DraftTree.empty(), cache.length)
         scorer.score([block], [cache])
         cache.commit(block, [])
+        done += count
         on_read(count)
 
 
@@ -93,16 +97,28 @@ class Level:
         self._readers: dict[int, _Reader] = {}
 
     def begin(self, request: Request, source: Cache) -> None:
-        """Make the request's cache, and read the prompt but for its last token, unless the cache is a view."""
+        """Make the request's cache; ``catch_up`` reads the prompt into it."""
         if not isinstance(source, FullCache):
             raise TypeError(f"the target's cache is a {type(source).__name__}; a FullCache is needed")
         cache = self._make(self.scorer, source)
         first = request.prompt_length - 1
         self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
-        if isinstance(cache, View):
-            _choose_first(cache)
-        elif self._reads(request.prompt) > 0:
-            read(self.scorer, cache, request.tokens[:first])
+
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        """Read a piece of the prompt, of about so many tokens; a view looks at a piece of what the target has read.
+
+        Returns:
+            Whether nothing is left: the cache holds the prompt but for its last token, or the level cannot read it, or
+            there is nothing to look at before the target's next pass.
+        """
+        reader = self._readers[request.id]
+        if isinstance(reader.cache, View):
+            return _prepare(reader.cache, tokens)
+        if self._reads(request.prompt) > 0:
+            text = request.tokens[: reader.first]
+            read(self.scorer, reader.cache, text, min(READ_BLOCK, tokens), most=tokens)
+            return reader.cache.length >= reader.first
+        return True
 
     def finish(self, request: Request) -> None:
         """Free the request's cache."""
@@ -117,7 +133,8 @@ class Level:
         prompt has been read, nor behind a token that a smaller vocabulary lacks."""
         cache = self.cache(request)
         if isinstance(cache, View):
-            ready = cache.ready and cache.source.length == len(request) - 1
+            looked = cache.settled > 0 or cache.whole
+            ready = looked and cache.ready and cache.source.length == len(request) - 1
         else:
             ready = cache.length >= self._readers[request.id].first
         return self._reads(request.tokens[self._readers[request.id].first :], len(request)) if ready else 0
@@ -176,15 +193,21 @@ class Level:
             nodes = len(outcome.logits)  # the root and the tree's nodes are the pass's last rows
             rows = [-nodes, *(node + 1 - nodes for node in outcome.verdict.path)]
             cache.verified(rows, outcome.tree.drafted, len(outcome.verdict.path))
-        _choose_first(cache)
+        _prepare(cache, READ_BLOCK)
 
     def nbytes(self, request: Request) -> int:
         """Bytes of the request's cache."""
         return self.cache(request).nbytes
 
 
-def _choose_first(cache: View) -> None:
-    """Let a cache make its first choice as soon as it can: it costs as much as many passes, and belongs to reading the
-    prompt, or to the step that ends it."""
-    if not cache.settled and cache.ready and not cache.whole:
-        cache.sync()
+def _prepare(cache: View, tokens: int) -> bool:
+    """Let a cache get ready for its first choice, piece by piece, and then make it.
+
+    The choice costs as much as many passes. It belongs to reading the prompt, or to the step that ends it.
+    """
+    if cache.settled or not cache.ready or cache.whole:
+        return True
+    if not cache.prepare(tokens):
+        return False
+    cache.sync()
+    return True

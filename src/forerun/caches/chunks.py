@@ -1,0 +1,117 @@
+"""One layer of the retrieval cache: the chunks it holds, and the means that it chooses them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.caches.rows import Rows, append, compact
+
+ROOM = 64
+"""Places by which a buffer grows at least."""
+
+
+class ChosenChunks:
+    """One layer's rows: the chosen chunks in slots, then recent tokens, then the block being scored."""
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._rows: Rows | None = None
+        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough to choose by
+        self._known = 0  # means so far
+        self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
+
+    def choose(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
+        """Hold ``count`` chunks of the keys and values ``[1, Hkv, m * chunk, d]``, by the query ``[1, H, d]``."""
+        self.extend(keys)
+        held = self._chosen.shape[1]
+        if held < count:  # so far all chunks were held, in order: take what follows
+            new = slice(held * self._chunk, count * self._chunk)
+            self.write(new.start, keys[:, :, new], values[:, :, new])
+            self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
+        if count < self._known:
+            self._replace(self._best(query, count), (keys, values))
+
+    def extend(self, keys: torch.Tensor) -> None:
+        """Take in what is new of the keys ``[1, Hkv, m * chunk, d]``."""
+        self._extend_means(self._cut(keys[0]))
+
+    @property
+    def known(self) -> int:
+        """Tokens whose means there are."""
+        return self._known * self._chunk
+
+    def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Put keys and values ``[1, Hkv, n, d]`` at a place; what lies behind them may be lost."""
+        end = place + k.shape[2]
+        self._rows = append(self._rows, (k, v), place, end + max(ROOM, end // 32))
+
+    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the places ``first`` to ``last`` (not included)."""
+        assert self._rows is not None
+        keys, values = self._rows
+        return keys[:, :, first:last], values[:, :, first:last]
+
+    def compact(self, place: int, path: Sequence[int]) -> None:
+        """Bring the nodes of a tree at ``place`` side by side."""
+        assert self._rows is not None
+        compact(self._rows, place, path)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return sum(t.nbytes for t in self._rows or ())
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the means there are."""
+        return self._means[:, : self._known].nbytes if self._known else 0
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes reserved for the chunks' means."""
+        return self._means.nbytes
+
+    def _cut(self, rows: torch.Tensor) -> torch.Tensor:
+        """A view of ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
+        return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
+
+    def _extend_means(self, chunks: torch.Tensor) -> None:
+        heads, count, _, d = chunks.shape
+        if not self._known or self._means.shape[1] < count:
+            room = chunks.new_empty(heads, count + count // 8 + ROOM, d, dtype=torch.bfloat16)
+            if self._known:
+                room[:, : self._known] = self._means[:, : self._known]
+            self._means = room
+        self._means[:, self._known : count] = chunks[:, self._known :].mean(2)
+        self._known = count
+
+    def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
+        """The chunks that score best, ``[Hkv, count]``; the first one beats all others.
+
+        Half precision finds those that may be among them, single precision decides. All the room is multiplied, for
+        oneDNN makes and keeps a program for each new shape.
+        """
+        means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
+        coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
+        coarse[:, 0] = torch.inf
+        some = coarse.topk(min(self._known, count + max(ROOM, count // 4)), -1, sorted=False).indices
+        near = means.gather(1, some.unsqueeze(-1).expand(-1, -1, means.shape[2]))
+        scores = torch.bmm(near.float(), summed.float().unsqueeze(-1)).squeeze(-1)
+        scores[some == 0] = torch.inf
+        return some.gather(1, scores.topk(count, -1).indices)
+
+    def _replace(self, best: torch.Tensor, rows: Rows) -> None:
+        """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
+        assert self._rows is not None
+        wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
+        wanted.scatter_(1, best, True)
+        stays = wanted.gather(1, self._chosen)
+        wanted.scatter_(1, self._chosen, False)
+        head, slot = (~stays).nonzero(as_tuple=True)  # as many for each head as there are in `wanted`, in its order
+        chunk = wanted.nonzero(as_tuple=True)[1]
+        self._chosen[head, slot] = chunk
+        for mine, source in zip(self._rows, rows, strict=True):
+            slots = self._cut(mine[0, :, : best.shape[1] * self._chunk])
+            slots[head, slot] = self._cut(source[0])[head, chunk]

@@ -1,0 +1,171 @@
+"""Rows that come and go: requests are admitted at any time, step together, and leave when they end.
+
+A long prompt does not hold up the rows that decode: every step reads at most so many tokens of prompts. A beginning
+that several prompts share is read once (``following.py``).
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+
+from forerun.caches.full import FullCache
+from forerun.core.request import Request
+from forerun.core.turns import Turns
+from forerun.decoding.commit import Commit
+from forerun.decoding.following import Following
+from forerun.decoding.prefixes import PrefixCache
+from forerun.decoding.row import Row
+from forerun.decoding.step import Step
+
+
+class Batch:
+    """Requests that are decoded together; made by ``Engine.batch``.
+
+    One thread at a time may use it; other threads may use the same engine meanwhile.
+
+    Args:
+        step: takes a step for some rows.
+        turns: the engine's; a step is one turn.
+        chunk: prompt tokens that a row reads in one pass, at most.
+        limit: tokens of texts that a pass reads, at most; drafts come on top. Each row that decodes reads one. A chunk
+            of one prompt is read in any case, so that every prompt is read some day.
+        prefixes: keeps what prompts begin with.
+    """
+
+    def __init__(self, step: Step, turns: Turns, chunk: int, limit: int, prefixes: PrefixCache) -> None:
+        self._step, self._turns = step, turns
+        self.chunk, self.limit = min(chunk, limit), limit
+        self._following = Following(prefixes)
+        self._rows: dict[int, Row] = {}
+        self._steps = 0
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._rows)
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that have not ended, in the order of their admission."""
+        return [row.request for row in self._rows.values()]
+
+    @property
+    def unread(self) -> int:
+        """Tokens of prompts that are read before their rows' first steps."""
+        return sum(row.unread for row in self._rows.values())
+
+    def admit(self, request: Request, cache: FullCache | None = None) -> None:
+        """Let a request take part from the next step on.
+
+        Args:
+            request: a fresh one.
+            cache: holds the first tokens of its prompt, and goes on to hold what is generated; by default a new one.
+
+        Raises:
+            ValueError: if the cache holds as many tokens as the prompt has, or more; or the request is in the batch.
+        """
+        if request.id in self._rows:
+            raise ValueError(f"request {request.id} is in this batch already")
+        if cache is not None and cache.length >= request.prompt_length:
+            raise ValueError(f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}")
+        own = cache is None
+        row = Row(request, cache or FullCache(self.tokens(request)), self.chunk)
+        with self._turns:
+            try:
+                self._step.drafter.begin(request)
+            except BaseException:
+                self._step.drafter.finish(request)
+                raise
+            self._rows[request.id] = row
+            if own:
+                self._following.join(row)
+
+    def tokens(self, request: Request) -> int:
+        """Places that a request's cache has: its text at its longest, and a tree."""
+        return len(request) + request.remaining + self._step.budget
+
+    def step(self) -> list[Commit]:
+        """One pass over all rows; what it adds to each.
+
+        Returns:
+            A commit for each row that got tokens, and for each that ended by an error of its own (``Request.error``).
+        """
+        if not self._rows:
+            return []
+        with self._turns:
+            commits = [Commit(row.request, [], 0) for row in self._catch_up()]
+            decoding, reading = self._schedule()
+            if decoding or reading:
+                commits += self._step(decoding, reading)
+            for row in reading:
+                self._following.read(row)
+        for commit in commits:
+            if commit.request.finish_reason is not None:
+                self._remove(commit.request)
+        return commits
+
+    def cancel(self, request: Request) -> None:
+        """End a request here and now, with its tokens kept; one that has ended already stays as it is."""
+        if request.id in self._rows:
+            self._remove(request)
+
+    def close(self) -> None:
+        """End all requests, with their tokens kept."""
+        for request in self.requests:
+            self._remove(request)
+
+    def _schedule(self) -> tuple[list[Row], list[Row]]:
+        """The rows that decode in the next step, and those that read a chunk of their prompt.
+
+        A row whose prompt is not read yet takes part if there is room for its chunk; who waited longest comes first.
+        """
+        rows = [row for row in self._rows.values() if row.request.error is None]
+        decoding: list[Row] = [row for row in rows if row.begun]
+        reading: list[Row] = []
+        left, taken = self.limit - len(decoding), False
+        for row in sorted((row for row in rows if not row.begun), key=lambda row: row.served):
+            if self._following.waits(row) or not (row.reading or row.ready):
+                continue
+            if row.next_chunk > left and taken:
+                break
+            left, taken = left - row.next_chunk, True
+            (reading if row.reading else decoding).append(row)
+            row.served = self._steps
+        self._steps += 1
+        return decoding, reading
+
+    def _catch_up(self) -> list[Row]:
+        """Let the drafter read the prompts that the target has read, in pieces; gives the rows that failed."""
+        failed = []
+        for row in self._rows.values():
+            if row.ready or row.reading:
+                continue
+            try:
+                self._prepare(row)
+            except Exception as error:
+                row.request.fail(error)
+                failed.append(row)
+        return failed
+
+    @torch.inference_mode()
+    def _prepare(self, row: Row) -> None:
+        drafter = self._step.drafter
+        if not row.drafting:
+            drafter.prefilled(row.request, row.cache)
+            row.drafting = True
+        row.ready = drafter.catch_up(row.request, self.limit)
+
+    def _remove(self, request: Request) -> None:
+        row = self._rows.pop(request.id)
+        with self._turns:
+            self._following.leave(row)
+            self._step.drafter.finish(request)

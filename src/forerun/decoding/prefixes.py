@@ -1,0 +1,88 @@
+"""A prefix cache: keys and values of prompts that were read, for later prompts that begin alike.
+
+Prompts are compared chunk by chunk, as they are read. What two of them share ends with a chunk, so that a token is read
+in the same pass as it would be alone, and gets the same bits. Prompts of different namespaces share nothing: how long a
+prompt takes to read must not tell what another tenant has sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import takewhile
+
+from forerun.caches.beginning import Beginning
+from forerun.core.request import Request
+
+Keys = Sequence[bytes]
+"""A prompt's chunks but for the last: each key stands for the text up to the end of a chunk."""
+
+
+def keys_of(request: Request, chunk: int) -> Keys:
+    """The keys of a request's prompt, for chunks of so many tokens."""
+    digest = hashlib.blake2b(repr((request.namespace, chunk)).encode(), digest_size=16)
+    keys = []
+    for end in range(chunk, request.prompt_length, chunk):
+        digest.update(request.prompt[end - chunk : end].tobytes())
+        keys.append(digest.digest())
+    return keys
+
+
+def common(a: Keys, b: Keys) -> int:
+    """Chunks that two prompts share."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+class PrefixCache:
+    """Beginnings of prompts, up to a number of bytes; those that were used least recently go first.
+
+    Args:
+        limit: bytes of keys and values, at most; 0 keeps nothing.
+
+    Raises:
+        ValueError: for a limit below 0.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        if limit < 0:
+            raise ValueError(f"the prefix cache's limit is {limit} bytes; it must be 0 or more")
+        self.limit = limit
+        self.hits = self.misses = 0
+        """Chunks that were found, and chunks that had to be read."""
+        self._entries: OrderedDict[bytes, tuple[Keys, Beginning]] = OrderedDict()  # by the last key
+
+    def __len__(self) -> int:
+        """Prompts whose beginnings are kept."""
+        return len(self._entries)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept."""
+        return sum(beginning.nbytes for _, beginning in self._entries.values())
+
+    def find(self, keys: Keys) -> tuple[Beginning | None, int]:
+        """The beginning that shares the most chunks with a prompt, and how many."""
+        best, count = None, 0
+        for last, (others, _) in self._entries.items():
+            if (shared := common(keys, others)) > count:
+                best, count = last, shared
+        if best is None:
+            return None, 0
+        self._entries.move_to_end(best)
+        return self._entries[best][1], count
+
+    def keep(self, keys: Keys, beginning: Beginning) -> None:
+        """Keep a prompt's beginning. What is kept of a shorter one that it holds goes."""
+        if beginning.nbytes > self.limit or not keys:
+            return
+        for last, (others, _) in list(self._entries.items()):
+            if common(keys, others) == len(others):
+                del self._entries[last]
+        self._entries[keys[-1]] = keys, beginning
+        while self.nbytes > self.limit:
+            self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Keep nothing of what there is."""
+        self._entries.clear()
