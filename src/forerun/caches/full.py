@@ -36,6 +36,7 @@ class FullCache(Cache):
         self.specs: dict[int, AttentionSpec] = {}
         """What each layer asked for in its last pass."""
         self._beginning: Beginning | None = None
+        self._begun = 0  # tokens that it holds of that
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -104,8 +105,7 @@ class FullCache(Cache):
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         if length < self.length:
             self.queries = {}
-        if self._beginning is not None and length < self._beginning.length:
-            self._beginning = None  # what is written from here on is not of that text
+        self._begun = min(self._begun, length)
         self.length = length
 
     def blank(self, length: int) -> None:
@@ -139,7 +139,7 @@ class FullCache(Cache):
         """
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
-        if self._beginning is None or self._beginning.length < length:
+        if self._begun < length:
             self.begin_with(Beginning(self._layers, self.length, self._capacity), self.length)
         assert self._beginning is not None
         return self._beginning
@@ -147,7 +147,7 @@ class FullCache(Cache):
     def begin_with(self, beginning: Beginning, length: int) -> None:
         """Hold the first ``length`` tokens of a beginning, and nothing else."""
         self._capacity = max(self._capacity, length)
-        self._beginning, self._store = beginning, None
+        self._beginning, self._begun, self._store = beginning, length, None
         self._layers = beginning.layers(self._capacity)
         self.length, self.queries = length, {}
         if self._uniform():

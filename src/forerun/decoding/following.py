@@ -52,7 +52,9 @@ class Following:
         kept, most = self._prefixes.find(keys)
         held, leader = row.cache.length // row.chunk, None
         for other, others in self._keys.items():
-            if other is not row and (count := common(keys, others)) > max(most, held):
+            if other is row:  # only who came before is followed, so that no two wait for each other
+                break
+            if (count := common(keys, others)) > max(most, held):
                 most, leader = count, other
         if leader is not None and leader.cache.length < most * row.chunk:
             self._leaders[row] = leader, most
