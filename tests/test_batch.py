@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from tiny import tiny
 
 import forerun
+from forerun.caches.base import READ_BLOCK
 from forerun.caches.full import FullCache
 from forerun.core.request import Request
 from forerun.core.settings import Settings
 from forerun.decoding.batch import Batch
 from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
-from forerun.model.level import READ_BLOCK
 from forerun.model.scorer import Scorer
 
 CHUNK = 8
@@ -406,3 +406,32 @@ def test_draft_levels_read_a_prompt_in_pieces(drafter: str) -> None:
     assert len(pieces) > 1 or drafter != "h2o"
     assert sum(request.stats.drafted) > 0
     assert request.generated.tolist() == engine("none").generate([prompt(60)], max_new_tokens=12).generated[0]
+
+
+def levels(drafter: Any, request: Request) -> int:
+    """Bytes that the draft levels hold for a request."""
+    inner = [levels(each, request) for name in ("inner", "cheap", "dear") if (each := getattr(drafter, name, None))]
+    level = getattr(drafter, "_level", None)
+    return sum(inner) + (level.nbytes(request) if level and request.id in level._readers else 0)
+
+
+RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "h2o", "topk", "low-rank", "retrieval"]
+
+
+@pytest.mark.parametrize("drafter", RECIPES)
+def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
+    how = Settings(cache_budget=256, gamma1=3, gamma2=6, paced=False, draft_model=tiny("qwen2"), window=60)
+    one = Engine(tiny("llama"), drafter, settings=how, planner=None)
+    request = Request(prompt(1500), 60)
+    with one.batch() as batch:
+        stated = batch.needs(request)
+        full = FullCache(batch.tokens(request)).needs(one.target.kv, 0)
+        batch.admit(request)
+        row, most = batch._rows[request.id], 0
+        while batch:
+            batch.step()
+            if batch:
+                assert row.cache.nbytes == full
+                most = max(most, levels(one.drafter, request))
+    assert (stated > full) == (most > 0)
+    assert most <= stated - full <= max(2 * most, 1.2 * most + 64 * one.target.kv.nbytes)

@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec
+
+READ_BLOCK = 512
+"""Tokens of a prompt that are read in one pass, at most."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer's keys and values of a token.
+
+    Attributes:
+        heads: KV heads.
+        dim, out_dim: numbers of a head's key, and of its value.
+        width: bytes of a number.
+    """
+
+    heads: int
+    dim: int
+    out_dim: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's key and value."""
+        return self.heads * (self.dim + self.out_dim) * self.width
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """A model's keys and values of a token, by layer; layers that share those of another have none."""
+
+    layers: Mapping[int, LayerShape]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return sum(layer.nbytes for layer in self.layers.values())
 
 
 class Cache(ABC):
@@ -64,3 +101,12 @@ class Cache(ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes held."""
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """Bytes that it holds at most until a text has so many tokens: known before it holds any.
+
+        Args:
+            shape: of the model that it is for.
+            tokens: of the text at its longest, drafts included.
+        """
+        return shape.nbytes * tokens

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.caches.base import Cache
+from forerun.caches.base import READ_BLOCK, Cache, KVShape, LayerShape
 from forerun.caches.rows import Rows, append, compact
 from forerun.core.block import Block
 
@@ -87,6 +87,23 @@ class BoundedCache(Cache):
     def nbytes(self) -> int:
         """Bytes reserved, in both buffers."""
         return sum(t.nbytes for layers in (self._layers, self._spare) for rows in layers.values() for t in rows)
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``: both buffers, with the largest block that is read at once."""
+        return 2 * self._places(tokens) * sum(self._place_bytes(layer) for layer in shape.layers.values())
+
+    def _places(self, tokens: int) -> int:
+        """Tokens of a text of so many that one buffer has room for, at most."""
+        return self._fixed + self._budget + self.slack + min(tokens, self._largest)
+
+    @property
+    def _largest(self) -> int:
+        """Tokens of a prompt that are read at once, at most."""
+        return READ_BLOCK
+
+    def _place_bytes(self, layer: LayerShape) -> int:
+        """Bytes that a token takes in one buffer."""
+        return layer.nbytes
 
     @abstractmethod
     def _thin(self, layer: int, rows: Rows) -> Rows:

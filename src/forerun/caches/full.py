@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from forerun.caches.base import Cache
+from forerun.caches.base import Cache, KVShape, LayerShape
 from forerun.caches.beginning import Beginning
 from forerun.caches.rows import Rows, append, attend_in_order, compact
 from forerun.core.block import Block
@@ -180,7 +180,20 @@ class FullCache(Cache):
         """Bytes of the tokens that there is room for."""
         return self.token_bytes * self._capacity
 
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``."""
+        return shape.nbytes * max(tokens, self._capacity)
+
+    @property
+    def shape(self) -> KVShape:
+        """Of the layers that a pass has filled."""
+        shapes = {
+            layer: LayerShape(k.shape[1], k.shape[3], v.shape[3], k.element_size())
+            for layer, (k, v) in self._layers.items()
+        }
+        return KVShape(shapes)
+
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers that a pass has filled."""
-        return sum(t.nbytes // t.shape[2] for rows in self._layers.values() for t in rows)
+        return self.shape.nbytes

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.caches.base import KVShape, LayerShape
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rows import Rows
 from forerun.core.block import Block
@@ -62,6 +63,14 @@ class HeavyHitterCache(BoundedCache):
         """Bytes reserved, in both buffers, and those of the weights kept one by one."""
         logs = (*self._log.values(), *self._log_before.values())
         return super().nbytes + sum(t.nbytes for log in logs for t in log)
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``; also what the last ``slack`` queries gave to each place, twice."""
+        single = sum(layer.heads * max(layer.width, torch.float32.itemsize) for layer in shape.layers.values())
+        return super().needs(shape, tokens) + 2 * self.slack * self._places(tokens) * single
+
+    def _place_bytes(self, layer: LayerShape) -> int:
+        return layer.nbytes + layer.heads * (torch.int64.itemsize + max(layer.width, torch.float32.itemsize))
 
     def _early(self, block: Block) -> int:
         """Pending tokens of a long block whose weights need not be kept one by one."""

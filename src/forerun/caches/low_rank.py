@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
+from forerun.caches.base import KVShape
+from forerun.caches.bounded import SLACK
 from forerun.caches.full import FullCache
 from forerun.caches.rows import attend_in_order, compact
 from forerun.caches.view import View
@@ -205,6 +207,16 @@ class LowRankCache(View):
         """Bytes of the short keys, and of the recent tokens."""
         near = sum(t.nbytes for rows in self._near.values() for t in rows)
         return near + sum(index.nbytes for index in self._indexes.values())
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``."""
+        near = self.config.recent + SLACK + 3 * CHUNK + ROOM
+        groups = -(-tokens // (CHUNK * GROUP))
+        short = (groups + groups // 16 + GROUPS) * GROUP * CHUNK
+        ranks = sum(
+            layer.heads * -(-min(self.config.rank, layer.dim) // QUAD) * QUAD for layer in shape.layers.values()
+        )
+        return near * shape.nbytes + (short * ranks if tokens > self.config.budget else 0)
 
 
 class _Index:

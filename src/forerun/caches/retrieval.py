@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.caches.chunks import ChosenChunks
+from forerun.caches.base import KVShape
+from forerun.caches.bounded import SLACK
+from forerun.caches.chunks import ROOM, ChosenChunks
 from forerun.caches.full import FullCache
 from forerun.caches.view import View
 from forerun.core.block import Block
@@ -208,6 +210,15 @@ class RetrievalCache(View):
     def choice_bytes(self) -> int:
         """Bytes of the chunks' means, all of which a choice reads."""
         return sum(layer.known_bytes for layer in self._layers.values())
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``."""
+        config = self.config
+        places = min(tokens, config.budget) + config.recent + config.growth + 2 * config.chunk + SLACK
+        chunks = tokens // config.chunk
+        means = sum(layer.heads * layer.dim * torch.bfloat16.itemsize for layer in shape.layers.values())
+        most = (places + max(ROOM, places // 32)) * shape.nbytes
+        return most + ((chunks + chunks // 8 + ROOM) * means if tokens > config.budget else 0)
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from forerun.caches.base import READ_BLOCK
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rotation import Rotation
 from forerun.caches.rows import Rows, attend_in_order
@@ -61,6 +62,10 @@ class StreamingCache(BoundedCache):
         if self._held == self._fixed:
             self.skip(max(0, goal - self.window - self.length))
         return goal - self.length
+
+    @property
+    def _largest(self) -> int:
+        return min(READ_BLOCK, max(self.sinks, self.window, self.slack))
 
     def skip(self, count: int) -> None:
         """Take ``count`` tokens as read and evicted: a long prompt may be read as its sinks and its last tokens.

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.caches.base import KVShape
+from forerun.caches.bounded import SLACK
 from forerun.caches.full import FullCache
 from forerun.caches.rows import Rows, append, compact
 from forerun.caches.view import View
@@ -56,6 +58,10 @@ class TopKCache(View):
     def _compact(self, start: int, path: Sequence[int]) -> None:
         for rows in self._trial.values():
             compact(rows, start - self.settled, path)
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``."""
+        return shape.nbytes * SLACK
 
     @property
     def nbytes(self) -> int:

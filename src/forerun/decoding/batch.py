@@ -93,6 +93,13 @@ class Batch:
         """Places that a request's cache has: its text at its longest, and a tree."""
         return len(request) + request.remaining + self._step.budget
 
+    def needs(self, request: Request) -> int:
+        """Bytes of keys and values that a request takes, at most, once it is admitted: those of the target and of all
+        draft levels. What it shares with others is counted as if it were alone."""
+        tokens = self.tokens(request)
+        with self._turns:
+            return FullCache(tokens).needs(self._step.target.kv, tokens) + self._step.drafter.needs(tokens)
+
     def step(self) -> list[Commit]:
         """One pass over all rows; what it adds to each.
 

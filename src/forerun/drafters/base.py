@@ -98,6 +98,11 @@ class Drafter(ABC):
         """Bytes kept from one request to the next."""
         return 0
 
+    def needs(self, tokens: int) -> int:
+        """Bytes that drafting for a request takes until its text has so many tokens, at most, with all levels' caches;
+        they are freed when it ends. Known before the request begins."""
+        return 0
+
     def warm_up(self) -> None:  # noqa: B027
         """Compile, or load, what drafting needs; an engine calls it once, so that no user's answer waits for it."""
 
@@ -136,6 +141,10 @@ class OuterDrafter(Drafter):
     def nbytes(self) -> int:
         """See ``Drafter.nbytes``."""
         return self.inner.nbytes
+
+    def needs(self, tokens: int) -> int:
+        """See ``Drafter.needs``."""
+        return self.inner.needs(tokens)
 
     def begin(self, request: Request) -> None:
         """See ``Drafter.begin``."""

@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from forerun.caches.base import Cache
+from forerun.caches.base import READ_BLOCK, Cache
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, OuterDrafter
-from forerun.model.level import READ_BLOCK
 from forerun.model.scorer import Scorer
 from forerun.model.timing import costs_of
 from forerun.plan.account import Account, Source

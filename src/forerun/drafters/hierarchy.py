@@ -83,6 +83,10 @@ class HierarchyDrafter(OuterDrafter):
         self._level.begin(request, cache)
         super().prefilled(request, cache)
 
+    def needs(self, tokens: int) -> int:
+        """See ``Drafter.needs``."""
+        return self._level.needs(tokens) + super().needs(tokens)
+
     def catch_up(self, request: Request, tokens: int) -> bool:
         """See ``Drafter.catch_up``."""
         return self._level.catch_up(request, tokens) and super().catch_up(request, tokens)

@@ -62,6 +62,10 @@ class MergedDrafter(Drafter):
         self.cheap.prefilled(request, cache)
         self.dear.prefilled(request, cache)
 
+    def needs(self, tokens: int) -> int:
+        """See ``Drafter.needs``."""
+        return self.cheap.needs(tokens) + self.dear.needs(tokens)
+
     def catch_up(self, request: Request, tokens: int) -> bool:
         """See ``Drafter.catch_up``."""
         return self.cheap.catch_up(request, tokens) and self.dear.catch_up(request, tokens)

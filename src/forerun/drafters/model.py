@@ -94,6 +94,10 @@ class ModelDrafter(Drafter):
         """Let a sparse cache choose anew."""
         self._level.verified(request, outcome)
 
+    def needs(self, tokens: int) -> int:
+        """See ``Drafter.needs``."""
+        return self._level.needs(tokens)
+
     def finish(self, request: Request) -> None:
         """Free the request's cache."""
         self._level.finish(request)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from forerun.caches.base import Cache
+from forerun.caches.base import READ_BLOCK, Cache
 from forerun.caches.full import FullCache
 from forerun.caches.view import View
 from forerun.core.block import Block
@@ -17,9 +17,6 @@ from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.model.flat import flatten
 from forerun.model.scorer import Scorer
-
-READ_BLOCK = 512
-"""Prompt tokens in one pass."""
 
 UNLIMITED = 1 << 30
 """More tokens than are ever drafted."""
@@ -198,6 +195,10 @@ class Level:
     def nbytes(self, request: Request) -> int:
         """Bytes of the request's cache."""
         return self.cache(request).nbytes
+
+    def needs(self, tokens: int) -> int:
+        """Bytes that the cache of a text of so many tokens holds at most."""
+        return self._make(self.scorer, FullCache()).needs(self.scorer.kv, tokens)
 
 
 def _prepare(cache: View, tokens: int) -> bool:

@@ -12,15 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from forerun.caches.base import Cache
+from forerun.caches.base import Cache, KVShape
 from forerun.caches.full import FullCache
 from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.kernels import ordered
 from forerun.kernels.attention import AttentionSpec
 from forerun.kernels.memory import place
@@ -129,6 +131,14 @@ class Scorer:
         self._keeps_logits = model._supports_logits_to_keep()
         self.keeps_queries = False
         """Whether full caches must get the queries of each pass, for sparse caches to choose by."""
+
+    @cached_property
+    def kv(self) -> KVShape:
+        """Of a token's keys and values, as a pass over one token makes them."""
+        cache = FullCache()
+        with torch.inference_mode():
+            self.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [cache])
+        return cache.shape
 
     @property
     def device(self) -> torch.device:
