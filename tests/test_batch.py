@@ -434,4 +434,4 @@ def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
                 assert row.cache.nbytes == full
                 most = max(most, levels(one.drafter, request))
     assert (stated > full) == (most > 0)
-    assert most <= stated - full <= max(2 * most, 1.2 * most + 64 * one.target.kv.nbytes)
+    assert most <= stated - full <= 3 * most
