@@ -1,12 +1,11 @@
-"""TriForce's retrieval cache: of a long text, the chunks that matter now, within a fixed budget (sections 4.1 and 4.2).
+"""TriForce's retrieval cache: the chunks of a long text that matter now, within a fixed budget (sections 4.1 and 4.2).
 
-The text is cut into chunks of a few tokens. A chunk scores query . mean key, per layer and KV head, summed over the
-query heads of a group; the best are copied out of the full cache, the first chunk (the attention sink) always with
-them. Behind them lie the most recent tokens, without a gap. All that is held stands in one dense buffer, so attending
-to it is one kernel without a mask.
+The text is cut into chunks of a few tokens. A chunk's score is query . mean key, per layer and KV head, summed over the
+query heads of a group. The best chunks are copied from the full cache, always including the first (the attention
+sink). The most recent tokens follow them. All of this is one dense buffer, so attention is one kernel without a mask.
 
-It differs from the authors' code in that it maintains itself: chunk means are kept incrementally, the choice is made
-anew as the text grows, and of a new choice only the chunks that changed are copied.
+Unlike the authors' code it maintains itself: chunk means are updated incrementally, chunks are chosen again as the text
+grows, and only those that changed are copied.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from forerun.core.settings import Policy
 from forerun.kernels.attention import AttentionSpec, attend, merge
 
 ROOM = 64
-"""Places by which a buffer grows at least."""
+"""A buffer grows by at least this many tokens."""
 
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """What is kept, and when it is chosen anew.
+    """What is kept, and when chunks are chosen again.
 
     Attributes:
-        budget: tokens held for each layer and KV head; a block being scored comes on top.
-        chunk: tokens chosen together.
-        window: most recent tokens that are held in any case; an eighth of the budget at most.
-        stride: tokens after which the choice is made anew under any policy; an eighth of the budget at most.
-        refresh: ``stride`` does only that; ``acceptance`` chooses anew, too, when the rolling acceptance of drafts made
-            with this cache falls below ``threshold``; ``verify`` after each verification, by its queries.
-        threshold: acceptance per drafted token.
+        budget: tokens held per layer and KV head; a block being scored comes on top.
+        chunk: tokens per chunk.
+        window: most recent tokens, always held; at most 1/8 of the budget.
+        stride: tokens after which chunks are chosen again under every policy; at most 1/8 of the budget.
+        refresh: when else they are chosen again. ``stride``: never. ``acceptance``: when the rolling acceptance rate of
+            drafts made with this cache falls below ``threshold``. ``verify``: after each verification, by its queries.
+        threshold: acceptance rate, accepted by drafted tokens.
 
     Raises:
         ValueError: for a value out of range.
@@ -64,29 +63,29 @@ class RetrievalConfig:
 
     @property
     def recent(self) -> int:
-        """Most recent tokens that are held after a choice, at least."""
+        """The least number of recent tokens held after a choice."""
         return max(1, min(self.window, self.budget // 8))
 
     @property
     def growth(self) -> int:
-        """Tokens that the text may grow by before the choice is made anew."""
+        """Tokens by which the text may grow before chunks are chosen again."""
         return max(1, min(self.stride, self.budget // 8))
 
     @property
     def slots(self) -> int:
-        """Chunks held, but for the recent tokens."""
+        """Chunks held, besides the recent tokens."""
         return max(1, (self.budget - self.recent - self.growth) // self.chunk)
 
 
 ROLLING = 0.7
-"""What remains of the rolling acceptance after a verification."""
+"""Decay of the rolling acceptance rate per verification."""
 
 
 class RetrievalCache(View):
     """Over one row's full cache.
 
     Args:
-        source: the target's own; read, never changed.
+        source: the target's cache; read, never changed.
         config: what is kept.
     """
 
@@ -96,8 +95,8 @@ class RetrievalCache(View):
         self.refreshes = 0
         """Choices made so far."""
         self._layers: dict[int, _Layer] = {}
-        self._chunks = 0  # chosen, in each layer
-        self._tail = 0  # position of the first of the recent tokens
+        self._chunks = 0  # chosen chunks per layer
+        self._tail = 0  # position of the first recent token
         self._acceptance = 1.0
 
     @property
@@ -136,7 +135,7 @@ class RetrievalCache(View):
         """Choose chunks by the queries of the target's last pass.
 
         Args:
-            rows: of the last pass's queries, those to choose by; the last one if not given.
+            rows: which queries of the last pass to choose by; by default the last one.
         """
         size = self.config.chunk
         self._tail = max(0, self.length - self.config.recent) // size * size
@@ -153,7 +152,7 @@ class RetrievalCache(View):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``. A layer with a sliding window needs no choice: it sees its window, all of it."""
+        """See ``Cache.attend``. A layer with a sliding window chooses nothing: it sees its whole window."""
         held = self._place(self.length)
         mine = self._layers[layer]
         mine.write(held, k, v)
@@ -180,7 +179,7 @@ class RetrievalCache(View):
             layer.compact(self._place(start), path)
 
     def _place(self, position: int) -> int:
-        """Where the key of a recent position lies in the buffers."""
+        """Index in the buffers of a recent position."""
         return self._chunks * self.config.chunk + position - self._tail
 
     @property
@@ -190,12 +189,12 @@ class RetrievalCache(View):
 
     @property
     def choice_bytes(self) -> int:
-        """Bytes of the chunks' means, all of which a choice reads."""
+        """Bytes of the chunk means; a choice reads all of them."""
         return sum(layer.known_bytes for layer in self._layers.values())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held, and of the chunks' means: in float32 1/32 of the full cache's."""
+        """Bytes of the keys and values held, and of the chunk means (1/32 of a full cache in float32)."""
         return sum(layer.key_bytes + layer.mean_bytes for layer in self._layers.values())
 
 
@@ -205,15 +204,15 @@ class _Layer:
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
         self._rows: Rows | None = None
-        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough to choose by
-        self._known = 0  # means so far
+        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough for choosing
+        self._known = 0  # number of means so far
         self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Hold ``count`` chunks of the keys and values ``[1, Hkv, m * chunk, d]``, by the query ``[1, H, d]``."""
+        """Hold the ``count`` best chunks of keys and values ``[1, Hkv, m * chunk, d]`` for the query ``[1, H, d]``."""
         self._extend_means(self._cut(keys[0]))
         held = self._chosen.shape[1]
-        if held < count:  # so far all chunks were held, in order: take what follows
+        if held < count:  # all chunks so far are held, in order: append the next ones
             new = slice(held * self._chunk, count * self._chunk)
             self.write(new.start, keys[:, :, new], values[:, :, new])
             self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
@@ -221,18 +220,18 @@ class _Layer:
             self._replace(self._best(query, count), (keys, values))
 
     def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put keys and values ``[1, Hkv, n, d]`` at a place; what lies behind them may be lost."""
+        """Write keys and values ``[1, Hkv, n, d]`` at index ``place``; those at later indices may be lost."""
         end = place + k.shape[2]
         self._rows = append(self._rows, (k, v), place, end + max(ROOM, end // 32))
 
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the places ``first`` to ``last`` (not included)."""
+        """Views of indices ``first`` to ``last`` (excluded)."""
         assert self._rows is not None
         keys, values = self._rows
         return keys[:, :, first:last], values[:, :, first:last]
 
     def compact(self, place: int, path: Sequence[int]) -> None:
-        """Bring the nodes of a tree at ``place`` side by side."""
+        """Move the nodes of ``path``, of a tree at index ``place``, side by side."""
         assert self._rows is not None
         compact(self._rows, place, path)
 
@@ -243,12 +242,12 @@ class _Layer:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the means there are."""
+        """Bytes of the means so far."""
         return self._means[:, : self._known].nbytes if self._known else 0
 
     @property
     def mean_bytes(self) -> int:
-        """Bytes reserved for the chunks' means."""
+        """Bytes reserved for the chunk means."""
         return self._means.nbytes
 
     def _cut(self, rows: torch.Tensor) -> torch.Tensor:
@@ -266,10 +265,10 @@ class _Layer:
         self._known = count
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
-        """The chunks that score best, ``[Hkv, count]``; the first one beats all others.
+        """The chunks with the best scores, ``[Hkv, count]``; the first chunk always comes first.
 
-        Half precision finds those that may be among them, single precision decides. All the room is multiplied, for
-        oneDNN makes and keeps a program for each new shape.
+        Half precision finds the candidates, single precision decides. The whole reserved buffer is multiplied, because
+        oneDNN compiles and keeps a program for each new shape.
         """
         means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
         coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
@@ -281,13 +280,13 @@ class _Layer:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, rows: Rows) -> None:
-        """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
+        """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted."""
         assert self._rows is not None
         wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
         wanted.scatter_(1, best, True)
         stays = wanted.gather(1, self._chosen)
         wanted.scatter_(1, self._chosen, False)
-        head, slot = (~stays).nonzero(as_tuple=True)  # as many for each head as there are in `wanted`, in its order
+        head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
         chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
         for mine, source in zip(self._rows, rows, strict=True):
