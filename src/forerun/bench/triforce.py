@@ -67,7 +67,7 @@ class Sizes:
 
 
 class Case(NamedTuple):
-    """One measurement with single rows: context, temperature and settings."""
+    """One measurement with single rows: context, temperature and cache budget."""
 
     context: int
     temperature: float
