@@ -61,7 +61,7 @@ class Passages:
 
 
 def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
-    """The standard library's files outside of ``SKIPPED`` folders, as text and parsed, in an order given by the seed."""
+    """The standard library's files outside ``SKIPPED`` folders, as text and parsed, in an order given by the seed."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
     Random(seed).shuffle(paths)
