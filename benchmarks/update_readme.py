@@ -1,6 +1,9 @@
-"""Put the tables of the last `forerun bench --out runs/bench-TYPE` and `forerun bench triforce` into the README.
+"""Put the last measured tables into the pages that show them.
 
-python benchmarks/update_readme.py [bench] [long]
+    python benchmarks/update_readme.py [bench] [long]
+
+`bench`, of `forerun bench --out runs/bench-TYPE`, goes into README.md; `long`, of `forerun bench triforce`, into
+docs/benchmarks.md.
 """
 
 import json
@@ -19,7 +22,7 @@ SPEEDS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("
 
 
 def speed_table(reports: dict[str, Path]) -> str:
-    """Tokens a second and the ratio to transformers by task, for each type of weights that was measured."""
+    """Tokens per second and the ratio to transformers by task, for each measured type of weights."""
     rows: list[Row] = []
     for dtype, report in reports.items():
         found = json.loads(report.read_text(encoding="utf-8"))["rows"]
@@ -33,7 +36,7 @@ def _speed(row: Row) -> str:
 
 
 def long_table(report: Path) -> str:
-    """Speed-up and acceptance by context, and at the longest one by temperature."""
+    """Speed-up and acceptance rate by context, and by temperature at the longest one."""
     parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
     contexts = [row | {"at": f"{row['context']:,} tokens"} for row in parts["contexts"]]
     shown = [row for row in parts.get("temperatures", []) if row["temperature"] in (0.6, 1.0)]
@@ -50,4 +53,4 @@ if __name__ == "__main__":
     if "bench" in wanted and (there := {dtype: path for dtype, path in SPEEDS.items() if path.exists()}):
         into_readme(ROOT / "README.md", speed_table(there), "bench")
     if "long" in wanted and LONG.exists():
-        into_readme(ROOT / "README.md", long_table(LONG), "long")
+        into_readme(ROOT / "docs" / "benchmarks.md", long_table(LONG), "long")

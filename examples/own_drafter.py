@@ -1,9 +1,9 @@
 """A drafter of your own, in ten lines: it can change the speed, never the text. python examples/own_drafter.py"""
 
-from forerun.request import Request
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import forerun
+from forerun.core.request import Request
 from forerun.reference import bundled
 
 

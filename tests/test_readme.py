@@ -1,4 +1,4 @@
-"""The README's commands and code run as they stand there."""
+"""The commands, code and links of the README and its pages work as they stand there."""
 
 from __future__ import annotations
 
@@ -14,21 +14,35 @@ import pytest
 import forerun
 
 ROOT = Path(forerun.__file__).parents[2]
+PAGES = ["README.md", "docs/usage.md", "docs/lossless.md", "docs/benchmarks.md", "docs/LOG.md"]
 README = (ROOT / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-def test_python_blocks_run_one_after_another(capsys: pytest.CaptureFixture[str]) -> None:
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_fits_on_a_screen() -> None:
+    assert len(README.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_blocks_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, object] = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), scope)
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), scope)
     assert len(capsys.readouterr().out) > 100
 
 
-@pytest.mark.parametrize("line", [line for block in blocks("bash") for line in block.splitlines() if line])
+@pytest.mark.parametrize(
+    "line", sorted({line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line})
+)
 def test_commands_run(line: str) -> None:
     command = shlex.split(line)
     assert command[0] == "forerun"
@@ -39,9 +53,22 @@ def test_commands_run(line: str) -> None:
         text=True,
         env=environment,
         timeout=300,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
@@ -53,5 +80,13 @@ def test_examples_run(example: Path) -> None:
 
 def test_make_targets_that_the_readme_names_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^    make (\w+)", README, re.MULTILINE):
+    named = re.findall(r"^    make (\w+)", README, re.MULTILINE) + re.findall(r"`make (\w+)", README)
+    assert named[:2] == ["demo", "test"]
+    for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize(("page", "marker"), [("README.md", "bench"), ("docs/benchmarks.md", "long")])
+def test_each_table_has_its_place(page: str, marker: str) -> None:
+    text = (ROOT / page).read_text()
+    assert re.search(rf"<!-- {marker}:begin -->\n\n\|.*\|\n\n<!-- {marker}:end -->", text, re.DOTALL)

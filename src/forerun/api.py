@@ -1,4 +1,4 @@
-"""The doors for users of transformers: ``generate`` and ``custom_generate``, over engines kept beside their models."""
+"""Entry points for users of transformers: ``generate`` and ``custom_generate``. Each model keeps its engines."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from forerun.model.prompts import Prompts
 from forerun.model.requests import Place, Prepared, RowOptions, draw_seed, make_request
 
 ENGINES = 8
-"""Engines kept beside a model, at most: one for every drafter that a program is likely to compare. Each holds what its
-drafter learned, and a draft model if it has one."""
+"""The most engines kept for one model: enough for every drafter that a program is likely to compare. Each holds what
+its drafter learned, and its draft model if it has one."""
 
 
 def generate(
@@ -47,17 +47,17 @@ def generate(
     budget: int = BUDGET,
     **options: Any,
 ) -> GenerationResult:
-    """Continue prompts with ``model``: the text that ``model.generate`` gives, faster.
+    """Continue prompts with ``model``: the text of ``model.generate``, faster.
 
-    The engine, and with it what the drafter learned from earlier outputs, stays with the model from call to call; of
-    more than ``ENGINES`` drafters and settings, the one used longest ago is let go.
+    The model keeps the engine between calls, and with it what the drafter learned from earlier outputs. There is one
+    engine per drafter and settings; beyond ``ENGINES`` of them, the least recently used one is dropped.
 
     Args:
         model: a transformers decoder.
         prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
-            dicts with ``role`` and ``content``, which the tokenizer's chat template makes a text of.
+            dicts with ``role`` and ``content``; the tokenizer's chat template turns them into text.
         drafter: a name from ``forerun.drafters.recipes``, or an object.
-        settings: what a drafter given by name is built with.
+        settings: for a drafter given by name.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: see ``Engine``.
         options: as for ``Engine.generate``.
@@ -96,9 +96,10 @@ def custom_generate(
 ) -> torch.Tensor | GenerateForerunOutput:
     """For ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="trie")``.
 
-    transformers drops ``streamer=`` and ``tokenizer=`` on this way: pass ``forerun_streamer=`` instead, and for stop
-    strings a ``StopStringCriteria`` in ``stopping_criteria``. Without ``forerun_seed`` each prompt has one drawn from
-    torch's global generator; sequences returned for one prompt have consecutive seeds.
+    transformers does not pass ``streamer=`` and ``tokenizer=`` on to a custom generate. Use ``forerun_streamer=``
+    instead of the first; for stop strings, put a ``StopStringCriteria`` into ``stopping_criteria``. Without
+    ``forerun_seed``, each prompt's seed is drawn from torch's global generator. Several sequences for one prompt have
+    consecutive seeds.
 
     Returns:
         As ``model.generate``: ids ``[B, t]``, or an output object with ``sequences`` and ``stats``.
@@ -119,7 +120,7 @@ def custom_generate(
 
 
 class _Engines(OrderedDict[Any, Engine]):
-    """Engines of a model by what they were made with, the one used last at the end; a copy of the model has none."""
+    """A model's engines by what they were made with, most recently used last. A copy of the model has none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class _Engines(OrderedDict[Any, Engine]):
 
     @in_turn
     def get_or_make(self, key: Any, make: Callable[[], Engine]) -> Engine:
-        """The engine of this key; of more than ``ENGINES`` the one used longest ago is let go."""
+        """The engine of this key; beyond ``ENGINES`` of them, the least recently used one is dropped."""
         if key not in self:
             self[key] = make()
         self.move_to_end(key)
@@ -140,7 +141,7 @@ class _Engines(OrderedDict[Any, Engine]):
 
 
 def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int, settings: Settings | None = None) -> Engine:
-    """The engine kept beside a model for this drafter, made at its first use; it goes when the model does."""
+    """The model's engine for this drafter, made at first use. It lives as long as the model."""
     engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())
     key = (drafter, settings, budget, model.dtype, model.device)
     return engines.get_or_make(key, lambda: Engine(model, drafter, settings=settings, budget=budget))
@@ -149,7 +150,7 @@ def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int, setti
 def _rows(
     model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, prepared: Prepared, options: RowOptions
 ) -> list[Request]:
-    """One request per row; logits processors see the padding, as in transformers, and the model does not."""
+    """One request per row. As in transformers, logits processors see the padding; the model does not."""
     returned = prepared.config.num_return_sequences or 1
     requests, seed = [], 0
     for row, (ids, keep) in enumerate(zip(input_ids.tolist(), mask.tolist(), strict=True)):

@@ -1,1 +1,1 @@
-"""Whether drafts changed a text, and if so why."""
+"""Checks whether drafts changed a text, and why."""

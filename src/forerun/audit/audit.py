@@ -1,9 +1,9 @@
-"""The promise, checked on a user's own model: drafting, sampling with noise and batching change no token.
+"""Checks losslessness on a user's own model: drafting, sampling and batching change no token.
 
-Four checks for each drafter: its greedy text is that of ``transformers``' own ``generate``, and that of Forerun without
-a drafter; its sampled text is that of plain sampling for the same seed; its text in a batch is its text alone. Where
-passes are bitwise exact (``forerun.model.exactness``), any difference but one from ``transformers`` is a failure, for
-``transformers`` sums in another order. Elsewhere rounding is excused (``forerun.audit.divergence``).
+There are four checks for each drafter. Its greedy text equals that of ``transformers``' own ``generate``, and that of
+Forerun without a drafter. Its sampled text equals plain sampling's for the same seed. Its text in a batch equals its
+text alone. If passes are bitwise exact (``forerun.model.exactness``), rounding excuses only differences from
+``transformers``, which sums in another order. Otherwise rounding excuses all (``forerun.audit.divergence``).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Plan:
     """What to audit.
 
     Attributes:
-        drafters: names from ``forerun.drafters.recipes``; by default all that the settings suffice for.
-        settings: what the drafters are built with.
+        drafters: names from ``forerun.drafters.recipes``; by default all that can be built with the settings.
+        settings: of the drafters.
         max_new_tokens: per text.
-        seeds: sampled texts per prompt; 0 leaves sampling out.
-        temperature: of these.
+        seeds: sampled texts per prompt; 0 for none.
+        temperature: of the sampled texts.
         budget: see ``Engine``.
     """
 
@@ -62,13 +62,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One text against its reference.
+    """One text compared with its reference.
 
     Attributes:
         prompt: index of the prompt.
-        tokens, drafted, accepted: of the text; drafts that nobody accepted prove little.
+        tokens, drafted, accepted: counts of the text. If few drafts were accepted, the comparison proves little.
         divergence: None if the texts are equal.
-        strict: whether rounding is no excuse.
+        strict: if true, rounding is no excuse.
     """
 
     check: Check
@@ -83,13 +83,13 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether the text differs by more than is excused."""
+        """Whether the text differs by more than rounding excuses."""
         return self.divergence is not None and (self.strict or not self.divergence.rounding)
 
 
 @dataclass(frozen=True)
 class Report:
-    """All comparisons of an audit, and what passes promise (``Engine.exactness``)."""
+    """All comparisons of an audit, and how exact passes are (``Engine.exactness``)."""
 
     dtype: str
     comparisons: Sequence[Comparison]
@@ -97,12 +97,12 @@ class Report:
 
     @property
     def divergences(self) -> list[Comparison]:
-        """Those whose texts differ, rounding included."""
+        """Comparisons whose texts differ, whatever the reason."""
         return [comparison for comparison in self.comparisons if comparison.divergence is not None]
 
     @property
     def failures(self) -> list[Comparison]:
-        """Those whose texts differ by more than is excused."""
+        """Comparisons whose texts differ by more than rounding excuses."""
         return [comparison for comparison in self.comparisons if comparison.failed]
 
 
@@ -118,7 +118,7 @@ def audit(
         model: a supported decoder.
         prompts: token ids of each.
         plan: what to compare.
-        progress: called with runs done, runs to do, and what is being done.
+        progress: called with runs done, runs to do, and a description of the current run.
 
     Raises:
         ValueError: if there is no prompt, or one is too long for the model.
@@ -143,7 +143,7 @@ def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:
 
 
 class _Bench:
-    """Runs drafters against references, which it makes once and keeps."""
+    """Compares drafters with references, which it makes once and keeps."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Tokens], plan: Plan) -> None:
         self.model = model
@@ -153,7 +153,7 @@ class _Bench:
         self.exactness = self._plain.exactly
         self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
-        # fixed costs, not measured ones: an audit repeats exactly
+        # fixed costs instead of measured ones, so that an audit repeats exactly
         self._engines = {
             name: Engine(model, name, settings=plan.settings, budget=plan.budget, planner=Planner())
             for name in plan.drafters
@@ -180,8 +180,8 @@ class _Bench:
     def _generate(
         self, drafter: str, seed: int | None, rows: Sequence[int], expected: Sequence[Sequence[Tokens]]
     ) -> tuple[Sequence[Request], dict[tuple[int, int], torch.Tensor]]:
-        """Finished requests, and the logits at which they left each of the expected texts, by their ids."""
-        engine = self._engines[drafter]  # one for all texts: what it learns from one is drafted in the next
+        """Finished requests, and by their ids the logits at which they differed from each expected text."""
+        engine = self._engines[drafter]  # one engine for all texts, so that it drafts from earlier ones
         watch = _Watch(engine.drafter, expected)
         engine.drafter = watch
         try:
@@ -191,7 +191,7 @@ class _Bench:
         return requests, watch.seen
 
     def _expected(self, check: Check, drafter: str, row: int, seed: int | None) -> Tokens:
-        """What a text is compared with."""
+        """The reference of a text."""
         if check == "batch":
             return self._alone[drafter, seed, row]
         key = (check, row, seed)
@@ -215,7 +215,7 @@ class _Bench:
 
 
 class _Watch(OuterDrafter):
-    """A drafter as it is, and the logits of the first token at which a row leaves each of its expected texts."""
+    """Wraps a drafter and keeps the logits of the first token at which a row differs from each expected text."""
 
     def __init__(self, inner: Drafter, expected: Sequence[Sequence[Tokens]]) -> None:
         super().__init__(inner)

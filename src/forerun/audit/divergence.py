@@ -1,17 +1,17 @@
-"""Where two texts part, and whether rounding explains it.
+"""Where two texts diverge, and whether rounding explains it.
 
-The scores that the diverging step saw are compared with those of the model's own forward pass over the same tokens:
+The scores of the diverging step are compared with those of the model's own forward pass over the same tokens:
 
-- ``error`` is how far the step's logits are off, relative (norms over the vocabulary, as in ``forerun.model.gate``):
-  from the model's own, and in types of 16 bits, where those are rounded as much, from the model's in float32;
-- ``margin`` is the gap between the two tokens in the model's own processed scores, noise included when sampled;
-- ``allowance`` is four times the larger of the largest difference between the two sets of scores and one unit of
-  rounding at their magnitude. (If a token is the best by scores that are off by d, its margin is 2d at most; the
-  reference was rounded too, hence four. Scores are processed in float32 whatever the model's dtype.)
+- ``error`` is the relative error of the step's logits (norms over the vocabulary, as in ``forerun.model.gate``). The
+  reference is the model's own logits; in 16-bit types these are rounded as much, so it is the model's in float32.
+- ``margin`` is the gap between the two tokens in the model's own processed scores, including noise if sampled.
+- ``allowance`` is four times d, the largest difference between the two sets of scores, or one unit of rounding at their
+  magnitude if that is larger. (A token that is best by scores with an error of d has a margin of at most 2d. The
+  reference is rounded as well, hence four. Scores are processed in float32 whatever the model's dtype.)
 
-A divergence is rounding if its margin is within the allowance and the error within the tolerance: the gate's for the
-dtype, and in types of 16 bits the error of the model's own logits on top. A wrong verification fails the first, a wrong
-forward pass the second.
+A divergence is due to rounding if its margin is within the allowance and its error within the tolerance. The tolerance
+is the gate's for the dtype; in 16-bit types the error of the model's own logits is added. A wrong verification fails
+the first condition, a wrong forward pass the second.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forerun.model.widened import NARROW, Widened
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token, at index ``position``, at which a generated text differs; None where one text has ended."""
+    """The first difference of a generated text, at index ``position``; a token is None if its text has ended."""
 
     position: int
     expected: int | None
@@ -48,7 +48,7 @@ class Divergence:
 
 
 def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
-    """Where two texts part; None if they are equal."""
+    """Index of the first difference of two texts; None if they are equal."""
     pairs = zip(expected, got, strict=False)
     different = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if different is None and len(expected) != len(got):
@@ -60,7 +60,7 @@ def first_difference(expected: Sequence[int], got: Sequence[int]) -> int | None:
 def weigh(
     model: PreTrainedModel, request: Request, expected: Sequence[int], position: int, logits: torch.Tensor | None
 ) -> Divergence:
-    """Measure a divergence of ``request`` from ``expected``, where the step saw ``logits`` ``[V]`` (see the module)."""
+    """Measure the divergence of ``request`` from ``expected`` at a step with ``logits`` ``[V]``; see the module."""
     a = expected[position] if position < len(expected) else None
     b = int(request.generated[position]) if position < len(request.generated) else None
     tolerance = TOLERANCE[model.dtype]
@@ -79,7 +79,7 @@ def weigh(
 
 
 def _scores(request: Request, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Processed scores plus noise, float64 ``[V]``: what the next token is the best of."""
+    """Processed scores plus noise, float64 ``[V]``; the next token is their argmax."""
     sampler = request.sampler
     scores = sampler.scores(ids, logits.clone()).double()
     if sampler.method == "greedy":

@@ -1,1 +1,1 @@
-"""Measurement: what drafts are worth, and what generation takes."""
+"""Benchmarks: how good drafts are, and how fast generation is."""

@@ -1,4 +1,4 @@
-"""Texts and right answers in bfloat16 with drafts and without (the Lookahead paper's table 6)."""
+"""Texts and correct answers in bfloat16, with and without drafts (the Lookahead paper's table 6)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Exam:
-    """Questions of a kind, and their prompts as tokens."""
+    """Questions of one kind, and their prompts as tokens."""
 
     kind: str
     questions: Sequence[Question]
@@ -23,7 +23,7 @@ class Exam:
 
 
 def grade(exam: Exam, series: Sequence[Series], decode: Decode) -> list[Row]:
-    """A row for each contestant: right answers, and texts equal to those of ``transformers`` and of plain Forerun."""
+    """One row per contestant: correct answers, and texts equal to those of ``transformers`` and of plain Forerun."""
     by_name = {one.contestant: one for one in series}
     return [
         {

@@ -1,8 +1,8 @@
-"""How well the target foresees itself over a sparse cache: token by token beside the full cache, on the same text.
+"""How well the target predicts itself over a sparse cache, compared token by token with the full cache.
 
-At each position the sparse cache has seen the true text (teacher forcing), which is what plain generation gives.
-Acceptance is the share of positions at which the two agree when greedy, and above temperature 0 the mean of
-sum(min(p, q)), the chance that rejection sampling accepts (TriForce, table 1 and figures 2a, 3b, 6a, 6b).
+At each position the sparse cache has read the true text (teacher forcing), as generated plainly. The greedy acceptance
+rate is the share of positions where both agree. Above temperature 0 it is the mean of sum(min(p, q)), the chance that
+rejection sampling accepts (TriForce, table 1 and figures 2a, 3b, 6a, 6b).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forerun.model.scorer import Scorer
 
 @dataclass(frozen=True)
 class Reader:
-    """A way to read a text cheaply: a model, and what makes its cache."""
+    """A cheap way to read a text: a model and a factory for its cache."""
 
     scorer: Scorer
     make: CacheFactory
@@ -41,13 +41,13 @@ Caches = dict[str, Cache]
 
 
 class Follower:
-    """Reads a text with the target, and beside it with every reader.
+    """Reads a text with the target, and in parallel with every reader.
 
     Args:
         target: over its full cache.
-        prompt: read already.
-        readers: by name. Their own caches read the prompt here, once; those that look at the full one do so later.
-        say: told how far slow ones are.
+        prompt: already read.
+        readers: by name. Caches of their own read the prompt here, once; views of the full cache do so later.
+        say: told the progress of slow ones.
     """
 
     def __init__(self, target: Scorer, prompt: Prefilled, readers: Readers, say: Say = quietly) -> None:
@@ -65,18 +65,18 @@ class Follower:
                 read(reader.scorer, cache, np.array(prompt.tokens[: prompt.held]), on_read=on_read)
                 self._base[name] = cache
         self.readings: dict[str, Reading] = {}
-        """What a token read through each reader's cache in the last continuation."""
+        """Bytes that a token read through each reader's cache in the last continuation."""
 
     @torch.inference_mode()
     def acceptance(
         self, new_tokens: int, temperature: float = 0.0, suffix: Sequence[int] = (), seed: int = 0
     ) -> dict[str, float]:
-        """Of each reader, over ``new_tokens`` that the target generates.
+        """Each reader's acceptance rate over ``new_tokens`` tokens that the target generates.
 
         Args:
-            new_tokens: to generate.
-            temperature: at which; 0 is greedy.
-            suffix: tokens read between the prompt and them.
+            new_tokens: tokens to generate.
+            temperature: 0 is greedy.
+            suffix: tokens read between the prompt and the generated ones.
             seed: of the samples.
         """
         full, tokens = self._prompt.cache, [*self._prompt.tokens, *suffix]
@@ -100,7 +100,7 @@ class Follower:
         return {name: float(np.mean(found)) for name, found in shares.items()}
 
     def _rewind(self, text: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Caches:
-        """The full cache and fresh ones of all readers, at the end of ``text``."""
+        """The full cache, and fresh caches of all readers, at the end of ``text``."""
         full = self._prompt.cache
         self._prompt.rewind()
         full.truncate(min(full.length, len(text) - 1))  # the last pass leaves the queries that views choose by
@@ -114,7 +114,7 @@ class Follower:
         return caches
 
     def _draft(self, block: Block, meters: Mapping[str, Meter]) -> dict[str, torch.Tensor]:
-        """Logits ``[V]`` of each reader; readers of one model share a pass."""
+        """Each reader's logits ``[V]``; readers of one model share a pass."""
         found = {}
         for scorer in {reader.scorer for reader in self._readers.values()}:
             names = [name for name, reader in self._readers.items() if reader.scorer is scorer]
@@ -131,7 +131,7 @@ class Follower:
 
 
 def overlap(target: torch.Tensor, draft: torch.Tensor, temperature: float) -> float:
-    """The chance that a draft from logits ``[V]`` is accepted under the target's; a draft may know fewer tokens."""
+    """The chance that a draft from logits ``[V]`` is accepted by the target; a draft may have a smaller vocabulary."""
     if temperature == 0:
         return float(target.argmax() == draft.argmax())
     p, q = ((logits.double() / temperature).softmax(-1) for logits in (target, draft))
@@ -153,8 +153,8 @@ def on_prose(
     new_tokens: int,
     say: Say = quietly,
 ) -> Iterator[list[Row]]:
-    """After each prompt a row for each reader and temperature: acceptance over the prompts so far, and the divergence,
-    which is the rest; and what a token read."""
+    """After each prompt, one row per reader and temperature: the acceptance rate over the prompts so far, the
+    divergence (1 - acceptance), and the bytes that a token read."""
     found: dict[tuple[str, float], list[float]] = {}
     for place, prompt in enumerate(prompts, 1):
         follower = Follower(target, prompt, readers, say)
@@ -178,7 +178,7 @@ def on_prose(
 
 
 def on_needles(target: Scorer, text: Prefilled, haystack: Haystack, readers: Readers, say: Say = quietly) -> list[Row]:
-    """A row for each reader: acceptance over as many tokens as the answers have, when greedy."""
+    """One row per reader: the greedy acceptance rate over the answers' tokens."""
     follower = Follower(target, text, readers, say)
     found: dict[str, list[float]] = {}
     lengths = [len(question.answer) for question in haystack.questions]

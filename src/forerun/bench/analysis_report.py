@@ -38,7 +38,7 @@ def report_acceptance(report: Report, rows: Sequence[Row]) -> None:
 
 
 def bytes_table(rows: Sequence[Row]) -> str:
-    """A line for each reader, by its first row: they all read as much, or nearly."""
+    """One line per reader, from its first row; its other rows read nearly the same number of bytes."""
     first = {row["reader"]: row for row in reversed(rows)}
     return listing(
         [
@@ -99,7 +99,7 @@ def report_recovery(report: Report, top: Sequence[Row], local: Sequence[Row], co
 
 
 def by_layer(rows: Sequence[Row]) -> list[Row]:
-    """What the top k draw, averaged over a layer's heads."""
+    """The attention that the top k keys get, averaged over a layer's heads."""
     groups: dict[tuple[int, int], list[float]] = {}
     for row in rows:
         groups.setdefault((row["layer"], row["k"]), []).append(row["recovered"])
@@ -107,7 +107,7 @@ def by_layer(rows: Sequence[Row]) -> list[Row]:
 
 
 def with_heads(line: Line, rows: Sequence[Row]) -> Line:
-    """A layer's line with the least and the most of its heads."""
+    """A layer's line with the smallest and largest value of its heads as spread."""
     heads = [
         [row["recovered"] for row in rows if f"layer {row['layer']}" == line.name and row["k"] == k] for k in line.xs
     ]
@@ -115,7 +115,7 @@ def with_heads(line: Line, rows: Sequence[Row]) -> Line:
 
 
 def thinned(rows: Sequence[Row]) -> list[Row]:
-    """Eight or nine places of the text, evenly apart."""
+    """Eight or nine evenly spaced places of the text."""
     step = max(1, max(row["token"] for row in rows) // 8)
     return [row for row in rows if row["token"] % step == 0]
 

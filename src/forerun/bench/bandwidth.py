@@ -1,19 +1,19 @@
-"""How fast this machine reads memory: the yardstick of a pass, which must read every weight once."""
+"""How fast this machine reads memory. A pass must read every weight once, so this bounds its speed."""
 
 from __future__ import annotations
 
 import torch
 
 BUFFER = 1 << 30
-"""Bytes of the buffer: many times what the caches of a processor hold."""
+"""Bytes of the buffer: many times a processor's caches."""
 
 
 class Reader:
-    """A buffer that all of torch's threads add up, and nothing else.
+    """Sums a buffer with all of torch's threads.
 
     Args:
-        device: where the buffer lies.
-        size: its bytes; rounded down to whole integers of 64 bits, whose sum costs the least arithmetic.
+        device: of the buffer.
+        size: bytes of the buffer, rounded down to whole 64-bit integers, whose sum takes the least arithmetic.
     """
 
     def __init__(self, device: torch.device, size: int = BUFFER) -> None:
@@ -25,12 +25,12 @@ class Reader:
         return self._buffer.nbytes
 
     def __call__(self) -> None:
-        """Read the buffer, and wait until it is read."""
+        """Read the buffer, and wait until that is done."""
         self._buffer.sum().item()
 
 
 def weight_bytes(model: torch.nn.Module) -> int:
-    """Bytes of weights that a pass over one token reads: all but an input embedding that only looks rows up."""
+    """Bytes of weights that a pass over one token reads: all, except an input embedding used only for look-ups."""
     found = {weight.data_ptr(): weight.nbytes for weight in model.parameters()}
     inputs, outputs = (_weight(model, name) for name in ("get_input_embeddings", "get_output_embeddings"))
     if inputs is not None and (outputs is None or outputs.data_ptr() != inputs.data_ptr()):

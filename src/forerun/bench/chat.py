@@ -1,4 +1,4 @@
-"""Prompts as a model was trained to read them: through its chat template where it has one."""
+"""Prompts in the form that a model was trained on: through its chat template, if it has one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Prompt = str | Messages
 class Encoder:
     """From prompts to token ids.
 
-    A text becomes one user message where the tokenizer has a chat template. The template writes all special tokens
-    itself; elsewhere the tokenizer adds its own, unless the text begins with them already.
+    If the tokenizer has a chat template, a text becomes one user message, and the template writes all special tokens.
+    Otherwise the tokenizer adds its own, unless the text already begins with them.
 
     Args:
         tokenizer: of the model.
@@ -30,7 +30,7 @@ class Encoder:
         """The token ids.
 
         Raises:
-            ValueError: for messages where no template is used or that it refuses, and for a prompt of no tokens.
+            ValueError: for messages without a template or refused by it, and for a prompt of no tokens.
         """
         if self.chats:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
@@ -45,7 +45,7 @@ class Encoder:
         return ids
 
     def count(self, text: str) -> int:
-        """Tokens of a text alone."""
+        """Number of tokens of a text, without template and special tokens."""
         return len(self._ids(text, special=False))
 
     def _ids(self, text: str, *, special: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a drafter takes for each step: its proposals and its updates by the clock."""
+"""Times a drafter's proposals and updates, step by step."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Times:
 
 
 class Clocked(OuterDrafter):
-    """Passes everything on and takes the time.
+    """Passes every call on to a drafter and measures its time.
 
     Args:
         inner: the drafter.
-        times: takes what is measured; several drafters may share it.
+        times: collects the measurements; several drafters may share it.
     """
 
     def __init__(self, inner: Drafter, times: Times) -> None:

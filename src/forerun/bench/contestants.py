@@ -1,6 +1,6 @@
 """Forerun and ``transformers`` as contestants over one target.
 
-A drafter is *cold* when it knows the prompt alone, and *warm* when it has drafted the answers to other prompts of the
+A drafter is *cold* if it knows only the prompt. It is *warm* if it has drafted the answers to other prompts of the
 task, as in a server that has run for a while.
 """
 
@@ -27,21 +27,21 @@ from forerun.drafters.recipes import build_drafter
 
 PADDED = "transformers padded"
 LOOKUP_TOKENS = 10
-"""Drafts of transformers' prompt lookup, as its documentation has it."""
+"""Draft length of transformers' prompt lookup, as in its documentation."""
 
 Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
-"""From rows and a number of tokens to texts, and how many passes they took."""
+"""From rows and a number of new tokens to texts and the number of passes."""
 
 
 class WrongDrafter(Drafter):
-    """Drafts what hardly ever comes, and claims that it will: what drafting costs where it does not help."""
+    """Drafts tokens that hardly ever come, and rates them as likely: measures the cost of useless drafts."""
 
     def begin(self, request: Request) -> None:
-        """Find a token that the prompt does not hold."""
+        """Find a token that the prompt does not contain."""
         self._absent = int(np.setdiff1d(np.arange(len(request) + 1), request.prompt)[0])
 
     def propose(self, request: Request, budget: int) -> DraftTree:
-        """A chain of that token, each said to be likely."""
+        """A chain of that token, each rated as likely."""
         length = max(0, min(budget, request.max_draft_depth))
         claimed = np.full(length, 0.9).cumprod()
         return DraftTree(np.full(length, self._absent), np.arange(-1, length - 1), probability=claimed)
@@ -52,9 +52,9 @@ class Bench:
 
     Args:
         model: the target, in the dtype to measure in.
-        drafters: names from ``forerun.drafters.recipes``, each run cold; those that remember run warm as well.
+        drafters: names from ``forerun.drafters.recipes``; each runs cold, and those with a memory also warm.
         draft: a small model with the same tokenizer for transformers' assisted generation, or None.
-        tokenizer: of both, or None; drafters learn the spelling of words from it.
+        tokenizer: of the models, or None; drafters take the spelling of words from it.
         others: further contestants, by name.
     """
 
@@ -94,7 +94,7 @@ class Bench:
         """Measure prompts in batches: padded by transformers, ragged by Forerun.
 
         Args:
-            prompts: those behind the last whole batch are not measured.
+            prompts: those after the last whole batch are not measured.
             size: of the batches.
             max_new_tokens: of each row.
             rounds: turns of each contestant.
@@ -158,7 +158,7 @@ def in_batches(prompts: Sequence[Tokens], size: int) -> list[Rows]:
 
 
 def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask ``[B, t]`` with padding on the left, as ``model.generate`` takes them."""
+    """Ids and mask ``[B, t]``, padded on the left, for ``model.generate``."""
     width = max(map(len, rows))
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
@@ -172,7 +172,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 
 def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
-    """A row without the padding behind its end token."""
+    """A row without the padding after its end token."""
     ends = end_tokens(model)
     at = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
     return [int(token) for token in row[: at + 1]]

@@ -1,4 +1,4 @@
-"""Texts to continue, for models that were not taught to chat: seeded tasks of every kind, and the bundled model's."""
+"""Texts to continue, for models without chat training: seeded tasks, among them the bundled models' own kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun.reference.tasks import Material
 
 SEED = "bench"
 KINDS = {"copy": "quote", "json": "table", "rag": "rag", "code": "code", "maths": "maths", "prose": "prose"}
-"""Task by its name in the tables, and in ``forerun.reference.tasks``."""
+"""Each task's name in the tables, and in ``forerun.reference.tasks``."""
 NEEDED = {"maths": "--maths", "prose": "--books", "code": "Python's own sources"}
 
 

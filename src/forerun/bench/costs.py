@@ -1,8 +1,8 @@
-"""What passes cost at a length of context, and the speed-up that these costs and an acceptance allow.
+"""The cost of passes at a context length, and the largest speed-up for these costs and an acceptance rate.
 
-A chain of n drafts, each accepted with probability a where the one before it was, gives 1 + a + ... + a^n tokens a step
-(Leviathan et al., 2023, equation 1). In TriForce the middle level makes these n tokens with the small model's help;
-what that costs is computed exactly, the shorter last round included.
+If each of n chained drafts is accepted with probability a, given that the one before was, a step gives 1 + a + ... +
+a^n tokens (Leviathan et al., 2023, equation 1). In TriForce the middle level makes these n tokens with the small
+model's help. The cost of that is computed exactly, including the shorter last round.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from forerun.model.scorer import Scorer
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a pass, by the tokens in it.
+    """Seconds of a pass by its number of tokens.
 
     Attributes:
-        full: of the target over all it has read.
-        middle: of the target over its sparse cache.
-        small: of the small model, one token; None without one.
+        full: the target over its full cache.
+        middle: the target over its sparse cache.
+        small: the small model, one token; None without one.
     """
 
     full: Mapping[int, float]
@@ -56,12 +56,12 @@ def _at(costs: Mapping[int, float], tokens: int) -> float:
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Tokens of a step that verifies a chain: its accepted drafts and one more."""
+    """Expected tokens of a step that verifies a chain: accepted drafts plus one."""
     return sum(acceptance**i for i in range(drafts + 1))
 
 
 def drafting_seconds(costs: Costs, drafts: int, gamma1: int, inner_acceptance: float) -> float:
-    """Seconds in which the middle level makes ``drafts`` tokens; alone where there is no small model."""
+    """Seconds for the middle level to make ``drafts`` tokens, with the small model's help if there is one."""
     if costs.small is None:
         return drafts * costs.middle_at(1)
     rounds = gamma1 * costs.small
@@ -79,7 +79,7 @@ def drafting_seconds(costs: Costs, drafts: int, gamma1: int, inner_acceptance: f
 
 
 def speed_up_limit(costs: Costs, acceptance: float, inner_acceptance: float, gamma1: int, gamma2: int) -> float:
-    """The best speed-up over plain autoregression with up to ``gamma2`` drafts a step."""
+    """The best speed-up over plain autoregression with up to ``gamma2`` drafts per step."""
     plain = costs.full_at(1)
     return max(
         expected_tokens(acceptance, drafts)
@@ -91,7 +91,7 @@ def speed_up_limit(costs: Costs, acceptance: float, inner_acceptance: float, gam
 
 @torch.inference_mode()
 def measure(target: Scorer, prompt: Prefilled, settings: Settings, repeats: int = 5) -> Costs:
-    """Median seconds of the passes that TriForce takes after a prompt; nothing of them stays in its cache."""
+    """Median seconds of TriForce's passes after a prompt; the prompt's cache stays unchanged."""
     prompt.rewind()
     token = prompt.tokens[-1]
     full = {n: _time(target, prompt.cache, token, n, repeats) for n in _sizes(settings.gamma2)}
@@ -117,7 +117,7 @@ def _time(scorer: Scorer, cache: Cache, token: int, tokens: int, repeats: int) -
 
     def score() -> None:
         logits = scorer.score([Block(pending, tree, cache.length)], [cache])
-        float(logits[0][-1, -1])  # until it is there
+        float(logits[0][-1, -1])  # waits for the result
 
     return _median_time(score, repeats)
 

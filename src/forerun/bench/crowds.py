@@ -1,4 +1,4 @@
-"""What a pass takes by rows, drafted tokens and context (the Lookahead paper's figures 1 and 6)."""
+"""Time of a pass by rows, drafted tokens and context (the Lookahead paper's figures 1 and 6)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SEED = 0
 def pass_rows(
     engine: Engine, rows: Sequence[int], drafts: Sequence[int], contexts: Sequence[int], rounds: int
 ) -> list[Row]:
-    """Milliseconds of a pass, measured in shuffled turns, medians; each row feeds one token and a chain of drafts.
+    """Median milliseconds of a pass, measured in shuffled order; each row has one token and a chain of drafts.
 
     Args:
         engine: of the target.
-        rows: sizes of batches, each.
-        drafts: tokens of each row's chain; none are measured as well.
+        rows: batch sizes to measure.
+        drafts: lengths of each row's chain to measure, besides 0.
         contexts: tokens in each row's cache.
-        rounds: times each is measured, after one to warm up.
+        rounds: measurements of each case, after one warm-up.
     """
     found: list[Row] = []
     for context in contexts:
@@ -40,7 +40,7 @@ def pass_rows(
         seconds: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
         order = Random(SEED)
         for _ in range(rounds + 1):
-            for size, count in order.sample(kinds, len(kinds)):  # a large pass leaves the next one cold memory
+            for size, count in order.sample(kinds, len(kinds)):  # after a large pass the next one finds cold memory
                 tokens = text[context : context + count + 1]
                 block = Block(tokens[:1], DraftTree.chain(tokens[1:]), context)
                 begin = time.perf_counter()

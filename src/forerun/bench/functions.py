@@ -1,4 +1,4 @@
-"""Python functions to edit: whole ones of the standard library, without any type hint."""
+"""Python functions to edit: whole functions of the standard library without type hints."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from random import Random
 from forerun.bench.passages import sources
 
 LINES = range(8, 41)
-"""Of a function."""
+"""Allowed number of lines of a function."""
 A_FILE = 2
-"""Functions of one file, at most."""
+"""The most functions from one file."""
 
 
 def functions(seed: str, count: int) -> list[str]:
-    """So many functions, the same for a seed and a version of Python."""
+    """``count`` functions; the same ones for the same seed and version of Python."""
     return list(islice(_all(seed), count))
 
 
@@ -31,7 +31,7 @@ def _all(seed: str) -> Iterator[str]:
 
 
 def _fits(node: ast.FunctionDef) -> bool:
-    """Of a fair length, with arguments to annotate and none that is annotated."""
+    """Whether a function has an allowed length, and arguments, none of them annotated."""
     given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
     own = [argument for argument in given if argument.arg not in ("self", "cls")]
     hinted = node.returns is not None or any(argument.annotation is not None for argument in given)

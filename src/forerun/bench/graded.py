@@ -1,4 +1,4 @@
-"""Questions whose answers a program can check: quotes, tables as JSON, and word problems by their last number."""
+"""Questions whose answers a program can check: quotes, tables as JSON, and word problems (by their last number)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from forerun.reference.tasks import Material, Task
 
 SEED = "graded"
 PATIENCE = 50
-"""Draws for each question that is wanted, before there are no more."""
+"""Draws per wanted question before giving up."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what tells whether a text answers it rightly."""
+    """A prompt, and a check whether a text answers it correctly."""
 
     prompt: str
     right: Callable[[str], bool]
 
 
 def questions(kind: str, count: int, material: Material, fits: Callable[[str], bool]) -> list[Question]:
-    """So many different questions, or as many as there are.
+    """``count`` different questions, or as many as there are.
 
     Args:
         kind: of ``KINDS``.
-        count: how many.
-        material: what they are drawn from.
+        count: number of questions.
+        material: their source.
         fits: whether an answer is short enough.
 
     Raises:
-        LackingError: for word problems without any.
+        LackingError: if word problems are asked for and there are none.
     """
     name, grade = KINDS[kind]
     if name == "maths" and not material.maths:
@@ -70,7 +70,7 @@ def first_json(text: str) -> Any:
 
 
 def _quotes(task: Task) -> Callable[[str], bool]:
-    """All that is to be quoted stands there, word for word."""
+    """A check that everything to be quoted is in the text, word for word."""
     return lambda text: all(source in text for source in task.sources)
 
 
@@ -90,9 +90,9 @@ KINDS: dict[str, tuple[str, Callable[[Task], Callable[[str], bool]]]] = {
     "rag": ("rag", _quotes),
     "maths": ("maths", _reckons),
 }
-"""Kind by its name in the tables: its name in ``forerun.reference.tasks``, and how it is graded."""
+"""By a kind's name in the tables: its name in ``forerun.reference.tasks``, and its check."""
 
 
 def share_right(found: Sequence[Question], texts: Sequence[str]) -> float:
-    """The share of texts that answer their question rightly."""
+    """The share of texts that answer their question correctly."""
     return sum(question.right(text) for question, text in zip(found, texts, strict=True)) / len(found)

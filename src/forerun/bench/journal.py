@@ -1,7 +1,7 @@
-"""Turns that were measured, kept in a file as they are done, so that a bench of hours can be ended and gone on with.
+"""Measured turns, saved to a file one by one, so that a bench that takes hours can be stopped and resumed.
 
-A turn is one round of all contestants over the same rows. It is kept whole or not at all: its contestants are compared
-with each other, so they must have run side by side.
+A turn is one round of all contestants over the same rows. It is saved as a whole or not at all: its contestants are
+compared with each other, so they must have run next to each other.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Turn = dict[str, dict[str, Any]]
-"""A run of each contestant, by name, as plain values."""
+"""Each contestant's run as plain values, by name."""
 
 
 class Key(NamedTuple):
-    """What a turn is found by."""
+    """Identifies a turn."""
 
     task: str
     round: int
@@ -25,7 +25,7 @@ class Key(NamedTuple):
 
     @classmethod
     def of(cls, task: str, round_: int, rows: Sequence[Sequence[int]], max_new_tokens: int) -> Key:
-        """The key of a round over these rows; other rows or another number of new tokens are another turn."""
+        """The key of a round over these rows. Other rows, or another number of new tokens, give another key."""
         words = json.dumps([max_new_tokens, list(map(list, rows))]).encode()
         return cls(task, round_, hashlib.sha256(words).hexdigest()[:16])
 
@@ -34,12 +34,12 @@ class Journal:
     """The turns in a file of JSON lines.
 
     Args:
-        path: of the file; its folder is made.
+        path: the file; its folder is created.
         about: what must be equal for turns to be comparable, as plain values: the model, the machine.
-        resume: keep the turns that are in the file, if there is one; otherwise it begins anew.
+        resume: keep the turns of an existing file; otherwise start a new one.
 
     Raises:
-        ValueError: if the file that is to be gone on with is of something else, or is no journal.
+        ValueError: if the file to resume is about something else, or is no journal.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:
@@ -52,12 +52,12 @@ class Journal:
             path.write_text(json.dumps({"about": dict(about)}) + "\n")
 
     def find(self, key: Key, contestants: Sequence[str]) -> Turn | None:
-        """A turn, if it is there with all of these contestants."""
+        """A saved turn, if it has all of these contestants."""
         turn = self._turns.get(key, {})
         return {name: turn[name] for name in contestants} if set(contestants) <= set(turn) else None
 
     def add(self, key: Key, turn: Turn) -> None:
-        """Keep a turn that was measured; it takes the place of one with other contestants."""
+        """Save a measured turn; it replaces one with the same key and other contestants."""
         self._turns[key] = turn
         with self._path.open("a") as file:
             file.write(json.dumps({"key": key, "turn": turn}) + "\n")
@@ -65,7 +65,7 @@ class Journal:
     def _read(self, about: Mapping[str, Any]) -> None:
         text = self._path.read_text()
         lines = text[: text.rfind("\n") + 1].splitlines()
-        if not text.endswith("\n"):  # it was ended while it wrote
+        if not text.endswith("\n"):  # the process ended while writing a line
             self._path.write_text("".join(f"{line}\n" for line in lines))
         try:
             before = json.loads(lines[0])["about"]

@@ -1,8 +1,8 @@
-"""Decoding after a long prompt: every contestant continues from the same prefilled cache, interleaved with plain.
+"""Decoding after a long prompt: every contestant continues from the same prefilled cache, in turns with plain decoding.
 
-A prompt of 100,000 tokens takes minutes to read and seconds to continue. So it is read once; before each run the cache
-is cut back to the prompt, and what the run before left behind is gone. Contestants start anew each time, take turns
-within a round, and the order rotates from round to round.
+A prompt of 100,000 tokens takes minutes to read and seconds to continue. So it is read once, and before each run the
+cache is cut back to the prompt. Contestants start fresh each time and take turns within a round. The order rotates from
+round to round.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from forerun.drafters.recipes import build_drafter
 from forerun.model.level import read
 
 PLAIN = "none"
-"""The contestant that all others are compared with: plain autoregression."""
+"""The baseline: plain autoregression."""
 
 Tokens = list[int]
 RequestMaker = Callable[[Engine, Tokens, str], Request]
-"""A fresh request, from the engine, the prompt and the contestant's name."""
+"""Makes a fresh request from the engine, the prompt and the contestant's name."""
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prompt that was read.
+    """A prompt that has been read.
 
     Attributes:
         tokens: the prompt.
-        cache: holds its first tokens, with others behind them.
-        keep: how many of the prompt's tokens are taken from the cache; all but the last one if it is None.
-        read: how many tokens had been read after how many seconds, rising; empty if none were really read.
-        queries: of the last pass of reading, by layer; where they are known, a sparse cache chooses by them before the
-            first token, as it does behind a prompt that the engine reads.
+        cache: holds the prompt's first tokens, and perhaps others after them.
+        keep: how many of the prompt's tokens are taken from the cache; None for all but the last.
+        read: pairs of tokens read and seconds passed, ascending; empty if nothing was really read.
+        queries: of the last reading pass, by layer. If they are known, a sparse cache chooses by them before the first
+            token, as it does after a prompt that the engine reads.
     """
 
     tokens: Tokens
@@ -53,22 +53,22 @@ class Prefilled:
     queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def cut(self, length: int) -> Prefilled:
-        """The first ``length`` tokens of it, in the same cache."""
+        """Its first ``length`` tokens, in the same cache."""
         return Prefilled(self.tokens[:length], self.cache, self.read)
 
     def rewind(self) -> None:
-        """Forget all that follows in the cache."""
+        """Cut the cache back to the prompt."""
         self.cache.truncate(self.held)
         self.cache.queries = dict(self.queries)
 
     @property
     def held(self) -> int:
-        """Tokens of the prompt that are taken from the cache."""
+        """How many of the prompt's tokens are taken from the cache."""
         return len(self.tokens) - 1 if self.keep is None else self.keep
 
     @property
     def seconds(self) -> float | None:
-        """How long reading took; None if it was not really read."""
+        """Time of reading; None if the prompt was not really read."""
         if not self.read:
             return None
         done, seconds = zip((0, 0.0), *self.read, strict=True)
@@ -76,7 +76,7 @@ class Prefilled:
 
 
 def prefill(engine: Engine, tokens: Tokens, room: int, say: Say = quietly) -> Prefilled:
-    """Read a prompt, with room for ``room`` tokens behind it, and keep its last queries."""
+    """Read a prompt, with room for ``room`` tokens after it, and keep its last queries."""
     engine.target.keeps_queries = True
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
@@ -91,7 +91,7 @@ def prefill(engine: Engine, tokens: Tokens, room: int, say: Say = quietly) -> Pr
 
 
 def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
-    """The first ``length`` tokens of a prompt; the last of them are read once more, for their queries."""
+    """The first ``length`` tokens of a prompt; the last of them are read again, for their queries."""
     if length == len(prompt.tokens):
         return prompt
     cut = prompt.cut(length)
@@ -105,9 +105,9 @@ class Run:
     """One continuation of a row or a batch of rows.
 
     Attributes:
-        texts: what was generated, for each row.
-        first_seconds: to the first token, after the prefill: the last token's pass, and what the drafter reads.
-        decode_seconds: from then to the end.
+        texts: generated tokens of each row.
+        first_seconds: from the prefill to the first token: the last prompt token's pass, and the drafter's reading.
+        decode_seconds: from the first token to the end.
         decoded: tokens of all rows after the first step.
         stats: of each row.
     """
@@ -138,11 +138,11 @@ class Series:
         return 1 / median(self._seconds_per_token())
 
     def speed_ups(self, plain: Series) -> list[float]:
-        """Over plain autoregression, of each round; that of the medians lies between the least and the most of them."""
+        """Speed-up over plain autoregression in each round. The medians' speed-up is within their range."""
         return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
 
     def _seconds_per_token(self) -> list[float]:
-        """Of each round, over all prompts, each of which counts by the tokens that its first run decoded."""
+        """Seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
         weights = [rounds[0].decoded for rounds in self.runs]
         return [
             sum(weight / run.tokens_per_second for weight, run in zip(weights, turn, strict=True)) / sum(weights)
@@ -151,12 +151,12 @@ class Series:
 
     @property
     def first_seconds(self) -> float | None:
-        """To the first token, prefill included; the mean over prompts, None where there was no prefill."""
+        """Seconds to the first token, prefill included: the mean over prompts; None without a prefill."""
         return self._mean(lambda run: run.first_seconds)
 
     @property
     def total_seconds(self) -> float | None:
-        """From prompt to last token; as ``first_seconds``."""
+        """Seconds from prompt to last token; as ``first_seconds``."""
         return self._mean(lambda run: run.first_seconds + run.decode_seconds)
 
     def _mean(self, seconds: Callable[[Run], float]) -> float | None:
@@ -168,7 +168,7 @@ class Series:
 
 
 def combine(parts: Sequence[Sequence[Series]]) -> list[Series]:
-    """Series of the same contestants over different prompts, as if they had been measured together."""
+    """Join series of the same contestants over different prompts."""
     return [
         Series(
             same[0].contestant,
@@ -183,9 +183,9 @@ class LongBench:
     """Continues prefilled prompts with drafters by name.
 
     Args:
-        engine: its target decides what is generated; its drafter is replaced.
+        engine: has the target; its drafter is replaced.
         rounds: runs of each contestant for each prompt.
-        say: told of each run as it ends.
+        say: told each run's result when it ends.
     """
 
     def __init__(self, engine: Engine, rounds: int, say: Say = quietly) -> None:
@@ -204,9 +204,9 @@ class LongBench:
         """Measure plain autoregression and the contestants.
 
         Args:
-            prompts: each a row or a batch of rows.
+            prompts: each is a row or a batch of rows.
             contestants: names from ``forerun.drafters.recipes``.
-            settings: what they are built with.
+            settings: of the drafters.
             make: makes the requests.
         """
         names = [PLAIN, *(name for name in contestants if name != PLAIN)]
@@ -227,7 +227,7 @@ class LongBench:
         return list(found.values())
 
     def _warm_up(self, rows: Sequence[Prefilled], name: str, settings: Settings, make: RequestMaker) -> None:
-        """Run each contestant once untimed: what is compiled or allocated at the first use is not decoding."""
+        """Run each contestant once untimed, so that compiling and allocating do not count as decoding."""
         if name not in self._warm:
             self._warm.add(name)
             self._say(f"  {name}: once untimed")
@@ -265,14 +265,14 @@ def sampled(temperature: float, new_tokens: int, seed: int = 0) -> RequestMaker:
 
 
 def described(run: Run) -> str:
-    """A run in a few words."""
+    """A one-line summary of a run."""
     accepted = acceptance(run.stats)
     share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
     return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
 
 
 def acceptance(stats: Sequence[Stats]) -> float | None:
-    """Accepted drafts by drafts put to the test: what follows a rejected one was not. None without drafts."""
+    """Accepted drafts by tested drafts (drafts after a rejected one are not tested). None without drafts."""
     accepted = sum(sum(one.accepted) for one in stats)
     tested = accepted + sum(a < d for one in stats for a, d in zip(one.accepted, one.drafted, strict=True))
     return accepted / tested if tested else None

@@ -1,4 +1,4 @@
-"""What runs after long prompts come to: a row of plain values for each contestant, for tables, plots and JSON."""
+"""Summaries of runs after long prompts: one row of plain values per contestant, for tables, plots and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = dict[str, Any]
 
 
 def summarise(series: Sequence[Series], more: Mapping[str, Row] | None = None, **labels: Any) -> list[Row]:
-    """A row for each contestant; ``labels`` go into every row, and ``more`` into that of the contestant."""
+    """One row per contestant; ``labels`` are added to every row, ``more`` to the named contestants' rows."""
     plain = next(one for one in series if one.contestant == PLAIN)
     return [labels | _row(one, plain) | (more or {}).get(one.contestant, {}) for one in series]
 
@@ -41,7 +41,7 @@ def _row(one: Series, plain: Series) -> Row:
 
 
 def _seconds_per_token(one: Series) -> float:
-    """Of one row: rows of a batch get their tokens at the same time."""
+    """Seconds per token of one row; rows of a batch get their tokens at the same time."""
     rows = len(one.runs[0][0].texts)
     return rows / one.tokens_per_second
 
@@ -57,13 +57,13 @@ def _pairs(one: Series, plain: Series) -> list[tuple[list[int], list[int]]]:
 
 
 def _same(one: Series, plain: Series) -> float:
-    """Share of texts that equal plain's."""
+    """Share of texts that are equal to plain's."""
     pairs = _pairs(one, plain)
     return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
 
 
 def _first_difference(one: Series, plain: Series) -> int | None:
-    """The earliest token at which a text leaves plain's."""
+    """Index of the earliest token at which a text differs from plain's."""
     found = [
         next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
         for mine, theirs in _pairs(one, plain)

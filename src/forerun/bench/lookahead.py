@@ -1,4 +1,4 @@
-"""The Lookahead paper's tables 2 to 6 and 12 and its figures 1 and 4 to 7, measured here: what each part runs."""
+"""Measures the Lookahead paper's tables 2 to 6 and 12 and its figures 1 and 4 to 7: what each part runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forerun.bench.variants import Track, transformers_greedy
 
 Row = dict[str, Any]
 LEAST_PASSES = 9
-"""Rounds of single passes, at least: they are short, and one that is held up must not count."""
+"""The least rounds of single passes: they are short, so one disturbed pass must not matter."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class Sizes:
     """What is measured.
 
     Attributes:
-        lengths: of the published forms, where they do not vary.
+        lengths: decoding and branch length of the published forms, where they do not vary.
         rounds: turns of each contestant.
-        max_new_tokens: of each text.
-        prompts: of a task, but for batches.
+        max_new_tokens: per text.
+        prompts: per task, except for batches.
         decodings, branches: decoding and branch lengths to compare.
-        capacities: bytes of a trie, rising.
-        warm_counts: answers that a warm trie knows, rising.
-        batches: rows together, rising.
-        contexts: tokens in each row's cache, where passes alone are measured.
+        capacities: bytes of a trie, ascending.
+        warm_counts: answers that a warm trie knows, ascending.
+        batches: batch sizes, ascending.
+        contexts: tokens in each row's cache, where single passes are measured.
     """
 
     lengths: Lengths
@@ -56,7 +56,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Half:
-    """The target in bfloat16, and what it is asked."""
+    """The target in bfloat16, and its questions."""
 
     bench: Bench
     track: Track
@@ -71,15 +71,15 @@ class LookaheadBench:
         bench: ``transformers`` on the target.
         track: Forerun on the target.
         jobs: of all tasks.
-        focus: of the task that most parts look at, with prompts enough for the largest batch.
-        ballast: other texts, which fill a trie to its capacity.
-        half: the same target in bfloat16, made when it is needed.
+        focus: the task that most parts use, with enough prompts for the largest batch.
+        ballast: other texts that fill a trie to its capacity.
+        half: makes the same target in bfloat16, when needed.
         sizes: what is measured.
         decode: from tokens to text.
-        report: to be filled.
-        say: told what is under way.
-        save: called when the report has more of a part; what was measured is safe then.
-        part: called when the report has all of one.
+        report: is filled.
+        say: told the progress.
+        save: called when the report has new rows of a part, to save them.
+        part: called when a part is complete.
     """
 
     bench: Bench
@@ -220,11 +220,11 @@ class LookaheadBench:
             self.save()
 
     def _short(self) -> Job:
-        """The focus with as many prompts as the other tasks have."""
+        """The focus task with as many prompts as the other tasks."""
         return replace(self.focus, prompts=self.focus.prompts[: self.sizes.prompts])
 
     def _speeds(self, job: Job, found: Labelled) -> list[Row]:
-        """A row for each variant and for plain decoding, which they are compared with."""
+        """One row per variant, and one for plain decoding, the baseline."""
         contestants = self.track.contestants({PLAIN: plain()} | {name: variant for name, (_, variant) in found.items()})
         groups = [[prompt] for prompt in job.prompts]
         series = measure(contestants, job.task, groups, job.max_new_tokens, self.sizes.rounds)

@@ -208,14 +208,14 @@ def report_batches(report: Report, rows: Sequence[Row]) -> None:
 
 
 def equality(rows: Sequence[Row]) -> str:
-    """A sentence about whether drafts changed a text."""
+    """A sentence that says whether drafts changed a text."""
     if all(row["same_output"] == 1 for row in rows):
         return "Every text equals that without drafts.\n"
     return f"{_parted(rows, 'same_output')} texts differ from that without drafts.\n"
 
 
 def _equal_in_tasks(rows: Sequence[Row]) -> str:
-    """Sentences about texts of Forerun's that differ from plain decoding, and about plain decoding's own."""
+    """Sentences on how many drafted texts differ from plain decoding's, and plain decoding's from transformers'."""
     forerun = [row for row in rows if row["contestant"].startswith("forerun")]
     theirs = [row for row in rows if row["contestant"] == PLAIN]
     return (
@@ -266,7 +266,7 @@ def _plain(rows: Sequence[Row]) -> float:
 
 
 def _beside(rows: Sequence[Row], found: Sequence[Line]) -> list[Line]:
-    """The lines, and the level of plain decoding."""
+    """The lines, and one for the level of plain decoding."""
     return [*found, _level("without drafts", sorted({x for line in found for x in line.xs}), _plain(rows))]
 
 
@@ -275,7 +275,7 @@ def _level(name: str, xs: Sequence[float], y: float) -> Line:
 
 
 def _columns(rows: Sequence[Row], names: Triple, factor: float = 1) -> tuple[list[float], list[float], list[float]]:
-    """The values, and the least and most of them."""
+    """The values, with their smallest and largest."""
     middle, low, high = ([factor * row[name] for row in rows] for name in names)
     return middle, low, high
 

@@ -1,4 +1,4 @@
-"""What something was measured on: the machine, the versions and the settings, for every report."""
+"""The machine, the versions and the settings of a measurement, for every report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Row = dict[str, Any]
 PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
 PEERS = ("xllamacpp", "openvino-genai", "openvino")
 LEFT_OUT = ("json", "debug", "out")
-"""Settings that change nothing about what is measured."""
+"""Settings that do not affect measurements."""
 
 
 def machine() -> Row:
-    """What it was measured on."""
+    """This machine, as plain values."""
     import torch
 
     return {
@@ -32,7 +32,7 @@ def machine() -> Row:
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    """The versions of those that are installed."""
+    """The versions of those packages that are installed."""
     found = {}
     for package in packages:
         try:
@@ -63,7 +63,7 @@ def _processor() -> str:
 
 
 def _memory() -> float | None:
-    """Gigabytes of memory, where the system tells."""
+    """Gigabytes of memory, if the system says."""
     try:
         return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1)
     except (AttributeError, ValueError, OSError):

@@ -1,7 +1,7 @@
-"""Facts strewn into a long text, asked for one by one: what eviction alone loses, and what is lossless keeps.
+"""Needles: facts hidden in a long text, asked for one by one. Shows what eviction loses and lossless drafting keeps.
 
-The text is read once. For each question the cache is cut back to the text, and the question and its answer follow.
-A model over a sparse cache *alone* generates through that cache and nothing verifies it (TriForce, figure 1, right).
+The text is read once. For each question the cache is cut back to the text, and the question and its answer follow. A
+model over a sparse cache *alone* generates without verification (TriForce, figure 1, right).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from forerun.model.scorer import Scorer
 from forerun.reference import tasks
 
 TOKENS_A_FACT = 100
-"""Of a text in which facts are hidden, at least."""
+"""The least tokens of text per hidden fact."""
 FACT_TOKENS = 30
-"""Of a fact and its question, about."""
+"""Approximate tokens of a fact and its question."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What follows the text, and how it goes on; ``depth`` is where the fact stands, from 0 to 1."""
+    """A question after the text, and its answer; ``depth`` is the fact's place in the text, from 0 to 1."""
 
     prompt: Tokens
     answer: Tokens
@@ -55,7 +55,7 @@ class Haystack:
 
 
 def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
-    """A haystack of about ``context`` tokens with ``count`` facts strewn in.
+    """A haystack of about ``context`` tokens with ``count`` hidden facts.
 
     Raises:
         ValueError: if there is no room for so many facts.
@@ -74,20 +74,20 @@ def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
 
 
 def read_text(engine: Engine, haystack: Haystack, room: int, say: Say = quietly) -> Prefilled:
-    """The text alone, all of it read, with room for ``room`` tokens behind it."""
+    """The text without questions, read completely, with room for ``room`` tokens after it."""
     whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room, say)
     return Prefilled(haystack.text, whole.cache, whole.read, len(haystack.text))
 
 
 class Alone:
-    """The target over a sparse cache of a text, and nothing else.
+    """The target over a sparse cache of a text, without verification.
 
     Args:
         scorer: the target.
         name: a cache of ``forerun.drafters.recipes.SPARSE``.
-        settings: what it is built with.
-        full: holds the text; caches that look at it choose when the question has been read.
-        text: token ids; caches of their own read it here, once.
+        settings: of the cache.
+        full: holds the text; views of it choose chunks after the question has been read.
+        text: token ids; caches that are not views read it here, once.
     """
 
     def __init__(self, scorer: Scorer, name: str, settings: Settings, full: FullCache, text: Tokens) -> None:
@@ -103,7 +103,7 @@ class Alone:
 
     @torch.inference_mode()
     def generate(self, question: Tokens, new_tokens: int, text: Tokens) -> tuple[Tokens, float]:
-        """The tokens that follow greedily, and the seconds that each took after the first."""
+        """The greedy tokens, and the seconds per token after the first."""
         cache = self._read(np.array([*text, *question[:-1]]))
         tokens, seconds = [question[-1]], []
         for _ in range(new_tokens):
@@ -138,8 +138,8 @@ def run(
         haystack: text and questions.
         prefilled: the text.
         lossless: names from ``forerun.drafters.recipes``.
-        settings: for both kinds.
-        tokens: generated for each question; the answer is at their beginning.
+        settings: of drafters and caches.
+        tokens: tokens generated per question; they should begin with the answer.
     """
     rows = [
         Prefilled([*haystack.text, *question.prompt], prefilled.cache, prefilled.read, len(haystack.text))

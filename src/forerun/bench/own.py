@@ -1,4 +1,4 @@
-"""The user's own prompts: a file of JSON lines, checked whole before any work."""
+"""The user's own prompts: a file of JSON lines, checked completely before any work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.bench.chat import Encoder, Prompt
 from forerun.model.messages import check_messages
 
 SHOWN = 5
-"""Wrong lines that an error names."""
+"""The most wrong lines that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Line:
 def read(file: Path) -> list[Line]:
     """The prompts of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}`` lines.
 
-    Other keys are left alone, and so are blank lines.
+    Other keys and blank lines are ignored.
 
     Raises:
-        ValueError: naming every wrong line, or if there is none at all.
+        ValueError: with the wrong lines, or if the file has no prompt.
     """
     lines: list[Line] = []
     wrong: list[str] = []
@@ -50,14 +50,14 @@ def encode(file: Path, lines: Iterable[Line], encoder: Encoder, positions: int |
     """The token ids of each prompt.
 
     Args:
-        file: for errors.
-        lines: of it.
+        file: named in errors.
+        lines: of the file.
         encoder: of the model.
-        positions: that the model has, or None where there is no limit.
-        new: tokens to be generated behind each.
+        positions: the model's, or None if there is no limit.
+        new: tokens to generate after each prompt.
 
     Raises:
-        ValueError: naming every line that the chat template refuses or that is too long.
+        ValueError: with the lines that the chat template refuses or that are too long.
     """
     found: list[list[int]] = []
     wrong: list[str] = []
@@ -73,10 +73,10 @@ def encode(file: Path, lines: Iterable[Line], encoder: Encoder, positions: int |
 
 
 def check_length(tokens: int, positions: int | None, new: int) -> None:
-    """Refuse a prompt that leaves no room for what is to be generated.
+    """Refuse a prompt that leaves no room for the tokens to generate.
 
     Raises:
-        ValueError: naming the lengths.
+        ValueError: with the lengths.
     """
     if positions is not None and tokens + new > positions:
         raise ValueError(f"{tokens} tokens and {new} new ones are more than the model's {positions} positions")

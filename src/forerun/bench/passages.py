@@ -1,4 +1,4 @@
-"""Passages of 200 to 1,500 tokens: from books, or from what Python's own modules say about themselves."""
+"""Passages of 200 to 1,500 tokens, from books or from the documentation of Python's standard library."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 from random import Random
 
 SHORTEST, LONGEST = 200, 1500
-"""Tokens of a passage."""
+"""Allowed length of a passage in tokens."""
 MARGIN = 1.1
-"""By how much what is aimed at stays inside these bounds, for a passage ends with a sentence."""
+"""Factor by which the target length stays inside these bounds, because a passage ends with a whole sentence."""
 CHARS = 6
-"""Characters that give a token, at most, on average."""
+"""The most characters per token, on average."""
 MODULES = 40
-"""Modules whose documentation is read, where there are no books."""
+"""Modules whose documentation is read if there are no books."""
 SKIPPED = frozenset(["test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "encodings"])
 _END = re.compile(r"[.!?][\"”’')]*\s")
 
 
 @dataclass(frozen=True)
 class Passages:
-    """Texts, each as its paragraphs, that passages are cut from."""
+    """The source of passages: texts, each a list of paragraphs."""
 
     bodies: Sequence[Sequence[str]]
 
@@ -35,7 +35,7 @@ class Passages:
         """The ``.txt`` files of a folder, or the standard library's documentation.
 
         Raises:
-            ValueError: if the folder has none, or none that is long enough.
+            ValueError: if the folder has no such file, or none that is long enough.
         """
         bodies = list(_books(books)) if books is not None else list(_documentation(seed))
         long = [body for body in bodies if sum(map(len, body)) > 2 * CHARS * LONGEST]
@@ -61,7 +61,7 @@ class Passages:
 
 
 def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
-    """The standard library's files that are worth reading, as text and parsed, in an order that the seed decides."""
+    """The standard library's files outside ``SKIPPED`` folders, as text and parsed, in an order given by the seed."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
     Random(seed).shuffle(paths)
@@ -69,12 +69,12 @@ def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
             yield text, ast.parse(text)
-        except SyntaxError:  # templates that are no modules
+        except SyntaxError:  # templates, which are no Python modules
             continue
 
 
 def sentences(passage: str) -> list[str]:
-    """Its sentences, as they stand in it."""
+    """The sentences of a passage, unchanged."""
     ends = [0, *(match.end() for match in _END.finditer(passage)), len(passage)]
     return [part for begin, end in itertools.pairwise(ends) if (part := passage[begin:end].strip())]
 
@@ -85,7 +85,7 @@ def _books(folder: Path) -> Iterator[list[str]]:
 
 
 def _documentation(seed: str) -> Iterator[list[str]]:
-    """What modules, classes and functions say about themselves, a list for each module that says enough."""
+    """Docstrings of modules, classes and functions: one list per module with enough of them."""
     found = 0
     for _, module in sources(seed):
         body = [part for text in _docstrings(module) for part in _paragraphs(text)]
@@ -109,7 +109,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _from(body: Sequence[str], start: int, chars: int) -> str:
-    """Paragraphs from one on, until there are so many characters."""
+    """Paragraphs from ``start`` on, until they have ``chars`` characters."""
     taken: list[str] = []
     size = 0
     for part in body[start:]:
@@ -121,6 +121,6 @@ def _from(body: Sequence[str], start: int, chars: int) -> str:
 
 
 def _cut(text: str, chars: int) -> str:
-    """Up to the last end of a sentence."""
+    """The text up to the last end of a sentence within ``chars`` characters."""
     ends = [match.end() for match in _END.finditer(text[:chars])]
     return text[: ends[-1] if ends else chars].strip()

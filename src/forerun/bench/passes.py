@@ -1,8 +1,8 @@
-"""What passes of a model cost: Forerun's over 1 to 64 tokens and the model's own, beside the machine's bandwidth.
+"""The time of passes over 1 to 64 tokens, Forerun's and the model's own, compared with the machine's bandwidth.
 
-Everything is measured in turns within one process, the order rotating from round to round, so that what slows the
-machine down slows all of it. Decoding is bound by reading the weights: a pass over several tokens that reads them once
-costs little more than a pass over one, and that is what drafts live on.
+Everything is measured in turns in one process, in an order that rotates from round to round, so that disturbances of
+the machine affect all of it. Decoding is bound by reading the weights. A pass over several tokens that reads them once
+costs little more than a pass over one; that is why drafts pay.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forerun.model.stored import dtype_name
 Row = dict[str, Any]
 FORERUN, TRANSFORMERS, MEMORY = "forerun", "transformers", "memory"
 THEIR_SIZES = (1, 8)
-"""Tokens of the model's own passes."""
+"""Sizes of the model's own passes, in tokens."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Sizes:
     """What to measure.
 
     Attributes:
-        passes: tokens of passes behind the context.
+        passes: sizes of the passes after the context, in tokens.
         context: tokens in the cache.
         prompts: lengths of prompts to read; may be empty.
-        rounds: times each is measured.
-        buffer: bytes that are read to measure the bandwidth.
+        rounds: measurements of each.
+        buffer: bytes read to measure the bandwidth.
     """
 
     passes: Sequence[int]
@@ -50,7 +50,7 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Positions that the model must have."""
+        """The number of positions that the model must have."""
         return max([self.context + max([*self.passes, *THEIR_SIZES]), *self.prompts])
 
 
@@ -61,7 +61,7 @@ class Work:
     Attributes:
         who: ``forerun``, ``transformers`` or ``memory``.
         kind: ``pass``, ``prompt`` or ``read``.
-        nbytes: of memory that it must read.
+        nbytes: bytes of memory that it must read.
     """
 
     dtype: str
@@ -74,7 +74,7 @@ class Work:
     seconds: list[float] = field(default_factory=list)
 
     def once(self, clock: Callable[[], float]) -> None:
-        """Run it, timed, and take back what it left."""
+        """Run it, timed, and undo its effect on the cache."""
         begin = clock()
         self.run()
         self.seconds.append(clock() - begin)
@@ -88,12 +88,12 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
-    """A row for each kind of work.
+    """One row per kind of work.
 
     Args:
         models: one model in the dtypes to compare.
         sizes: what to measure.
-        clock: seconds.
+        clock: gives seconds.
         progress: called with rounds done and to do.
 
     Raises:
@@ -112,10 +112,10 @@ def measure(
 
 
 def check_positions(model: PreTrainedModel, sizes: Sizes) -> None:
-    """Refuse lengths that the model has no positions for.
+    """Refuse lengths for which the model has no positions.
 
     Raises:
-        ValueError: naming both.
+        ValueError: with the length and the number of positions.
     """
     limit = getattr(model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and sizes.longest > limit:
@@ -140,7 +140,7 @@ def _works(model: PreTrainedModel, sizes: Sizes) -> Iterator[Work]:
 
 
 def _our_passes(engine: Engine, text: np.ndarray, sizes: Sizes) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Forerun's scorer over a chain, as a step that verifies it has it; nothing of it stays in the cache."""
+    """Forerun's scorer over a chain, as in a verifying step; nothing of it stays in the cache."""
     cache = engine.prefill(text[: sizes.context + 1].tolist(), max(sizes.passes) + 1)
     for count in sizes.passes:
         tokens = text[sizes.context : sizes.context + count]
@@ -155,7 +155,7 @@ def _our_passes(engine: Engine, text: np.ndarray, sizes: Sizes) -> Iterator[tupl
 def _their_passes(
     model: PreTrainedModel, text: np.ndarray, context: int
 ) -> Iterator[tuple[int, Callable[[], None], Callable[[], None]]]:
-    """The model's own call behind a ``DynamicCache``; what it appends is cut off again."""
+    """The model's own call with a ``DynamicCache``; what it appends is cut off again."""
     cache = DynamicCache()
     if context:
         _call(model, text[:context], cache, logits_to_keep=1)
@@ -168,7 +168,7 @@ def _their_passes(
 
 
 def _our_reading(engine: Engine, text: np.ndarray) -> Callable[[], None]:
-    """Read all but the last token, as the engine does before it generates."""
+    """Read all tokens but the last, as the engine does before it generates."""
     tokens = text.tolist()
 
     def run() -> None:
@@ -198,7 +198,7 @@ def _wait(device: torch.device) -> None:
 
 
 def summarise(works: Sequence[Work]) -> list[Row]:
-    """Medians over all rounds but the first, which only warms up."""
+    """Medians over all rounds except the first, which is a warm-up."""
     times = [median(work.seconds[1:]) for work in works]
     ones = {(w.dtype, w.who): t for w, t in zip(works, times, strict=True) if (w.kind, w.tokens) == ("pass", 1)}
     speed = next(w.nbytes / t for w, t in zip(works, times, strict=True) if w.who == MEMORY)

@@ -1,7 +1,7 @@
-"""The most memory that something takes beyond what there was before.
+"""Peak memory of a call, beyond what was in use before it.
 
-On CUDA that is what torch allocates. Elsewhere it is the process's resident memory, whose peak Linux keeps and resets
-on request; the kernel counts it in pages and lets each thread run ahead a little, so some hundred KB are noise.
+On CUDA it is torch's allocated memory. Elsewhere it is the process's resident memory, whose peak Linux records and
+resets on request. Linux counts it in pages and with some delay per thread, so some hundred KB are noise.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from forerun.bench.speed import Contestant, Tokens
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What makes the kernel forget the peak (proc(5))."""
+"""Written to ``clear_refs``, makes the kernel reset the peak (proc(5))."""
 
 
 def why_not(device: torch.device) -> str:
-    """Why peaks cannot be measured here; empty where they can."""
+    """Why peaks cannot be measured here; empty if they can."""
     if device.type == "cuda":
         return ""
     try:
@@ -36,7 +36,7 @@ def why_not(device: torch.device) -> str:
 def peaks(
     contestants: Mapping[int, Contestant], prompt: Tokens, max_new_tokens: int, rounds: int, device: torch.device
 ) -> dict[int, list[int]]:
-    """Peaks of continuing a prompt, in turns, after one that warms up; what contestants know is not counted."""
+    """Peaks of continuing a prompt, in turns, after a warm-up; what contestants know beforehand is not counted."""
     found: dict[int, list[int]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         for name, one in contestants.items():
@@ -48,7 +48,7 @@ def peaks(
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Bytes that ``run`` takes at most beyond what is in use before it."""
+    """The most bytes that ``run`` takes beyond what is in use before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -63,7 +63,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _release() -> None:
-    """Give back what is free, so that memory that is used again counts again."""
+    """Return free memory to the system, so that it counts again when it is used again."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU library
     if trim is not None:

@@ -18,10 +18,10 @@ class Frame:
     """Title and axes.
 
     Attributes:
-        log: the x axis counts doublings.
-        reference: a horizontal line is drawn here, or none.
+        log: logarithmic x axis, base 2.
+        reference: height of a horizontal line, or None.
         share: the y axis is from 0 to 1.
-        zero: it begins at 0.
+        zero: the y axis begins at 0.
     """
 
     title: str
@@ -35,7 +35,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Line:
-    """Points of one colour; ``low`` and ``high`` are their spread, ``dashed`` marks what was computed."""
+    """Points of one colour; ``low`` and ``high`` are their spread, ``dashed`` marks computed values."""
 
     name: str
     xs: Sequence[float]
@@ -78,7 +78,7 @@ def bars(path: Path, frame: Frame, groups: Sequence[str], found: Sequence[Line])
 
 
 def points(path: Path, frame: Frame, found: Mapping[str, tuple[float, float]], filled: Sequence[str]) -> None:
-    """Points told apart by colour and listed beside the plot; those not ``filled`` are drawn as crosses."""
+    """Points in different colours with a legend beside the plot; those not ``filled`` are crosses."""
     with _figure(path, frame) as axis:
         for i, (name, (x, y)) in enumerate(found.items()):
             marker = "o" if name in filled else "X"
@@ -98,7 +98,7 @@ def by(rows: Sequence[Row], name: str, x: str, y: str) -> list[Line]:
 
 
 def with_spread(rows: Sequence[Row], name: str, x: str) -> list[Line]:
-    """Speed-ups with the slowest and fastest round."""
+    """Speed-ups with the slowest and fastest round as spread."""
     found = []
     for line in by(rows, name, x, "speed_up"):
         mine = sorted((row for row in rows if str(row[name]) == line.name), key=lambda row: row[x])
@@ -111,7 +111,7 @@ def _distance(high: Sequence[float], low: Sequence[float]) -> list[float]:
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """Those far enough from the one before, so that their labels do not touch."""
+    """The ticks that are far enough from the one before, so that labels do not overlap."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick >= kept[-1] * 1.6:

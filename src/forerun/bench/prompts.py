@@ -1,8 +1,8 @@
-"""From tasks to jobs: so many prompts of each, and others of its kind for drafters that have seen some before.
+"""From tasks to jobs: a job has prompts to measure, and other prompts of its task for warm drafters.
 
-A set of tasks is a mapping from names to what draws their prompts. Models with a chat template are asked questions
-(``forerun.bench.questions``); others continue texts (``forerun.bench.continuations``), of which the bundled models
-were trained on none.
+A set of tasks maps names to functions that draw prompts. Models with a chat template answer questions
+(``forerun.bench.questions``). Others continue texts (``forerun.bench.continuations``); the bundled models were trained
+on none of these.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from forerun.bench.own import Line, check_length
 from forerun.bench.speed import Job
 
 Draw = Callable[[int], Sequence[Prompt]]
-"""The first so many prompts of a task, the same at every call."""
+"""Gives the first n prompts of a task; the same at every call."""
 Tasks = Mapping[str, Draw]
 
 
 class LackingError(Exception):
-    """A task needs what was not given; the message says what."""
+    """A task needs an input that was not given; the message says which."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How much of each task.
+    """How much of each task is run.
 
     Attributes:
-        prompts: measured; None for all there are.
-        warm: of the same task, which warm drafters have drafted the answers to.
-        new_tokens: per prompt, at most.
+        prompts: prompts to measure; None for all.
+        warm: further prompts of the task; warm drafters have drafted their answers.
+        new_tokens: the most new tokens per prompt.
     """
 
     prompts: int | None
@@ -44,7 +44,7 @@ def check_names(names: Iterable[str], tasks: Tasks) -> None:
     """Refuse unknown tasks.
 
     Raises:
-        ValueError: naming the first and those that are known.
+        ValueError: with the first unknown name and the known ones.
     """
     for name in names:
         if name not in tasks:
@@ -61,11 +61,11 @@ def build_jobs(
     """The jobs that can be built, and why the others cannot.
 
     Args:
-        names: of ``tasks``.
-        tasks: what draws their prompts.
+        names: keys of ``tasks``.
+        tasks: draw the prompts.
         encode: prompt to token ids.
-        counts: how many; ``counts.prompts`` must be given.
-        positions: that the model has, or None.
+        counts: how much of each; ``counts.prompts`` must be given.
+        positions: the model's, or None.
 
     Raises:
         ValueError: for an unknown name, or a prompt that is too long for the model.
@@ -97,7 +97,7 @@ def own_jobs(lines: Sequence[Line], ids: Sequence[list[int]], counts: Counts) ->
 
 
 def positions_of(model: PreTrainedModel) -> int | None:
-    """How many tokens the model has positions for, if it says."""
+    """The model's number of positions, if its configuration says."""
     limit = getattr(model.config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) else None
 

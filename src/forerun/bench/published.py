@@ -1,8 +1,8 @@
-"""The Lookahead paper's methods, built from public pieces.
+"""The Lookahead paper's methods, built from Forerun's public parts.
 
-The published forms draft up to the decoding length and have all of it scored (section 4.2); Forerun's default merges
-what it knows by probability and lets a planner choose. Every trie is warm, as in the paper's experiments: it knows the
-answers to other prompts of the task.
+The published forms draft up to the decoding length, and all drafts are scored (section 4.2). Forerun's default merges
+branches by probability, and a planner chooses what to score. Every trie is warm, as in the paper's experiments: it
+knows the answers to other prompts of the task.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forerun.index.trie import Form, TrieConfig
 
 NAMESPACE = "default"
 PLAIN = "forerun none"
-"""No drafts, through the same passes."""
+"""No drafts, but the same passes."""
 FORMS: tuple[Form, ...] = ("single", "parallel", "hierarchical", "merged")
 
 
@@ -31,8 +31,8 @@ class Lengths:
     """The paper's two lengths.
 
     Attributes:
-        decoding: drafted tokens scored in a step, at most (L_d).
-        branch: tokens of a branch, its context included (L_b).
+        decoding: the most drafted tokens scored per step (L_d).
+        branch: tokens of a branch, including its context (L_b).
     """
 
     decoding: int
@@ -48,12 +48,12 @@ class Known:
 
     @property
     def texts(self) -> list[Tokens]:
-        """Prompts and answers in turn, as a trie that eliminates no prompt has them."""
+        """Prompts and answers in turn, as seen by a trie that does not eliminate prompts."""
         return list(chain.from_iterable(zip(self.prompts, self.answers, strict=True)))
 
 
 def warmed(drafter: TrieDrafter, texts: Sequence[Tokens]) -> TrieDrafter:
-    """The drafter, with the texts as if it had generated them."""
+    """The drafter after learning the texts as if it had generated them."""
     drafter.warm(NAMESPACE, texts)
     return drafter
 
@@ -64,18 +64,18 @@ def plain() -> Variant:
 
 
 def llma(length: int) -> Variant:
-    """A chain behind the latest match in the text, all of it scored."""
+    """A chain that continues the latest match in the text; all of it is scored."""
     return Variant(lambda: LookupDrafter(LookupConfig(branch_length=length)), length, planned=False)
 
 
 def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Variant:
-    """A form of the trie's draft with the paper's lengths, all of it scored."""
+    """A published form of the trie with the paper's lengths; all drafts are scored."""
     config = form_config(form, lengths)
     return Variant(lambda: warmed(TrieDrafter(config), texts), lengths.decoding, planned=False)
 
 
 def form_config(form: Form, lengths: Lengths) -> TrieConfig:
-    """The trie's configuration: contexts shorter than a branch, and drafts that are filled up to their length."""
+    """The trie's configuration: contexts shorter than a branch, and drafts filled to the decoding length."""
     return TrieConfig(
         form=form,
         branch_length=lengths.branch,
@@ -85,12 +85,12 @@ def form_config(form: Form, lengths: Lengths) -> TrieConfig:
 
 
 def default(texts: Sequence[Tokens], config: TrieConfig | None = None) -> Variant:
-    """Forerun's own trie: merged by probability, as much of it scored as pays."""
+    """Forerun's own trie: merged by probability; only nodes that pay are scored."""
     return Variant(lambda: warmed(TrieDrafter(config), texts))
 
 
 def methods(lengths: Lengths, known: Known) -> dict[str, Variant]:
-    """Table 2, beside ``transformers``: the baselines, the forms, the default, and drafts that never hit."""
+    """Table 2 without ``transformers``: the baselines, the forms, the default, and drafts that never hit."""
     return {
         PLAIN: plain(),
         "forerun lookup (LLMA)": llma(lengths.decoding),

@@ -1,7 +1,7 @@
 """Six tasks for models that chat: maths, code, answers from a passage, summaries, edits of code, tables to JSON.
 
-Each is one that people bring to such models, and each gives drafts another chance: an edit says its prompt again, a
-summary says it in other words, maths and code go their own way.
+They are typical uses of such models, and differ in how predictable the output is: an edit repeats its prompt, a summary
+rephrases it, maths and code are new text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forerun.reference.tasks import Material
 
 SEED = "questions"
 ROWS, COLUMNS = (4, 14), (3, 6)
-"""Of a table, at least and at most."""
+"""The least and the most rows and columns of a table."""
 EDITS = (
     "Add type hints to this Python function.",
     "Add type hints and a docstring to this Python function.",
@@ -33,12 +33,12 @@ _WORD = re.compile(r"[A-Za-z]{6,}")
 
 @dataclass(frozen=True)
 class Files:
-    """What the tasks are drawn from.
+    """Sources of the tasks.
 
     Attributes:
-        books: a folder of ``.txt`` files for passages; without it they are from Python's documentation.
-        maths: JSON lines with a ``prompt`` each, as GSM8K's test questions.
-        code: the same, as HumanEval's functions.
+        books: a folder of ``.txt`` files for passages; without it, passages come from Python's documentation.
+        maths: JSON lines, each with a ``prompt``, such as GSM8K's test questions.
+        code: JSON lines, each with a ``prompt``, such as HumanEval's functions.
     """
 
     books: Path | None = None
@@ -46,10 +46,10 @@ class Files:
     code: Path | None = None
 
     def check(self) -> None:
-        """Refuse files that are not what they must be.
+        """Refuse files of a wrong format.
 
         Raises:
-            ValueError: naming the option, and the line if one is wrong.
+            ValueError: with the option, and the wrong line if there is one.
         """
         for option, file in (("--maths", self.maths), ("--code", self.code)):
             if file is not None and not read_questions(option, file):
@@ -81,7 +81,7 @@ def _rng(task: str, number: int) -> Random:
 
 
 def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
-    """So many different questions of a file, in an order of their own."""
+    """``wanted`` different questions of a file, shuffled in a fixed order."""
     if file is None:
         raise LackingError(f"needs a file of questions ({option})")
     found = sorted(set(read_questions(option, file)))
@@ -95,10 +95,10 @@ def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
 
 
 def read_questions(option: str, file: Path) -> Sequence[str]:
-    """The prompts of a file, without the words around a question.
+    """The prompts of a file, without the template text around a question.
 
     Raises:
-        ValueError: naming the line that has none.
+        ValueError: with the first line that has no prompt.
     """
     if not file.is_file():
         raise ValueError(f"{option} is {file}; there is no such file")
@@ -125,7 +125,7 @@ def _complete(function: str) -> str:
 
 
 def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
-    """A question about what a passage says; what is asked about stands in one of its sentences."""
+    """A question about a passage; its topic is a word of one of the passage's sentences."""
     passage = passages.draw(rng, count)
     about = _topic(rng.choice(sentences(passage)), passage)
     question = f'What does the passage say about "{about}"? Quote the sentences that you use.'
@@ -133,7 +133,7 @@ def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) 
 
 
 def _topic(sentence: str, passage: str) -> str:
-    """The word of a sentence that the passage says most often, the longest of equals; behind its first one."""
+    """The word of a sentence, except its first, that is most frequent in the passage; the longest of equals."""
     words = _WORD.findall(sentence.partition(" ")[2]) or _WORD.findall(passage)
     return max(words, key=lambda word: (passage.count(word), len(word)), default="this")
 

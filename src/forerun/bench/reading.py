@@ -1,10 +1,10 @@
-"""How many bytes of keys, values and indexes one token reads through a cache: what sparse caches are compared at.
+"""How many bytes of keys, values and indexes a token reads through a cache. Sparse caches are compared by this.
 
-Counted by what a cache holds or chooses when the pass comes, not by what it reserves, and by each KV head once: the
-queries of a group read the same keys from memory once, wherever they agree. The token's own key and value count, too.
-Weights do not, for they are the same for all; neither do the oracle's savings, for it reads everything to find what
-it keeps. A retrieval cache reads the means of all chunks besides, whenever it chooses (and copies what is new): that is
-told apart, for how often it chooses depends on what is accepted.
+What counts is what the cache holds or chooses for the pass, not what it reserves. Each KV head counts once, since the
+queries of a group read shared keys from memory once. The token's own key and value count as well. Weights do not: they
+are the same for all caches. The oracle counts as reading everything, as it scores all keys. When a retrieval cache
+chooses, it also reads the means of all chunks (and copies the new chunks). That is reported separately, because it
+depends on the acceptance rate how often this happens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Reading:
     """Bytes that a token reads.
 
     Attributes:
-        rows: of keys and values, by layer; a mean over tokens.
-        index: of what a token chooses by, by layer; likewise.
-        choice: that choosing for the tokens to come reads, of all layers.
+        rows: bytes of keys and values, by layer; a mean over tokens.
+        index: bytes of the index that a token chooses by, by layer; a mean over tokens.
+        choice: bytes that one choice for coming tokens reads, over all layers.
     """
 
     rows: dict[int, float]
@@ -46,7 +46,7 @@ class Reading:
 
     @property
     def total(self) -> float:
-        """Of all layers."""
+        """Bytes over all layers, without ``choice``."""
         return sum(self.rows.values()) + sum(self.index.values())
 
     def columns(self) -> dict[str, object]:
@@ -61,10 +61,10 @@ class Reading:
 
 
 class Meter(Cache):
-    """Another cache as it is, and what was read through it.
+    """A wrapper that measures what is read through a cache.
 
     Args:
-        cache: does the work; passes of one token a row are counted.
+        cache: does the work; passes of one token per row are counted.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -105,13 +105,13 @@ class Meter(Cache):
 
     @property
     def reading(self) -> Reading:
-        """What a token read so far, on average."""
+        """The average reading of a token so far."""
         rows, index = ({layer: sum(b) / len(b) for layer, b in each.items()} for each in (self._rows, self._index))
         return Reading(rows, index, self.cache.choice_bytes if isinstance(self.cache, RetrievalCache) else 0)
 
 
 def rows_read(cache: Cache, layer: int, q: torch.Tensor, heads: int, spec: AttentionSpec) -> int:
-    """Keys, of all ``heads`` KV heads together, that the queries ``[1, H, 1, d]`` of one token read."""
+    """Number of keys, summed over all ``heads`` KV heads, that one token's queries ``[1, H, 1, d]`` read."""
     if spec.window is not None:
         return heads * min(spec.window, 1 + _held(cache))
     if isinstance(cache, LowRankCache) and cache.choosing(layer):
@@ -120,7 +120,7 @@ def rows_read(cache: Cache, layer: int, q: torch.Tensor, heads: int, spec: Atten
 
 
 def _chosen(worth: torch.Tensor, slots: int, heads: int, spec: AttentionSpec) -> int:
-    """Keys of the chunks that a query of some head ``[H, 1, chunks]`` chooses, by each KV head once."""
+    """Number of keys in the chunks that the queries choose by worth ``[H, 1, chunks]``; each KV head counts once."""
     worth[..., 0] = -torch.inf
     best, chunks = worth.topk(slots, -1)
     seen = torch.zeros_like(worth, dtype=torch.bool)
@@ -135,13 +135,13 @@ def index_read(cache: Cache, layer: int, spec: AttentionSpec) -> int:
 
 
 def _held(cache: Cache) -> int:
-    """Tokens that a pass without a choice sees."""
+    """Tokens that a pass sees if it chooses nothing."""
     return cache.held if isinstance(cache, BoundedCache | RetrievalCache) else cache.length
 
 
 @torch.inference_mode()
 def at_end(target: Scorer, prompt: Prefilled, make: CacheFactory | None) -> Reading:
-    """What the token behind a prompt reads, through the full cache, or the sparse one that is made."""
+    """What the token after a prompt reads, through the full cache, or the sparse cache that ``make`` gives."""
     prompt.rewind()
     cache = prompt.cache if make is None else make(target, prompt.cache)
     if isinstance(cache, View):

@@ -1,7 +1,7 @@
-"""How sparse a model's attention is over a long prompt, and for how long the keys that matter stay the same.
+"""How sparse a model's attention to a long prompt is, and for how long the keys that matter stay the same.
 
-For every layer and head: how much of the attention to the prompt the k keys with most of it draw (TriForce, figure 3a),
-and how much the keys that mattered most at the prompt's end still draw while text is generated (figure 3c).
+For every layer and head: the share of attention to the prompt that goes to the top k keys (TriForce, figure 3a); and
+the share that goes, while text is generated, to the keys that were on top at the prompt's end (figure 3c).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from forerun.model.scorer import Scorer
 
 
 class Probe(Cache):
-    """A full cache as it is, and the attention of its blocks' last tokens to the first ``prompt`` tokens.
+    """A wrapper of a full cache that records the attention of each block's last token to the prompt.
 
     Args:
-        full: what decides.
-        prompt: tokens that are looked at.
-        sizes: k, rising.
-        budget: keys chosen at the first pass, whose share is watched from then on.
+        full: does the work.
+        prompt: number of first tokens whose keys are observed.
+        sizes: values of k, ascending.
+        budget: keys chosen at the first pass; their share is followed from then on.
     """
 
     def __init__(self, full: FullCache, prompt: int, sizes: Sequence[int], budget: int) -> None:
         self.full = full
         self.top: dict[int, list[torch.Tensor]] = {}
-        """By layer and pass, what the k first keys draw, ``[H, len(sizes)]``."""
+        """By layer and pass, the top k keys' share of attention, ``[H, len(sizes)]``."""
         self.kept: dict[int, list[torch.Tensor]] = {}
-        """By layer and pass, what the keys chosen at the first pass draw, ``[H]``."""
+        """By layer and pass, the share of the keys chosen at the first pass, ``[H]``."""
         self._prompt = prompt
         self._sizes = [min(size, prompt) for size in sizes]
         self._budget = min(budget, prompt)
@@ -74,7 +74,7 @@ class Probe(Cache):
 
 
 def _shares(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Of the attention of queries ``[H, d]`` to keys ``[Hkv, m, d]``, what each key draws: ``[H, m]``."""
+    """Each key's share of the attention of queries ``[H, d]`` to keys ``[Hkv, m, d]``: ``[H, m]``."""
     grouped = q.reshape(keys.shape[0], -1, q.shape[-1]).float()
     scores = (grouped @ keys.float().transpose(-1, -2)).flatten(0, 1) * spec.scaling
     if spec.softcap is not None:
@@ -97,7 +97,7 @@ def watch(target: Scorer, prompt: Prefilled, sizes: Sequence[int], budget: int, 
 
 
 def top_rows(probe: Probe, sizes: Sequence[int]) -> list[Row]:
-    """What the k first keys draw, by layer, head and k, averaged over passes."""
+    """The top k keys' share by layer, head and k, averaged over passes."""
     rows = []
     for layer, passes in sorted(probe.top.items()):
         mean = torch.stack(passes).mean(0).tolist()
@@ -110,7 +110,7 @@ def top_rows(probe: Probe, sizes: Sequence[int]) -> list[Row]:
 
 
 def locality_rows(probe: Probe) -> list[Row]:
-    """What the keys chosen at the prompt's end draw, by layer and generated tokens, averaged over heads."""
+    """The share of the keys chosen at the prompt's end, by layer and generated tokens, averaged over heads."""
     return [
         {"layer": layer, "token": token, "recovered": round(float(shares.mean()), 5)}
         for layer, passes in sorted(probe.kept.items())

@@ -1,9 +1,9 @@
-"""Replay: how many tokens of a recorded answer each step would have accepted, with no model at all.
+"""Replay: how many tokens of a recorded answer each step would have accepted, without a model.
 
-The prompt is indexed, the answer's first token is given (prefill yields it), then every step drafts a tree and accepts
-the longest path that follows the recorded answer, and one token more. The drafter keeps its memory from row to row, and
-prompts stay private to theirs. Effective decoding length (EDL, Lookahead paper, definition 1) is tokens per step, the
-prefill not counted.
+The prompt is indexed, and the answer's first token is given, as from a prefill. Then every step drafts a tree, accepts
+the longest path that follows the recorded answer, and adds one token. The drafter keeps its memory from row to row;
+prompts stay private to their row. Effective decoding length (EDL, Lookahead paper, definition 1) is tokens per step,
+without the prefill.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SELECTION = re.compile(r"^(?P<path>.+?)(?::author=(?P<author>.+?))?(?::from=(?P
 
 @dataclass(frozen=True)
 class Recorded:
-    """One row: token ids of a prompt and of the answer that was given."""
+    """One row: token ids of a prompt and of its recorded answer."""
 
     prompt: list[int]
     answer: list[int]
@@ -43,7 +43,7 @@ class Selection:
     Attributes:
         path: the file.
         author: only rows of this author, or all.
-        start, stop: which of the rows left by ``author``, as in a slice.
+        start, stop: a slice of the rows that ``author`` leaves.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """From ``FILE[:author=A][:from=I][:to=J]``; an author may hold colons."""
+        """From ``FILE[:author=A][:from=I][:to=J]``; an author may contain colons."""
         match = _SELECTION.match(text)
         if match is None:
             raise ValueError(f"{text!r} is not FILE[:author=A][:from=I][:to=J]")
@@ -65,7 +65,7 @@ class Selection:
 
         Raises:
             OSError: if the file cannot be read.
-            ValueError: for a line that is no row, or if no row is left.
+            ValueError: for a line that is not a row, or if no row is left.
         """
         rows = [row for row in _rows(self.path) if self.author in (None, row.get("author"))][self.start : self.stop]
         if not rows:
@@ -90,13 +90,13 @@ class ReplayReport:
     """Counts and times of a replay.
 
     Attributes:
-        tokens: committed after each answer's first.
+        tokens: committed tokens, without each answer's first.
         drafted, accepted: per step.
-        retrieve_us: time of each draft, microseconds.
-        update_us: time of each index update by the tokens it took in, microseconds.
-        prompt_us: time of each prompt's indexing by its tokens, microseconds.
+        retrieve_us: time of each draft, in microseconds.
+        update_us: time of each index update per new token, in microseconds.
+        prompt_us: time of each prompt's indexing per token, in microseconds.
         indexed: tokens that the drafter keeps.
-        nbytes: bytes it keeps them in, or None if it does not say.
+        nbytes: bytes that the drafter keeps, or None if it does not say.
     """
 
     tokens: int = 0
@@ -129,9 +129,9 @@ def replay(drafter: Drafter, rows: Sequence[Recorded], budget: int, warm: Iterab
 
     Args:
         drafter: any that needs no logits.
-        rows: what to replay, in order; those without a prompt, or of one token, have no step and are left out.
-        budget: nodes of a tree.
-        warm: rows whose answers the drafter has seen before.
+        rows: what to replay, in order; rows without a prompt, or with an answer of one token, are skipped.
+        budget: the most nodes of a tree.
+        warm: rows whose answers the drafter learns first.
     """
     drafter.warm_up()
     report = ReplayReport()
@@ -155,13 +155,13 @@ def replay_files(
         selection: what to replay.
         encode: text to token ids, without special tokens.
         drafter: any that needs no logits.
-        budget: nodes of a tree, at least one.
-        warm: selections whose answers the drafter has seen before.
+        budget: the most nodes of a tree, at least one.
+        warm: selections whose answers the drafter learns first.
 
     Raises:
         OSError: if a file cannot be read.
-        ValueError: for a wrong budget, a line that is no row, a selection without rows, or ``warm`` with a drafter that
-            keeps nothing.
+        ValueError: for a wrong budget, a line that is not a row, a selection without rows, or ``warm`` with a drafter
+            that keeps nothing.
     """
     if budget < 1:
         raise ValueError(f"budget is {budget}; it must be at least 1")
@@ -189,7 +189,7 @@ def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayRepo
 
 
 def _follow(tree: DraftTree, rest: list[int]) -> Verdict:
-    """The path along the recorded answer, and one token more if there is one."""
+    """The path along the recorded answer, and the token after it if there is one."""
     path: list[int] = []
     node: int | None = ROOT
     for token in rest:

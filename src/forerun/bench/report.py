@@ -1,4 +1,4 @@
-"""What a bench measured, as JSON, Markdown tables and plots; and the README's table from the Markdown one."""
+"""Results of a bench as JSON, Markdown tables and plots; and tables written into pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode
     Args:
         series: of all contestants.
         baseline: one of them.
-        decode: tokens to text, for contestants that tell only that.
+        decode: tokens to text, for contestants that only give text.
     """
     baselines = {one.task: one for one in series if one.contestant == baseline}
     return [_row(one, baselines[one.task], decode) for one in series]
@@ -51,7 +51,7 @@ def _row(one: Series, baseline: Series, decode: Decode) -> Row:
 
 
 def means(rows: Sequence[Row]) -> list[Row]:
-    """For each contestant that was in every task, the geometric means over the tasks; none for a single task."""
+    """Geometric means over tasks, for each contestant that ran every task; none for a single task."""
     tasks = {row["task"] for row in rows}
     found = []
     for contestant in dict.fromkeys(row["contestant"] for row in rows):
@@ -82,7 +82,7 @@ def _cell(row: Row) -> str:
 
 
 def equality(rows: Sequence[Row]) -> str:
-    """A sentence about texts that differ from the baseline's."""
+    """A sentence that says which texts differ from the baseline's."""
     parted: dict[str, list[float]] = {}
     for row in rows:
         parted.setdefault(row["contestant"], []).extend([row["same_output"]] * row["texts"])
@@ -102,10 +102,10 @@ class Result:
 
     Attributes:
         rows: of single prompts.
-        settings: what it was measured with.
-        batches: rows with ``batch``, or none.
+        settings: of the measurement.
+        batches: rows with a ``batch`` column, if batches were measured.
         skipped: tasks and contestants that were not measured, and why.
-        notes: what a reader of the figures must know.
+        notes: remarks that a reader of the figures must know.
     """
 
     rows: Sequence[Row]
@@ -116,7 +116,7 @@ class Result:
 
     @property
     def json(self) -> Row:
-        """All of it as plain values."""
+        """Everything as plain values."""
         return {
             "machine": machine(),
             "settings": self.settings,
@@ -129,7 +129,7 @@ class Result:
 
     @property
     def markdown(self) -> str:
-        """All tables, and what they were measured on."""
+        """All tables, and the machine and settings."""
         parts = [markdown(self.rows), equality(self.rows)]
         if self.batches:
             parts += ["## Batches\n", batch_table(self.batches), equality(self.batches)]
@@ -168,10 +168,10 @@ def _drawn(path: Path, draw: Callable[[Path], None]) -> Path:
 
 
 def into_readme(readme: Path, table: str, marker: str) -> None:
-    """Put a table between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
+    """Put a table into a page, between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
 
     Raises:
-        ValueError: if the README has no such markers.
+        ValueError: if the page has no such markers.
     """
     begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
     text = readme.read_text()

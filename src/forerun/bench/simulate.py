@@ -1,8 +1,8 @@
-"""Speed at sizes whose weights are not here: true kernels, random weights and keys, and a stated acceptance.
+"""Speed of model sizes without their weights: real kernels, random weights and keys, and a given acceptance rate.
 
-What is simulated is only which token each level chooses. The target's at a position is a hash; the level below chooses
-the same with the stated probability, else another one, and the level below that one likewise. So all that is drafted
-and verified goes through the same passes, caches and walks as ever, and every contestant still gives plain's text.
+Only the choice of tokens is simulated. The target's token at a position is a hash. Each lower level chooses the same
+token as the level above with the given probability, else another one. Drafting and verifying use the usual passes,
+caches and walks, and every contestant still gives plain decoding's text.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ SHAPES = {
 
 POSITIONS = 1 << 20
 READ = 4096
-"""Tokens whose keys and values are made at a time."""
+"""Tokens whose keys and values are made at once."""
 SELF_DRAFTING = ("low-rank", "retrieval", "streaming-self", "h2o", "topk")
 BELOW_MIDDLE = ("triforce", "streaming-hierarchy")
 SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
-"""The drafters whose acceptance can be stated: those that are models all the way."""
+"""Drafters whose acceptance rate can be given: those in which all levels are models."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model.
+    """The sizes of a model.
 
     Raises:
         ValueError: if the sizes do not fit together.
@@ -107,7 +107,7 @@ def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed:
     scorer.score([block], [sample])
     sample.commit(block, [])
     cache = FullCache(length + room)
-    while cache.length < length - 1:  # in parts: all at once would take the memory twice
+    while cache.length < length - 1:  # in parts: all at once would take twice the memory
         count = min(READ, length - 1 - cache.length)
         cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})
     cache.specs = sample.specs
@@ -121,12 +121,12 @@ def _random_rows(sample: FullCache, layer: int, count: int) -> tuple[torch.Tenso
 
 @dataclass(frozen=True)
 class SimulatedSampler(Sampler):
-    """Chooses by a hash of the position; a draft's sampler agrees with that of the level above as often as stated.
+    """Chooses by a hash of the position; a drafting level agrees with the level above at a given rate.
 
     Attributes:
-        agreement: of each level below the target with the one above it.
-        vocabulary: tokens that all levels know.
-        level: whose choices these are; 0 is the target.
+        agreement: rate of each level below the target, with the level above it.
+        vocabulary: size of the vocabulary that all levels share.
+        level: the sampler's level; 0 is the target.
     """
 
     agreement: Sequence[float] = ()
@@ -134,29 +134,29 @@ class SimulatedSampler(Sampler):
     level: int = 0
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
-        """See ``Sampler.choose``; the scores have no say."""
+        """See ``Sampler.choose``; ignores the scores."""
         token = int(uniform(self.seed, position, Salt.TARGET) * self.vocabulary)
         for level, agreement in enumerate(self.agreement[: self.level], 1):
             token += uniform(self.seed + level, position, Salt.ACCEPT) >= agreement
         return token % self.vocabulary
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """The logits as they are."""
+        """The logits, unchanged."""
         return logits
 
     def inner(self) -> Sampler:
-        """Of the level below."""
+        """The sampler of the level below."""
         return replace(self, level=self.level + 1)
 
 
 def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocabulary: int) -> RequestMaker:
-    """Requests with stated acceptances, of each draft by the level above it.
+    """Requests with given acceptance rates.
 
     Args:
-        acceptance: of what the target drafts over a sparse cache, by the target over the full one.
-        small_acceptance: of what the small model drafts.
-        new_tokens: generated.
-        vocabulary: tokens that all models know.
+        acceptance: rate at which the target accepts drafts that it made over a sparse cache.
+        small_acceptance: rate at which the level above accepts the small model's drafts.
+        new_tokens: tokens to generate.
+        vocabulary: size of the vocabulary that all models share.
 
     Raises:
         ValueError: for a value outside of 0 to 1.
@@ -177,10 +177,10 @@ def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocab
 
 
 def check_simulated(contestants: Sequence[str]) -> None:
-    """Refuse drafters whose acceptance cannot be stated.
+    """Refuse drafters whose acceptance rate cannot be given.
 
     Raises:
-        ValueError: naming them.
+        ValueError: with their names.
     """
     wrong = [name for name in contestants if name not in ("none", *SIMULATED)]
     if wrong:

@@ -1,4 +1,4 @@
-"""What ``forerun analyse`` measures, part by part, over prompts that are read once."""
+"""The parts of ``forerun analyse``, measured over prompts that are read once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Sizes:
     """What is measured.
 
     Attributes:
-        contexts: tokens of a prompt, rising; all parts but the divergence use the longest.
-        temperatures: of acceptance and divergence.
-        budgets: of the sparse caches, where they are compared.
-        chunks: chunk sizes of the retrieval cache, likewise.
+        contexts: tokens of a prompt, ascending; all parts except the divergence use the longest.
+        temperatures: for acceptance and divergence.
+        budgets: of the sparse caches, in the part that compares them.
+        chunks: chunk sizes of the retrieval cache, in the part that compares them.
         nodes: sizes of draft trees.
-        new_tokens: generated, in every part.
+        new_tokens: tokens to generate, in every part.
     """
 
     contexts: Sequence[int]
@@ -49,14 +49,14 @@ class Analysis:
 
     Args:
         target: the model.
-        settings: of its sparse caches, and the small model's if there is one.
+        settings: of the sparse caches and, if there is one, of the small model.
         sizes: what is measured.
-        prompts: the longest contexts, read.
-        report: to be filled.
-        say: told what is under way.
-        caches: of ``forerun.drafters.recipes.SPARSE``, those that are compared.
-        save: called when the report has more of a part.
-        part: called when the report has all of one.
+        prompts: of the longest context, already read.
+        report: is filled.
+        say: told the progress.
+        caches: names from ``forerun.drafters.recipes.SPARSE`` to compare.
+        save: called when the report has new rows of a part, to save them.
+        part: called when a part is complete.
     """
 
     target: Scorer
@@ -118,7 +118,7 @@ class Analysis:
         self.part()
 
     def divergence(self) -> None:
-        """Figure 2a. It comes last: shorter contexts are cut from the prompts, whose ends are lost."""
+        """Figure 2a. It comes last, because it cuts the prompts to shorter contexts."""
         done: list[Row] = []
         sampling = [temperature for temperature in self.sizes.temperatures if temperature] or [1.0]
         for context in reversed(self.sizes.contexts):
@@ -138,7 +138,7 @@ class Analysis:
     def _greedy(
         self, done: list[Row], readers: Readers, page: Callable[[Report, list[Row]], None], **labels: int
     ) -> list[Row]:
-        """The rows so far and those of these readers, which go into the report after each prompt."""
+        """The rows so far and those of these readers; the report is updated after each prompt."""
         found = done
         for rows in self._prose(self.prompts, readers, [0.0]):
             found = done + [row | labels for row in rows]

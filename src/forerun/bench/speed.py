@@ -1,7 +1,7 @@
-"""Contestants on the same prompts: in one process, interleaved, with medians and spread.
+"""Contestants on the same prompts: in one process, in turns, with medians and spread.
 
-Every contestant continues every prompt, or every batch of prompts, greedily and in turn, the order rotating from round
-to round, so that what slows the machine down slows all of them.
+Every contestant continues every prompt, or batch of prompts, greedily. They take turns in an order that rotates from
+round to round, so that disturbances of the machine affect all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Decode = Callable[[Tokens], str]
 
 @dataclass(frozen=True)
 class Job:
-    """The prompts of a task, and prompts of its kind that warm drafters have drafted the answers to."""
+    """The prompts of a task, and further prompts of it whose answers warm drafters have drafted before."""
 
     task: str
     prompts: Sequence[Tokens]
@@ -38,10 +38,10 @@ class Run:
     """One generation.
 
     Attributes:
-        texts: the new tokens of each row; or the text, from who tells no more.
+        texts: each row's new tokens; or its text, for contestants that give only text.
         seconds: from prompt to last token.
-        passes: of the target, the reading of the prompt as one; None where they cannot be counted.
-        counted: tokens of all rows; by default those of ``texts``.
+        passes: of the target, reading the prompt counts as one; None if unknown.
+        counted: number of tokens of all rows; by default those of ``texts``.
     """
 
     texts: Sequence[Tokens | str]
@@ -51,13 +51,13 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Of all rows."""
+        """Number of tokens of all rows."""
         return sum(map(len, self.texts)) if self.counted is None else self.counted
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to continue rows, and what it forgets and learns before each turn, outside of the timed part."""
+    """A way to continue rows, and its preparation before each turn (forget, learn), which is not timed."""
 
     run: Callable[[Rows, int], Run]
     prepare: Callable[[], None] = lambda: None
@@ -73,7 +73,7 @@ class Series:
 
     @property
     def tokens_per_second(self) -> float:
-        """All tokens by the sum of each prompt's median time."""
+        """All tokens, divided by the sum of each prompt's median time."""
         return self._tokens() / sum(median(run.seconds for run in rounds) for rounds in self.runs)
 
     @property
@@ -84,7 +84,7 @@ class Series:
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Tokens of a row by forward passes of the target, the prefill included; None where those are not known."""
+        """Tokens of a row by forward passes of the target, including the prefill; None if passes are unknown."""
         passes = [rounds[0].passes for rounds in self.runs]
         known = [count for count in passes if count is not None]
         if len(known) < len(passes):
@@ -92,7 +92,7 @@ class Series:
         return sum(rounds[0].tokens / len(rounds[0].texts) for rounds in self.runs) / sum(known)
 
     def same_texts(self, other: Series, decode: Decode = str) -> float:
-        """The share of texts that are equal: token for token, or as text where only that is known."""
+        """The share of equal texts: token for token, or as strings if only those are known."""
         pairs = zip(self.runs, other.runs, strict=True)
         same = [
             _same(a, b, decode) for mine, theirs in pairs for a, b in zip(mine[0].texts, theirs[0].texts, strict=True)
@@ -117,15 +117,15 @@ def measure(
     rounds: int,
     journal: Journal | None = None,
 ) -> list[Series]:
-    """Let all of them continue all groups of rows, in turns.
+    """Let all contestants continue all groups of rows, in turns.
 
     Args:
         contestants: by name.
-        task: what the rows are of.
-        groups: each a prompt or a batch of them.
-        max_new_tokens: of each row.
+        task: the rows' task.
+        groups: each is a prompt or a batch of prompts.
+        max_new_tokens: per row.
         rounds: turns of each contestant for each group.
-        journal: turns that it holds are not measured again, and those that are measured are added.
+        journal: turns in it are not measured again; new ones are added to it.
     """
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
     warm = False
@@ -152,7 +152,7 @@ def _warm_up(contestants: Mapping[str, Contestant], rows: Rows, max_new_tokens: 
 
 
 def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new_tokens: int) -> dict[str, Row]:
-    """A run of each, as plain values, the order rotated by ``shift``."""
+    """One run of each contestant, as plain values, in an order rotated by ``shift``."""
     names = list(contestants)
     shift %= len(names)
     runs: dict[str, Row] = {}

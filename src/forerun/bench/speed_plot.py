@@ -8,11 +8,11 @@ from typing import Any
 
 Row = dict[str, Any]
 GREYS, COLOURS, REDS = "Greys", "viridis", "autumn"
-"""Of transformers, Forerun and everybody else."""
+"""Colour maps of transformers, Forerun and all others."""
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Bars of tokens per second, with the spread of the rounds, and of tokens per pass, by task."""
+    """Bars by task: tokens per second with the rounds' spread, and tokens per pass."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -51,7 +51,7 @@ def _bars(axes: Any, found: dict[float, Row], width: float, label: str, colour: 
 
 
 def _colours(contestants: Sequence[str], maps: Any) -> dict[str, Any]:
-    """Shades of one colour for each maker's contestants."""
+    """Colours of contestants: shades of one colour map per library."""
     makers = {"transformers": (GREYS, 0.7, 0.3), "forerun": (COLOURS, 0.9, 0.1), "": (REDS, 0.0, 0.7)}
     found: dict[str, Any] = {}
     for maker, (name, first, last) in makers.items():

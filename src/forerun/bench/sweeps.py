@@ -1,4 +1,4 @@
-"""The Lookahead paper's ablations and sweeps: named variants, each with what its row says about it."""
+"""The Lookahead paper's ablations and sweeps: named variants, each with labels for its row."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from forerun.index.trie import Form, TrieConfig
 
 Row = dict[str, Any]
 Labelled = dict[str, tuple[Row, Variant]]
-"""Variants by name, with values for their rows."""
+"""Variants by name, with labels for their rows."""
 PRUNED = 1 << 16
-"""Bytes of a pruned trie, the least there is: some hundreds of tokens."""
+"""Bytes of a pruned trie, the least possible: some hundreds of tokens."""
 CONTEXT = 4
-"""Tokens of the prompt that remain where the prompt is not inserted: the context of the first drafts."""
+"""Prompt tokens that remain if the prompt is not inserted: the context of the first drafts."""
 BRANCHED: tuple[Form, ...] = ("parallel", "hierarchical")
 """The paper's forms with several branches."""
 
 
 class WithoutOutputs(TrieDrafter):
-    """Takes in no generated token; it drafts from the prompt alone."""
+    """Learns no generated token; drafts from the prompt alone."""
 
     def observe(self, request: Request, outcome: Outcome) -> None:
-        """Nothing is counted; ``propose`` steps over what was generated."""
+        """Counts nothing; ``propose`` skips what was generated."""
 
 
 def by_updating(lengths: Lengths, known: Known) -> Labelled:
-    """Table 3: what is left out of updating the trie, for Forerun's default and for the paper's form."""
+    """Table 3: updating the trie with parts left out, for Forerun's default and for the paper's form."""
     scored_all = (form_config("hierarchical", lengths), lengths.decoding)
     found: Labelled = {}
     for form, (config, budget) in {"default": (TrieConfig(), None), "hierarchical": scored_all}.items():
@@ -53,7 +53,7 @@ def by_updating(lengths: Lengths, known: Known) -> Labelled:
 
 
 def _updates(config: TrieConfig, budget: int | None, known: Known) -> dict[str, Variant]:
-    """Without a budget a planner chooses what is scored."""
+    """The variants of one configuration; without a budget a planner chooses what is scored."""
 
     def variant(config: TrieConfig, texts: Sequence[Tokens], drafter: type[TrieDrafter] = TrieDrafter) -> Variant:
         def make() -> TrieDrafter:
@@ -75,8 +75,8 @@ def by_capacity(capacities: Sequence[int], texts: Sequence[Tokens], times: dict[
 
     Args:
         capacities: in bytes.
-        texts: that the trie has seen, oldest first.
-        times: gets the times of each capacity's drafts and updates.
+        texts: texts that the trie has seen, oldest first.
+        times: receives the times of drafts and updates for each capacity.
     """
     found: Labelled = {}
     for capacity in capacities:
@@ -92,13 +92,13 @@ def _clocked(config: TrieConfig, texts: Sequence[Tokens], times: Times) -> Varia
 
 
 def by_lengths(decodings: Sequence[int], branches: Sequence[int], branch: int, answers: Sequence[Tokens]) -> Labelled:
-    """Figures 4 and 5: every method by decoding length, the paper's forms by branch length too.
+    """Figures 4 and 5: every method by decoding length, and the paper's forms also by branch length.
 
     Args:
-        decodings: drafted tokens of a step, at most.
-        branches: tokens of a branch, its context included.
-        branch: the merged form's.
-        answers: that tries know.
+        decodings: the most drafted tokens per step.
+        branches: tokens of a branch, including its context.
+        branch: the merged form's branch length.
+        answers: answers that tries know.
     """
     found: Labelled = {}
     for decoding in decodings:

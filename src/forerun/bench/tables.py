@@ -1,4 +1,4 @@
-"""Rows as Markdown tables, and a report of several of them with its plots."""
+"""Rows as Markdown tables, and reports of several tables and plots."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Cell = Callable[[Row], str]
 
 
 def pivot(rows: Sequence[Row], down: str, across: str, cell: Cell) -> str:
-    """A table of one row for each value of ``down`` and one column for each of ``across``."""
+    """A table with one row per value of ``down`` and one column per value of ``across``."""
     columns = list(dict.fromkeys(row[across] for row in rows))
     cells = {(row[down], row[across]): cell(row) for row in rows}
     lines = [f"| {down} | {' | '.join(_shown(column) for column in columns)} |", "|---|" + "---|" * len(columns)]
@@ -30,7 +30,7 @@ def listing(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 
     Args:
         rows: what it shows.
-        columns: heading by the name of the value.
+        columns: headings by the values' names.
     """
     lines = [f"| {' | '.join(columns.values())} |", "|" + "---|" * len(columns)]
     lines += [f"| {' | '.join(_shown(row.get(name)) for name in columns)} |" for row in rows]
@@ -38,7 +38,7 @@ def listing(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
 
 
 def speed_cell(row: Row) -> str:
-    """A speed-up, and in brackets the acceptance."""
+    """A speed-up, and the acceptance rate in brackets."""
     accepted = "" if row["acceptance"] is None else f" ({row['acceptance']:.3f})"
     return f"{row['speed_up']:.2f}x{accepted}"
 
@@ -58,13 +58,13 @@ def _shown(value: Any) -> str:
 
 @dataclass
 class Report:
-    """What a command measures, part by part, and how it is written: as a whole, or again after each part.
+    """A command's results, collected part by part, and written at the end or after each part.
 
     Attributes:
         title: of the Markdown file.
-        settings: what it was measured with.
-        label: said with everything that is printed, such as a simulated acceptance; empty if there is nothing to say.
-        parts: rows by name; a part that is added again takes the place of what there was of it.
+        settings: of the measurement.
+        label: a note on all tables and plots, such as a simulated acceptance rate; may be empty.
+        parts: rows by part; adding a part again replaces it.
         text: each part's Markdown.
     """
 
@@ -85,11 +85,11 @@ class Report:
         return f"{title} ({self.label})" if self.label else title
 
     def titled(self, title: str) -> str:
-        """A plot's title with the label on a line of its own."""
+        """A plot's title, with the label on a second line."""
         return f"{title}\n({self.label})" if self.label else title
 
     def plot(self, name: str, draw: Callable[[Path], None]) -> None:
-        """Add a plot, drawn into the file it is given."""
+        """Add a plot; ``draw`` draws it into a file."""
         self.plots[name] = draw
 
     @property
@@ -99,12 +99,12 @@ class Report:
 
     @property
     def footer(self) -> str:
-        """What it was measured on."""
+        """Machine, versions and settings."""
         return footer(self.settings)
 
     @property
     def markdown(self) -> str:
-        """All tables, and what they were measured on."""
+        """All tables, with machine, versions and settings."""
         return "\n".join([self.heading, *self.text.values(), self.footer])
 
     @property
@@ -114,13 +114,13 @@ class Report:
         return {"machine": machine(), "settings": self.settings, **said, "parts": self.parts}
 
     def write(self, folder: Path, name: str) -> list[Path]:
-        """Write ``name.json``, ``name.md`` and a ``.png`` for each plot that is new into ``folder``."""
+        """Write ``name.json``, ``name.md`` and a ``.png`` for each new plot into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{name}.json", folder / f"{name}.md"]
         for path, text in zip(paths, (json.dumps(self.json, indent=1) + "\n", self.markdown), strict=True):
             beside = path.with_name(path.name + ".part")
             beside.write_text(text)
-            beside.replace(path)  # whoever is cut off leaves a whole file
+            beside.replace(path)  # if the process is killed, the old file stays whole
         for plot, draw in self.plots.items():
             paths.append(folder / f"{name}-{plot}.png")
             draw(paths[-1])

@@ -1,4 +1,4 @@
-"""The set of tasks that suits a model: questions for one that chats, texts to continue for the others."""
+"""The set of tasks for a model: questions for chat models, texts to continue for others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tasks_for(encoder: Encoder, files: Files) -> Tasks:
         files: what some tasks are drawn from.
 
     Raises:
-        ValueError: for a file that is not what it must be.
+        ValueError: for a file of a wrong format.
     """
     files.check()
     if encoder.chats:

@@ -1,4 +1,4 @@
-"""Lines about what is under way, so that nobody waits for minutes without one."""
+"""Progress lines, so that nobody waits for minutes without one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 Say = Callable[[str], None]
-"""Takes a line."""
+"""Receives a progress line."""
 
 SILENCE = 10.0
-"""Seconds after which something slow says how far it is."""
+"""Seconds between progress lines of slow work."""
 
 
 def quietly(line: str) -> None:
@@ -17,7 +17,7 @@ def quietly(line: str) -> None:
 
 
 def telling(say: Say, what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Call it with tokens done and to do; it says so now and then, beginning with ``what``."""
+    """A function to call with tokens done and to do; now and then it says so, in a line that begins with ``what``."""
     told = clock()
 
     def tell(done: int, total: int) -> None:

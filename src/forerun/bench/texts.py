@@ -13,20 +13,20 @@ from forerun.reference.tasks import Material
 Encode = Callable[[str], list[int]]
 SEED = "long"
 CHARS = 8
-"""Characters that give a token, at most, on average."""
+"""The most characters per token, on average."""
 SAMPLE = 50_000
-"""Characters of a sample."""
+"""Characters of a sample from which characters per token are estimated."""
 SUFFIXES = (".txt", ".md")
-"""Of the files that are taken from a folder."""
+"""Endings of the files that are taken from a folder."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Where prompts are cut from: each another file, and another place where there are more prompts than files.
+    """The source of prompts. Each is from another file or, if there are more prompts than files, from another place.
 
     Attributes:
         encode: text to token ids.
-        bodies: the files' texts; without any, facts are invented.
+        bodies: the files' texts; if there are none, facts are invented.
         names: of the files.
     """
 
@@ -36,16 +36,16 @@ class Texts:
 
     @classmethod
     def read(cls, paths: Sequence[Path], encode: Encode) -> Texts:
-        """The texts of files, in their order, and of folders' text files in the order of their names.
+        """The texts of files, in the given order; of folders, their text files by name.
 
         Raises:
-            ValueError: if there is no such file, a folder has no text file, or a file is no text.
+            ValueError: if there is no such file, a folder has no text file, or a file is not text.
         """
         files = [file for path in paths for file in _files(path)]
         return cls(encode, [_text(file) for file in files], [file.name for file in files])
 
     def chars(self, index: int, count: int) -> str:
-        """At least ``count`` characters of the prompt ``index``, if the text has as many."""
+        """At least ``count`` characters of prompt ``index``, if the text is that long."""
         if not self.bodies:
             return " ".join(tasks.filler(Random(f"{SEED}/{index}"), Material(), count))
         turn, file = divmod(index, len(self.bodies))
@@ -59,7 +59,7 @@ class Texts:
         return Material(prose=tuple(part.strip() for part in parts if len(part.strip()) > 1))
 
     def chars_per_token(self, index: int) -> float:
-        """Of that prompt's text, on average."""
+        """Average characters per token in that prompt's text."""
         sample = self.chars(index, SAMPLE)
         return len(sample) / len(self.encode(sample))
 
@@ -79,7 +79,7 @@ class Texts:
         return found
 
     def check(self, prompts: int, count: int) -> None:
-        """See that there are so many prompts of ``count`` tokens, before anything is measured on the first.
+        """Check that there are ``prompts`` prompts of ``count`` tokens, before anything is measured.
 
         Raises:
             ValueError: as from ``tokens``.

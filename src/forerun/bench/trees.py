@@ -1,7 +1,6 @@
 """Draft trees by the target over its sparse cache: tokens per step by the tree's shape and size (figure 6c).
 
-Steps are counted here, not timed: on long contexts a step's cost is mostly that of reading the full cache, which does
-not depend on the tree.
+Steps are counted here, not timed: on long contexts a step mostly costs reading the full cache, whatever the tree.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from forerun.model.level import read
 from forerun.model.scorer import Scorer
 
 RANKS = 8
-"""Candidates of a node that a tree may hold."""
+"""The most candidates per node."""
 SEQUENCES = 4
-"""Independent sequences in a tree, if it has as many nodes."""
+"""Independent sequences in a tree, if it has that many nodes."""
 DEPTH = 32
-"""Of a tree, at most."""
+"""The greatest depth of a tree."""
 
 
 @torch.inference_mode()
 def rank_rates(target: Scorer, prompt: Prefilled, settings: Settings, new_tokens: int) -> list[float]:
-    """How often the token that the target takes greedily is the draft's candidate of each rank, falling."""
+    """How often the target's greedy token is the draft's candidate of each rank; in descending order."""
     prompt.rewind()
     full, tokens = prompt.cache, list(prompt.tokens)
     full.truncate(len(tokens) - 2)
-    read(target, full, np.array(tokens[:-1]))  # leaves the queries to choose by
+    read(target, full, np.array(tokens[:-1]))  # leaves the queries that sparse caches choose by
     view = sparse_cache(settings)(target, full)
     assert isinstance(view, View)
     counts = np.zeros(RANKS)
@@ -74,15 +73,15 @@ def tree_rows(
     make: RequestMaker,
     say: Say = quietly,
 ) -> list[Row]:
-    """A row for each shape and size: tokens per step of the target.
+    """One row per shape and size: tokens per step of the target.
 
     Args:
-        engine: without a planner, and with a budget of the largest size, so that trees stay whole.
-        prompts: read already.
-        sizes: nodes.
+        engine: without a planner, and with a budget of the largest size, so that trees are not cut.
+        prompts: already read.
+        sizes: numbers of nodes.
         settings: of the sparse cache.
-        make: makes the requests; the length of the continuation is theirs.
-        say: told of each row.
+        make: makes the requests, which set the length of the continuation.
+        say: told each row.
     """
     rates = rank_rates(engine.target, prompts[0], settings, make(engine, prompts[0].tokens, "").max_new_tokens)
     rows = []
@@ -97,7 +96,7 @@ def tree_rows(
 
 
 def _run(engine: Engine, prompt: Prefilled, shape: Shape, settings: Settings, make: RequestMaker) -> tuple[int, int]:
-    """Tokens and steps after the first step, in which a cache that is new cannot draft."""
+    """Tokens and steps, without the first step, in which a new cache cannot draft."""
     engine.use(ModelDrafter(sparse_cache(settings), 1, shape=shape))
     prompt.rewind()
     request = make(engine, prompt.tokens, "")

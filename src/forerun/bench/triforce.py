@@ -1,4 +1,4 @@
-"""TriForce's tables 2 and 4 and its figures 1 (right), 5 and 6a, measured here: what each part runs and reports."""
+"""Measures TriForce's tables 2 and 4 and its figures 1 (right), 5 and 6a: what each part runs and reports."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from forerun.core.settings import Settings
 from forerun.drafters.recipes import RECIPES
 
 MakerAt = Callable[[float], RequestMaker]
-"""Makes requests for a temperature."""
+"""From a temperature to a maker of requests."""
 ReadPrompt = Callable[[int, int], Prefilled]
-"""Reads prompt number i of so many tokens."""
+"""Reads prompt i with n tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Sizes:
     """What is measured.
 
     Attributes:
-        contexts: tokens of a prompt, rising; the first parts use the longest.
+        contexts: tokens of a prompt, ascending; the first parts use the longest.
         temperatures: of the first part.
         drafters: names from ``forerun.drafters.recipes``.
-        prompts: for each context.
-        batches: rows together.
-        batch_context: tokens of each row of a batch; if there are none, ragged rows share the longest context's.
+        prompts: per context.
+        batches: batch sizes.
+        batch_context: tokens of each row of a batch; None for ragged rows that share the longest context's tokens.
         budgets: of a sparse cache, at the longest context.
-        batch_budgets, batch_temperatures: the same of each row of a batch, and the temperatures of batches.
-        needle_tokens: generated for each question about the longest context.
+        batch_budgets, batch_temperatures: budgets per row, and temperatures, of batches.
+        needle_tokens: tokens generated per question about the longest context.
     """
 
     contexts: Sequence[int]
@@ -67,7 +67,7 @@ class Sizes:
 
 
 class Case(NamedTuple):
-    """What one row at a time is measured at."""
+    """One measurement with single rows: context, temperature and cache budget."""
 
     context: int
     temperature: float
@@ -83,14 +83,14 @@ class TriforceBench:
 
     Args:
         bench: contestants over one target.
-        settings: what drafters are built with.
+        settings: of the drafters.
         sizes: what is measured.
         read: reads prompts.
         make: makes requests.
-        report: to be filled.
-        say: told what is under way.
-        save: called when the report has more of a part; what was measured is safe then.
-        part: called when the report has all of one.
+        report: is filled.
+        say: told the progress.
+        save: called when the report has new rows of a part, to save them.
+        part: called when a part is complete.
     """
 
     bench: LongBench
@@ -108,7 +108,7 @@ class TriforceBench:
         """One row at a time: the longest context at all temperatures and with all budgets, then the shorter ones.
 
         Args:
-            parts: of ``temperatures``, ``budgets`` and ``contexts``, those to report.
+            parts: which of ``temperatures``, ``budgets`` and ``contexts`` to report.
         """
         longest = self.sizes.contexts[-1]
         found: dict[Case, list[list[Series]]] = {case: [] for case in self._cases(parts)}
@@ -149,7 +149,7 @@ class TriforceBench:
             report_contexts(self.report, mine, limits(mine, costs, self.settings), costs)
 
     def _cases(self, parts: Collection[str]) -> list[Case]:
-        """Long contexts first: cutting a cache loses what is behind."""
+        """The cases, long contexts first, because cutting a cache loses its end."""
         longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
         cases = {
             "temperatures": [Case(longest, temperature, budget) for temperature in self.sizes.temperatures],
@@ -159,7 +159,7 @@ class TriforceBench:
         return list(dict.fromkeys(case for part in cases if part in parts for case in cases[part]))
 
     def batches(self) -> None:
-        """Batches of each size, with each budget; the report has more after each of them."""
+        """Batches of each size with each budget; the report is updated after each of them."""
         rows: list[Row] = []
         for size in self.sizes.batches:
             prompts = self._rows(size)
@@ -176,7 +176,7 @@ class TriforceBench:
         self.part()
 
     def _rows(self, size: int) -> list[Prefilled]:
-        """The prompts of a batch, read; rows that another batch had, too, were read for that."""
+        """The prompts of a batch, read; rows that an earlier batch had are not read again."""
         wanted = list(enumerate(self.sizes.rows(size)))
         for gone in set(self._held) - set(wanted):
             del self._held[gone]
@@ -187,15 +187,15 @@ class TriforceBench:
         return [self._held[each] for each in wanted]
 
     def needles(self, haystack: Haystack, text: Prefilled) -> None:
-        """Eviction alone beside what is lossless."""
+        """Eviction alone, compared with lossless drafting."""
         self.say(f"asking for {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
-        bench = LongBench(self.bench.engine, 1, self.say)  # the questions are the repetition
+        bench = LongBench(self.bench.engine, 1, self.say)  # one round: the questions are repetition enough
         rows = needles.run(bench, haystack, text, self.sizes.drafters, self.settings, self.sizes.needle_tokens)
         report_needles(self.report, rows)
         self.part()
 
     def _reads(self, rows: Sequence[Prefilled], settings: Settings) -> dict[str, Row]:
-        """What a token of a row reads at the prompts' ends, a mean over rows, by contestant; the target's alone."""
+        """What a token reads at the prompts' ends, by contestant, as a mean over rows; the target's passes only."""
         found: dict[str, Row] = {}
         for name in (PLAIN, *self.sizes.drafters):
             make = RECIPES[name].sparse
@@ -210,7 +210,7 @@ class TriforceBench:
 
 
 def limits(rows: Sequence[Row], costs: Mapping[int, Costs], settings: Settings) -> list[Row]:
-    """TriForce's speed-up limits at each context, by measured costs and acceptances; none where it was not measured."""
+    """TriForce's speed-up limit at each context, from measured costs and acceptance rates, where both are known."""
     found = []
     for row in rows:
         if row["contestant"] != "triforce" or row["acceptance"] is None:

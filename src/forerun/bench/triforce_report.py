@@ -97,7 +97,7 @@ def report_contexts(report: Report, rows: Sequence[Row], limits: Sequence[Row], 
 
 
 def cost_table(costs: Mapping[int, Costs]) -> str:
-    """Milliseconds of each pass by context."""
+    """Milliseconds of each kind of pass, by context."""
     rows = [
         {"context": context, "pass": f"{level}, {tokens} token{'s' * (tokens > 1)}", "ms": 1000 * seconds}
         for context, found in sorted(costs.items())
@@ -147,7 +147,7 @@ def report_needles(report: Report, rows: Sequence[Row]) -> None:
 
 
 def equality(rows: Sequence[Row]) -> str:
-    """A sentence about whether drafting changed a text."""
+    """A sentence that says whether drafting changed a text."""
     parted = sum(row["same_output"] < 1 for row in rows)
     if not parted:
         return "Every text equals that of plain autoregression.\n"
@@ -158,5 +158,5 @@ def equality(rows: Sequence[Row]) -> str:
 
 
 def drafted(rows: Sequence[Row]) -> list[Row]:
-    """Without plain autoregression."""
+    """The rows without plain autoregression."""
     return [row for row in rows if row["contestant"] != PLAIN]

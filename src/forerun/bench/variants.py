@@ -1,8 +1,8 @@
 """Ways to draft as contestants over one engine: which drafter, how many nodes, and whether a planner cuts them.
 
-An engine is made once for each model, which takes seconds; a variant changes what can be changed between two texts.
-Planners share one measurement of what passes cost. Each contestant has a planner of its own, which learns from turn to
-turn as in a server, and a drafter that is made anew before each turn, so that no turn sees the answers of another.
+Making an engine takes seconds, so there is one per model, and a variant changes only what may change between texts.
+Planners share one measurement of costs. Each contestant has its own planner, which learns from turn to turn as in a
+server. Its drafter is new in each turn, so that no turn sees the answers of another.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Variant:
     """A way to draft.
 
     Attributes:
-        make: makes the drafter, with all that it remembers.
-        budget: most nodes of a tree.
-        planned: score what pays by the planner; otherwise all that is drafted, as the Lookahead paper does.
+        make: makes the drafter, including what it remembers.
+        budget: the most nodes of a tree.
+        planned: whether a planner chooses what to score; otherwise all drafts are scored, as in the Lookahead paper.
     """
 
     make: Callable[[], Drafter]
@@ -40,7 +40,7 @@ class Track:
     """One engine on which variants take turns.
 
     Args:
-        engine: of the target; what it drafts with is changed.
+        engine: of the target; its drafter, planner and budget are changed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,11 +58,11 @@ class Track:
         return Contestant(self._run, prepare)
 
     def contestants(self, variants: Mapping[str, Variant]) -> dict[str, Contestant]:
-        """All of them, by name."""
+        """A contestant for each variant, by name."""
         return {name: self.contestant(variant) for name, variant in variants.items()}
 
     def answers(self, variant: Variant, prompts: Sequence[Tokens], max_new_tokens: int) -> list[Tokens]:
-        """What the target says to each prompt, one after another with one drafter; no draft changes it."""
+        """The target's answers to the prompts, one after another with one drafter; drafts do not change them."""
         self.contestant(variant).prepare()
         runs = [self._run([prompt], max_new_tokens) for prompt in prompts]
         return [text for run in runs for text in run.texts if isinstance(text, list)]

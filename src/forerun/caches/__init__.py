@@ -1,1 +1,1 @@
-"""What the model has read: one cache a file."""
+"""KV caches, one per file."""

@@ -1,4 +1,4 @@
-"""The contract of a KV cache: one row of a batch, over one model."""
+"""The interface of a KV cache: one row of a batch, for one model."""
 
 from __future__ import annotations
 
@@ -50,42 +50,44 @@ class KVShape:
 
 
 class Cache(ABC):
-    """Keys and values of one row's committed tokens, and its attention over them.
+    """Keys and values of one row's committed tokens, and attention over them.
 
-    A forward pass calls ``attend`` once per layer, which also keeps the block's keys and values as a speculative tail;
-    ``commit`` then keeps the accepted part of the tail and drops the rest. Without it a pass leaves no trace.
+    A forward pass calls ``attend`` once per layer. ``attend`` also stores the block's keys and values as a speculative
+    tail; ``commit`` then keeps the accepted part of the tail. Without ``commit``, a pass has no effect on the cache.
     """
 
     length: int
     """Committed tokens."""
 
     def positions(self, block: Block) -> IntArray:
-        """The position that the model is told of each token of the block: its place in the text, unless a cache
-        numbers tokens anew."""
+        """The position that the model sees for each token of the block: its place in the text, unless the cache
+        renumbers tokens."""
         return block.positions
 
     @abstractmethod
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attention of the block's queries over the committed tokens and, by its mask, over the block itself.
+        """Attention of the block's queries over the committed tokens, and over the block itself with its tree mask.
 
         Args:
             layer: index of the layer.
-            q: queries with their position encoded, ``[1, H, n, d]``.
-            k, v: the block's keys (with their position) and values, ``[1, Hkv, n, d]``.
+            q: queries with rotary positions applied, ``[1, H, n, d]``.
+            k, v: the block's keys (rotary positions applied) and values, ``[1, Hkv, n, d]``.
             block: ``block.start`` equals ``length``.
-            spec: what the layer asks for.
+            spec: the layer's attention parameters.
 
         Returns:
             ``[1, H, n, dv]``.
         """
 
     def next_read(self, goal: int) -> int:
-        """How many tokens to read next on the way to a length of ``goal``; a cache may skip some that it would forget.
+        """How many tokens to read next on the way to a length of ``goal``.
+
+        A cache may first skip tokens that it would evict anyway; that increases ``length``.
 
         Returns:
-            At least 1 where ``length < goal``; the tokens are those from ``length`` on, which skipping has moved.
+            At least 1 while ``length < goal``: tokens to read, from ``length`` on.
         """
         return goal - self.length
 
@@ -95,7 +97,7 @@ class Cache(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Forget the committed tokens from ``length`` on."""
+        """Drop the committed tokens from ``length`` on."""
 
     @property
     @abstractmethod

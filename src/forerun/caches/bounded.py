@@ -1,9 +1,9 @@
-"""What caches that forget have in common: a budget, a slack beyond it, and evictions that can be taken back.
+"""Common to caches that evict: a budget, a slack beyond it, and evictions that can be rolled back.
 
-Between evictions tokens are only added, so a pass over the cache to evict comes once in ``slack`` tokens. It writes
-what it keeps into a second buffer, and the first stays as it was until the next eviction. A drafter commits its drafts
-one by one and truncates when they are rejected; if an eviction came in between, the cache turns back to that buffer.
-So its state does not depend on drafts that were rejected.
+Between evictions tokens are only added, so the cache is copied only once in ``slack`` tokens. An eviction writes what
+it keeps into a second buffer; the first stays unchanged until the next eviction. A drafter commits its drafts one by
+one and truncates when they are rejected. If an eviction came in between, the cache goes back to the first buffer. So
+its state does not depend on rejected drafts.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from forerun.caches.rows import Rows, append, compact
 from forerun.core.block import Block
 
 SLACK = 64
-"""More than is usually drafted at a time."""
+"""Default slack in tokens: more than the usual draft length."""
 
 
 class Extent(NamedTuple):
-    """How much a cache has read and holds."""
+    """How many tokens a cache has read, and how many it holds."""
 
     length: int
     held: int
 
 
 class BoundedCache(Cache):
-    """At most ``fixed + budget + slack`` committed tokens in the order of the text, and the block behind them.
+    """At most ``fixed + budget + slack`` committed tokens in text order, and the block after them.
 
-    A commit that exceeds this evicts down to ``fixed + budget``. Truncating over at most ``slack`` drafts, committed
-    one by one, gives bit for bit what there was before them.
+    A commit that exceeds this evicts down to ``fixed + budget``. After up to ``slack`` drafts, committed one by one,
+    truncating restores the earlier state bit for bit.
 
     Args:
-        fixed: first tokens, which are never evicted.
+        fixed: first tokens, never evicted.
         budget: further tokens that an eviction leaves.
-        slack: tokens beyond them that are let in before as many are evicted at once.
+        slack: tokens that may be added after an eviction before the next one.
     """
 
     def __init__(self, fixed: int, budget: int, slack: int) -> None:
@@ -51,7 +51,7 @@ class BoundedCache(Cache):
         self._held = 0
         self._layers: dict[int, Rows] = {}
         self._spare: dict[int, Rows] = {}
-        self._before: Extent | None = None  # at the last eviction, and what self._spare holds, if it can be taken back
+        self._before: Extent | None = None  # what self._spare holds: the state before the last eviction
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         """See ``Cache.commit``."""
@@ -63,7 +63,7 @@ class BoundedCache(Cache):
         """See ``Cache.truncate``.
 
         Raises:
-            ValueError: if tokens before ``length`` are not held any more.
+            ValueError: if tokens before ``length`` are no longer held.
         """
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
@@ -107,14 +107,14 @@ class BoundedCache(Cache):
 
     @abstractmethod
     def _thin(self, layer: int, rows: Rows) -> Rows:
-        """The ``fixed + budget`` rows of a layer that are kept of the ``_held`` ones."""
+        """The ``fixed + budget`` of the ``_held`` rows of a layer that an eviction keeps."""
 
     @abstractmethod
     def _lowest(self, back: Extent | None) -> int:
-        """The shortest length above ``fixed`` that can be cut to, now or once turned ``back``."""
+        """The shortest length above ``fixed`` that truncation can reach, now or after going ``back``."""
 
     def _store(self, layer: int, *new: torch.Tensor) -> Rows:
-        """Write the block behind the committed tokens; the room for it grows to the largest block seen."""
+        """Write the block after the committed tokens; room for it grows to the largest block so far."""
         capacity = self._fixed + self._budget + self.slack + new[0].shape[2]
         rows = self._layers[layer] = append(self._layers.get(layer), new, self._held, capacity)
         return rows
@@ -136,7 +136,7 @@ class BoundedCache(Cache):
         self._held = self._fixed + self._budget
 
     def _turn_back(self, back: Extent) -> None:
-        """Take the last eviction back."""
+        """Roll the last eviction back."""
         self.length, self._held = back
         self._layers, self._spare = self._spare, self._layers
         self._before = None

@@ -1,4 +1,4 @@
-"""One layer of the retrieval cache: the chunks it holds, and the means that it chooses them by."""
+"""One layer of the retrieval cache: the chunks it holds, and the means by which it chooses them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from forerun.caches.rows import Rows, append, compact
 
 ROOM = 64
-"""Places by which a buffer grows at least."""
+"""A buffer grows by at least this many tokens."""
 
 
 class ChosenChunks:
@@ -18,15 +18,15 @@ class ChosenChunks:
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
         self._rows: Rows | None = None
-        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough to choose by
-        self._known = 0  # means so far
+        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough for choosing
+        self._known = 0  # number of means so far
         self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
     def choose(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Hold ``count`` chunks of the keys and values ``[1, Hkv, m * chunk, d]``, by the query ``[1, H, d]``."""
+        """Hold the ``count`` best chunks of keys and values ``[1, Hkv, m * chunk, d]`` for the query ``[1, H, d]``."""
         self.extend(keys)
         held = self._chosen.shape[1]
-        if held < count:  # so far all chunks were held, in order: take what follows
+        if held < count:  # all chunks so far are held, in order: append the next ones
             new = slice(held * self._chunk, count * self._chunk)
             self.write(new.start, keys[:, :, new], values[:, :, new])
             self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
@@ -34,27 +34,27 @@ class ChosenChunks:
             self._replace(self._best(query, count), (keys, values))
 
     def extend(self, keys: torch.Tensor) -> None:
-        """Take in what is new of the keys ``[1, Hkv, m * chunk, d]``."""
+        """Add the means of the keys ``[1, Hkv, m * chunk, d]`` that are new."""
         self._extend_means(self._cut(keys[0]))
 
     @property
     def known(self) -> int:
-        """Tokens whose means there are."""
+        """Tokens whose means are known."""
         return self._known * self._chunk
 
     def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put keys and values ``[1, Hkv, n, d]`` at a place; what lies behind them may be lost."""
+        """Write keys and values ``[1, Hkv, n, d]`` at index ``place``; those at later indices may be lost."""
         end = place + k.shape[2]
         self._rows = append(self._rows, (k, v), place, end + max(ROOM, end // 32))
 
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the places ``first`` to ``last`` (not included)."""
+        """Views of indices ``first`` to ``last`` (excluded)."""
         assert self._rows is not None
         keys, values = self._rows
         return keys[:, :, first:last], values[:, :, first:last]
 
     def compact(self, place: int, path: Sequence[int]) -> None:
-        """Bring the nodes of a tree at ``place`` side by side."""
+        """Move the nodes of ``path``, of a tree at index ``place``, side by side."""
         assert self._rows is not None
         compact(self._rows, place, path)
 
@@ -65,12 +65,12 @@ class ChosenChunks:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the means there are."""
+        """Bytes of the means so far."""
         return self._means[:, : self._known].nbytes if self._known else 0
 
     @property
     def mean_bytes(self) -> int:
-        """Bytes reserved for the chunks' means."""
+        """Bytes reserved for the chunk means."""
         return self._means.nbytes
 
     def _cut(self, rows: torch.Tensor) -> torch.Tensor:
@@ -88,10 +88,10 @@ class ChosenChunks:
         self._known = count
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
-        """The chunks that score best, ``[Hkv, count]``; the first one beats all others.
+        """The chunks with the best scores, ``[Hkv, count]``; the first chunk always comes first.
 
-        Half precision finds those that may be among them, single precision decides. All the room is multiplied, for
-        oneDNN makes and keeps a program for each new shape.
+        Half precision finds the candidates, single precision decides. The whole reserved buffer is multiplied, because
+        oneDNN compiles and keeps a program for each new shape.
         """
         means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
         coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
@@ -103,13 +103,13 @@ class ChosenChunks:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, rows: Rows) -> None:
-        """Put the chunks of ``best`` that are not held yet into the slots of those that are not wanted any more."""
+        """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted."""
         assert self._rows is not None
         wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
         wanted.scatter_(1, best, True)
         stays = wanted.gather(1, self._chosen)
         wanted.scatter_(1, self._chosen, False)
-        head, slot = (~stays).nonzero(as_tuple=True)  # as many for each head as there are in `wanted`, in its order
+        head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
         chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
         for mine, source in zip(self._rows, rows, strict=True):

@@ -1,4 +1,4 @@
-"""Every committed token's keys and values: the cache that decides what is generated."""
+"""The full cache: keys and values of every committed token. It decides what is generated."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, merge
 
 GROWTH = 256
-"""Tokens by which the cache grows at least."""
+"""The cache grows by at least this many tokens."""
 
 
 class FullCache(Cache):
     """A preallocated buffer that grows in blocks; accepted rows are compacted in place.
 
     Args:
-        capacity: tokens to make room for at the start; memory is only touched as it fills.
+        capacity: initial room in tokens; memory is touched only as it fills.
     """
 
     def __init__(self, capacity: int = 0) -> None:
         self.length = 0
         self._capacity = capacity
         self._layers: dict[int, Rows] = {}
-        self._store: torch.Tensor | None = None  # of all layers, where they are alike: [layers, 2, Hkv, capacity, d]
+        self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
         self.queries: dict[int, torch.Tensor] = {}
-        """The queries of the last pass, by layer, ``[1, H, n, d]``: what a sparse cache chooses its keys by. None are
-        left where the tokens of that pass were forgotten."""
+        """Queries of the last pass by layer, ``[1, H, n, d]``; sparse caches choose keys by them. Empty if the tokens
+        of that pass were truncated."""
         self.specs: dict[int, AttentionSpec] = {}
-        """What each layer asked for in its last pass."""
+        """Each layer's attention parameters in the last pass."""
         self._beginning: Beginning | None = None
         self._begun = 0  # tokens that it holds of that
 
@@ -47,7 +47,7 @@ class FullCache(Cache):
         return merge(*attend_in_order(q, rows, self.length, block, spec), sinks=spec.sinks)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a block's keys and values ``[1, Hkv, n, d]`` behind the committed ones; gives all of the layer's."""
+        """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
         if self._store is not None:
             self.reserve(len(self._store), k.shape[1], k.shape[3], k.dtype, k.shape[2])
         self._grow(self.length + k.shape[2])
@@ -56,10 +56,10 @@ class FullCache(Cache):
         return keys, values
 
     def reserve(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Room for ``count`` tokens behind the committed ones, for all layers, on a CPU.
+        """Make room for ``count`` tokens after the committed ones, for all layers, on a CPU.
 
         Returns:
-            ``[layers, 2, heads, capacity, dim]``: keys, then values; what is written behind ``length`` is on trial.
+            ``[layers, 2, heads, capacity, dim]``: keys, then values. What is written from ``length`` on is speculative.
 
         Raises:
             ValueError: if the cache holds rows of another shape.
@@ -87,10 +87,10 @@ class FullCache(Cache):
         step = store.stride(0) * store.element_size()
         first = store.data_ptr() + step * np.arange(len(store))
         self.addresses: IntArray = np.stack((first, first + store.stride(1) * store.element_size()), 1)
-        """Where each layer's keys and values begin, int64 ``[layers, 2]``."""
+        """Addresses of each layer's keys and values, int64 ``[layers, 2]``."""
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """See ``Cache.commit``. An accepted chain lies in place already and costs nothing."""
+        """See ``Cache.commit``. An accepted chain is already in place and costs nothing."""
         start = self.length + len(block.pending)
         if self._store is not None:
             compact((self._store.flatten(0, 2)[None],), start, path)
@@ -109,7 +109,7 @@ class FullCache(Cache):
         self.length = length
 
     def blank(self, length: int) -> None:
-        """Hold zeros as if ``length`` tokens were committed: for measurements, after a first pass."""
+        """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
         if self._store is not None:
             self._store.zero_()
         else:
@@ -119,7 +119,7 @@ class FullCache(Cache):
         self.length = length
 
     def extend(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Append committed tokens whose keys and values, ``[1, Hkv, m, d]``, come from elsewhere, for every layer."""
+        """Append committed tokens with given keys and values, ``[1, Hkv, m, d]`` for every layer."""
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
             raise ValueError("keys and values must be given for every layer, for as many tokens in each")
@@ -172,7 +172,7 @@ class FullCache(Cache):
 
     @property
     def layers(self) -> list[int]:
-        """The layers that a pass has filled, in order."""
+        """The layers that passes have filled, in order."""
         return sorted(self._layers)
 
     @property

@@ -1,8 +1,8 @@
-"""H2O's cache (Zhang et al. 2023, arXiv 2306.14048): the tokens that drew most attention so far, and the recent ones.
+"""H2O's cache (Zhang et al. 2023, arXiv 2306.14048): the tokens with the most attention so far, and the recent ones.
 
-Every layer and KV head chooses for itself. What a token drew is the sum of the softmax weights that it got from all
-committed queries since it was committed; those of a group's query heads are added up. The greedy eviction of the paper
-(Algorithm 1) goes by these sums alone, so what was evicted never comes back.
+Every layer and KV head chooses for itself. A token's attention is the sum of its softmax weights over all committed
+queries since it was committed, added up over the query heads of a group. The paper's greedy eviction (Algorithm 1) uses
+only these sums, so an evicted token never comes back.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from forerun.kernels.attention import AttentionSpec, weigh
 
 
 class HeavyHitterCache(BoundedCache):
-    """Heavy hitters and recent tokens of one row; keys keep the positions that they have in the text.
+    """Heavy hitters and recent tokens of one row; keys keep their positions in the text.
 
-    A fused kernel does not return the weights, so attention is written out, in at least float32. Those of the last
-    ``slack`` queries are kept one by one, to be taken back with them.
+    Fused kernels do not return softmax weights, so attention is computed step by step, in at least float32. The weights
+    of the last ``slack`` queries are kept one by one, so that they can be rolled back.
 
     Args:
-        heavy: tokens kept for the attention they drew, for each layer and KV head.
-        recent: last tokens kept for being recent.
-        slack: see ``BoundedCache``: the longest draft that can be taken back. 0 evicts after every commit, as the paper
-            does.
+        heavy: tokens kept for their attention, per layer and KV head.
+        recent: most recent tokens, always kept.
+        slack: see ``BoundedCache``: the longest draft that can be rolled back. 0 evicts after every commit, as in the
+            paper.
     """
 
     def __init__(self, heavy: int, recent: int, slack: int = SLACK) -> None:
@@ -60,7 +60,7 @@ class HeavyHitterCache(BoundedCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes reserved, in both buffers, and those of the weights kept one by one."""
+        """Bytes reserved in both buffers, and bytes of the weights that are kept one by one."""
         logs = (*self._log.values(), *self._log_before.values())
         return super().nbytes + sum(t.nbytes for log in logs for t in log)
 
@@ -126,15 +126,15 @@ def _weights(
     block: Block,
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """Softmax weights ``[1, Hkv, H / Hkv, n, m]`` of the block's queries over the cached keys and the block's own.
+    """Softmax weights ``[1, Hkv, H / Hkv, n, m]`` of the block's queries over cached keys and the block's keys.
 
     Args:
         q: ``[1, H, n, d]``.
-        keys: ``[1, Hkv, m, d]``; the last n of them are the block's.
-        places: their positions, ``[1, Hkv, m]``.
-        positions: those of the queries, ``[n]``.
-        block: for which tokens of the block see each other.
-        spec: what the layer asks for.
+        keys: ``[1, Hkv, m, d]``; the last n are the block's.
+        places: positions of the keys, ``[1, Hkv, m]``.
+        positions: positions of the queries, ``[n]``.
+        block: says which of its tokens see each other.
+        spec: the layer's attention parameters.
     """
     kv_heads, n = keys.shape[1], q.shape[2]
     grouped = q.reshape(1, kv_heads, -1, n, q.shape[3])
@@ -151,12 +151,12 @@ def _weights(
 
 
 def _kept(count: int, path: Sequence[int]) -> torch.Tensor:
-    """Indices of what comes before the tree's ``count``-th place, and of the nodes of ``path``."""
+    """Indices of the first ``count`` rows, and of the tree nodes of ``path`` after them."""
     return torch.tensor([*range(count), *(count + node for node in path)], dtype=torch.long)
 
 
 def _add(drawn: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """Add what tokens drew from queries, ``[1, Hkv, *]`` each, to their sums; tokens cut off since drew nothing."""
+    """Add each query's weights, ``[1, Hkv, *]``, to the sums; weights of tokens truncated since then are ignored."""
     for each in weights:
         width = min(each.shape[2], drawn.shape[2])
         drawn[:, :, :width] += each[:, :, :width]
@@ -167,5 +167,5 @@ def _gather(t: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def _size(log: dict[int, list[torch.Tensor]]) -> int:
-    """Queries whose weights are kept one by one."""
+    """Number of queries whose weights are kept one by one."""
     return len(next(iter(log.values()), []))

@@ -1,12 +1,12 @@
-"""A sparse cache whose every query finds the chunks that matter to it, by keys in a few dimensions.
+"""A sparse cache in which every query finds its own chunks, by keys in a few dimensions.
 
-TriForce's retrieval cache chooses for the tokens to come by the queries of those before them. Where a text is strung
-together from far places that is too late: the next token looks elsewhere. Here a query goes over all keys, in 24
-dimensions of one byte (a twenty-first of what a key and its value take in float32), and attends to the chunks that
-hold its best ones, in place, in the target's own cache. Keys lie close to few dimensions (Loki, Singhania et al. 2024,
-arXiv 2406.02542); which ones is found such that products with queries, not keys, are kept best. A chunk is worth its
-best key: means, and bounds by the extremes of each dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the
-single key that a head copies from.
+TriForce's retrieval cache chooses chunks for coming tokens by the queries of earlier ones. That is too late in a text
+that jumps between distant places: the next token looks elsewhere. Here every query scans all keys, in 24 dimensions of
+one byte each (1/21 of a key and its value in float32). It then attends to the chunks with the best keys, where they are
+in the target's own cache. Keys lie close to a space of few dimensions (Loki, Singhania et al. 2024, arXiv 2406.02542);
+the one chosen here best preserves the products of queries and keys, not the keys. A chunk is worth as much as its best
+key. Means, and bounds by the extremes of each dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the single
+key that a head copies from.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from forerun.kernels.attention import AttentionSpec, attend, attend_chosen, merg
 from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
 SHARE, LONG = 4, 60
-"""A query brings a fourth of the budget, for it looks for itself; or a sixtieth of a long text, where the target's own
-pass costs so much that drafts may. What the queries of a group bring, all of them see."""
+"""A query chooses tokens for 1/4 of the budget, or for 1/60 of the text if that is more: in a long text the target's
+own pass is so slow that drafts may cost more. Every query of a group sees what any of them chose."""
 ROOM = 64
-"""Tokens by which the recent ones' buffer grows at least."""
+"""The buffer of recent tokens grows by at least this many."""
 GROUPS = 8
-"""Groups of chunks by which an index grows at least."""
+"""An index grows by at least this many groups of chunks."""
 SAMPLE = 8192
-"""Keys, at most, that the dimensions are found by."""
+"""The dimensions are found from at most this many keys."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,12 @@ class LowRankConfig:
     """What a query sees.
 
     Attributes:
-        budget: a text of so many tokens is seen whole. Of a longer one the queries of a group, which share their keys,
-            see a fourth as many for each of them, or a sixtieth of the text if that is more, but never more than the
-            budget: in chunks of 16 that they choose together. They see the first chunk in any case.
-        window: most recent tokens, which it sees in any case; an eighth of the budget at most.
-        rank: dimensions of the keys that it chooses by.
+        budget: the most tokens that a query sees; a text up to this length is seen whole. In a longer text, each query
+            of a group (the query heads of one KV head) adds 1/4 of the budget, or 1/60 of the text if that is more.
+            The group chooses its chunks of 16 tokens together, never more than the budget. The first chunk is always
+            seen.
+        window: most recent tokens, always seen; at most 1/8 of the budget.
+        rank: dimensions of the keys that queries choose by.
 
     Raises:
         ValueError: for a value out of range.
@@ -64,11 +65,11 @@ class LowRankConfig:
 
     @property
     def recent(self) -> int:
-        """Most recent tokens that are seen, at least."""
+        """The least number of recent tokens that are seen."""
         return max(1, min(self.window, self.budget // 8))
 
     def slots(self, length: int, group: int = 1) -> int:
-        """Chunks that the queries of a group of so many see of a text."""
+        """Chunks of a text of ``length`` tokens that ``group`` query heads of one KV head see."""
         return max(1, min(self.budget, group * max(self.budget // SHARE, length // LONG)) // CHUNK)
 
 
@@ -76,7 +77,7 @@ class LowRankCache(View):
     """Over one row's full cache.
 
     Args:
-        source: the target's own; read, never changed.
+        source: the target's cache; read, never changed.
         config: what a query sees.
     """
 
@@ -85,11 +86,11 @@ class LowRankCache(View):
         self.config = config
         self._tail = 0  # position of the first recent token; the chunks before it are indexed
         self._indexes: dict[int, _Index] = {}
-        self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent tokens and those on trial
+        self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent and speculative tokens
 
     @property
     def ready(self) -> bool:
-        """See ``View.ready``. The dimensions are found by the queries of a pass."""
+        """See ``View.ready``. Finding the dimensions takes the queries of a pass."""
         return bool(self._indexes or self.source.queries)
 
     @property
@@ -132,7 +133,7 @@ class LowRankCache(View):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``. A layer with a sliding window needs no choice: it sees its window, all of it."""
+        """See ``Cache.attend``. A layer with a sliding window chooses nothing: it sees its whole window."""
         near = self._store(layer, self.length, k, v)
         if spec.window is not None:
             return self._attend_window(layer, q, near, block, spec)
@@ -148,22 +149,22 @@ class LowRankCache(View):
 
     @property
     def near(self) -> int:
-        """Recent tokens, which every query sees."""
+        """Number of recent tokens; every query sees them."""
         return self.length - self._tail
 
     def slots(self, layer: int) -> int:
-        """Chunks that a query of a layer sees, at most, besides the first."""
+        """The most chunks that a query of a layer sees, besides the first."""
         return self.config.slots(self._tail, self._indexes[layer].group)
 
     def choosing(self, layer: int) -> bool:
-        """Whether queries of a layer choose; else they see all there is."""
+        """Whether queries of a layer choose chunks; otherwise they see everything."""
         return not self.whole and layer in self._indexes and self._tail // CHUNK > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """What each chunk is worth to each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
+        """Worth of each chunk to each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
 
-        The queries of a token's group choose together, for what one of them reads costs the others nothing: a chunk is
-        worth to them what it is, beside the best one, to the query that it is worth most to.
+        The queries of a group choose together, because what one of them reads costs the others nothing. A chunk's worth
+        to a query is taken relative to that query's best chunk; its worth to the group is the largest of these.
         """
         found, group = self._indexes[layer].worth(q[0]), self._indexes[layer].group
         if group == 1:
@@ -173,7 +174,7 @@ class LowRankCache(View):
         return beside.expand(parted.shape).flatten(0, 1).contiguous()
 
     def index_bytes(self, layer: int) -> int:
-        """Bytes of a layer's short keys, all of which a query that chooses goes over."""
+        """Bytes of a layer's short keys; a query that chooses scans all of them."""
         return self._indexes[layer].known_bytes if self.choosing(layer) else 0
 
     def _attend_window(
@@ -187,7 +188,7 @@ class LowRankCache(View):
         return merge(attend(q, keys, values, spec, bias), sinks=spec.sinks)
 
     def _store(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put keys and values at a recent position; what lies behind them may be lost."""
+        """Write keys and values at a recent position; those at later positions may be lost."""
         place = position - self._tail
         end, old = place + k.shape[2], self._near.get(layer)
         if old is None or old[0].shape[2] < end + CHUNK:
@@ -204,7 +205,7 @@ class LowRankCache(View):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the short keys, and of the recent tokens."""
+        """Bytes of the short keys and of the recent tokens."""
         near = sum(t.nbytes for rows in self._near.values() for t in rows)
         return near + sum(index.nbytes for index in self._indexes.values())
 
@@ -223,10 +224,10 @@ class _Index:
     """One layer's keys in a few dimensions, chunk by chunk.
 
     Args:
-        of_keys, of_queries: what turns keys, less their mean, and queries into those dimensions, ``[Hkv, d, rank]``;
-            the latter in float32.
+        of_keys, of_queries: projections ``[Hkv, d, rank]`` of keys (minus their mean) and of queries into those
+            dimensions; the latter in float32.
         mean: of the keys, ``[Hkv, 1, d]``.
-        group: query heads of a KV head.
+        group: query heads per KV head.
     """
 
     def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:
@@ -238,9 +239,9 @@ class _Index:
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> _Index:
-        """For the keys ``[Hkv, m, d]`` of a text and some queries ``[H, n, d]`` of it.
+        """An index for the keys ``[Hkv, m, d]`` of a text, from some of its queries ``[H, n, d]``.
 
-        The products of queries with keys of rank r that are closest to those with the keys themselves come from the
+        We want keys of rank r whose products with the queries are closest to the true products. They come from the r
         largest eigenvectors of S = Q^1/2 K Q^1/2, where Q and K are the second moments of queries and keys.
         """
         heads, count, d = keys.shape
@@ -259,7 +260,7 @@ class _Index:
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def extend(self, keys: torch.Tensor) -> None:
-        """Take in what is new of the keys ``[Hkv, m * CHUNK, d]``."""
+        """Index the keys of ``[Hkv, m * CHUNK, d]`` that are new."""
         count = keys.shape[1] // CHUNK
         groups = -(-count // GROUP)
         if self._short.shape[1] < groups:
@@ -275,7 +276,7 @@ class _Index:
         self._known = count
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:
-        """Of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
+        """Worth of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
         heads, n, d = queries.shape
         turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
         return best_keys(self._short, self._known, turned)
@@ -287,7 +288,7 @@ class _Index:
 
     @property
     def known_bytes(self) -> int:
-        """Bytes of the keys there are."""
+        """Bytes of the indexed keys."""
         heads, _, _, quads, _, _ = self._short.shape
         return heads * self._known * CHUNK * quads * QUAD
 
@@ -298,10 +299,10 @@ class _Index:
 
 
 def _room(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Zeros for ``count`` tokens like these, for some more, and for a chunk that is read behind them."""
+    """Zeros like ``like`` for ``count`` tokens, for room to grow, and for one chunk that is read beyond them."""
     return like.new_zeros(*like.shape[:2], count + ROOM + CHUNK, like.shape[3])
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:
-    """``[H, n, d]`` to ``[H, d, d]``."""
+    """Second moments: ``[H, n, d]`` to ``[H, d, d]``."""
     return rows.mT @ rows / rows.shape[1]

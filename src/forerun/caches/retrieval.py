@@ -1,12 +1,11 @@
-"""TriForce's retrieval cache: of a long text, the chunks that matter now, within a fixed budget (sections 4.1 and 4.2).
+"""TriForce's retrieval cache: the chunks of a long text that matter now, within a fixed budget (sections 4.1 and 4.2).
 
-The text is cut into chunks of a few tokens. A chunk scores query . mean key, per layer and KV head, summed over the
-query heads of a group; the best are copied out of the full cache, the first chunk (the attention sink) always with
-them. Behind them lie the most recent tokens, without a gap. All that is held stands in one dense buffer, so attending
-to it is one kernel without a mask.
+The text is cut into chunks of a few tokens. A chunk's score is query . mean key, per layer and KV head, summed over the
+query heads of a group. The best chunks are copied from the full cache, always including the first (the attention
+sink). The most recent tokens follow them. All of this is one dense buffer, so attention is one kernel without a mask.
 
-It differs from the authors' code in that it maintains itself: chunk means are kept incrementally, the choice is made
-anew as the text grows, and of a new choice only the chunks that changed are copied.
+Unlike the authors' code it maintains itself: chunk means are updated incrementally, chunks are chosen again as the text
+grows, and only those that changed are copied.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ PIECE = 8192
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """What is kept, and when it is chosen anew.
+    """What is kept, and when chunks are chosen again.
 
     Attributes:
-        budget: tokens held for each layer and KV head; a block being scored comes on top.
-        chunk: tokens chosen together.
-        window: most recent tokens that are held in any case; an eighth of the budget at most.
-        stride: tokens after which the choice is made anew under any policy; an eighth of the budget at most.
-        refresh: ``stride`` does only that; ``acceptance`` chooses anew, too, when the rolling acceptance of drafts made
-            with this cache falls below ``threshold``; ``verify`` after each verification, by its queries.
-        threshold: acceptance per drafted token.
+        budget: tokens held per layer and KV head; a block being scored comes on top.
+        chunk: tokens per chunk.
+        window: most recent tokens, always held; at most 1/8 of the budget.
+        stride: tokens after which chunks are chosen again under every policy; at most 1/8 of the budget.
+        refresh: when else they are chosen again. ``stride``: never. ``acceptance``: when the rolling acceptance rate of
+            drafts made with this cache falls below ``threshold``. ``verify``: after each verification, by its queries.
+        threshold: acceptance rate, accepted by drafted tokens.
 
     Raises:
         ValueError: for a value out of range.
@@ -66,29 +65,29 @@ class RetrievalConfig:
 
     @property
     def recent(self) -> int:
-        """Most recent tokens that are held after a choice, at least."""
+        """The least number of recent tokens held after a choice."""
         return max(1, min(self.window, self.budget // 8))
 
     @property
     def growth(self) -> int:
-        """Tokens that the text may grow by before the choice is made anew."""
+        """Tokens by which the text may grow before chunks are chosen again."""
         return max(1, min(self.stride, self.budget // 8))
 
     @property
     def slots(self) -> int:
-        """Chunks held, but for the recent tokens."""
+        """Chunks held, besides the recent tokens."""
         return max(1, (self.budget - self.recent - self.growth) // self.chunk)
 
 
 ROLLING = 0.7
-"""What remains of the rolling acceptance after a verification."""
+"""Decay of the rolling acceptance rate per verification."""
 
 
 class RetrievalCache(View):
     """Over one row's full cache.
 
     Args:
-        source: the target's own; read, never changed.
+        source: the target's cache; read, never changed.
         config: what is kept.
     """
 
@@ -150,7 +149,7 @@ class RetrievalCache(View):
         """Choose chunks by the queries of the target's last pass.
 
         Args:
-            rows: of the last pass's queries, those to choose by; the last one if not given.
+            rows: which queries of the last pass to choose by; by default the last one.
         """
         size = self.config.chunk
         self._tail = self._far(self.length)
@@ -171,7 +170,7 @@ class RetrievalCache(View):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``. A layer with a sliding window needs no choice: it sees its window, all of it."""
+        """See ``Cache.attend``. A layer with a sliding window chooses nothing: it sees its whole window."""
         held = self._place(self.length)
         mine = self._layers[layer]
         mine.write(held, k, v)
@@ -198,7 +197,7 @@ class RetrievalCache(View):
             layer.compact(self._place(start), path)
 
     def _place(self, position: int) -> int:
-        """Where the key of a recent position lies in the buffers."""
+        """Index in the buffers of a recent position."""
         return self._chunks * self.config.chunk + position - self._tail
 
     @property
@@ -208,7 +207,7 @@ class RetrievalCache(View):
 
     @property
     def choice_bytes(self) -> int:
-        """Bytes of the chunks' means, all of which a choice reads."""
+        """Bytes of the chunk means; a choice reads all of them."""
         return sum(layer.known_bytes for layer in self._layers.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
@@ -222,5 +221,5 @@ class RetrievalCache(View):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values held, and of the chunks' means: in float32 1/32 of the full cache's."""
+        """Bytes of the keys and values held, and of the chunk means (1/32 of a full cache in float32)."""
         return sum(layer.key_bytes + layer.mean_bytes for layer in self._layers.values())

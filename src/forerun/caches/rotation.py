@@ -1,7 +1,7 @@
-"""How a model's keys turn with position: what a cache needs to move a token.
+"""Rotary positions of keys: what a cache needs to move a token to another position.
 
-Rotary embedding (Su et al. 2021, RoFormer) turns pairs of a key's dimensions by an angle proportional to its position.
-So a key moves by turning it further, by the difference of positions, and exactly so: nothing else in it changes.
+Rotary embedding (Su et al. 2021, RoFormer) rotates pairs of a key's dimensions by angles proportional to its position.
+So rotating a key by the difference of two positions moves it exactly; nothing else in it changes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What turns in the keys of a layer.
+    """The rotation of one layer's keys.
 
     Attributes:
-        first, second: the dimensions that make up pairs; m of either.
+        first, second: the dimensions that form pairs, m of each.
         frequencies: angle per position of each pair, float64 ``[m]``.
     """
 
@@ -39,15 +39,15 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A model's rotary embedding; ``forerun.model.rotation.find_rotation`` finds it.
+    """A model's rotary embedding, found by ``forerun.model.rotation.find_rotation``.
 
     Attributes:
-        turns: for each layer how its keys turn, or None if they do not depend on position.
+        turns: the rotation of each layer's keys, or None if they do not depend on position.
     """
 
     turns: Mapping[int, Turn | None]
 
     def __call__(self, layer: int, keys: torch.Tensor, by: int) -> torch.Tensor:
-        """Keys of a layer as they would be ``by`` positions later (earlier if negative), ``[1, Hkv, n, d]``."""
+        """A layer's keys ``[1, Hkv, n, d]`` moved ``by`` positions later (earlier if negative)."""
         turn = self.turns[layer]
         return keys if turn is None or by == 0 else turn(keys, by)

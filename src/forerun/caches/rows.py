@@ -1,4 +1,4 @@
-"""One layer's keys and values in the order of the text, with the block being scored behind them: shared by caches."""
+"""One layer's keys and values in text order, followed by the block being scored; shared by several caches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from forerun.core.block import Block
 from forerun.kernels.attention import AttentionSpec, AttentionState, attend
 
 Rows = tuple[torch.Tensor, ...]
-"""Keys, values and what else a cache keeps of each token, with the tokens along dimension 2: ``[1, Hkv, m, ...]``."""
+"""Keys, values and other tensors that a cache keeps per token; tokens are dimension 2: ``[1, Hkv, m, ...]``."""
 
 
 def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
-    """Write ``new`` behind the first ``held`` rows, moving to room for ``capacity`` tokens if there is too little."""
+    """Write ``new`` after the first ``held`` rows; if they do not fit, move to a buffer for ``capacity`` tokens."""
     end = held + new[0].shape[2]
     if rows is None or rows[0].shape[2] < end:
         grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in new)
@@ -27,7 +27,7 @@ def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
 
 
 def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
-    """Bring the tree nodes of ``path``, whose tree starts at row ``start``, side by side; a chain lies so already."""
+    """Move the nodes of ``path`` side by side. The tree starts at row ``start``; a chain needs no move."""
     if list(path) == list(range(len(path))):
         return
     chosen = torch.tensor([start + node for node in path], device=rows[0].device)
@@ -36,20 +36,20 @@ def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
 
 
 def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: AttentionSpec) -> list[AttentionState]:
-    """Attention of the block's queries over ``held`` committed rows and the block behind them, in parts to be merged.
+    """Attention of the block's queries over ``held`` committed rows and the block after them, as parts to be merged.
 
-    Distances, which a layer with a window asks for, are counted in rows. The caller merges sinks.
+    A layer with a sliding window measures distances in rows. The caller merges learned attention sinks.
 
     Args:
         q: ``[1, H, n, d]``.
         rows: keys and values, ``[1, Hkv, >= held + n, d]``.
         held: committed rows.
         block: what is being scored.
-        spec: what the layer asks for.
+        spec: the layer's attention parameters.
     """
     keys, values = rows
     end = held + len(block)
-    if len(block) == 1:  # one token sees all that is kept, itself included: no mask, and nothing to merge
+    if len(block) == 1:  # one token sees all rows, including its own: no mask, nothing to merge
         first = 0 if spec.window is None else max(0, end - spec.window)
         return [attend(q, keys[:, :, first:end], values[:, :, first:end], spec)]
     edge, prefix = _split(held, block, spec.window)
@@ -66,7 +66,7 @@ def attend_in_order(q: torch.Tensor, rows: Rows, held: int, block: Block, spec: 
 
 
 def _split(held: int, block: Block, window: int | None) -> tuple[range, range]:
-    """Rows that only some of the block's tokens see, and those that all of them see."""
+    """Rows that only some of the block's tokens see, and rows that all of them see."""
     if window is None or held + block.deepest < window:
         return range(0), range(held)
     common = min(held, held + block.deepest - window + 1)

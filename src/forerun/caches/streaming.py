@@ -1,8 +1,8 @@
 """StreamingLLM's cache (Xiao et al. 2023, arXiv 2309.17453): the first tokens and a window of the most recent ones.
 
-The first tokens are attention sinks: a model puts there the attention that it has no better use for, and fails without
-them. Positions are counted in the cache, not in the text (section 3.2), so a model only sees positions that it was
-trained on, however long the text. When the window moves on, its keys are turned by the difference.
+The first tokens are attention sinks: heads with nothing to attend to put their attention there, and a model fails
+without them. Positions are counted in the cache, not in the text (section 3.2). So a model only sees positions that it
+was trained on, however long the text is. When the window moves, its keys are rotated by the difference of positions.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from forerun.kernels.attention import AttentionSpec, merge
 class StreamingCache(BoundedCache):
     """Sinks and a recent window of one row.
 
-    In a buffer per layer lie the sinks, the window and the block being scored. A layer that has a window of its own
-    counts distances in the buffer. A token of a block sees the sinks, at least ``window`` tokens before the block if
-    there are so many, and its predecessors in the block, however large the block.
+    One buffer per layer holds the sinks, the window and the block being scored. A layer with a sliding window measures
+    distances in this buffer. A token of a block sees the sinks, at least ``window`` tokens before the block (fewer
+    only if there are fewer), and its ancestors in the block, however large the block is.
 
     Args:
-        window: recent tokens that are always kept; up to ``slack`` more are held before as many are evicted at once.
-        sinks: first tokens, which are always kept.
-        slack: see ``BoundedCache``; at least as many as are drafted at once, so that drafts can be taken back exactly.
-        rotation: how the model's keys turn with position. Positions are then those in the cache, below
-            ``sinks + window + slack`` plus the length of the block. None keeps each token's position in the text, as a
-            model with learned positions needs.
+        window: recent tokens that are always kept. Up to ``slack`` more are held; then all of these go at once.
+        sinks: first tokens, always kept.
+        slack: see ``BoundedCache``. At least the draft length, so that drafts can be rolled back exactly.
+        rotation: how the model's keys rotate with position. Positions are then those in the cache: below
+            ``sinks + window + slack`` plus the block's length. None keeps each token's position in the text, for a
+            model with learned positions.
     """
 
     def __init__(self, window: int, sinks: int = 4, slack: int = SLACK, rotation: Rotation | None = None) -> None:
@@ -56,7 +56,7 @@ class StreamingCache(BoundedCache):
         return merge(*attend_in_order(q, rows, self._held, block, spec), sinks=spec.sinks)
 
     def next_read(self, goal: int) -> int:
-        """See ``Cache.next_read``: the sinks first, then no more than the window before ``goal``."""
+        """See ``Cache.next_read``: reads the sinks, then skips to the last ``window`` tokens before ``goal``."""
         if self.length < self.sinks:
             return min(goal, self.sinks) - self.length
         if self._held == self._fixed:
@@ -68,12 +68,12 @@ class StreamingCache(BoundedCache):
         return min(READ_BLOCK, max(self.sinks, self.window, self.slack))
 
     def skip(self, count: int) -> None:
-        """Take ``count`` tokens as read and evicted: a long prompt may be read as its sinks and its last tokens.
+        """Treat the next ``count`` tokens as read and evicted, so that of a long prompt only its ends are read.
 
-        What is held, the sinks or fewer tokens or none, becomes the sinks.
+        The tokens held now, at most ``sinks`` of them, become the sinks.
 
         Raises:
-            ValueError: if more than the sinks has been read.
+            ValueError: if more tokens than the sinks have been read.
         """
         if count < 0:
             raise ValueError(f"count is {count}; it must be 0 or more")
@@ -84,9 +84,9 @@ class StreamingCache(BoundedCache):
             self.length += count
 
     def truncate(self, length: int) -> None:
-        """See ``BoundedCache.truncate``; every length whose tokens are still held is possible."""
+        """See ``BoundedCache.truncate``; any length works whose tokens are still held."""
         super().truncate(length)
-        if self.length == self._held:  # nothing is evicted or skipped any more
+        if self.length == self._held:  # nothing held has been evicted or skipped
             self._fixed = self.sinks
 
     def _lowest(self, back: Extent | None) -> int:

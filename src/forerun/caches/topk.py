@@ -1,6 +1,6 @@
-"""The oracle that sparse caches are measured against: every query sees the keys that matter most to it.
+"""The oracle that sparse caches are compared with: every query sees the keys with its highest scores.
 
-It scores all keys to find them, so it saves nothing; it shows how well a budget could be spent (TriForce, table 1).
+It scores all keys to find them, so it saves nothing. It shows the best use of a budget (TriForce, table 1).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class TopKCache(View):
     """Over one row's full cache.
 
     Args:
-        source: the target's own; read, never changed.
-        budget: keys that each query of each head sees, besides those on trial.
+        source: the target's cache; read, never changed.
+        budget: keys that each query of each head sees, besides speculative ones.
 
     Raises:
         ValueError: for a budget under 1.
@@ -65,7 +65,7 @@ class TopKCache(View):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens on trial."""
+        """Bytes of the speculative tokens."""
         return sum(t.nbytes for rows in self._trial.values() for t in rows)
 
 
@@ -78,7 +78,7 @@ def _scores(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.T
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The scores with all but the ``count`` largest of each row hidden."""
+    """The scores with all but the ``count`` largest of each row masked."""
     if scores.shape[-1] <= count:
         return scores
     return scores.masked_fill(scores < scores.topk(count, -1).values[..., -1:], -torch.inf)

@@ -1,4 +1,4 @@
-"""Sparse caches over a full one: they copy or read a part of what the target has read, and try tokens on top of it."""
+"""Sparse caches over a full one: they see a part of the target's cache, and add speculative tokens to it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from forerun.core.block import Block
 
 
 class View(Cache):
-    """Over one row's full cache; the same weights read through both.
+    """A sparse view of one row's full cache, for the same model.
 
-    What is committed here is on trial: ``sync`` takes it back and takes over what the full cache has committed since,
-    whose keys come from full attention.
+    Tokens committed here are speculative. ``sync`` drops them and takes what the full cache has committed since, so
+    that all settled keys come from full attention.
 
     Args:
-        source: the target's own; read, never changed.
+        source: the target's cache; read, never changed.
     """
 
     def __init__(self, source: FullCache) -> None:
         self.source = source
         self.length = 0
         self.settled = 0
-        """Tokens that the source had committed at the last ``sync``; those behind them are on trial."""
+        """Tokens that the source had committed at the last ``sync``; later ones are speculative."""
 
     @property
     def ready(self) -> bool:
-        """Whether the source has read enough to look at."""
+        """Whether the source has read enough for this view to work."""
         return bool(self.source.layers)
 
     @property
     def whole(self) -> bool:
-        """Whether it holds all that the source holds: reading through it saves nothing then."""
+        """Whether the view holds all that the source holds. Reading through it then saves nothing."""
         return False
 
     def prepare(self, tokens: int) -> bool:
@@ -46,14 +46,14 @@ class View(Cache):
 
     @abstractmethod
     def sync(self) -> None:
-        """Follow the source."""
+        """Drop speculative tokens and follow the source."""
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
-        """The source has committed what it accepted of a draft that was made with this cache.
+        """Called when the source has verified and committed a draft that was made with this view.
 
         Args:
-            rows: where the accepted tokens' queries are in ``source.queries``.
-            drafted, accepted: tokens.
+            rows: indices of the accepted tokens' queries in ``source.queries``.
+            drafted, accepted: number of tokens.
         """
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
@@ -63,11 +63,11 @@ class View(Cache):
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
-        """See ``Cache.truncate``; only tokens on trial can be forgotten."""
+        """See ``Cache.truncate``; only speculative tokens can be dropped."""
         if not self.settled <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between {self.settled} and {self.length}")
         self.length = length
 
     @abstractmethod
     def _compact(self, start: int, path: Sequence[int]) -> None:
-        """Bring the nodes of a tree at position ``start`` side by side; all of them are on trial."""
+        """Move the nodes of ``path``, of a tree at position ``start``, side by side; all are speculative."""

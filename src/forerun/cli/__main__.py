@@ -1,4 +1,4 @@
-"""``python -m forerun.cli`` is ``forerun``."""
+"""Lets ``python -m forerun.cli`` run the command line."""
 
 from forerun.cli import main
 

@@ -1,4 +1,4 @@
-"""``forerun analyse``: how well a model foresees itself over sparse caches, and why."""
+"""``forerun analyse``: how well a model predicts itself over sparse caches, and why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(options: AnalyseOptions) -> None:
     analysis = Analysis(engine.target, settings, sizes, prompts, report, say, caches, delivery.save, delivery.part)
     if haystack is not None:
         analysis.acceptance(lambda: needles.read_text(engine, haystack, room, say), haystack)
-    for part in ANALYSE_PARTS:  # in an order in which none takes away what another needs
+    for part in ANALYSE_PARTS:  # ordered so that no part destroys what a later one needs
         if part in wanted and part != "acceptance":
             getattr(analysis, part)()
     delivery.end()

@@ -1,4 +1,4 @@
-"""``forerun audit``: the library's promise, checked on the user's own model, as a table."""
+"""``forerun audit``: checks losslessness on the user's own model and shows the result as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from forerun.model.prompts import encode
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000
-"""Parameters up to which float64 is affordable."""
+"""The most parameters for which float64 is the default."""
 
 REFERENCES = {
     "greedy": "transformers' generate",
@@ -42,7 +42,7 @@ FAILED = 1
 
 
 def run(options: AuditOptions) -> None:
-    """Audit as ``options`` say; exit status 1 if a text differs by more than is excused."""
+    """Run the audit; exit status 1 if a text differs by more than allowed."""
     texts = read_prompts(options.prompt, options.prompt_file)
     if not texts and options.model == BUNDLED:
         texts = [prompt["prompt"] for prompt in demo_prompts()]
@@ -110,7 +110,7 @@ def show(console: Console, report: Report, texts: Sequence[str], tokenizer: PreT
 
 
 def _promise(report: Report) -> str:
-    """What this model's passes promise."""
+    """A sentence on how exact this model's passes are."""
     if report.exactness.level == "bitwise":
         return "Passes are exact to the bit: but for transformers' own rounding, any difference is a failure."
     return f"Passes are exact up to rounding: {escape(str(report.exactness.reason))}."

@@ -1,4 +1,4 @@
-"""``forerun bench``: Forerun's drafters beside transformers' own ways to generate, and beside other engines."""
+"""``forerun bench``: Forerun's drafters compared with transformers' own ways to generate, and with other engines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _measured(
     decode: Decode,
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[list[Row], list[Row]]]:
-    """The rows of a task's table, or of a size of batches, as they are measured."""
+    """The rows of a task's or batch size's table, yielded as they are measured."""
     total, new, rounds = len(jobs) + len(options.batches()), options.max_new_tokens, options.rounds
     for done, job in enumerate(jobs):
         progress(done, total)
@@ -81,14 +81,14 @@ def _measured(
 
 
 def _about(options: BenchOptions, dtype: str) -> dict[str, Any]:
-    """What turns of a journal have in common: the model, the machine, the versions of what ran."""
+    """What all turns of a journal share: the model, the machine, the versions of the software."""
     return machine() | {"model": options.model, "dtype": dtype}
 
 
 def _jobs(
     options: BenchOptions, encoder: Encoder, lines: Sequence[own.Line], model: PreTrainedModel
 ) -> tuple[list[Job], dict[str, str], str]:
-    """The jobs, the tasks that were skipped with their reasons, and where the tasks came from."""
+    """The jobs, the skipped tasks with reasons, and the source of the tasks."""
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
     positions = positions_of(model)
     if options.prompts_file is not None:
@@ -104,7 +104,7 @@ def _jobs(
 
 @contextmanager
 def _peers(options: BenchOptions, subject: Subject) -> Iterator[Loaded]:
-    """The other engines, if they were asked for."""
+    """The other engines, if requested."""
     if not options.peers:
         yield Loaded()
         return
@@ -116,18 +116,18 @@ def _peers(options: BenchOptions, subject: Subject) -> Iterator[Loaded]:
 
 
 def _source(options: BenchOptions) -> Path | None:
-    """The GGUF file that the model came from, if it is known."""
+    """The GGUF file that the model came from, if known."""
     own = Path(options.model).expanduser()
     return options.gguf or (own if own.is_file() else None)
 
 
 def longest(jobs: Sequence[Job]) -> int:
-    """Tokens of the longest prompt, with what is generated behind it."""
+    """Tokens of the longest prompt, including those generated after it."""
     return max(len(prompt) + job.max_new_tokens for job in jobs for prompt in job.prompts)
 
 
 def in_turns(jobs: Sequence[Job], count: int) -> list[Tokens]:
-    """So many prompts, from each task in turn, so that batches are ragged.
+    """``count`` prompts, from each task in turn, so that batches are ragged.
 
     Raises:
         ValueError: if there are fewer.

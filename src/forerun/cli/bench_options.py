@@ -12,18 +12,18 @@ from forerun.cli.options import _option as option
 
 _OTHERS = "Compared with"
 FROM_TASKS = ("task", "books", "maths", "code")
-"""Options that a file of prompts stands in for."""
+"""Options that a file of prompts replaces."""
 PROMPTS = 4
-"""Of a task, where none are given."""
+"""Default number of prompts per task."""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Forerun's drafters beside transformers' greedy, prompt lookup and assisted generation, on any model.
+    """Compare Forerun's drafters with transformers' greedy, prompt lookup and assisted generation, on any model.
 
-    Models with a chat template answer questions (maths, code, rag, summary, edit, table); others continue texts
-    (copy, json, rag, code, maths, prose). One process, interleaved, medians; every drafter cold, and the trie warm as
-    well. Writes JSON, Markdown and plots.
+    Models with a chat template answer questions (maths, code, rag, summary, edit, table). Others continue texts
+    (copy, json, rag, code, maths, prose). Contestants take turns in one process; medians count. Every drafter runs
+    cold, the trie also warm. Writes JSON, Markdown and plots.
     """
 
     model: Model = "bundled"
@@ -76,5 +76,5 @@ class BenchOptions:
         self.batches()
 
     def batches(self) -> list[int]:
-        """The sizes of batches, rising; none where they are not measured."""
+        """Batch sizes, ascending; empty if batches are not measured."""
         return [] if self.batch is None else sorted(set(numbers("--batch", self.batch, int, 2)))

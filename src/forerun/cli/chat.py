@@ -1,4 +1,4 @@
-"""``forerun chat``: a conversation in the terminal, or over a pipe with one message a line."""
+"""``forerun chat``: a conversation in the terminal, or over a pipe with one message per line."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def run(options: ChatOptions) -> None:
-    """Talk as ``options`` say."""
+    """Run the conversation."""
     check_drafter(options.drafter)
     system = None if options.system is None else check_text(options.system, "--system")
     with quiet():
@@ -49,7 +49,7 @@ def run(options: ChatOptions) -> None:
 
 @dataclass
 class Chat:
-    """What is done with each line."""
+    """Carries out each line."""
 
     options: ChatOptions
     conversation: Conversation
@@ -57,11 +57,11 @@ class Chat:
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, line: str) -> None:
-        """Do what a line asks for: a command, or an answer.
+        """Carry out a line: a command, or a message to answer.
 
         Raises:
             EOFError: to leave.
-            ValueError: for a message that cannot be answered, unless somebody types.
+            ValueError: for a message that cannot be answered; in a terminal the error is shown instead.
         """
         words = line.split()
         if not words:
@@ -102,7 +102,7 @@ class Chat:
                 typer.echo(f"  {known:8}{what}", err=True)
 
     def _answer(self, message: str) -> None:
-        """Show an answer as it comes; Ctrl-C ends it."""
+        """Show an answer while it is generated; Ctrl-C ends it."""
         bar, writer = PrefillBar(stderr()), TextWriter(self.options.color)
         turn = self.last = self.conversation.send(message, bar)
         show = nothing if self.options.json else writer.write
@@ -133,7 +133,7 @@ class Chat:
 
 
 def _typed() -> Iterator[str]:
-    """What is typed, line by line, until Ctrl-D; Ctrl-C begins the line anew."""
+    """The lines that the user types, until Ctrl-D; Ctrl-C clears the line."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives ``input`` a history and editing
     while True:

@@ -35,10 +35,10 @@ from forerun.cli.options import _option as option
 
 @dataclass(frozen=True)
 class ChatOptions(LongOptions):
-    """Talk with a chat model; what was drafted and accepted is shown in colour.
+    """Talk with a chat model; accepted drafts are shown in colour.
 
-    Type a message a line, or pipe them in. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
-    From turn to turn the model reads only what is new.
+    One message per line, typed or piped in. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
+    In each turn the model reads only what is new.
     """
 
     model: Model = ""

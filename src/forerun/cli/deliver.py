@@ -1,4 +1,4 @@
-"""How a long measurement's report leaves the program: files after each part, and JSON or tables on stdout."""
+"""Output of a long measurement's report: files after each part, and JSON or tables on stdout."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from forerun.cli.terminal import stderr, stdout
 
 
 class Delivery:
-    """Writes a report as it grows, so that a run that is cut off leaves what it has measured.
+    """Writes a report as it grows, so that an interrupted run keeps what it has measured.
 
     Args:
-        report: that is being filled.
-        folder: where files go.
+        report: the report.
+        folder: of the files.
         name: of the files.
-        as_json: stdout gets one JSON object at the end, and no tables.
+        as_json: print one JSON object at the end instead of tables.
     """
 
     def __init__(self, report: Report, folder: Path, name: str, as_json: bool) -> None:
@@ -28,11 +28,11 @@ class Delivery:
         self._written: dict[Path, None] = {}
 
     def save(self) -> None:
-        """Write what there is; the part under way may be added again."""
+        """Write the report so far; its current part may be incomplete."""
         self._written |= dict.fromkeys(self._report.write(self._folder, self._name))
 
     def part(self) -> None:
-        """Write what there is, and print the parts that are new."""
+        """Write the report so far, and print its new parts."""
         self.save()
         new = [part for part in self._report.text if part not in self._printed]
         if not self._as_json and new:
@@ -41,7 +41,7 @@ class Delivery:
         self._printed.update(new)
 
     def end(self) -> None:
-        """Print what is left, and what it was measured on."""
+        """Print the remaining parts, and the machine and settings."""
         self.part()
         if self._as_json:
             print(json.dumps(self._report.json), flush=True)  # noqa: T201
@@ -51,7 +51,7 @@ class Delivery:
 
 
 def deliver(report: Report, folder: Path, name: str, as_json: bool) -> None:
-    """Write ``name.json``, ``name.md`` and the plots into ``folder``, and print one of the first two."""
+    """Write ``name.json``, ``name.md`` and the plots into ``folder``, and print the JSON or the Markdown."""
     Delivery(report, folder, name, as_json).end()
 
 

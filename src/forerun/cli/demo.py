@@ -1,4 +1,4 @@
-"""``forerun demo``: plain decoding and the trie, prompt by prompt: the same text, and how long each took."""
+"""``forerun demo``: plain decoding and the trie, prompt by prompt: the same text, and the time of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Run = tuple[Request, float]
 
 
 class Stage:
-    """The bundled model behind two engines."""
+    """The bundled model with two engines."""
 
     def __init__(self, engines: tuple[Engine, Engine], warm: bool, repeats: int) -> None:
         self.plain, self.trie = engines
@@ -47,7 +47,7 @@ class Stage:
         self._forget()
 
     def _forget(self) -> None:
-        """Take from the engine all that it learned."""
+        """Drop all that the engine learned."""
         self.trie.drafter = TrieDrafter()
         self.trie.planner = copy.deepcopy(self._planner)
 
@@ -65,7 +65,7 @@ class Stage:
         return Pair(prompt, self._timed(plain), self._timed(trie), len(texts) == 1)
 
     def _once(self, engine: Engine, prompt: DemoPrompt) -> Run:
-        """The finished request, and the seconds it took with everything that belongs to it."""
+        """The finished request, and its time in seconds, including preparation."""
         begin = time.perf_counter()
         limit = prompt["max_new_tokens"]
         result = engine.generate(prompt["prompt"], max_new_tokens=limit, do_sample=False)
@@ -79,7 +79,7 @@ class Stage:
 
 
 def pieces_of(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """The text of a finished request."""
+    """The text of a finished request, in pieces."""
     detokenizer = Detokenizer(tokenizer, request.prompt.tolist())
     marked = zip(request.generated.tolist(), request.stats.drafted_mask(), strict=True)
     pieces = [piece for token, drafted in marked for piece in detokenizer.add(token, drafted)]
@@ -102,7 +102,7 @@ def run(options: DemoOptions) -> None:
 
 
 def chosen(options: DemoOptions) -> list[DemoPrompt]:
-    """The prompts of the kinds asked for, with their tokens limited.
+    """The prompts of the requested kinds, with the requested limit of tokens.
 
     Raises:
         ValueError: for an unknown kind.
@@ -126,7 +126,7 @@ def make_stage(options: DemoOptions) -> Stage:
 
 
 def _decode_all(stage: Stage, prompts: Sequence[DemoPrompt], progress: Console, out: Console | None) -> list[Pair]:
-    """Decode every prompt, showing each as it is done, then the summary."""
+    """Decode every prompt; show each when it is done, then the summary."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     pairs = []
     for prompt in prompts:

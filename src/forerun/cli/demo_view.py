@@ -1,4 +1,4 @@
-"""What ``forerun demo`` prints: two panels side by side where they fit, below each other elsewhere, and a summary."""
+"""Output of ``forerun demo``: two panels, side by side if they fit, else one below the other, and a summary."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ WIDE = 96
 
 @dataclass(frozen=True)
 class Timed:
-    """One way to decode a prompt: what came out, and the median of the times.
+    """One way to decode a prompt: its text and its median time.
 
     Attributes:
         pieces: the text.
-        seconds: for the whole generation, the prompt included.
+        seconds: for the whole generation, including the prompt.
     """
 
     token_ids: list[int]
@@ -35,13 +35,13 @@ class Timed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens by the whole time."""
+        """Tokens divided by the whole time."""
         return len(self.token_ids) / self.seconds
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt decoded both ways; ``equal`` if every repeat of both gave the same tokens."""
+    """A prompt decoded both ways; ``equal`` if all repeats of both gave the same tokens."""
 
     prompt: DemoPrompt
     plain: Timed
@@ -55,7 +55,7 @@ class Pair:
 
 
 def show_prompt(console: Console, pair: Pair) -> None:
-    """A prompt's title, the end of the prompt, both texts, and how they compare."""
+    """Print a prompt's title, the end of the prompt, both texts, and their comparison."""
     console.print()
     console.rule(f"[bold]{pair.prompt['title']}[/] [dim]· {pair.prompt['kind']}[/]", align="left", style="dim")
     console.print(Text(_end_of(pair.prompt["prompt"]), style="dim italic"))
@@ -70,7 +70,7 @@ def show_prompt(console: Console, pair: Pair) -> None:
 
 
 def show_summary(console: Console, pairs: Sequence[Pair], repeats: int, warm: bool) -> None:
-    """One row for each prompt, and one for all."""
+    """Print one row per prompt, and one for all."""
     console.print()
     table = Table(box=box.SIMPLE_HEAD, title="plain decoding and the trie", title_style="bold", pad_edge=False)
     for name in ("", "tokens", "plain tok/s", "trie tok/s", "tok/step", "speed-up", "same text"):
@@ -127,7 +127,7 @@ def _panel(timed: Timed, name: str, border: str, coloured: bool) -> Panel:
 
 
 def _plainly(console: Console, pair: Pair) -> None:
-    """Into a pipe: the text once, as it is, and both speeds."""
+    """For a pipe: the text once, unchanged, and both speeds."""
     console.print(Text("".join(piece.text for piece in pair.trie.pieces)), soft_wrap=True)
     console.print(f"plain: {_speed(pair.plain)}")
     console.print(f"trie:  {_speed(pair.trie)}")

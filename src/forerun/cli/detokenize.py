@@ -1,4 +1,4 @@
-"""From tokens, as they come, to text that never splits a character."""
+"""Turns a stream of tokens into text, never splitting a character."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 8
-"""Tokens of the prompt that are decoded along: some tokenizers drop the space before a text's first word."""
+"""Prompt tokens that are decoded together with the text: some tokenizers drop the space before the first word."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that is complete; ``drafted`` if all of its tokens were accepted drafts."""
+    """A piece of text with whole characters; ``drafted`` if all of its tokens were accepted drafts."""
 
     text: str
     drafted: bool
@@ -24,8 +24,8 @@ class Piece:
 class Detokenizer:
     """Decodes the tokens that follow a prompt.
 
-    Each time, the tokens since the last piece are decoded with and without the new ones, behind the piece before; the
-    difference is the new text. It waits while it ends inside a character.
+    The tokens of the last piece are decoded with and without the tokens since then; the difference is the new text. If
+    it ends inside a character, it waits for more tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
@@ -43,7 +43,7 @@ class Detokenizer:
             yield self._take(text)
 
     def flush(self) -> Iterator[Piece]:
-        """What the text ends with, be it a broken character."""
+        """The rest of the text, even if it ends in a broken character."""
         text = self._new_text()
         if text:
             yield self._take(text)

@@ -1,4 +1,4 @@
-"""What users can cause ends in one line on stderr and exit status 2; a bug ends in its traceback."""
+"""Errors that users cause become one line on stderr and exit status 2; bugs show a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 @contextmanager
 def user_errors(debug: bool = False) -> Iterator[None]:
-    """Turn errors of users into an exit; with ``debug`` they are raised as they are."""
+    """A context that turns errors caused by users into an exit; with ``debug`` they are raised unchanged."""
     try:
         yield
     except KeyboardInterrupt:
@@ -30,7 +30,7 @@ def user_errors(debug: bool = False) -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without line breaks; that of a file names the file first."""
+    """An error's message without line breaks; for file errors it begins with the file."""
     message = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
@@ -38,5 +38,5 @@ def one_line(error: BaseException) -> str:
 
 
 def close_quietly() -> None:
-    """Nobody reads stdout any more: let what is still buffered go nowhere instead of failing at exit."""
+    """Discard buffered output when stdout's reader is gone, instead of failing at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

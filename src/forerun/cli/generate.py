@@ -29,7 +29,7 @@ from forerun.model.prompts import Prompts, encode
 
 @dataclass
 class Output:
-    """The text of one request, handed to ``show`` as it grows."""
+    """The text of one request, passed to ``show`` as it grows."""
 
     detokenizer: Detokenizer
     show: Callable[[str, bool], None]
@@ -37,13 +37,13 @@ class Output:
     pieces: list[str] = field(default_factory=list)
 
     def extend(self, tokens: list[int], drafted: int) -> None:
-        """Take in tokens, of which the first ``drafted`` were accepted drafts."""
+        """Add tokens, of which the first ``drafted`` were accepted drafts."""
         for i, token in enumerate(tokens):
             self.drafted.append(i < drafted)
             self._show(self.detokenizer.add(token, i < drafted))
 
     def finish(self, request: Request) -> None:
-        """Take in what an interrupted step committed without handing it over, and the end of the text."""
+        """Add tokens that an interrupted step committed but did not yield, and the end of the text."""
         self.extend(request.generated[len(self.drafted) :].tolist(), 0)
         self._show(self.detokenizer.flush())
 
@@ -54,7 +54,7 @@ class Output:
 
 
 def run(options: GenerateOptions) -> None:
-    """Generate as ``options`` say."""
+    """Run the generation."""
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
     check_drafter(options.drafter)
     with quiet():
@@ -69,7 +69,7 @@ def run(options: GenerateOptions) -> None:
 
 
 def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
-    """The text itself, or for a chat model the messages that it is a part of."""
+    """The text itself; for a chat model, messages with the text."""
     templated = has_template(engine.tokenizer)
     if not (templated if options.chat is None else options.chat):
         if options.system is not None:
@@ -83,7 +83,7 @@ def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
 
 
 def conversation(text: str, system: str | None) -> list[dict[str, str]]:
-    """A text as a user's first message, behind what the model is told."""
+    """A text as the user's first message, after the system message if there is one."""
     told = [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
     return [*told, {"role": "user", "content": text}]
 
@@ -105,7 +105,7 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request) -> boo
 
 
 def sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any]:
-    """What the engine is asked for; what the command line leaves open is left to the model's configuration."""
+    """Options for the engine; options that are not given are left to the model's configuration."""
     asked: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "namespace": options.namespace,
@@ -121,7 +121,7 @@ def sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any]:
 
 
 def build_engine(options: GenerateOptions | ChatOptions) -> Engine:
-    """The engine that the options describe."""
+    """The engine for these options."""
     with working(stderr(), f"loading {options.model}"):
         model, tokenizer = load(
             options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
@@ -133,7 +133,7 @@ def build_engine(options: GenerateOptions | ChatOptions) -> Engine:
 
 @contextmanager
 def _trie_kept(options: GenerateOptions, drafter: Any) -> Iterator[None]:
-    """Load the trie from its file before, and save it after, however the generation ends."""
+    """A context that loads the trie from its file at the start and saves it at the end, however that comes."""
     path = options.trie_file
     if path is None:
         yield

@@ -1,4 +1,4 @@
-"""What the library logs, as lines on stderr."""
+"""The library's log, as lines on stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 
 class _Stderr(logging.Handler):
-    """Writes to the stderr of the moment, which tests exchange."""
+    """Writes to the current ``sys.stderr``, which tests replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(self.format(record), err=True)
@@ -18,7 +18,7 @@ class _Stderr(logging.Handler):
 
 @contextmanager
 def shown_log() -> Iterator[None]:
-    """Show what Forerun logs inside, from information upwards."""
+    """A context that shows Forerun's log from level INFO upwards."""
     logger, handler = logging.getLogger("forerun"), _Stderr()
     level = logger.level
     logger.addHandler(handler)

@@ -32,10 +32,10 @@ ANALYSE_PARTS = ("acceptance", "budgets", "chunks", "recovery", "trees", "diverg
 
 
 def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]:
-    """The numbers of a comma list.
+    """The numbers of a comma-separated list.
 
     Raises:
-        ValueError: naming the option, if it holds anything else, or a number below ``least``.
+        ValueError: with the option's name, for anything else or a number below ``least``.
     """
     try:
         found = [kind(part) for part in text.split(",")]
@@ -47,10 +47,10 @@ def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]
 
 
 def names(name: str, text: str, known: tuple[str, ...]) -> list[str]:
-    """The names of a comma list.
+    """The names of a comma-separated list.
 
     Raises:
-        ValueError: naming the option, for an unknown one.
+        ValueError: with the option's name, for an unknown name.
     """
     found = [part.strip() for part in text.split(",")]
     if unknown := [part for part in found if part not in known]:
@@ -64,7 +64,7 @@ def plain(options: Any) -> dict[str, Any]:
 
 
 def check_yarn(factor: float | None) -> None:
-    """Refuse a factor that stretches nothing.
+    """Refuse a factor that does not stretch.
 
     Raises:
         ValueError: if it is not above 1.
@@ -74,10 +74,10 @@ def check_yarn(factor: float | None) -> None:
 
 
 def check_positions(length: int, more: int, limit: int | None) -> None:
-    """See that a model can take the longest text and what follows it, before anything is read.
+    """Check that a model can take the longest text and what follows it, before anything is read.
 
     Raises:
-        ValueError: if it cannot, saying what to do.
+        ValueError: if it cannot; says what to do.
     """
     if limit is not None and length + more > limit:
         raise ValueError(
@@ -103,10 +103,10 @@ Temperatures = Annotated[str, _list("--temperatures", _TEXT, "0 is greedy.")]
 
 @dataclass(frozen=True)
 class TriforceOptions(LongOptions):
-    """Decoding after long prompts: TriForce and its baselines beside plain autoregression over the same cache.
+    """Decoding after long prompts: TriForce and its baselines compared with plain autoregression over the same cache.
 
-    Speed-up and acceptance by temperature, by context with the limit that measured costs allow, in batches, and the
-    needles that eviction alone loses. Each prompt is read once. Writes JSON, Markdown and plots.
+    Measures speed-up and acceptance rate by temperature, by context (with the limit set by measured costs) and in
+    batches, and the needles that eviction alone loses. Each prompt is read once. Writes JSON, Markdown and plots.
     """
 
     model: Model = "bundled"
@@ -173,9 +173,9 @@ class TriforceOptions(LongOptions):
 
 @dataclass(frozen=True)
 class AnalyseOptions(LongOptions):
-    """How well a model foresees itself over sparse caches, and why: acceptance, divergence, attention, trees.
+    """How well a model predicts itself over sparse caches, and why: acceptance, divergence, attention, trees.
 
-    At every position the sparse cache has seen the true text. Writes JSON, Markdown and plots.
+    At every position the sparse cache has read the true text. Writes JSON, Markdown and plots.
     """
 
     model: Model = "bundled"

@@ -29,7 +29,7 @@ from forerun.model.stored import dtype_name
 from forerun.reference import material
 
 OUTPUT = 512
-"""Tokens of each of the other texts that a trie saw."""
+"""Tokens per text of the other texts that a trie saw."""
 
 
 def run(given: LookaheadOptions) -> None:
@@ -92,9 +92,9 @@ def _sizes(options: LookaheadOptions) -> Sizes:
 
 
 def _jobs(options: LookaheadOptions, sizes: Sizes, encoder: Encoder, model: PreTrainedModel) -> tuple[list[Job], Job]:
-    """The jobs of the tasks, and that of the focus with prompts enough for the largest batch.
+    """The tasks' jobs, and the focus task's job with enough prompts for the largest batch.
 
-    All are drawn alike, so that no prompt that is measured warms another's trie.
+    All are drawn in the same way, so that no measured prompt warms another's trie.
     """
     files = Files(options.books, options.maths, options.code)
     tasks = tasks_for(encoder, files)
@@ -111,7 +111,7 @@ def _jobs(options: LookaheadOptions, sizes: Sizes, encoder: Encoder, model: PreT
 
 
 def _other_texts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Tokens]:
-    """So many tokens of Python's own sources, in texts of ``OUTPUT`` tokens."""
+    """``tokens`` tokens of Python's own sources, in texts of ``OUTPUT`` tokens."""
     encode, ids = plain_encoder(tokenizer), list[int]()
     for source in material.read_code()[0]:
         if len(ids) >= tokens:

@@ -26,7 +26,7 @@ QUICK: dict[str, int | str] = {
     "batches": "1,2",
     "contexts": "64",
 }
-"""The least of everything."""
+"""The values of ``--quick``."""
 
 
 def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
@@ -37,9 +37,9 @@ def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
 class LookaheadOptions:
     """The Lookahead paper's tables 2 to 6 and 12 and figures 1 and 4 to 7, on any model and this machine.
 
-    Methods at each task beside transformers; what updating the trie gives; its capacity; peak memory; accuracy in
-    bfloat16; decoding and branch lengths; passes; warm-up; batches. Greedy, in one process, interleaved, medians.
-    Writes JSON, Markdown and plots, each part as it is done.
+    Parts: methods by task, compared with transformers; the effect of updating the trie; its capacity; peak memory;
+    accuracy in bfloat16; decoding and branch lengths; passes; warm-up; batches. Greedy; contestants take turns in one
+    process; medians count. Writes JSON, Markdown and plots after each part.
     """
 
     model: Model = "bundled"
@@ -97,7 +97,7 @@ class LookaheadOptions:
         numbers("--warm-counts", self.warm_counts, int, 0)
 
     def chosen(self) -> LookaheadOptions:
-        """With ``quick``, the least of what was not given."""
+        """The options; with ``quick``, those not given take the smallest values."""
         if not self.quick:
             return self
         return replace(self, **{n: value for n, value in QUICK.items() if getattr(self, n) == _default(n)})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The target and, where a drafter needs one, the small model that a command names."""
+"""The target of a command, and the small model if a drafter needs one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load_draft
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """From a text of any length to its token ids, with no special tokens added."""
+    """A function from a text of any length to its token ids, without special tokens."""
 
     def encode(text: str) -> list[int]:
         return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
@@ -29,10 +29,10 @@ def settings(
     tokenizer: PreTrainedTokenizerBase,
     trust_remote_code: bool,
 ) -> Settings:
-    """What the named drafters are built with; the small model is loaded if one of them needs it, or it is asked for.
+    """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named.
 
     Args:
-        model: the target's name; the bundled one brings its small model.
+        model: the target's name; the bundled target has its own small model.
     """
     name = options.draft_model or (BUNDLED_DRAFT if model == BUNDLED else None)
     needed = options.draft_model is not None or any(

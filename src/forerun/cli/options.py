@@ -56,7 +56,7 @@ Colour = Annotated[
 
 @dataclass(frozen=True)
 class LongOptions:
-    """What the drafters for long contexts are built with; the others take none of it."""
+    """Options of the drafters for long contexts; other drafters ignore them."""
 
     draft_model: Annotated[
         str | None,
@@ -90,16 +90,16 @@ class LongOptions:
     )
 
     def settings(self, draft_model: Any = None) -> Settings:
-        """The same as drafters take it."""
+        """The options as ``Settings``."""
         names = ("gamma1", "gamma2", "paced", "sparse", "cache_budget", "chunk", "refresh", "sinks", "window")
         return Settings(draft_model, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)
 class GenerateOptions(LongOptions):
-    """Continue a prompt; what was drafted and accepted is shown in colour.
+    """Continue a prompt; accepted drafts are shown in colour.
 
-    Temperature 0, the default, is greedy decoding. The text is the one that the model gives without any drafter.
+    Temperature 0, the default, is greedy decoding. The text is the model's own, the same with and without a drafter.
     """
 
     model: Model = "bundled"
@@ -158,8 +158,8 @@ class GenerateOptions(LongOptions):
 class AuditOptions(LongOptions):
     """Check on your own model that drafting changes nothing.
 
-    Greedy text is compared with transformers' own generate, sampled text with plain sampling for the same seeds, and
-    a batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding.
+    Compares greedy text with transformers' own generate, sampled text with plain sampling of the same seeds, and a
+    batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding.
     """
 
     model: Model = "bundled"
@@ -192,7 +192,7 @@ class AuditOptions(LongOptions):
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """One prompt of each kind, by plain decoding and with the trie: the same text, timed side by side."""
+    """Decode one prompt of each kind plainly and with the trie: the same text, timed side by side."""
 
     kind: Annotated[
         list[str] | None, _option("--kind", "-k", panel=_TEXT, help="rag, code, json, maths or prose; default: all.")
@@ -211,10 +211,9 @@ class DemoOptions:
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """How many tokens of recorded answers each step would have accepted: drafts measured with no model.
+    """Measure drafts without a model: how many tokens of recorded answers each step would have accepted.
 
-    FILE is JSON lines of {prompt, answer, author} and may be followed by :author=A:from=I:to=J, I and J counting the
-    rows of that author.
+    FILE has JSON lines of {prompt, answer, author}. :author=A:from=I:to=J after it selects rows I to J of author A.
     """
 
     file: Annotated[str, typer.Argument(metavar="FILE", help="What to replay.")]
@@ -233,10 +232,10 @@ class ReplayOptions:
 
 
 def check_sampling(options: Any) -> None:
-    """Refuse options of sampling where nothing is sampled.
+    """Refuse sampling options for greedy decoding.
 
     Raises:
-        ValueError: naming them.
+        ValueError: with the options.
     """
     given = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(options, name) is not None]
     if options.temperature == 0 and given:
@@ -245,12 +244,12 @@ def check_sampling(options: Any) -> None:
 
 
 def command(app: typer.Typer, name: str, options: type[Any]) -> None:
-    """Add a command: its ``run(options)`` is in the module of its name, which is imported when it is called."""
+    """Add a command. Its ``run(options)`` is in the module of that name, imported only when the command is called."""
     app.command(name)(_invoker(options, name))
 
 
 def group(app: typer.Typer, name: str, options: type[Any]) -> typer.Typer:
-    """Add a command that has commands of its own, and does its own work where none of them is called."""
+    """Add a command with subcommands; without a subcommand it does its own work."""
     own = typer.Typer(rich_markup_mode="rich")
     invoke = _invoker(options, name)
 
@@ -274,7 +273,7 @@ def _invoker(options: type[Any], module: str) -> Callable[..., None]:
             importlib.import_module(f"forerun.cli.{module}").run(checked)
 
     invoke.__doc__ = options.__doc__
-    hints = get_type_hints(options, include_extras=True)  # of a base's fields, too, in the base's module
+    hints = get_type_hints(options, include_extras=True)  # resolves a base's fields in the base's module
     signature = inspect.signature(options)
     parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
     invoke.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``forerun bench passes``: what passes of a model cost."""
+"""``forerun bench passes``: the time of a model's passes."""
 
 from __future__ import annotations
 

@@ -15,9 +15,10 @@ DTYPES = get_args(Dtype)
 
 @dataclass(frozen=True)
 class PassesOptions:
-    """What passes of a model cost: over 1 to 64 tokens, beside the model's own call and the machine's bandwidth.
+    """Time of passes over 1 to 64 tokens, compared with the model's own call and the machine's bandwidth.
 
-    In one process, in turns, medians; and how fast prompts are read. Writes JSON, Markdown and a plot.
+    Also measures how fast prompts are read. All take turns in one process; medians count. Writes JSON, Markdown and a
+    plot.
     """
 
     model: Model = "bundled"

@@ -25,10 +25,10 @@ def read_prompt(file: str) -> str:
 
 
 def check_text(text: str, name: str = "the prompt") -> str:
-    """The text, if it can be encoded; an argument of broken bytes cannot.
+    """The text, unchanged.
 
     Raises:
-        ValueError: otherwise.
+        ValueError: if it cannot be encoded, such as an argument with broken bytes.
     """
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""``forerun replay``: what drafts are worth on recorded answers, with no model."""
+"""``forerun replay``: measures drafts on recorded answers, without a model."""
 
 from __future__ import annotations
 

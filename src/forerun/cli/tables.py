@@ -13,7 +13,7 @@ BAR_WIDTH = 28
 
 
 def stats_table(stats: Stats, drafter: str, seed: int | None = None) -> RenderableType:
-    """One generation: what it took, and how many tokens its steps gave."""
+    """One generation's times, and the tokens of its steps."""
     table = Table(
         box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title=f"drafter {drafter}", title_style="bold"
     )
@@ -44,7 +44,7 @@ def _rows(stats: Stats, seed: int | None) -> list[tuple[str, str]]:
 
 
 def levels(stats: Stats) -> Table:
-    """A line for each level that verifies: the target, and inside its drafter the levels over cheaper caches."""
+    """One line per verifying level: the target, then the levels over cheaper caches inside its drafter."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("level", "passes", "drafted", "accepted", "tokens a pass", "its passes", "its drafts"):
         table.add_column(name, justify="left" if name == "level" else "right")
@@ -77,5 +77,5 @@ def bar(share: float) -> Text:
 
 
 def seconds(value: float) -> str:
-    """A time to read: milliseconds below one second."""
+    """A readable time: in milliseconds below one second."""
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"

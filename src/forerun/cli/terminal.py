@@ -1,4 +1,4 @@
-"""Where things are written: generated text to stdout as it is, everything else to stderr."""
+"""Output: generated text goes to stdout unchanged, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rich.progress import (
 from rich.style import Style
 
 PATIENCE = 2.0
-"""Seconds before something that takes long says so."""
+"""Seconds before long work shows that it is running."""
 
 DRAFTED = Style(color="green", bold=True)
-"""Accepted drafts."""
+"""Style of accepted drafts."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def stdout(colour: bool | None = None) -> Console:
-    """The console for results; without a choice, colours in a terminal unless ``NO_COLOR`` is set."""
+    """The console for results; by default coloured in a terminal unless ``NO_COLOR`` is set."""
     return Console(force_terminal=colour, no_color=_no_colour(colour), highlight=False)
 
 
@@ -41,7 +41,7 @@ def stderr() -> Console:
 
 
 def say(line: str) -> None:
-    """A line about what is under way, on stderr; nothing wraps it."""
+    """Print a progress line on stderr, without wrapping."""
     stderr().print(line, soft_wrap=True, markup=False)
 
 
@@ -50,12 +50,12 @@ def _no_colour(colour: bool | None) -> bool:
 
 
 def printable(text: str) -> str:
-    """Generated text for a terminal: control characters must not move its cursor or rename its window."""
+    """Generated text made safe for a terminal: no control characters that move the cursor or rename the window."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 class TextWriter:
-    """Writes generated text to stdout at once: byte for byte into a pipe, with drafts coloured in a terminal."""
+    """Writes generated text to stdout without delay: unchanged into a pipe, with coloured drafts in a terminal."""
 
     def __init__(self, colour: bool | None) -> None:
         console = stdout(colour)
@@ -66,7 +66,7 @@ class TextWriter:
 
     def write(self, text: str, drafted: bool) -> None:
         """Write a piece of text."""
-        self._ended = text.endswith("\n")  # first: Ctrl-C may come while it is written
+        self._ended = text.endswith("\n")  # before writing, as Ctrl-C may interrupt that
         if not self._plain:
             style = self._style if drafted else Style.null()
             sys.stdout.write(style.render(printable(text), color_system=self._colours))
@@ -75,7 +75,7 @@ class TextWriter:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """End the line, if it has not ended."""
+        """End the current line, if there is one."""
         if not self._ended:
             sys.stdout.write("\n")
         sys.stdout.flush()
@@ -83,7 +83,7 @@ class TextWriter:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[None]:
-    """Show a spinner, in a terminal, once the work inside takes longer than ``PATIENCE``."""
+    """A context that shows a spinner in a terminal once its work takes longer than ``PATIENCE``."""
     status = console.status(what)
     timer = threading.Timer(PATIENCE, status.start)
     timer.daemon = True
@@ -100,7 +100,7 @@ def working(console: Console, what: str) -> Iterator[None]:
 
 @contextmanager
 def measuring(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar for what is measured, in a terminal; call it with what is done and to do."""
+    """A context with a progress bar for measurements, in a terminal; call it with work done and to do."""
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
@@ -108,7 +108,7 @@ def measuring(console: Console) -> Iterator[Callable[[int, int], None]]:
 
 
 class PrefillBar:
-    """A bar for the reading of a long prompt; call it with tokens done and to do, and ``close`` it."""
+    """A progress bar for reading a long prompt; call it with tokens done and to do, then ``close`` it."""
 
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -118,12 +118,12 @@ class PrefillBar:
         self._shows = console.is_terminal
 
     def __call__(self, done: int, total: int) -> None:
-        """Show how far it is, after ``PATIENCE``."""
+        """Show the progress, once ``PATIENCE`` is over."""
         if self._shows and time.monotonic() - self._begin > PATIENCE:
             self._bar.start()
             self._bar.update(self._task, completed=done, total=total)
 
     def close(self) -> None:
-        """Take the bar away, if it was shown."""
+        """Remove the bar, if it was shown."""
         if self._bar.live.is_started:
             self._bar.stop()

@@ -1,4 +1,4 @@
-"""``forerun bench triforce``: decoding after long prompts, beside plain autoregression over the same cache."""
+"""``forerun bench triforce``: decoding after long prompts, compared with plain autoregression over the same cache."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from forerun.model.load import load
 from forerun.model.stored import STORED, dtype_name
 
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
-"""TriForce, what is ours, and its paper's baselines: the naive policy, no hierarchy, no retrieval."""
+"""TriForce, Forerun's own drafters, and the paper's baselines: the naive policy, no hierarchy, no retrieval."""
 
 ALONE = frozenset({"temperatures", "budgets", "contexts"})
-"""Parts with one row at a time."""
+"""Parts that measure single rows."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: models and prompts, real or simulated.
+    """Models and prompts to measure, real or simulated.
 
     Attributes:
-        texts: for needles; None where there is no real text.
-        label: said with everything that is printed.
+        texts: for needles; None if there is no real text.
+        label: a note on all output.
     """
 
     engine: Engine
@@ -89,7 +89,7 @@ def _measure(bench: TriforceBench, options: TriforceOptions, subject: Subject) -
 
 
 def _check_texts(sizes: Sizes, texts: Texts, parts: Sequence[str]) -> None:
-    """See that the texts are long enough for all that will be read."""
+    """Check that the texts are long enough for all that will be read."""
     if ALONE & set(parts):
         texts.check(sizes.prompts, sizes.contexts[-1])
     if "batches" in parts:
@@ -99,7 +99,7 @@ def _check_texts(sizes: Sizes, texts: Texts, parts: Sequence[str]) -> None:
 
 
 def _named(options: TriforceOptions) -> list[str]:
-    """The drafters that were asked for, if any were."""
+    """The drafters named on the command line, if any."""
     named = [] if options.drafters is None else [name.strip() for name in options.drafters.split(",")]
     for name in named:
         check_drafter(name)
@@ -109,12 +109,12 @@ def _named(options: TriforceOptions) -> list[str]:
 
 
 def _room(options: TriforceOptions) -> int:
-    """Tokens that follow a prompt: questions, the text and drafts."""
+    """Tokens that may follow a prompt: questions, generated text and drafts."""
     return max(options.max_new_tokens, options.needle_tokens) + options.gamma2 + 128
 
 
 def _real(options: TriforceOptions, named: list[str]) -> Subject:
-    """Models and texts as they are."""
+    """Real models and texts."""
     model, tokenizer = load(
         options.model,
         options.dtype,
@@ -139,7 +139,7 @@ def _real(options: TriforceOptions, named: list[str]) -> Subject:
 
 
 def _simulated(options: TriforceOptions, named: list[str]) -> Subject:
-    """Random weights and keys, and stated acceptances."""
+    """Random weights and keys, with given acceptance rates."""
     drafters = named or [name for name in DRAFTERS if name in SIMULATED]
     check_simulated(drafters)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
@@ -163,7 +163,7 @@ def _simulated(options: TriforceOptions, named: list[str]) -> Subject:
 
 
 def _sizes(options: TriforceOptions, subject: Subject) -> Sizes:
-    """Numbers as they are given; a simulation has one temperature only, which means nothing to it."""
+    """The sizes from the options; a simulation has one temperature, which has no effect on it."""
     temperatures = [0.0] if subject.label else numbers("--temperatures", options.temperatures, float, 0.0)
     of_batches = [0.0] if subject.label else numbers("--batch-temperatures", options.batch_temperatures, float, 0.0)
     return Sizes(

@@ -1,1 +1,1 @@
-"""What every part speaks of: requests, trees, blocks, sampling, verification."""
+"""The types that every other part uses: requests, trees, blocks, sampling, verification."""

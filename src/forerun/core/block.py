@@ -1,4 +1,4 @@
-"""What one row feeds to one forward pass: tokens not cached yet, and the draft tree under the last of them."""
+"""One row's input to a forward pass: committed tokens that are not cached yet, and the draft tree under the last."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from forerun.core.tree import BoolArray, DraftTree, IntArray
 
 
 class Block:
-    """Pending tokens followed by a tree's nodes, as one small tree.
+    """Pending tokens followed by the nodes of a draft tree.
 
     Args:
-        pending: committed tokens that the cache does not hold yet, int64 ``[m]``, at least one. In decoding it is the
-            last committed token alone; in prefill it is the end of the prompt.
-        tree: the draft under the last of them.
-        start: tokens that the cache holds; the position of ``pending[0]``.
+        pending: committed tokens that the cache does not hold yet, int64 ``[m]``, at least one. When decoding: the last
+            committed token. After a prefill: the end of the prompt.
+        tree: the draft under the last pending token.
+        start: tokens in the cache; the position of ``pending[0]``.
     """
 
     def __init__(self, pending: IntArray, tree: DraftTree, start: int) -> None:
@@ -52,7 +52,7 @@ class Block:
 
     @cached_property
     def visible(self) -> BoolArray:
-        """Which tokens of the block each of them attends to, bool ``[m + n, m + n]``."""
+        """Which tokens of the block each token attends to, bool ``[m + n, m + n]``."""
         m = len(self.pending)
         mask = np.zeros((len(self), len(self)), np.bool_)
         mask[:m, :m] = np.tri(m, dtype=np.bool_)
@@ -61,11 +61,11 @@ class Block:
         return mask
 
     def bias(self, window: int | None, edge: range, like: torch.Tensor) -> torch.Tensor | None:
-        """Additive mask over the keys of ``edge`` (positions in the cache) and of the block, or None if all are seen.
+        """Additive mask over the keys of ``edge`` and of the block, or None if every token sees all of them.
 
         Args:
             window: as in ``AttentionSpec``.
-            edge: cached positions that some of the block's tokens see and others do not.
+            edge: positions in the cache that some of the block's tokens see and others do not.
             like: a tensor whose dtype and device the mask takes.
 
         Returns:

@@ -1,4 +1,4 @@
-"""One row of a batch: its text so far, how its next token is chosen, and when it ends."""
+"""One row of a batch: its text so far, how it chooses the next token, and when it ends."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Request:
     Args:
         prompt: token ids, at least one.
         max_new_tokens: the most to generate, at least one.
-        eos_token_ids: a token of these ends the text and belongs to it.
+        eos_token_ids: any of these ends the text, and is part of it.
         sampler: how tokens are chosen.
         stopping: called with the ids ``[1, t]`` after every token; true ends the text.
-        namespace: whose outputs may be drafted to this request, and who may be drafted its own.
-        padding: ids that logits processors and ``stopping`` see before the prompt; the model never does.
+        namespace: requests draft from earlier outputs of the same namespace only.
+        padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
 
     Raises:
         ValueError: for an empty prompt or no room to generate.
@@ -63,7 +63,7 @@ class Request:
         """What ended the text, where that was an error of its own."""
         self.stats = Stats()
         self.unread = 1
-        """Tokens of the text that the target's next pass reads, besides what is drafted."""
+        """Committed tokens that the target's next pass reads, besides the drafts."""
         self._padding = len(padding)
         self._buffer = np.empty(len(padding) + len(prompt) + max_new_tokens, np.int64)
         self._end = len(padding) + len(prompt)
@@ -71,12 +71,12 @@ class Request:
         self._ids = torch.from_numpy(self._buffer)
 
     def __len__(self) -> int:
-        """Tokens so far, prompt included."""
+        """Tokens so far, including the prompt."""
         return self._end - self._padding
 
     @property
     def tokens(self) -> IntArray:
-        """Prompt and what was generated, int64 ``[len(self)]``; a view, not a copy."""
+        """Prompt and generated tokens, int64 ``[len(self)]``; a view, not a copy."""
         return self._buffer[self._padding : self._end]
 
     @property
@@ -86,7 +86,7 @@ class Request:
 
     @property
     def generated(self) -> IntArray:
-        """What was generated, int64; a view."""
+        """The generated tokens, int64; a view."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -96,7 +96,7 @@ class Request:
 
     @property
     def max_draft_depth(self) -> int:
-        """The deepest node worth drafting: a step adds one token to the drafts it accepts."""
+        """The deepest node that fits in what remains; a step always adds one token after the accepted drafts."""
         return self.remaining - 1
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -104,16 +104,16 @@ class Request:
         return self.sampler.choose(self.scores(logits), len(self))
 
     def scores(self, logits: torch.Tensor, after: Sequence[int] = ()) -> torch.Tensor:
-        """Processed scores ``[V]`` for the next token, or for the one behind some more tokens on trial."""
+        """Processed scores ``[V]`` for the token after the text, or after the text and the tokens ``after``."""
         end = self._end + len(after)
         self._buffer[self._end : end] = after
         return self.sampler.scores(self._ids[:end], logits)
 
     def fork(self) -> Request:
-        """A twin that a drafter may continue on trial.
+        """A copy that a drafter may continue speculatively.
 
-        It shares the text so far, and the room behind it: what the twin writes there, this request overwrites. It never
-        calls ``stopping``, and under rejection sampling its noise is independent of this request's.
+        Both share the buffer of the text: what the copy writes after the text so far, this request later overwrites.
+        The copy never calls ``stopping``. Under rejection sampling its noise is independent of this request's.
         """
         twin = copy.copy(self)
         twin.sampler = self.sampler.inner()

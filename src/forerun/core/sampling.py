@@ -1,8 +1,8 @@
-"""From logits to a token: greedy, coupled (Gumbel-max) or for rejection sampling, with noise that is a pure function.
+"""From logits to a token: greedy, coupled sampling (Gumbel-max), or rejection sampling.
 
-All noise derives from (seed, position, salt, token id) by a 64-bit counter hash, never from a generator's state. So
-the text for a seed does not depend on the drafter, on the batch a row is in, or on the device; and draft and target,
-drawing with the same noise, agree whenever their distributions are close. Gumbel-max: argmax(log p + g) samples p.
+Noise is a pure function: a 64-bit counter hash of (seed, position, salt, token id). There is no generator state. So the
+text for a seed does not depend on the drafter, the batch or the device. Draft and target draw with the same noise, so
+they agree where their distributions are close. Gumbel-max: argmax(log p + g), with Gumbel noise g, is a sample of p.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Remembering:
-    """A processor that remembers its calls, in part: to be called once for every token of a text, in order.
+    """A processor with a part that remembers its calls; that part must run once per committed token, in order.
 
     Attributes:
         whole: the processor.
-        pure: the part of it that may be called for drafts as well, or None.
+        pure: the part that remembers nothing, so that it may also run on drafts; or None.
     """
 
     whole: Processor
@@ -37,7 +37,7 @@ class Remembering:
 
 
 class Salt(enum.IntEnum):
-    """Keeps draws that must be independent of each other apart."""
+    """A term of the hash that makes draws for different purposes independent."""
 
     TARGET = 0
     DRAFT = 1
@@ -51,9 +51,10 @@ class Sampler:
 
     Attributes:
         method: ``greedy`` takes the best score; ``coupled`` adds Gumbel noise and takes the best, so that any tree
-            verifies by one walk; ``rejection`` does too, and verifies a chain that carries ``q`` by Leviathan's test.
-        seed: of the noise; any integer.
-        processor: run on every node's logits with the ids that lead to it, or None.
+            is verified by one walk; ``rejection`` chooses like ``coupled``, but verifies a chain with ``q`` by
+            Leviathan's test.
+        seed: seeds the noise; any integer.
+        processor: runs on a node's logits, with the ids that lead to the node; or None.
     """
 
     method: Method = "greedy"
@@ -76,7 +77,7 @@ class Sampler:
         return int(self._noisy(scores, position, salt).argmax())
 
     def candidates(self, scores: torch.Tensor, position: int, count: int) -> list[int]:
-        """The token that ``choose`` takes, and those that it would take next if that were wrong; best first."""
+        """The ``count`` best tokens, best first; the first is the one that ``choose`` takes."""
         found: list[int] = (
             self._noisy(scores, position, Salt.TARGET).topk(min(count, scores.shape[-1])).indices.tolist()
         )
@@ -88,15 +89,17 @@ class Sampler:
         return scores.double() + gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
 
     def inner(self) -> Sampler:
-        """How a drafter chooses on trial: with the same noise, or noise independent of this level's under rejection
-        sampling, where the outer test must not know how the draft came about; and with no processor that would
-        remember it."""
+        """The sampler for speculative tokens in a drafter.
+
+        It has no processor that would remember its calls. Its noise is this sampler's; under rejection sampling it is
+        independent, because the outer test needs drafts that are independent of its own noise.
+        """
         seed = _mix(self.seed & _MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
         return replace(self, seed=seed, processor=processor)
 
     def draft_salt(self) -> Salt:
-        """The noise a draft draws with: the target's own when coupled, independent of it for the rejection test."""
+        """The salt that drafts draw with: the target's when coupled, another one for the rejection test."""
         return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
 
 
@@ -110,13 +113,13 @@ def uniform(seed: int, position: int, salt: Salt) -> float:
 
 
 def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; a longer vector starts with a shorter one."""
+    """Standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; entries do not depend on ``size``."""
     bits = torch.arange(size, dtype=torch.int64, device=device)
     bits.mul_(_signed(_GOLDEN)).add_(_signed(_key(seed, position, salt)))
     for shift, factor in ((30, _MIX1), (27, _MIX2)):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31))
-    u = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # 52 bits, as with 53 the half could round up to 1
+    u = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # 52 bits: with 53, adding 0.5 could round up to 1
     return u.log_().neg_().log_().neg_()
 
 
@@ -139,7 +142,7 @@ def _mix(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as a signed integer, as torch takes them."""
+    """The same 64 bits as a signed integer, which is what torch takes."""
     return value - (1 << 64) if value >> 63 else value
 
 

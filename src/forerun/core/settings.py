@@ -1,4 +1,4 @@
-"""What the drafters for long contexts are built with; plain values, so that a command line can show them at once."""
+"""Settings of the drafters for long contexts: plain values, so that a command line can show them without torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ Sparse = Literal["low-rank", "retrieval"]
 
 @dataclass(frozen=True)
 class Settings:
-    """Parameters of TriForce and its baselines; the other drafters take none of them.
+    """Parameters of TriForce and its baselines; other drafters ignore them.
 
     Attributes:
-        draft_model: the small model, a transformers decoder, of ``triforce``, ``triforce-auto``, ``streaming`` and
+        draft_model: the small model, a transformers decoder; for ``triforce``, ``triforce-auto``, ``streaming`` and
             ``streaming-hierarchy``.
         gamma1: tokens that the small model drafts at a time.
-        gamma2: tokens that the target verifies at a time.
-        cache_budget: tokens that a sparse cache of the target holds, for each layer and KV head; of low rank, what a
-            query sees at most.
-        chunk: tokens that the retrieval cache chooses together.
-        refresh: when it chooses anew; see ``RetrievalConfig``.
-        paced: draft as many of these as pay by the clock, none where none pay; otherwise always ``gamma2``.
-        sinks, window: first and last tokens that streaming caches hold; ``window`` is the small model's, one of the
-            target's fills its budget.
-        sparse: the target's cache in ``triforce``, ``triforce-trie`` and ``triforce-auto``: each query finds what
-            matters to it (``LowRankCache``), or chunks are retrieved for the queries to come, as in the paper
-            (``RetrievalCache``).
+        gamma2: tokens that the target verifies at a time, at most.
+        cache_budget: tokens that a sparse cache of the target holds, per layer and KV head. For the low-rank cache: the
+            most tokens that a query sees.
+        chunk: tokens per chunk of the retrieval cache.
+        refresh: when the retrieval cache chooses its chunks again; see ``RetrievalConfig``.
+        paced: set the draft length by measured time, down to none where drafts do not pay. If false, it is always
+            ``gamma2``.
+        sinks, window: first and last tokens that a streaming cache holds. ``window`` is the small model's; the
+            target's streaming cache fills ``cache_budget``.
+        sparse: the target's sparse cache in ``triforce``, ``triforce-trie`` and ``triforce-auto``. ``low-rank``: each
+            query finds its own chunks (``LowRankCache``). ``retrieval``: chunks are chosen in advance for the queries
+            to come, as in the paper (``RetrievalCache``).
 
     Raises:
         ValueError: for a value out of range.

@@ -1,6 +1,6 @@
-"""Shapes of draft trees that a model fills: which node hangs where, before it is known which tokens they are.
+"""Shapes of draft trees that a model fills: which node has which parent, before their tokens are known.
 
-A node is the parent's candidate of some rank: 0 for the token that the drafter likes best there, 1 for the second.
+A node is its parent's candidate of some rank: 0 for the likeliest next token by the drafter, 1 for the second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forerun.core.tree import ROOT
 
 @dataclass(frozen=True)
 class Shape:
-    """Nodes, parents first.
+    """Nodes, stored parents first.
 
     Attributes:
         parents: index of each node's parent, or ``ROOT``.
@@ -28,7 +28,7 @@ class Shape:
 
     @classmethod
     def chain(cls, length: int) -> Shape:
-        """The best candidate each time."""
+        """One branch of best candidates."""
         return cls(tuple(range(-1, length - 1)), (0,) * length)
 
     @classmethod
@@ -39,15 +39,15 @@ class Shape:
 
     @classmethod
     def sequoia(cls, size: int, depth: int, rates: Sequence[float]) -> Shape:
-        """The tree of ``size`` nodes with the most accepted tokens expected (Chen et al., 2024, section 3.1).
+        """The tree of ``size`` nodes with the most expected accepted tokens (Chen et al., 2024, section 3.1).
 
-        The paper's dynamic program, solved by taking the likeliest node each time: a node's chance is the product of
-        the rates on its path, so it never exceeds its parent's, and the best set of nodes is a tree by itself.
+        The paper uses a dynamic program; taking the likeliest node each time gives the same. A node's chance is the
+        product of the rates on its path, so it never exceeds its parent's. So the likeliest nodes always form a tree.
 
         Args:
             size: nodes.
             depth: of the deepest, at most.
-            rates: how often the candidate of each rank is accepted where its parent was; they may not rise.
+            rates: acceptance rate of the candidate of each rank, given an accepted parent; they may not rise.
 
         Raises:
             ValueError: for rates that rise, or exceed 1 in sum.
@@ -74,7 +74,7 @@ class Shape:
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes by depth, those under the root first."""
+        """Nodes by depth, children of the root first."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)

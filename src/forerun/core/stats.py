@@ -1,4 +1,4 @@
-"""What happened in a generation: counted per step, summed up on demand.
+"""Counts and times of a generation: recorded per step, summed on demand.
 
 ``tokens per step`` is the Lookahead paper's effective decoding length (EDL, definition 1): accepted drafts plus one.
 """
@@ -15,12 +15,12 @@ class Stats:
 
     Attributes:
         drafted: nodes proposed, per step.
-        accepted: of these accepted, per step.
-        emitted: tokens committed, per step: ``accepted`` plus one, but for a step that ends the text.
-        prefill_seconds: from the start to the first token; the drafter reads the prompt in it, too.
-        propose_seconds, score_seconds, verify_seconds: drafting, forward passes, and walking with commits, after that.
-            Rows of a batch share their steps, so each row counts the whole step's time.
-        middle: of the level that verifies inside the drafter, where there is one: its steps, and its share of
+        accepted: how many of them were accepted, per step.
+        emitted: tokens committed, per step: ``accepted`` plus one, except in a step that ends the text.
+        prefill_seconds: from the start to the first token, including the drafter's reading of the prompt.
+        propose_seconds, score_seconds, verify_seconds: time after the prefill, for drafting, for forward passes, and
+            for walking the tree and committing. Rows of a batch share their steps: each counts the whole step's time.
+        middle: statistics of the level that verifies inside the drafter, if there is one. Its times are part of
             ``propose_seconds``.
     """
 
@@ -34,7 +34,7 @@ class Stats:
     middle: Stats | None = None
 
     def inner(self) -> Stats:
-        """``middle``, made at the first call."""
+        """``middle``; the first call makes it."""
         self.middle = self.middle or Stats()
         return self.middle
 
@@ -52,7 +52,7 @@ class Stats:
 
     @property
     def steps(self) -> int:
-        """Verifying passes, the one that ends the prefill included."""
+        """Verifying passes, including the one that ends the prefill."""
         return len(self.emitted)
 
     @property
@@ -67,7 +67,7 @@ class Stats:
 
     @property
     def acceptance(self) -> float:
-        """Accepted per drafted token."""
+        """Acceptance rate: accepted drafts by drafted tokens."""
         drafted = sum(self.drafted)
         return sum(self.accepted) / drafted if drafted else 0.0
 
@@ -78,7 +78,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens after the first step by the time after it."""
+        """Decoding speed: tokens after the first step, divided by the time after it."""
         return sum(self.emitted[1:]) / self.decode_seconds if self.decode_seconds else 0.0
 
     def drafted_mask(self) -> list[bool]:

@@ -1,8 +1,8 @@
-"""Draft trees: the tokens that one verifying pass may accept, in one shape for every drafter.
+"""Draft trees: the tokens that one verifying pass may accept. Every drafter proposes one.
 
-A tree hangs under the last committed token (the root, which is not a node of the tree). Nodes are stored parents first,
-so an index grows along every path. A chain is a tree, and an empty tree is plain autoregression. The hierarchical
-multi-branch draft of the Lookahead paper (section 4.2.2) is such a tree; its parallel form shares no prefixes.
+The root is the last committed token; it is not a node of the tree. Nodes are stored parents first, so indices grow
+along every path. A chain is a tree, and an empty tree is plain autoregression. The Lookahead paper's hierarchical
+multi-branch draft (section 4.2.2) is such a tree; its parallel form is one whose branches share no prefixes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 ROOT = -1
-"""Parent index of the nodes that follow the last committed token directly."""
+"""Parent index of nodes that directly follow the last committed token."""
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -24,14 +24,14 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class DraftTree:
-    """Tokens with parents, and what a drafter knows about them.
+    """Tokens, their parents, and what the drafter knows about them.
 
     Attributes:
         tokens: token ids, int64 ``[n]``.
         parents: index of each node's parent, or ``ROOT``; int64 ``[n]``, ``parents[i] < i``.
-        q: the distribution that each node was drawn from, ``[n, vocabulary]``; only rejection sampling reads it.
-        probe: nodes that verification passes over, bool ``[n]``: their logits go to ``Drafter.observe`` alone.
-        probability: the drafter's estimate that a node is on the accepted path, float64 ``[n]``.
+        q: distribution that each node was drawn from, ``[n, vocabulary]``; only rejection sampling reads it.
+        probe: bool ``[n]``; verification skips these nodes. Only ``Drafter.observe`` gets their logits.
+        probability: the drafter's estimate that a node will be accepted, float64 ``[n]``.
     """
 
     tokens: IntArray
@@ -75,7 +75,7 @@ class DraftTree:
         return cls(np.array(tokens, np.int64), np.array(parents, np.int64))
 
     def merged(self, other: DraftTree, budget: int) -> DraftTree:
-        """This tree and what ``other`` adds to it, at most ``budget`` nodes; ``q`` and estimates are lost.
+        """This tree with the nodes that ``other`` adds, at most ``budget`` in all; ``q`` and estimates are lost.
 
         Raises:
             ValueError: for trees with probes.
@@ -109,7 +109,7 @@ class DraftTree:
 
     @cached_property
     def odds(self) -> npt.NDArray[np.float64]:
-        """Log-odds of a node under its parent, by the drafter's estimate, within +-12; float64 ``[n]``."""
+        """Log-odds of a node given its parent, by the drafter's estimate, clipped to +-12; float64 ``[n]``."""
         if self.probability is None:
             raise ValueError("the drafter estimated no probability")
         above = np.append(self.probability, 1.0)[self.parents]
@@ -123,7 +123,7 @@ class DraftTree:
 
     @cached_property
     def children(self) -> Mapping[tuple[int, int], int]:
-        """Node index by (parent index, token id); probes are left out. Of two equal siblings the first counts."""
+        """Node index by (parent index, token id), without probes. Of two equal siblings the first counts."""
         found: dict[tuple[int, int], int] = {}
         for i, key in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
             if self.probe is None or not self.probe[i]:
@@ -161,7 +161,7 @@ class DraftTree:
         )
 
     def trim(self, max_depth: int, vocabulary: int) -> DraftTree:
-        """The tree without nodes deeper than ``max_depth`` or under a token that is not in 0..vocabulary-1."""
+        """The tree without nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and nodes under these."""
         if not len(self):
             return self
         keep = self.depths <= max_depth

@@ -1,7 +1,7 @@
-"""A lock that serves threads in the order they came.
+"""A fair lock: it serves threads in the order they came.
 
-Where a thread does one long thing after another, each under the lock, an ordinary lock is mostly taken again by the
-thread that has just given it back, and the others starve.
+Suppose a thread takes the lock again right after each release. An ordinary lock mostly goes back to that thread, and
+the others starve.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Turns:
-    """Used as ``with turns:``; not to be entered again by the thread that is inside."""
+    """Used as ``with turns:``; not reentrant."""
 
     def __init__(self) -> None:
         self._queue: deque[object] = deque()
@@ -43,12 +43,12 @@ class Turns:
             self._changed.notify_all()
 
     def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
-        """A copy has a queue of its own."""
+        """A copy has its own, empty queue."""
         return Turns, ()
 
 
 def in_turn(method: F) -> F:
-    """Let threads call a method, and the others so marked, of an object with ``turns`` one after the other."""
+    """Let one thread at a time into the marked methods of an object that has ``turns``."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Verification: a tree and the target's logits in, committed tokens out, and nothing changes in what is generated.
+"""Verification: a tree and the target's logits in, committed tokens out. It never changes the generated text.
 
-Greedy and coupled sampling share one walk: choose the token at the node, follow the child that equals it, stop when
-none does (SpecInfer calls it naive sampling; with common noise it accepts nearly as much as the rejection test).
-Chains with ``q`` under ``rejection`` take the test of Leviathan et al. (2023) and Chen et al. (2023), whose residual
-is norm(max(p - q, 0)).
+Greedy and coupled sampling share one walk: choose the token at the node, go to the child that equals it, stop if there
+is none. SpecInfer calls this naive sampling; with shared noise it accepts nearly as much as the rejection test.
+Under ``rejection``, chains with ``q`` take the test of Leviathan et al. (2023) and Chen et al. (2023). Its residual
+distribution is norm(max(p - q, 0)).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Verdict:
 
     Attributes:
         path: indices of the accepted nodes, from the root down.
-        tokens: the committed tokens; the first ``len(path)`` were drafted, at most one more follows.
+        tokens: the committed tokens: the ``len(path)`` accepted drafts, and at most one more.
     """
 
     path: list[int]
@@ -37,8 +37,8 @@ class Outcome:
     """A verified tree, as ``Drafter.observe`` receives it.
 
     Attributes:
-        tree: what was scored.
-        verdict: what was committed of it.
+        tree: the tree that was scored.
+        verdict: the part of it that was committed.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
     """
 
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
-    """Commit to ``request`` the accepted path of ``tree`` and the token after it.
+    """Commit the accepted path of ``tree``, and the token after it, to ``request``.
 
     Args:
         tree: the draft under the last committed token.
@@ -108,6 +108,6 @@ def _rejection(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: 
 
 def _draw_residual(p: torch.Tensor, q: torch.Tensor, request: Request) -> int:
     residual = (p - q).clamp_min(0)
-    if not residual.any():  # p equals q to rounding, so rejecting was rounding too
+    if not residual.any():  # p equals q up to rounding, so the rejection was rounding as well
         residual = p
     return draw(residual, request.sampler.seed, len(request), Salt.RESIDUAL)

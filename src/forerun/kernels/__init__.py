@@ -1,1 +1,1 @@
-"""Kernels of our own, where those that come with torch leave much of the machine idle."""
+"""Forerun's own kernels, where torch's are slower or round differently from pass to pass."""

@@ -1,8 +1,8 @@
 """Attention as a state (output, log-sum-exp) that merges, and the kernels that compute it.
 
-The attention of a node over prefix and tree is the merge of two states: over the prefix, without any mask, and over the
-block being scored, under its ancestor mask. Merging is exact in real numbers (the recurrence of FlashAttention, Dao et
-al. 2022; ``merge_state`` in FlashInfer), so no mask of block x prefix is ever built and nothing is concatenated.
+A node's attention over prefix and tree merges two states: one over the prefix, without a mask, and one over the block
+being scored, with its ancestor mask. Merging is exact in real numbers (the recurrence of FlashAttention, Dao et al.
+2022; ``merge_state`` in FlashInfer). So no mask of block x prefix is ever built, and nothing is concatenated.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class AttentionState(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a model's layer asks of its attention.
+    """A layer's attention parameters.
 
     Attributes:
         scaling: factor on query . key.
-        window: a key further back than this is not seen (``position - window < key position``), or None.
+        window: a query sees keys with ``key position > position - window``; or None.
         softcap: scores become softcap * tanh(score / softcap), or None (Gemma 2).
-        sinks: of each head a score that takes weight and gives nothing, ``[H]``, or None (gpt-oss).
+        sinks: one extra score per head, ``[H]``, that takes softmax weight but has no value; or None (gpt-oss).
     """
 
     scaling: float
@@ -48,8 +48,8 @@ class AttentionSpec:
 
 
 FEW_QUERIES: dict[int, dict[int, float]] = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
-"""From how many numbers in the keys a kernel of our own was measured to be faster than torch's on a CPU: by bytes of a
-number, for up to so many queries (``docs/LOG.md``)."""
+"""When the few-query kernel is faster than torch's on a CPU, as measured (``docs/LOG.md``). By bytes per number, then
+by the most queries: the least count of numbers in the keys."""
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
 
@@ -57,16 +57,16 @@ Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, tor
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
 ) -> AttentionState:
-    """Attention of ``q`` over all of ``k`` with grouped query heads.
+    """Attention of ``q`` over all of ``k``; several query heads may share a KV head.
 
     Args:
         q: ``[1, H, n, d]``.
         k, v: ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``; H is a multiple of Hkv.
-        spec: scaling and soft cap; the window is the caller's part, and so are sinks (``merge``).
-        bias: added to the scores, ``[n, m]``; minus infinity hides a key. Every query must see a key.
+        spec: scaling and soft cap; window and sinks (``merge``) are left to the caller.
+        bias: added to the scores, ``[n, m]``; minus infinity masks a key. Every query must see at least one key.
     """
     heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
-    if group > 1:  # the queries of a group read the same keys once
+    if group > 1:  # the queries of a group read their shared keys once
         q = q.reshape(1, k.shape[1], group * n, q.shape[3])
         bias = None if bias is None else bias.repeat(group, 1)
     out, lse = BACKENDS[select_backend(q, k, v, spec, bias)](q, k, v, spec, bias)
@@ -82,17 +82,17 @@ def attend_chosen(
     near: chosen.Near,
     spec: AttentionSpec,
 ) -> AttentionState:
-    """Attention of each query over the first chunk, those that are worth most to it, and near keys.
+    """Attention of each query over the first chunk, the chunks that are worth most to it, and the near keys.
 
     Args:
         q: ``[1, H, n, d]``.
         k, v: ``[1, Hkv, m * CHUNK, d]``.
-        worth: of each chunk, its best key's product with the query, roughly; float32 ``[H, n, m]``, and lost. None is
-            taken whose scaled product is more than ``MARGIN`` below the best.
-        count: of these chunks, at most; less than m.
-        near: keys and values, ``[1, Hkv, >= r + CHUNK, d]``, and how many of them all queries see, r. What lies behind
-            them is finite.
-        spec: what the layer asks for; no window. Sinks are the caller's part.
+        worth: each chunk's best product of a key with the query, approximately; float32 ``[H, n, m]``, overwritten. A
+            chunk is skipped if its scaled product is more than ``MARGIN`` below the best.
+        count: the most chunks by worth; less than m.
+        near: keys and values, ``[1, Hkv, >= r + CHUNK, d]``, and r, the number of them that all queries see. The rest
+            must be finite.
+        spec: the layer's attention parameters; without a window. Sinks are left to the caller.
     """
     if spec.softcap is None and chosen.fits(q, k, v):
         return AttentionState(*chosen.attend_chosen(q, k, v, worth, count, near, spec.scaling))
@@ -117,8 +117,8 @@ def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.T
     """Output of attention over the keys of all states, ``[1, H, n, d]``.
 
     Args:
-        states: of all keys that are seen, each of one state.
-        sinks: see ``AttentionSpec``: a state of its own, without output.
+        states: over disjoint sets of keys, which together are all visible keys.
+        sinks: see ``AttentionSpec``: one more state, without output.
     """
     out, lse = states[0]
     for i, state in enumerate(states[1:], 2):
@@ -132,7 +132,7 @@ def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.T
 
 
 def weigh(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Softmax weights ``[1, H, n, m]`` of scores, less what a layer's sinks take."""
+    """Softmax weights ``[1, H, n, m]`` of scores, reduced by what the layer's sinks take."""
     if spec.sinks is None:
         return scores.softmax(-1)
     sinks = spec.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
@@ -142,7 +142,7 @@ def weigh(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
 def select_backend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> str:
-    """Name of the fastest kernel that can compute this."""
+    """Name of the fastest backend that can compute this."""
     if spec.softcap is not None or q.shape[-1] != v.shape[-1]:
         return "math"
     if q.device.type == "cpu":
@@ -154,12 +154,12 @@ def select_backend(
 
 
 def _many(q: torch.Tensor) -> float:
-    """Numbers in the keys from which a kernel of our own is the faster one for these queries."""
+    """The count of numbers in the keys from which the few-query kernel is faster for these queries."""
     return next((many for few, many in FEW_QUERIES.get(q.element_size(), {}).items() if q.shape[2] <= few), math.inf)
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what passes on this device with this type may run, or load what an earlier process compiled."""
+    """Compile the kernels that passes on this device with this type may run, or load them from an earlier process."""
     if device.type != "cpu" or not vector.fused():
         return
     address_of(tape.work)
@@ -171,7 +171,7 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
 def _math(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
-    """The definition, in at least float32; the oracle of every other backend."""
+    """Attention by its definition, in at least float32; the reference that other backends are tested against."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * spec.scaling
     if spec.softcap is not None:
@@ -192,7 +192,7 @@ def _flash_cpu(
 def _few_queries(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
-    """Without a bias, for what ``fewquery.fits``."""
+    """The few-query kernel: without a bias, for tensors that ``fewquery.fits``."""
     return AttentionState(*fewquery.few_queries(q, k, v, spec.scaling))
 
 
@@ -200,7 +200,7 @@ def _efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
     n, m = q.shape[2], k.shape[2]
-    if bias is not None:  # the kernel wants rows aligned to 16 bytes
+    if bias is not None:  # the kernel needs rows aligned to 16 bytes
         padded = bias.new_zeros(n, math.ceil(m / 8) * 8)
         padded[:, :m] = bias
         bias = padded[:, :m].expand(1, q.shape[1], n, m)
@@ -215,4 +215,5 @@ BACKENDS: dict[str, Backend] = {
     "few_queries": _few_queries,
     "efficient": _efficient,
 }
-"""Kernels by name. A new one is a function, an entry here, a line in ``select_backend`` and the parity test."""
+"""Kernels by name. A new one needs a function, an entry here, and a line in ``select_backend``; the parity test then
+covers it."""

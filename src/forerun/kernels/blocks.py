@@ -1,4 +1,4 @@
-"""What both operations of attention do with tiles of queries and a block of keys, for ``canonical.py``."""
+"""Shared by both attention operations of ``canonical.py``: work on tiles of queries and a block of keys."""
 
 from __future__ import annotations
 
@@ -28,24 +28,25 @@ from forerun.kernels.tiles import (
 from forerun.kernels.vector import I32, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 
 LOWEST = -3e38
-"""Where the running maximum begins. Finite, so that differences are numbers."""
+"""Initial value of the running maximum. Finite, so that differences are never NaN."""
 
 
 @functools.cache
 def attend_code() -> AttendCode:
-    """The machine code that is called by its address, compiled or loaded the first time."""
+    """Addresses of the shared machine code, compiled or loaded at the first call."""
     return AttendCode(address_of(scores_of, 9), address_of(gather_tile, 8))
 
 
 @compiled
 def tiles_of(op: AttendOp, row: RowFields) -> int:
-    """Tiles of a row's queries, of one KV head."""
+    """Number of tiles of a row's queries for one KV head."""
     return (row.n * (op.heads // op.kv_heads) + QUERIES - 1) // QUERIES
 
 
 @compiled
 def shared(row: RowFields, place: int, position: int) -> tuple[int, int]:
-    """Where a tree's node goes its own way, at the beginning of a block, and up to where a scan takes a token."""
+    """Two positions of a token: where its own keys begin (a tree node's: at a block's start; else 0), and where its
+    scan ends."""
     if place < row.straight:
         return 0, position + 1
     base = (row.start + row.straight) // BLOCK * BLOCK
@@ -54,7 +55,7 @@ def shared(row: RowFields, place: int, position: int) -> tuple[int, int]:
 
 @compiled
 def clear(op: AttendOp, states: int, tiles: int) -> None:
-    """Nothing seen yet."""
+    """Reset the states: no key seen yet."""
     size = QUERIES * op.out_dim * 4 + STATE
     for t in range(tiles):
         floats(states + t * size, size // 4)[:] = np.float32(0)
@@ -63,7 +64,7 @@ def clear(op: AttendOp, states: int, tiles: int) -> None:
 
 @compiled
 def pack_one(op: AttendOp, token: int, head: int, i: int, to: int) -> None:
-    """A scaled query among four: vectors of four numbers of each of them."""
+    """Write one scaled query into a tile of four; a vector of the tile holds four numbers of each query."""
     source = floats(op.q + token * op.q_row + head * op.q_head, op.dim)
     packed = floats(to + 16 * i, op.dim * QUERIES)
     for c in range(0, op.dim, 4):
@@ -74,7 +75,7 @@ def pack_one(op: AttendOp, token: int, head: int, i: int, to: int) -> None:
 
 @compiled
 def copy_row(op: AttendOp, source: int, dim: int, to: int) -> None:
-    """A row of the cache as floats."""
+    """Copy a row of the cache, widened to float32."""
     for c in range(0, dim, LANES):
         if op.kind == 0:
             copy_floats(source + c * 4, to + 4 * c)
@@ -86,7 +87,7 @@ def copy_row(op: AttendOp, source: int, dim: int, to: int) -> None:
 
 @compiled
 def copy_block(op: AttendOp, rows: int, row: int, dim: int, count: int, to: int) -> None:
-    """``count`` rows as a whole block of floats, filled up with zeros."""
+    """Copy ``count`` rows, widened to float32, and pad them with zeros to a whole block."""
     for i in range(count):
         copy_row(op, rows + i * row, dim, to + 4 * i * dim)
     if count < BLOCK:
@@ -95,7 +96,7 @@ def copy_block(op: AttendOp, rows: int, row: int, dim: int, count: int, to: int)
 
 @compiled
 def hide(weights: int, i: int, low: int, high: int) -> None:
-    """No weight for a query's keys before ``low`` and from ``high`` on."""
+    """Set a query's weights to 0 for keys before ``low`` and from ``high`` on."""
     tile = floats(weights, BLOCK * QUERIES)
     for key in range(BLOCK):
         if key < low or key >= high:
@@ -104,7 +105,7 @@ def hide(weights: int, i: int, low: int, high: int) -> None:
 
 @compiled
 def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
-    """Scores under the soft cap, if there is one."""
+    """Apply the soft cap to the scores, if there is one."""
     if op.softcap > 0:
         floats(spare, 1)[0] = np.float32(op.softcap * LOG2E)
         soften(weights, BLOCK * QUERIES // LANES, spare)
@@ -112,7 +113,7 @@ def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
 
 @compiled
 def scores_of(dim: int, width: int, low: int, high: int, q: int, k: int, k_row: int, scores: int, ahead: int) -> None:
-    """Scores of tiles ``low`` to ``high`` over a block; asks for memory from ``ahead`` on, of numbers of ``width``."""
+    """Scores of tiles ``low`` to ``high`` over a block. Prefetches from ``ahead`` on, numbers of ``width`` bytes."""
     size, tile, t = BLOCK * QUERIES * 4, QUERIES * dim * 4, low
     pace = LANES * width // ((high - low + TILES - 1) // TILES)
     share = pace * (BLOCK * dim // LANES)
@@ -128,7 +129,7 @@ def scores_of(dim: int, width: int, low: int, high: int, q: int, k: int, k_row: 
 
 @compiled
 def gather_tile(out_dim: int, weights: int, state: int, v: int, v_row: int, out: int, ahead: int, pace: int) -> None:
-    """Scale a tile's outputs by the last block's factor and add the weighted values."""
+    """Rescale a tile's outputs by the last block's factor, then add the weighted values."""
     c = 0
     while c + VECTORS * LANES <= out_dim:
         gather_vectors(weights, state, v + 4 * c, v_row, out_dim, BLOCK, out + 4 * c, ahead, pace)
@@ -142,7 +143,7 @@ def gather_tile(out_dim: int, weights: int, state: int, v: int, v_row: int, out:
 
 @intrinsic
 def join(typing: Any, running: Any, part: Any, vectors: Any) -> Code:
-    """Bring a tile's next piece into what was joined of it: maxima, sums of weights, outputs of ``vectors`` each."""
+    """Merge a tile's next piece into the pieces so far: maxima, sums of weights, and outputs of ``vectors`` each."""
 
     def emit(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value) -> None:
         b = e.builder

@@ -1,4 +1,4 @@
-"""Linear layers over stored weights, one call each; and what a program of kernels has to be told of such weights."""
+"""Linear layers over stored weights, one call each; and the descriptions of such weights for programs of kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.kernels.stored import MATRIX, NAMES, STORED, LookupOp, Matrix, Stor
 from forerun.kernels.vector import LANES, LINE
 
 SHARES = 8
-"""Pieces of work a thread that an operation is cut into."""
+"""An operation is cut into this many pieces of work per thread."""
 _room = Room()
 _local = threading.local()
 
@@ -26,10 +26,10 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class Blocks(NamedTuple):
-    """A matrix as it is stored.
+    """A matrix in a GGUF file's format.
 
     Attributes:
-        rows: bytes ``[O, row]`` in one piece.
+        rows: bytes ``[O, row]``, contiguous.
         kind: one of ``stored.NAMES``.
         bias: float32 ``[O]``, or None.
     """
@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 
 
 def described(matrices: Sequence[Blocks]) -> Table:
-    """The matrices of one operation as the kernel reads them; whoever runs the operation keeps this."""
+    """The matrices of one operation in the form that the kernel reads. Must outlive the operation."""
     return np.array([_matrix(each) for each in matrices], np.int64).reshape(-1, len(MATRIX.kind))
 
 
@@ -55,7 +55,7 @@ def operation(
     table: Table, columns: int, x: tuple[int, int], y: tuple[int, int], threads: int, *, mode: int = PUT,
     which: int = 0, activation: int = 0,
 ) -> tuple[Job, StoredOp]:  # fmt: skip
-    """One operation over the described matrices of so many columns, cut for so many threads; see ``LinearOp``."""
+    """An operation over the described matrices with this many columns, cut for this many threads; see ``LinearOp``."""
     panels = [math.ceil(outs / LANES) for outs in table[:, Matrix._fields.index("outs")].tolist()]
     pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
     share = max(1, pairs // (SHARES * threads))
@@ -66,13 +66,13 @@ def operation(
 
 
 def look_up(blocks: Blocks, dim: int, x: tuple[int, int], factor: float) -> LookupOp:
-    """The rows of a pass's tokens, of an embedding with ``dim`` columns, times a factor, to the rows at ``x``."""
+    """Look up the pass's tokens in an embedding of ``dim`` columns, times a factor, and write them to rows at ``x``."""
     m = _matrix(blocks)
     return LookupOp(tape.DO_LOOKUP, m.w, m.row, m.block, m.unpack, dim, *x, factor)
 
 
 def product(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """``x @ weight.T + bias`` for rows of x ``[..., K]`` on a CPU, computed in float32; in x's type."""
+    """``x @ weight.T + bias`` for rows of x ``[..., K]`` on a CPU, computed in float32, returned in x's type."""
     rows = x.detach().reshape(-1, x.shape[-1]).float()
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     n, columns = rows.shape
@@ -87,7 +87,7 @@ def product(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 
 def _program(blocks: Blocks, columns: int, x_row: int, y_row: int) -> tape.Program:
-    """One operation, kept for the next call with the same weights."""
+    """A program of one operation, cached for later calls with the same weights."""
     kept: dict[Any, tuple[tape.Program, Table]] = _local.__dict__.setdefault("programs", {})
     bias, threads = 0 if blocks.bias is None else blocks.bias.data_ptr(), torch.get_num_threads()
     key = (blocks.rows.data_ptr(), blocks.rows.shape, blocks.kind, bias, x_row, y_row, threads)

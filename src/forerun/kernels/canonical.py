@@ -1,14 +1,14 @@
-"""Attention in one order: a token's bits do not depend on what shares the pass, nor on whether keys were drafted.
+"""Attention in one fixed order: a token's bits depend neither on what shares the pass nor on which keys were drafted.
 
-Positions are cut into pieces, and those into blocks, at fixed places. Within a piece a query goes block by block with a
-running maximum and sum (FlashAttention, Dao et al. 2022; ``tiles.py``); pieces are joined in their order
-(Flash-Decoding, Dao et al. 2023). A block in which a query sees nothing changes nothing, to the bit; so it may be
-skipped or not. Keys that a drafted token does not share with the others, its ancestors in the tree, are written out in
-the order of their positions and go the same way. The second half of what makes speculative decoding exact.
+Positions are cut into pieces, and pieces into blocks, at fixed places. Within a piece, a query goes block by block with
+a running maximum and sum (FlashAttention, Dao et al. 2022; ``tiles.py``). Pieces are merged in order (Flash-Decoding,
+Dao et al. 2023). A block without visible keys changes no bit, so it may be skipped. A drafted token also sees its
+ancestors in the tree. Their keys are copied out in the order of their positions, and go through the same steps. With
+the linear layers (``linear.py``) this makes speculative decoding bitwise exact.
 
-There are two operations. *Scan* (``pieces.py``): units of a row's pieces and tiles of queries, over the keys that lie
-in the order of the text. *Settle* (``settling.py``): for each token, join the pieces, go through what only this token
-sees, and divide. Here is what they are told.
+There are two operations. *Scan* (``pieces.py``) goes over the keys that are stored in text order, by units of a row's
+pieces and tiles of queries. *Settle* (``settling.py``) merges each token's pieces, adds the keys that only this token
+sees, and divides. This file has the data that both take.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from forerun.kernels.tiles import QUERIES, STATE
 from forerun.kernels.vector import LINE
 
 BLOCK = 32
-"""Positions of a block."""
+"""Positions per block."""
 PIECE = 256
-"""Positions of a piece: what is summed by itself, so that few heads of a long text keep all threads busy."""
+"""Positions per piece. Pieces are summed separately, so that few heads of a long text keep all threads busy."""
 SIGHT = 96
-"""Bytes that say what a tile's queries see: least and greatest end, least and greatest beginning, and each one's."""
+"""Bytes that hold a tile's visible range: least and greatest end, least and greatest start, then those per query."""
 SEQUENTIAL = -1
-"""In a unit's place of a piece: all of them, one after the other."""
+"""Instead of a unit's piece: all pieces, one after the other."""
 
 
 class RowFields(NamedTuple):
     """One row of the batch.
 
     Attributes:
-        first: its first token in the pass.
+        first: index of its first token in the pass.
         n: its tokens in the pass.
-        straight: how many of them lie in the order of the text; the others are a tree's nodes.
-        start: committed tokens, the position of the first.
-        k_head: bytes from one head's keys to the next one's.
-        parts: where its states are in the room for them.
-        pieces: how many states there are for each tile; 0 where units go through all pieces themselves.
+        straight: how many of them are in text order; the others are tree nodes.
+        start: committed tokens; the position of its first token.
+        k_head: bytes from one head's keys to the next head's.
+        parts: offset of its states in the buffer of states.
+        pieces: states per tile; 0 if units go through all pieces themselves.
     """
 
     first: int
@@ -56,7 +56,7 @@ class RowFields(NamedTuple):
 
 
 class UnitFields(NamedTuple):
-    """What a thread scans at a time: a row's piece (or ``SEQUENTIAL``) and tiles from ``first`` to ``last``."""
+    """A thread's unit of a scan: a row's piece (or ``SEQUENTIAL``), and tiles ``first`` to ``last``."""
 
     row: int
     piece: int
@@ -65,18 +65,18 @@ class UnitFields(NamedTuple):
 
 
 class AttendOp(NamedTuple):
-    """One layer's attention: addresses, distances in bytes, and counts.
+    """One layer's attention: addresses, strides in bytes, and counts.
 
     Attributes:
-        code: of the operation, for the tape.
-        kind: of keys and values: 0 float32, 1 bfloat16, 2 float16.
-        width: bytes of a number of them.
-        dim: numbers of a key; ``out_dim`` of a value.
+        code: the operation's code, for the tape.
+        kind: type of keys and values: 0 float32, 1 bfloat16, 2 float16.
+        width: bytes per number of keys and values.
+        dim: numbers per key; ``out_dim`` per value.
         window: as in ``AttentionSpec``, or 0.
-        q: floats, of a token and of a head at these distances.
-        kv: addresses of keys and values of this layer, row by row.
-        sinks: a number for each head, of the type of the queries, or 0.
-        out: a token's heads side by side, of ``out_kind``: 0 float32, 1 bfloat16.
+        q: address of the queries, float32; with the strides of tokens and of heads.
+        kv: address of the table with each row's addresses of keys and values of this layer.
+        sinks: address of one number per head, in the queries' type, or 0.
+        out: address of the outputs, a token's heads side by side; of ``out_kind``: 0 float32, 1 bfloat16.
     """
 
     code: int
@@ -100,7 +100,7 @@ class AttendOp(NamedTuple):
 
 
 class AttendCode(NamedTuple):
-    """Where machine code is that both operations use (``blocks.py``)."""
+    """Addresses of machine code that both operations call (``blocks.py``)."""
 
     scores: int
     gather: int
@@ -112,12 +112,12 @@ read_row, read_unit, read_attend, read_attend_code = (job.reader() for job in (R
 
 
 def tile_bytes(out_dim: int) -> int:
-    """Bytes of a tile's output and state."""
+    """Bytes for a tile's output and state."""
     return QUERIES * out_dim * 4 + STATE
 
 
 def room(tiles: int, group: int, dim: int, out_dim: int) -> int:
-    """Bytes that a thread needs for units of so many tiles, and for settling tokens of so many heads."""
+    """Bytes that a thread needs for units of ``tiles`` tiles, and for settling tokens of ``group`` heads."""
     most, own = max(tiles, 1), math.ceil(group / QUERIES)
     scan = most * (QUERIES * (dim + BLOCK) * 4 + 2 * tile_bytes(out_dim) + SIGHT)
     settle = own * (QUERIES * (dim + BLOCK) * 4 + 2 * tile_bytes(out_dim))

@@ -1,7 +1,7 @@
-"""Attention of each query over chunks of its own choice, read in place, given what every chunk is worth to it.
+"""Attention of each query over its own chunks, read in place, given the worth of every chunk to the query.
 
-One thread takes one query of one head: it finds the best chunks, scores their keys, and adds up their values. Nothing
-is copied. Many heads look at a few places only, so what is worth next to nothing beside the best is left out.
+A thread takes one query of one head: it finds the best chunks, scores their keys, and adds up their values. Nothing is
+copied. Many heads look at a few places only, so chunks that are worth almost nothing beside the best are skipped.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from forerun.kernels.tiles import ticket
 from forerun.kernels.vector import F32, LANES, LINE, Code, Emitter, constant, intrinsic, intrinsic_code
 
 KEYS = 4
-"""Keys whose products are in registers at a time."""
+"""Keys whose products are kept in registers at once."""
 MARGIN = 7.0
-"""What is further below the best score, in nats, has a thousandth of its weight."""
+"""Chunks further than this below the best score, in nats, are skipped: their keys weigh under a thousandth."""
 
 
 class Fields(NamedTuple):
-    """One call, as the threads see it: addresses, distances in bytes, and counts."""
+    """One call, as threads see it: addresses, strides in bytes, and counts."""
 
     next_task: int
     next_slot: int
@@ -71,18 +71,19 @@ _room = Room()
 def attend_chosen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, worth: torch.Tensor, count: int, near: Near, scaling: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over the first chunk, up to ``count`` that are worth most to each query, and near keys.
+    """Attention of ``q`` over the first chunk, up to ``count`` chunks by worth to each query, and the near keys.
 
-    See ``fits``.
+    For tensors that ``fits`` accepts.
 
     Args:
         q: ``[1, H, n, d]``.
         k, v: ``[1, Hkv, m, d]``.
-        worth: of each chunk, its best key's product with the query, float32 ``[H, n, chunks]``; of equal ones the first
-            are taken, and none whose scaled product is more than ``MARGIN`` below the best. The first chunk's is lost.
-        count: less than there are chunks.
-        near: keys, values and how many of them all queries see; behind them lies a chunk more of finite numbers.
-        scaling: of the scores.
+        worth: each chunk's best product of a key with the query, float32 ``[H, n, chunks]``; the first chunk's entry is
+            overwritten. Of equal chunks the earlier ones are taken; chunks whose scaled product is more than ``MARGIN``
+            below the best are skipped.
+        count: the most chunks; less than there are.
+        near: keys, values, and how many of them all queries see. One more chunk of finite numbers must follow them.
+        scaling: factor on the scores.
 
     Returns:
         The output ``[1, H, n, d]`` and the log-sum-exp ``[1, H, n]``.
@@ -103,13 +104,13 @@ def attend_chosen(
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these are such as ``attend_chosen`` reads: floats on a CPU, in rows of a multiple of 16."""
+    """Whether ``attend_chosen`` can read these: floats on a CPU, in rows of a multiple of 16."""
     return q.dtype == torch.float32 and memory.fits(q, k, v)
 
 
 @compiled
 def work(address: int) -> None:
-    """What each thread does: take queries until there are none."""
+    """Each thread's loop: take queries until none are left."""
     job = read_job(address)
     slot = job.slots + ticket(address + 8) * job.slot_size
     while True:
@@ -164,13 +165,13 @@ def _attend(job: Fields, task: int, slot: int) -> None:
 def products(
     typing: Any, q: Any, keys: Any, row: Any, dim: Any, out: Any, ahead: Any, values: Any, values_row: Any
 ) -> Code:
-    """Products of a query with the keys of a chunk; the chunks at ``ahead`` and ``values`` are fetched meanwhile."""
+    """Products of a query with a chunk's keys; meanwhile prefetches the chunks at ``ahead`` and ``values``."""
     return intrinsic_code(8, _products)
 
 
 @intrinsic
 def exponentials(typing: Any, scores: Any, vectors: Any, state: Any) -> Code:
-    """2 to the power of scores less the largest of them, which goes to ``state``, the sum behind it."""
+    """2 ** (score - largest score). The largest score is written to ``state``, and the sum of the results after it."""
     return intrinsic_code(3, _exponentials)
 
 

@@ -1,8 +1,8 @@
-"""Elementwise functions that round alike wherever an element lies.
+"""Elementwise functions whose rounding does not depend on where an element is stored.
 
-torch computes whole vectors by one formula and what is left over at the end of a thread's share by another, so an
-element's bits depend on how many tokens share the pass. Here there is nothing left over: rows are filled up. A product
-of complex numbers is written out in real ones, for the same reason.
+torch computes whole vectors by one formula, and the remainder of a thread's share by another. So an element's bits
+depend on how many tokens share the pass. Here rows are padded, so there is no remainder. For the same reason a product
+of complex numbers is written out in real numbers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch.nn.functional import pad
 
 SHARE = 64
-"""A multiple of the numbers that torch computes at a time on any CPU."""
+"""A multiple of torch's vector length, in numbers, on any CPU."""
 GRAIN = 32768
-"""Numbers for a thread, at least, in most of torch's functions; some give all threads a share."""
+"""The least count of numbers per thread in most of torch's functions; some functions use all threads at once."""
 
 
 def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    """``function(x, *rest, **options)``, each number by the formula for whole vectors."""
+    """``function(x, *rest, **options)``, with every number computed by the formula for whole vectors."""
     flat = x.reshape(-1)
     missing = _size(len(flat)) - len(flat)
     if not missing:
@@ -30,7 +30,7 @@ def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, *
 
 
 def _size(count: int) -> int:
-    """Numbers, ``count`` at least, of which every thread gets whole vectors, whether all have a share or only some."""
+    """A padded count, at least ``count``, that gives every thread whole vectors, however many threads torch uses."""
     size, threads = 0, torch.get_num_threads()
     while size < count:
         size = count
@@ -40,5 +40,5 @@ def _size(count: int) -> int:
 
 
 def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of complex numbers, each part rounded operation by operation."""
+    """The product of complex numbers, with every real operation rounded separately."""
     return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)

@@ -1,12 +1,11 @@
-"""Attention of a few queries over many keys on a CPU: the pass over a long text that decides the speed of decoding.
+"""Attention of a few queries over many keys on a CPU: for long texts, where it decides the speed of decoding.
 
-The keys are split into pieces that are computed one by one and merged by their log-sum-exp, so that few heads still
-keep all cores busy (Flash-Decoding, Dao et al. 2023). Within a piece, blocks of keys go through the tiles of queries
-with a running maximum and sum (FlashAttention, Dao et al. 2022; ``tiles.py``), and while one block is computed the
-next is fetched.
+Keys are split into pieces, which are computed separately and merged by their log-sum-exp, so that few heads keep all
+cores busy (Flash-Decoding, Dao et al. 2023). Within a piece, tiles of queries go over blocks of keys with a running
+maximum and sum (FlashAttention, Dao et al. 2022; ``tiles.py``). While one block is computed, the next is prefetched.
 
-The split depends on the number of keys only. So the result is the same, to the bit, for any number of threads and for a
-query alone or among others.
+The split depends only on the number of keys. So a query's result has the same bits for any number of threads, alone or
+among other queries.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from forerun.kernels.tiles import (
 from forerun.kernels.vector import LANES, LINE
 
 BLOCK = 32
-"""Keys of a block: with their values they stay in the nearest cache."""
+"""Keys per block; with their values they fit in the nearest cache."""
 PIECE = 1024
-"""Keys of a piece, at least."""
+"""The least keys per piece."""
 PIECES = 64
-"""Pieces, at most."""
+"""The most pieces."""
 LOWEST = -3e38
-"""Where the running maximum begins. Finite, so that differences are numbers."""
+"""Initial value of the running maximum. Finite, so that differences are never NaN."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What keys and values may be; 16 bits are widened block by block, and all sums are float32."""
+"""Types of keys and values. 16-bit numbers are widened block by block; all sums are float32."""
 
 
 class Fields(NamedTuple):
-    """One call, as the threads see it: addresses, distances in bytes, and counts."""
+    """One call, as threads see it: addresses, strides in bytes, and counts."""
 
     next_task: int
     next_slot: int
@@ -113,13 +112,13 @@ def few_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: floa
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these tensors of a CPU are such as ``few_queries`` reads: rows of a multiple of 16 numbers."""
+    """Whether ``few_queries`` can read these CPU tensors: rows of a multiple of 16 numbers."""
     return q.dtype in KINDS and memory.fits(q, k, v)
 
 
 @compiled
 def work(address: int) -> None:
-    """What each thread does: take pieces until there are none; who ends a head's last piece merges the head."""
+    """Each thread's loop: take pieces until none are left. The thread that finishes a head's last piece merges them."""
     job = read_job(address)
     slot = job.slots + ticket(address + 8) * job.slot_size
     while True:
@@ -155,7 +154,7 @@ def _piece(job: Fields, task: int, slot: int) -> None:
 
 @compiled
 def _pack(job: Fields, q: int, to: int) -> None:
-    """Scaled queries as vectors of four numbers of four queries; the last query fills up the last tile."""
+    """Pack scaled queries into vectors of four numbers of four queries. The last query pads the last tile."""
     packed = floats(to, (job.n + QUERIES - 1) // QUERIES * QUERIES * job.dim)
     for i in range(packed.size // job.dim):
         row = floats(q + min(i, job.n - 1) * job.q_row, job.dim)
@@ -166,7 +165,7 @@ def _pack(job: Fields, q: int, to: int) -> None:
 
 @compiled
 def _copy(job: Fields, rows: int, row: int, count: int, to: int) -> None:
-    """``count`` rows as a whole block of floats, filled up with zeros."""
+    """Copy ``count`` rows, widened to float32, and pad them with zeros to a whole block."""
     for i in range(count):
         for c in range(0, job.dim, LANES):
             source, place = rows + i * row + c * job.width, to + 4 * (i * job.dim + c)
@@ -233,7 +232,7 @@ def _gather_all(job: Fields, tiles: int, weights: int, state: int, v: int, v_row
 
 @compiled
 def _hide(scores: int, tiles: int, count: int) -> None:
-    """No weight for keys from ``count`` on."""
+    """Set the weights of keys from ``count`` on to 0."""
     for t in range(tiles):
         tile = floats(scores + t * BLOCK * QUERIES * 4, BLOCK * QUERIES)
         for key in range(count, BLOCK):
@@ -243,7 +242,7 @@ def _hide(scores: int, tiles: int, count: int) -> None:
 
 @compiled
 def _merge(job: Fields, head: int) -> None:
-    """Output and log-sum-exp of one head from those of its pieces, in their order."""
+    """Output and log-sum-exp of one head, merged from its pieces in order."""
     tiles = (job.n + QUERIES - 1) // QUERIES
     states = tiles * QUERIES * job.dim * 4
     lse = floats(job.lse + 4 * head * job.n, job.n)

@@ -1,7 +1,7 @@
-"""Weights as GGUF files store them, and how sixteen rows of them become columns of floats in registers.
+"""Weight formats of GGUF files, and how sixteen rows become columns of floats in registers.
 
-A row is a sequence of blocks: some weights as small integers, and what they are scaled by. The numbers that come out
-are, bit for bit, those of ``gguf.dequantize``: scales have so few bits that each product is exact or rounded once. The
+A row is a sequence of blocks; a block holds some weights as small integers, and their scale. The unpacked numbers equal
+those of ``gguf.dequantize`` bit for bit: scales have so few bits that each product is exact or rounded once. The
 formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
@@ -30,14 +30,14 @@ from forerun.kernels.vector import BYTES, FLOATS, I64, LANES, WORDS, Emitter, co
 
 
 class Format:
-    """How one kind of block lies in memory.
+    """The memory layout of one kind of block.
 
     Attributes:
         name: as in GGUF.
-        number: as in GGUF, ``ggml_type``.
-        columns: weights of a block.
-        bytes: of a block.
-        parts: equal pieces that a block's columns are unpacked in.
+        number: ``ggml_type`` in GGUF.
+        columns: weights per block.
+        bytes: bytes per block.
+        parts: equal parts in which a block's columns are unpacked.
     """
 
     parts = 1
@@ -46,16 +46,16 @@ class Format:
         self.name, self.number, self.columns, self.bytes = name, number, columns, size
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
-        """What all parts of a block need."""
+        """Values that all parts of a block need."""
         return None
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """The columns of one part, in their order, as floats."""
+        """The columns of one part, in order, as floats."""
         raise NotImplementedError
 
 
 class Floats(Format):
-    """F32, F16 and BF16: numbers without a scale; sixteen are taken for a block."""
+    """F32, F16 and BF16: numbers without a scale; sixteen of them count as a block."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
         """See ``Format``."""
@@ -72,9 +72,10 @@ class Floats(Format):
 
 
 class Nibbles(Format):
-    """Q4_0, Q4_1, Q5_0, Q5_1: 32 numbers of four bits, the first 16 in the low ones; a scale and what is added.
+    """Q4_0, Q4_1, Q5_0, Q5_1: 32 numbers of four bits, the first 16 in the low halves of the bytes, and a scale.
 
-    Those of five bits have the highest ones apart, in a word. What is not added is half the range, subtracted.
+    Q4_1 and Q5_1 have a minimum that is added; Q4_0 and Q5_0 subtract half the range. The fifth bits of Q5_0 and Q5_1
+    are in a separate word.
     """
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
@@ -105,9 +106,9 @@ class Bytes(Format):
 
 
 class Super(Format):
-    """Q4_K and Q5_K: 256 numbers; each 32 have a scale and what is subtracted, of six bits, times those of the block.
+    """Q4_K and Q5_K: 256 numbers. Every 32 have a scale and a minimum of six bits, each times the block's own.
 
-    A part is 64 numbers, the first 32 in the low bits.
+    The minimum is subtracted. A part is 64 numbers, the first 32 in the low bits.
     """
 
     parts = 4
@@ -144,7 +145,10 @@ class Super(Format):
 
 
 class Six(Format):
-    """Q6_K: 256 numbers of six bits, four low and two high ones apart; each 16 have a signed scale. A part is 32."""
+    """Q6_K: 256 numbers of six bits, four low and two high bits stored apart; every 16 have a signed scale.
+
+    A part is 32 numbers.
+    """
 
     parts = 8
 

@@ -1,4 +1,4 @@
-"""From bytes in sixteen rows to lanes: one lane a row, as words, small integers and scales."""
+"""From bytes in sixteen rows to vectors with one lane per row: words, small integers and scales."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from forerun.kernels.vector import (
 FOUR_WORDS = ir.VectorType(I32, 4)
 I16 = ir.IntType(16)
 TOP = 2.0**-24
-"""What a byte in a word's highest place is multiplied by."""
+"""Factor that turns a byte in a word's highest place into its value."""
 
 Rows = Sequence[ir.Value]
 """Addresses of the same place in each of sixteen rows."""
 
 
 class Table:
-    """Vectors of floats that are found by a number."""
+    """Vectors of floats, looked up by index."""
 
     def __init__(self, e: Emitter, count: int) -> None:
         self._builder = e.builder
         self._place = cgutils.alloca_once(e.builder, ir.ArrayType(FLOATS, count))
 
     def put(self, i: int, value: ir.Value) -> None:
-        """Keep the vector under this number."""
+        """Store the vector at index ``i``."""
         self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
 
     def get(self, i: ir.Value) -> ir.Value:
-        """The vector under this number."""
+        """The vector at index ``i``."""
         return self._builder.load(self._builder.gep(self._place, [I64(0), i]))
 
 
 def bytes_of(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
-    """The four signed bytes of each word as floats, divided by ``TOP``: each is moved to the highest place."""
+    """The four signed bytes of each word as floats. Each is moved to the highest place, so it is divided by ``TOP``."""
     b = e.builder
     for k in range(4):
         high = b.shl(word, words_of(24 - 8 * k)) if k < 3 else word
@@ -55,7 +55,7 @@ def bytes_of(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
 
 
 def bits(e: Emitter, word: ir.Value, at: int, count: int, upper: ir.Value | None = None, upper_at: int = 0) -> ir.Value:
-    """Some bits of each word as a float; two of another word may lie above them."""
+    """``count`` bits of each word as a float; two bits of the word ``upper`` may go above them."""
     b = e.builder
     found = b.and_(b.lshr(word, words_of(at)), words_of((1 << count) - 1))
     if upper is not None:
@@ -64,12 +64,12 @@ def bits(e: Emitter, word: ir.Value, at: int, count: int, upper: ir.Value | None
 
 
 def splat(e: Emitter, number: ir.Value) -> ir.Value:
-    """An integer of 64 bits in every word."""
+    """A 64-bit integer in every word."""
     return e.everywhere(e.builder.trunc(number, I32))
 
 
 def five_bits(e: Emitter, word: ir.Value, shift: int, highest: ir.Value, column: int, least: int) -> ir.Value:
-    """Four bits of each word and one of another as a float, ``least`` for 0."""
+    """Four bits of each word and a fifth of another as a float, plus ``least``."""
     b = e.builder
     low = b.and_(b.lshr(word, words_of(shift)), words_of(15))
     moved = b.lshr(highest, words_of(column - 4)) if column >= 4 else b.shl(highest, words_of(4 - column))
@@ -78,7 +78,7 @@ def five_bits(e: Emitter, word: ir.Value, shift: int, highest: ir.Value, column:
 
 
 def nibble(e: Emitter, word: ir.Value, shift: int, least: int) -> ir.Value:
-    """Four bits of each word as a float, ``least`` for 0."""
+    """Four bits of each word as a float, plus ``least``."""
     b = e.builder
     moved = b.lshr(word, words_of(shift)) if shift else word
     if wide():
@@ -129,7 +129,7 @@ def both_halves(e: Emitter, words: ir.Value) -> tuple[ir.Value, ir.Value]:
 
 
 def widened(e: Emitter, halves: ir.Value) -> ir.Value:
-    """The floats of float16."""
+    """float16 numbers as floats."""
     b = e.builder
     if "+f16c" in features():
         return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)

@@ -1,4 +1,4 @@
-"""The parts of a decoder's layer that are neither a linear layer nor attention: embedding, norms, rotary positions."""
+"""Parts of a decoder besides linear layers and attention: embedding, norms, rotary positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forerun.kernels.vector import LANES
 
 
 class EmbedOp(NamedTuple):
-    """Rows of the embedding, times a factor, as floats."""
+    """Embedding rows, times a factor, as floats."""
 
     code: int
     kind: int
@@ -28,9 +28,12 @@ class EmbedOp(NamedTuple):
 
 
 class NormOp(NamedTuple):
-    """A root mean square norm of each token's row; ``mode`` as in ``rowwise.scale``, ``one`` is added to the weight.
+    """A root mean square norm of each token's row.
 
-    ``which`` is 1 for the tokens whose logits are wanted, whose results lie side by side.
+    Attributes:
+        mode: as in ``rowwise.scale``.
+        one: added to the weight.
+        which: 0 for all tokens; 1 for the tokens whose logits are wanted, with results side by side.
     """
 
     code: int
@@ -48,14 +51,14 @@ class NormOp(NamedTuple):
 
 
 class RotaryOp(NamedTuple):
-    """From queries, keys and values side by side to turned queries in their place, and rows of the cache.
+    """Takes queries, keys and values side by side; rotates queries in place and writes keys and values to the cache.
 
     Attributes:
-        kind: of the cache and of the norms' weights.
-        y: of the rows, floats.
-        q_norm, k_norm: weights of norms over each head, or 0; ``one`` is added to them.
-        cos, sin: of each position ``[positions, half]``; ``half`` is 0 where nothing turns.
-        kv: addresses of keys and values of this layer, row by row.
+        kind: type of the cache and of the norms' weights.
+        y: address of the rows, float32.
+        q_norm, k_norm: addresses of the weights of norms over each head, or 0; ``one`` is added to the weights.
+        cos, sin: tables by position, ``[positions, half]``; ``half`` is 0 if nothing rotates.
+        kv: address of the table with each row's addresses of keys and values of this layer.
     """
 
     code: int
@@ -102,7 +105,7 @@ def _norm(kind: int, mode: int, x: int, weight: int, one: int, eps: float, dim: 
 
 @compiled
 def turn(op: RotaryOp, rows: int, owners: int, positions: int, token: int, slot: int) -> None:
-    """One token's queries, keys and values."""
+    """Rotate and store one token's queries, keys and values."""
     number, position = integers(owners + 8 * token, 1)[0], integers(positions + 8 * token, 1)[0]
     row = read_row(rows + number * ROW_BYTES)
     place = row.start + token - row.first

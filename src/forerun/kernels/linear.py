@@ -1,9 +1,9 @@
-"""Linear layers whose every output is summed in one order, whatever else is in the pass.
+"""Linear layers that sum every output in one fixed order, whatever else is in the pass.
 
-An output is the sum of the products of its weights with a token's numbers, column by column from its bias on, in one
-accumulator. So the bits of a token's outputs depend neither on the tokens that share the pass, nor on their number, nor
-on threads: the first half of what makes speculative decoding exact. Weights are read once for all tokens of a pass, row
-by row as they lie (``panels.py``); nothing is packed, copied or kept.
+An output starts with its bias and adds the products of weights and inputs column by column, in one accumulator. So the
+bits of a token's outputs do not depend on the other tokens of the pass, on how many there are, or on threads. With
+attention (``canonical.py``) this makes speculative decoding bitwise exact. Weights are read once for all tokens of a
+pass, row by row where the model stores them (``panels.py``). Nothing is packed, copied or kept.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ from forerun.kernels.rowwise import gated, words
 from forerun.kernels.vector import LINE
 
 CHUNK = 64
-"""Tiles whose columns are written out at a time: 64 KiB."""
+"""Tiles whose columns are written to a buffer at once: 64 KiB."""
 PUT, ADD, GATE = 0, 1, 2
-"""What becomes of sums: stored, added to floats, or, those of a gate, activated and multiplied by its twin's."""
+"""What happens to the sums. ``PUT``: stored. ``ADD``: added to floats. ``GATE``: activated, and multiplied by the sums
+of the second matrix."""
 
 
 class LinearOp(NamedTuple):
-    """One to three matrices over the same tokens: addresses, distances in bytes, and counts.
+    """One to three matrices over the same tokens: addresses, strides in bytes, and counts.
 
     Attributes:
-        code: of the operation, for the tape.
+        code: the operation's code, for the tape.
         which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
-        kind: of the numbers: 0 float32, 1 bfloat16, 2 float64 (``panels.KINDS``).
-        x: of the tokens' rows, in whole vectors; 0 for those of the pass.
-        row: bytes of a row of weights.
+        kind: type of the numbers: 0 float32, 1 bfloat16, 2 float64 (``panels.KINDS``).
+        x: address of the tokens' rows, in whole vectors; 0 for those of the pass.
+        row: bytes per row of weights.
         mode: ``PUT``, ``ADD`` or ``GATE``.
-        to_kind: of what is put.
-        share: panels that a thread takes at a time.
-        turn: panels of all threads' shares: so far ahead a thread's next one begins, if they are equally fast.
-        w0: of the first matrix, which has ``outs0`` rows; ``bias0`` is 0 where there is none.
-        y: of the results' rows; 0 for those of the pass. The matrices' results lie side by side.
+        to_kind: type of the results for ``PUT``.
+        share: panels that a thread takes at once.
+        turn: panels in the shares of all threads; where a thread's next share begins if all are equally fast.
+        w0: address of the first matrix, which has ``outs0`` rows; ``bias0`` is 0 if there is none.
+        y: address of the results' rows; 0 for those of the pass. The matrices' results are side by side.
         activation: of gates.
     """
 
@@ -67,7 +68,7 @@ class LinearOp(NamedTuple):
 
 
 class Panels(NamedTuple):
-    """Where the machine code for one kind of number is (``panels.py``)."""
+    """Addresses of the machine code for one kind of number (``panels.py``)."""
 
     few: int
     many: int
@@ -80,7 +81,7 @@ read_linear, read_panels = LINEAR.reader(), PANELS.reader()
 
 @functools.cache
 def panels_of(kind: int) -> Panels:
-    """The machine code for a kind, compiled or loaded the first time."""
+    """The machine code for a kind, compiled or loaded at the first call."""
 
     @compiled
     def few_tokens(tokens: int, w: int, row: int, last: int, x: int, steps: int, ahead: int, sums: int) -> None:
@@ -99,7 +100,7 @@ def panels_of(kind: int) -> Panels:
 
 
 def room(tokens: int, row: int) -> int:
-    """Bytes that a thread needs, for rows of so many bytes."""
+    """Bytes that a thread needs, for ``tokens`` tokens and rows of ``row`` bytes."""
     blocks, steps = -(-tokens // 8), -(-row // LINE)
     return blocks * steps * 16 * LINE + 2 * tokens * LINE + CHUNK * 16 * LINE + 16 * LINE + LINE
 
@@ -126,7 +127,7 @@ def _panels(op: LinearOp) -> int:
 
 @compiled
 def linear_begin(op: LinearOp, code: Panels, n: int, x: int, slot: int) -> None:
-    """What a thread does before its first piece of work: all tokens' words, side by side, block by block."""
+    """A thread's preparation before its first piece of work: write all tokens' words side by side, block by block."""
     lanes, steps = _lanes(op), (op.row + LINE - 1) // LINE
     for t in range(0, n, lanes):
         to = slot + t // lanes * steps * lanes * LINE
@@ -135,14 +136,14 @@ def linear_begin(op: LinearOp, code: Panels, n: int, x: int, slot: int) -> None:
 
 @compiled
 def _begun(op: LinearOp, n: int) -> int:
-    """Bytes of the words."""
+    """Bytes of all tokens' words."""
     lanes = _lanes(op)
     return (n + lanes - 1) // lanes * ((op.row + LINE - 1) // LINE) * lanes * LINE
 
 
 @compiled
 def linear_task(op: LinearOp, code: Panels, n: int, y: int, task: int, slot: int) -> None:
-    """The panels of one piece of work, for all ``n`` tokens."""
+    """Compute the panels of one piece of work, for all ``n`` tokens."""
     lanes = _lanes(op)
     number = 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
     first0 = (op.outs0 + lanes - 1) // lanes
@@ -170,8 +171,8 @@ def _panel(
     op: LinearOp, code: Panels, n: int, x: int, w: int, p: int, further: int, valid: int, bias: int, sums: int,
     spare: int,
 ) -> None:  # fmt: skip
-    """The sums of all tokens with one panel: whole vectors, chunk by chunk, then the columns behind them. The one so
-    many panels further is asked for meanwhile."""
+    """Sums of all tokens with one panel: whole vectors chunk by chunk, then the remaining columns. Meanwhile prefetches
+    a later panel."""
     lanes, steps = _lanes(op), op.row // LINE
     size = (op.row + LINE - 1) // LINE * lanes * LINE
     begin_sums(op, n, bias, p * lanes, valid, sums)
@@ -203,7 +204,7 @@ def _panel(
 
 @compiled
 def begin_sums(op: Any, n: int, bias: int, first: int, valid: int, sums: int) -> None:
-    """Every token's sums begin with the bias."""
+    """Start every token's sums with the bias."""
     line = floats(sums, 16)
     line[:] = 0.0
     if bias:
@@ -226,7 +227,7 @@ def begin_sums(op: Any, n: int, bias: int, first: int, valid: int, sums: int) ->
 
 @compiled
 def _last(w: int, row: int, rest: int, valid: int, to: int) -> None:
-    """The columns behind the last whole vector, filled up with zeros."""
+    """Copy the columns after the last whole vector, padded with zeros."""
     for i in range(valid):
         source, tile = bytes_at(w + i * row, rest), bytes_at(to + i * LINE, LINE)
         for c in range(rest):
@@ -237,7 +238,7 @@ def _last(w: int, row: int, rest: int, valid: int, to: int) -> None:
 
 @compiled
 def finish(op: Any, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
-    """From sums to results."""
+    """Turn sums into results, as ``op.mode`` says."""
     whole = valid == _lanes(op)
     for t in range(n):
         at, place = sums + t * LINE, y + t * op.y_row

@@ -1,4 +1,4 @@
-"""What kernels share with the Python that calls them: functions and arrays by their address, jobs, and room."""
+"""The interface between kernels and Python: functions and arrays by address, job layouts, and scratch memory."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ DOUBLE_ARRAY = types.Array(types.float64, 1, "C")
 PLAIN_BYTE_ARRAY = types.Array(types.uint8, 1, "C")
 
 finalized = operator.attrgetter("library")
-"""The machine code of numba's compile result."""
+"""Gets the machine code from numba's compile result."""
 
 
 class Room(threading.local):
-    """Memory for a job, its threads and its pieces; each thread that calls keeps its own."""
+    """Scratch memory for a job, its threads and its pieces; each calling thread has its own."""
 
     def __init__(self) -> None:
         self.bytes = np.zeros(1 << 16, np.uint8)
 
     def claim(self, size: int) -> int:
-        """The address of so many bytes; where there are too few, those before are lost."""
+        """The address of ``size`` bytes. If the memory has to grow, its old contents are lost."""
         if self.bytes.nbytes < size:
             self.bytes = np.zeros(size, np.uint8)
         return int(self.bytes.ctypes.data)
 
 
 class Job:
-    """How one call is laid out for the threads: by the fields of a ``NamedTuple``, integers and floats of 64 bits.
+    """The memory layout of one call's data: the fields of a ``NamedTuple``, as 64-bit integers and floats.
 
-    The first integer is the number of the next task, the second that of the next thread's memory, if it needs one.
+    The first integer counts tasks taken. The second, if threads need memory of their own, counts threads.
     """
 
     def __init__(self, fields: Any) -> None:
@@ -52,10 +52,10 @@ class Job:
         self.layout = struct.Struct("".join("d" if kind is float else "q" for kind in kinds))
         self.kind = types.NamedTuple([types.float64 if kind is float else types.int64 for kind in kinds], fields)
         self.size = LINE * math.ceil(self.layout.size / LINE)
-        """Bytes kept for it, in whole lines."""
+        """Bytes reserved, in whole cache lines."""
 
     def reader(self) -> Any:
-        """What reads it in compiled code, given its address."""
+        """A compiled function that reads the fields from an address."""
         kind = self.kind
 
         @intrinsic
@@ -72,12 +72,12 @@ class Job:
 
 
 def place(t: torch.Tensor) -> tuple[int, int, int]:
-    """Where the rows ``[1, H, n, d]`` lie: their address, and the bytes from head to head and from row to row."""
+    """Address of rows ``[1, H, n, d]``, and the strides in bytes from head to head and from row to row."""
     return t.data_ptr(), t.element_size() * t.stride(1), t.element_size() * t.stride(2)
 
 
 def fits(*rows: torch.Tensor) -> bool:
-    """Whether kernels can read these, ``[1, H, n, d]``, on a CPU: of one type, in rows of a multiple of 16 numbers."""
+    """Whether kernels can read these ``[1, H, n, d]``: on a CPU, of one type, in rows of a multiple of 16 numbers."""
     return fused() and all(
         t.shape[0] == 1
         and t.device.type == "cpu"
@@ -92,9 +92,9 @@ def fits(*rows: torch.Tensor) -> bool:
 
 @functools.cache
 def address_of(work: Callable[..., None], arguments: int = 1) -> int:
-    """Where the machine code of a compiled function of so many integers lies, for ``team.run`` and ``call``.
+    """Address of a compiled function that takes ``arguments`` integers, for ``team.run`` and ``call5`` to ``call11``.
 
-    Compiles it, or loads what an earlier process has compiled.
+    Compiles the function, or loads what an earlier process compiled.
     """
     code = cast(Any, work).get_compile_result(types.void(*(types.int64,) * arguments))
     return int(finalized(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
@@ -102,10 +102,10 @@ def address_of(work: Callable[..., None], arguments: int = 1) -> int:
 
 @intrinsic
 def call5(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Code:
-    """Call the machine code at an address (``address_of``) with integers.
+    """Call the machine code at an address (``address_of``) with five integers.
 
-    What is called so is compiled once, by itself, and only where it is needed; a function that is called by its name
-    is compiled again, as a part of every function that calls it.
+    A function called by address is compiled once, and only if it is needed. A function called by name is compiled again
+    into every caller.
     """
     return intrinsic_code(6, _call)
 
@@ -155,7 +155,7 @@ def floats(typing: Any, address: Any, count: Any) -> Code:
 
 @intrinsic
 def signed_bytes(typing: Any, address: Any, count: Any) -> Code:
-    """The bytes at an address as an array."""
+    """The signed bytes at an address as an array."""
     return _array(BYTE_ARRAY, 1)
 
 
@@ -172,7 +172,7 @@ def bfloat16_at(typing: Any, address: Any) -> Code:
 
 @intrinsic
 def bytes_at(typing: Any, address: Any, count: Any) -> Code:
-    """The bytes at an address, without a sign, as an array."""
+    """The unsigned bytes at an address as an array."""
     return _array(PLAIN_BYTE_ARRAY, 1)
 
 
@@ -184,7 +184,7 @@ def doubles(typing: Any, address: Any, count: Any) -> Code:
 
 @intrinsic
 def integers(typing: Any, address: Any, count: Any) -> Code:
-    """The integers of 64 bits at an address as an array."""
+    """The 64-bit integers at an address as an array."""
     return _array(INTEGER_ARRAY, 8)
 
 

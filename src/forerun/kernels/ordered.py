@@ -1,8 +1,8 @@
-"""Linear layers and attention in one order of sums, one call each: for models that are no program of their own.
+"""Linear layers and attention with fixed summation order, one call each: for models that do not run as one program.
 
-Inside ``Ordered()`` every linear layer of a model, whatever module or expert asks for it, goes through the kernel that
-gives a token the same bits whatever shares its pass (``linear.py``); so do activations (``elementwise.py``). What the
-kernel does not take stays with torch: weights have to lie row by row for each output, as ``lay_out`` lays them.
+Inside ``Ordered()`` every linear layer of a model, in any module or expert, goes through the kernel whose bits do not
+depend on what shares the pass (``linear.py``). Activations do the same (``elementwise.py``). torch computes whatever
+the kernel does not take. The kernel needs each output's weights in one contiguous row; ``lay_out`` arranges that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forerun.kernels.vector import LINE, fused
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 SHARES = 8
-"""Pieces of work a thread that a matrix is cut into."""
+"""A matrix is cut into this many pieces of work per thread."""
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: DOUBLE}
 
 _room = Room()
@@ -37,7 +37,7 @@ _local = threading.local()
 
 
 class Ordered(TorchFunctionMode):
-    """Inside, what a model computes of a token on a CPU has the same bits whatever shares the pass."""
+    """A context in which a token's results on a CPU have the same bits whatever shares the pass."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,7 +66,7 @@ def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if kwargs or weight.dim() != 2:
         return None
     rows = weight.t()
-    if not takes(x, rows):  # weights that lie otherwise are copied: slower, and as exact
+    if not takes(x, rows):  # weights in another layout are copied: slower, but as exact
         rows = rows.contiguous()
     return product(x, rows) if takes(x, rows) else None
 
@@ -87,7 +87,7 @@ def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _fill_halves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """For functions that are rounded rightly in wider types."""
+    """``_fill`` for 16-bit input only; in wider types the function rounds the same everywhere."""
     return _fill(func, args, kwargs) if args and args[0].dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -100,11 +100,11 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     **dict.fromkeys((functional.softplus, functional.mish, functional.elu), _fill),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _fill_halves),
 }
-"""What is done otherwise, where it can be: each gives None where it is left to torch."""
+"""Replacements for torch's functions; each returns None if torch should compute the call."""
 
 
 def takes(x: Any, weight: Any) -> bool:
-    """Whether the kernel reads these: on a CPU, of one of its types, each row of weights in one piece."""
+    """Whether the kernel can read these: on a CPU, of one of its types, each row of weights contiguous."""
     return bool(
         weight.dim() == 2
         and weight.dtype in KINDS
@@ -118,9 +118,9 @@ def takes(x: Any, weight: Any) -> bool:
 
 
 def lay_out(weight: torch.nn.Parameter) -> None:
-    """Put a matrix ``[..., K, O]`` that tokens are multiplied by, ``x @ weight``, into the order that the kernel reads.
+    """Change the memory layout of a matrix ``[..., K, O]``, used as ``x @ weight``, to the one that the kernel reads.
 
-    Shape and numbers stay; what lies side by side in memory is what one output sums over.
+    Shape and numbers stay. Afterwards the weights of each output are contiguous.
     """
     if weight.device.type == "cpu" and weight.dtype in KINDS and weight.stride(-2) != 1:
         weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
@@ -145,7 +145,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def _program(weight: torch.Tensor, bias: torch.Tensor | None, x_row: int, y_row: int) -> tape.Program:
-    """One operation, kept for the next call with the same weights."""
+    """A program of one operation, cached for later calls with the same weights."""
     kept: dict[Any, tape.Program] = _local.__dict__.setdefault("programs", {})
     place = 0 if bias is None else bias.data_ptr()
     key = (weight.data_ptr(), weight.shape, weight.dtype, place, x_row, y_row, torch.get_num_threads())
@@ -166,7 +166,7 @@ def _program(weight: torch.Tensor, bias: torch.Tensor | None, x_row: int, y_row:
 
 
 def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether attention of these ``[1, H, n, d]`` is done in one order."""
+    """Whether ``attend`` can compute attention of these ``[1, H, n, d]``."""
     plain = k.dtype != torch.float16
     return (
         q.device.type == "cpu" and fused() and k.dtype in CACHE_KINDS and q.dtype == k.dtype and (fast(k, v) or plain)
@@ -174,7 +174,7 @@ def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def fast(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the fast kernel takes heads of this type and these widths."""
+    """Whether the fast kernel takes heads of this type and width."""
     return k.dtype != torch.float64 and k.shape[3] % 16 == 0 and v.shape[3] % 16 == 0
 
 
@@ -185,13 +185,13 @@ def attend(
     room: tuple[int, int],
     how: tuple[float, int | None, float | None, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Attention of packed queries over their rows' keys, which lie in their caches already.
+    """Attention of packed queries over their rows' keys, which are in the caches already.
 
     Args:
         q: ``[1, H, n, d]``.
         rows: keys and values of each row's cache, ``[1, Hkv, >= m, d]``.
-        tables: the tape's fields that say what a pass looks like.
-        room: bytes for each thread, and for states.
+        tables: the tape's fields that describe the pass.
+        room: bytes per thread, and for states.
         how: scaling, window, soft cap and sinks, as in ``AttentionSpec``.
 
     Returns:

@@ -1,15 +1,15 @@
-"""Products of a few rows with a panel of a weight matrix, read once where it lies.
+"""Products of a few tokens' rows with a panel of a weight matrix, which is read once, where the model stores it.
 
-A panel is as many rows of the matrix as a vector has lanes. A tile of it, one vector of each row, is transposed in
-registers, so that a lane belongs to an output, and every token adds its products to a vector of its own: lane by lane
-one sum, in the order of the columns. So what an output is does not depend on which tokens share the pass, how many
-there are, or which thread computes it, and while memory delivers the next tile there is time for all of this.
+A panel has as many rows of the matrix as a vector has lanes. A tile of it, one vector from each row, is transposed in
+registers, so that each lane belongs to one output. Every token has its own vector of sums and adds its products in the
+order of the columns. So an output does not depend on which tokens share the pass, how many there are, or which thread
+computes it. All of this takes less time than memory needs to deliver the next tile.
 
-Tokens are transposed as well: a word of all of them is a line of memory, which the threads write once a layer.
+Tokens are transposed as well, once per layer: one line of memory holds the same word of all tokens.
 
-A *word* is what a token broadcasts to all lanes: a float, a pair of bfloat16 (whose two products are added one after
-the other, or by ``vdpbf16ps`` where there is one), or a double. All arguments are addresses or counts; ``row`` is the
-distance of two rows in bytes.
+A *word* is what a token broadcasts to all lanes: a float, a pair of bfloat16 or a double. The two products of a pair
+are added one after the other, or by ``vdpbf16ps`` if the processor has it. All arguments are addresses or counts;
+``row`` is the stride between rows in bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ F64X8 = ir.VectorType(ir.DoubleType(), 8)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """bfloat16, which llvmlite has no name for."""
+    """bfloat16, for which llvmlite has no name."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -54,17 +54,17 @@ BFLOATS = ir.VectorType(_BFloat(), 32)
 
 
 def pairs() -> bool:
-    """Whether the processor multiplies pairs of bfloat16."""
+    """Whether the processor can multiply pairs of bfloat16."""
     return "+avx512bf16" in features()
 
 
 class Kind:
-    """What differs between types of number.
+    """One type of number.
 
     Attributes:
-        lanes: words of a vector, and rows of a panel.
-        vector: of the accumulators.
-        word: what a token broadcasts.
+        lanes: words per vector, and rows per panel.
+        vector: type of the accumulators.
+        word: type of what a token broadcasts.
     """
 
     def __init__(self, lanes: int, vector: ir.VectorType, word: ir.Type) -> None:
@@ -109,13 +109,13 @@ def _fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
 
 
 def transposed(e: Emitter, kind: Kind, rows: list[ir.Value]) -> list[ir.Value]:
-    """The columns of a tile given its rows."""
+    """The columns of a tile, from its rows."""
     n, pick = kind.lanes, ir.VectorType(I32, kind.lanes)
 
     def shuffle(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
         return e.builder.shuffle_vector(a, b, pick(lanes))
 
-    width = n // 4  # words of 128 bits, and rows of a group
+    width = n // 4  # 128-bit words per vector, and rows per group
     groups = [rows[i : i + width] for i in range(0, n, width)]
     if width == 4:
         unpack = [[j + w for j in range(0, n, 4) for w in (k, k + n, k + 1, k + n + 1)] for k in (0, 2)]
@@ -131,7 +131,7 @@ def transposed(e: Emitter, kind: Kind, rows: list[ir.Value]) -> list[ir.Value]:
         mixed = [[shuffle(r[0], r[1], lanes) for lanes in pair] for r in groups]
 
     def blocks(a: ir.Value, b: ir.Value, first: int) -> ir.Value:
-        """Blocks of 128 bits: every other one of ``a``, then of ``b``."""
+        """Every second 128-bit block of ``a``, then of ``b``."""
         return shuffle(a, b, [s + k * width + w for s in (0, n) for k in (first, first + 2) for w in range(width)])
 
     columns: list[ir.Value] = [None] * n
@@ -145,15 +145,15 @@ def transposed(e: Emitter, kind: Kind, rows: list[ir.Value]) -> list[ir.Value]:
 
 
 FEW = (1, 2, 3, 4, 6, 8, 12, 16)
-"""Numbers of tokens for which the sums of one panel go through the tiles as they are transposed."""
+"""Token counts with code of their own in ``few``, which uses tiles as they are transposed."""
 TOGETHER = 4
-"""Tokens whose sums have registers beside a tile; for more, a tile's columns go through memory."""
+"""The most tokens whose sums fit in registers beside a tile. For more, a tile's columns go through memory."""
 MANY = (4, 8, 12, 16)
-"""Numbers of tokens for which they go through columns that were transposed before."""
+"""Token counts with code of their own in ``many``, which uses columns that were transposed before."""
 
 
 def by_kind(function: Callable[..., Code]) -> Any:
-    """Mark a function that writes code for one kind of number, which its first argument says: a constant."""
+    """Mark a function that writes code for one kind of number; its first argument, a constant, says which."""
     return numba.extending.intrinsic(prefer_literal=True)(function)
 
 
@@ -161,9 +161,10 @@ def by_kind(function: Callable[..., Code]) -> Any:
 def few(
     typing: Any, kind: Any, tokens: Any, w: Any, row: Any, last: Any, x: Any, steps: Any, ahead: Any, sums: Any
 ) -> Code:
-    """Add to ``sums`` ``[tokens][lanes]`` the products of the words at ``x`` of so many tokens with a panel at ``w``.
+    """Add to ``sums`` ``[tokens][lanes]`` the products of the tokens' words at ``x`` with the panel at ``w``.
 
-    The panel's rows behind ``last`` repeat it; a tile is asked for at ``ahead`` while its like is used at ``w``.
+    Rows after ``last`` repeat row ``last``. While a tile at ``w`` is used, the corresponding one at ``ahead`` is
+    prefetched.
     """
     each = KINDS[kind.literal_value]
     return intrinsic_code(9, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, FEW, _few, rest))
@@ -171,7 +172,7 @@ def few(
 
 @by_kind
 def transpose(typing: Any, kind: Any, w: Any, row: Any, last: Any, steps: Any, to: Any) -> Code:
-    """The columns of a panel, one after the other, written to ``to``."""
+    """Write the columns of a panel to ``to``, one after the other."""
     each = KINDS[kind.literal_value]
     return intrinsic_code(6, lambda e, _, *rest: _transpose(e, each, *rest))
 
@@ -182,7 +183,7 @@ def many(
 ) -> Code:
     """Add to ``sums`` the products of the words at ``x`` with the columns of ``steps`` tiles.
 
-    The rows of the panel at ``ahead`` are asked for meanwhile.
+    Meanwhile prefetches the rows of the panel at ``ahead``.
     """
     each = KINDS[kind.literal_value]
     return intrinsic_code(8, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, MANY, _many, rest))
@@ -191,7 +192,7 @@ def many(
 def _least_that_suffices(
     e: Emitter, kind: Kind, tokens: ir.Value, sizes: tuple[int, ...], emit: Callable[..., None], rest: Any
 ) -> None:
-    """Write the code for each number of tokens, the least that suffices to be taken."""
+    """Write code for each of the token counts; at run time the smallest sufficient one is used."""
     b, before = e.builder, -1
     for size in sizes:
         if size <= kind.lanes:
@@ -222,14 +223,14 @@ def _few(
         else:
             for i, column in enumerate(columns):
                 b.store(column, b.gep(tile, [I32(0), I32(i)]))
-            with e.loop(I64(kind.lanes)) as i:  # a loop of few instructions, or registers run short
+            with e.loop(I64(kind.lanes)) as i:  # a short loop body: a longer one runs out of registers
                 _add(e, kind, b.load(b.gep(tile, [I64(0), i])), e.at(words, e.times(i, LINE)), sums)
     for t in range(size):
         e.store(b.load(sums[t]), e.at(out, t * LINE))
 
 
 def _add(e: Emitter, kind: Kind, column: ir.Value, words: ir.Value, sums: list[ir.Value]) -> None:
-    """Add the products of one column with the tokens' words to their sums."""
+    """Add the products of one column and the tokens' words to the tokens' sums."""
     for t, total in enumerate(sums):
         word = e.load(e.at(words, t * kind.bytes), kind.word)
         e.builder.store(kind.add(e, word, column, e.builder.load(total)), total)
@@ -253,7 +254,7 @@ def _many(
 ) -> None:  # fmt: skip
     b = e.builder
     sums = [e.variable(e.load(e.at(out, t * LINE), kind.vector)) for t in range(size)]
-    with e.loop(steps) as step, e.loop(I64(kind.lanes)) as i:  # a loop of few instructions, or registers run short
+    with e.loop(steps) as step, e.loop(I64(kind.lanes)) as i:  # a short loop body: a longer one runs out of registers
         e.prefetch(e.at(ahead, e.times(step, LINE), b.mul(row, i)))
         at = e.times(b.add(e.times(step, kind.lanes), i), LINE)
         _add(e, kind, e.load(e.at(columns, at), kind.vector), e.at(x, at), sums)

@@ -28,7 +28,7 @@ from forerun.kernels.vector import LANES, LINE
 def scan(
     op: AttendOp, code: AttendCode, rows: int, units: int, positions: int, parts: int, task: int, slot: int
 ) -> None:
-    """One unit and KV head: tiles of queries over a piece, or over all of them, one after the other."""
+    """One unit and KV head: tiles of queries over one piece, or over all pieces one after the other."""
     unit = read_unit(units + task // op.kv_heads * UNIT_BYTES)
     row = read_row(rows + unit.row * ROW_BYTES)
     head, tiles = task % op.kv_heads, unit.last - unit.first
@@ -64,7 +64,7 @@ def scan(
 
 @compiled
 def _look(op: AttendOp, row: RowFields, unit: UnitFields, positions: int, sight: int) -> int:
-    """Each tile's least and greatest end and beginning of what its queries see; gives the greatest end of all."""
+    """Write each tile's visible range, the least and greatest start and end; returns the greatest end of all tiles."""
     group, last = op.heads // op.kv_heads, 0
     for t in range(unit.first, unit.last):
         box = integers(sight + SIGHT * (t - unit.first), 12)
@@ -98,7 +98,7 @@ def _scan_piece(
     op: AttendOp, code: AttendCode, row: RowFields, number: int, head: int, tiles: int, first: int, end: int, q: int,
     scores: int, sight: int, states: int, spare: int,
 ) -> None:  # fmt: skip
-    """Blocks of a piece, for the tiles that see something of them."""
+    """Go over the blocks of a piece, for the tiles that see any key of them."""
     k = integers(op.kv + 16 * number, 2)[0] + head * row.k_head
     v = integers(op.kv + 16 * number, 2)[1] + head * row.v_head
     for start in range(first, end, BLOCK):
@@ -120,7 +120,7 @@ def _block(
     op: AttendOp, code: AttendCode, row: RowFields, low: int, high: int, start: int, count: int, k: int, v: int,
     after: int, q: int, scores: int, sight: int, states: int, spare: int,
 ) -> None:  # fmt: skip
-    """Tiles ``low`` to ``high`` over one block; values are fetched with the scores, the next keys with the values."""
+    """Tiles ``low`` to ``high`` over one block; prefetches values while scoring, and then the next keys."""
     size, tile_size = BLOCK * QUERIES * 4, QUERIES * op.out_dim * 4 + STATE
     copied, k_row, v_row = count < BLOCK or op.kind != 0, row.k_row, row.v_row
     v_start = v
@@ -148,7 +148,7 @@ def _block(
 
 @compiled
 def _hide_tile(op: AttendOp, sight: int, t: int, start: int, weights: int) -> None:
-    """No weight for what a query of the tile does not see."""
+    """Set the weights to 0 of keys that a query of the tile does not see."""
     seen = integers(sight + SIGHT * t, 12)
     for i in range(QUERIES):
         hide(weights, i, seen[8 + i] - start, seen[4 + i] - start)

@@ -1,7 +1,7 @@
-"""Attention in one order for numbers that the fast kernel does not take: doubles, and heads of any width.
+"""Attention in one fixed order for what the fast kernel does not take: float64, and heads of any width.
 
-A query goes over its keys one by one in the order of their positions, in double precision. So its bits depend on
-nothing else, as in ``canonical.py``, whose operation and tables it shares.
+A query goes over its keys one by one, in the order of their positions, in double precision. So its bits depend on
+nothing else. It shares the operation and tables of ``canonical.py``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from forerun.kernels.canonical import ROW_BYTES, AttendOp, RowFields, read_row
 from forerun.kernels.memory import bfloat16_at, doubles, floats, integers
 
 DOUBLE = 3
-"""Besides the kinds of ``AttendOp``: float64."""
+"""One more kind besides those of ``AttendOp``: float64."""
 
 
 @compiled
 def attend_plainly(op: AttendOp, rows: int, owners: int, positions: int, parents: int, task: int, slot: int) -> None:
-    """One token and head."""
+    """Attention of one token and head."""
     token, head = task // op.heads, task % op.heads
     number, position = integers(owners + 8 * token, 1)[0], integers(positions + 8 * token, 1)[0]
     row = read_row(rows + number * ROW_BYTES)
@@ -34,7 +34,7 @@ def attend_plainly(op: AttendOp, rows: int, owners: int, positions: int, parents
 
 @compiled
 def _find(row: RowFields, place: int, position: int, low: int, parents: int, places: np.ndarray) -> None:
-    """Where in the cache the keys lie that a token sees."""
+    """Find the indices in the cache of the keys that a token sees."""
     root = row.start + row.straight
     if place >= row.straight:
         node, at = place - row.straight, position
@@ -52,7 +52,7 @@ def _find(row: RowFields, place: int, position: int, low: int, parents: int, pla
 def _weigh(
     op: AttendOp, row: RowFields, number: int, head: int, token: int, places: np.ndarray, weights: np.ndarray
 ) -> float:
-    """Weights relative to the largest score; gives their sum, a sink's among them."""
+    """Turn scores into weights relative to the largest; returns their sum, including a sink's."""
     k = integers(op.kv + 16 * number, 2)[0] + head // (op.heads // op.kv_heads) * row.k_head
     query, highest = op.q + token * op.q_row + head * op.q_head, -math.inf
     for i in range(weights.size):
@@ -104,5 +104,5 @@ def _number(kind: int, address: int, index: int) -> float:
 
 
 def room(positions: int, out_dim: int) -> int:
-    """Bytes that a thread needs for texts of so many positions."""
+    """Bytes that a thread needs for texts of ``positions`` positions."""
     return 16 * positions + 8 * out_dim

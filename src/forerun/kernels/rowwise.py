@@ -1,7 +1,7 @@
-"""What a decoder's layer does with single rows: norms, rotary positions, gates, and numbers of other widths.
+"""Operations of a decoder layer on single rows: norms, rotary positions, gates, and conversions between types.
 
-All sums and products are float32. ``kind`` says what weights and what a linear layer reads are: 0 for float32, 1 for
-bfloat16. All arguments are addresses, or counts of vectors of 16 numbers. What a row becomes depends on that row alone.
+All sums and products are float32. ``kind`` is the type of weights and of a linear layer's input: 0 for float32, 1 for
+bfloat16. All arguments are addresses, or counts of vectors of 16 numbers. A row's result depends on that row alone.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from forerun.kernels.vector import (
 HALF_LINE = LINE // 2
 LOG2E = 1.4426950408889634
 TO_WORDS, TO_FLOATS, TO_SUM = 0, 1, 2
-"""Where a scaled row goes: to what a linear layer reads, to floats, or onto floats that are there."""
+"""Where a scaled row goes: to a linear layer's input (in its type), to floats, or added to existing floats."""
 SILU, GELU = 0, 1
-"""Activations of a gate; GELU by its approximation with tanh."""
+"""Activations of a gate; GELU in its tanh approximation."""
 
 
 @intrinsic
@@ -52,7 +52,7 @@ def squares(typing: Any, x: Any, vectors: Any) -> Code:
 
 @intrinsic
 def scale(typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any) -> Code:
-    """A row times the float at ``factor`` times a weight (plus 1 if ``one``), to where ``mode`` says."""
+    """A row, times the float at ``factor``, times a weight (plus 1 if ``one``); written as ``mode`` says."""
 
     def emit(
         e: Emitter, mode: int, x: Any, weight: Any, one: Any, factor: Any, vectors: Any, to: Any, half: bool
@@ -79,7 +79,7 @@ def scale(typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, fact
 
 @intrinsic
 def words(typing: Any, kind: Any, x: Any, vectors: Any, to: Any) -> Code:
-    """Floats as a linear layer reads them."""
+    """Convert floats to the type that a linear layer reads."""
 
     def emit(e: Emitter, half: bool, x: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
         with e.loop(vectors) as i:
@@ -90,7 +90,7 @@ def words(typing: Any, kind: Any, x: Any, vectors: Any, to: Any) -> Code:
 
 @intrinsic
 def widen(typing: Any, kind: Any, source: Any, factor: Any, vectors: Any, to: Any) -> Code:
-    """A row of weights as floats, times the float at ``factor``."""
+    """Convert a row of weights to floats, times the float at ``factor``."""
 
     def emit(e: Emitter, half: bool, source: ir.Value, factor: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
         times = e.everywhere(e.load(factor, F32))
@@ -102,7 +102,7 @@ def widen(typing: Any, kind: Any, source: Any, factor: Any, vectors: Any, to: An
 
 @intrinsic
 def rotate(typing: Any, x: Any, cos: Any, sin: Any, vectors: Any) -> Code:
-    """Turn a head's pairs (i, i + half) by their angles; ``vectors`` hold a half, and the cosines, and the sines."""
+    """Rotate a head's pairs (i, i + half) by their angles. A half, the cosines and the sines are ``vectors`` each."""
 
     def emit(e: Emitter, x: ir.Value, cos: ir.Value, sin: ir.Value, vectors: ir.Value) -> None:
         b = e.builder
@@ -118,7 +118,7 @@ def rotate(typing: Any, x: Any, cos: Any, sin: Any, vectors: Any) -> Code:
 
 @intrinsic
 def gated(typing: Any, kind: Any, activation: Any, gate: Any, up: Any, to: Any) -> Code:
-    """A vector of activated gates times what they let through, as the next linear layer reads it."""
+    """Multiply a vector of activated gates by ``up``, in the type that the next linear layer reads."""
 
     def emit(e: Emitter, which: int, gate: ir.Value, up: ir.Value, to: ir.Value, half: bool) -> None:
         g = e.load(gate)
@@ -135,7 +135,7 @@ def gated(typing: Any, kind: Any, activation: Any, gate: Any, up: Any, to: Any) 
 
 @intrinsic
 def soften(typing: Any, scores: Any, vectors: Any, cap: Any) -> Code:
-    """cap * tanh(x / cap) of every number, ``cap`` being the address of a float."""
+    """cap * tanh(x / cap) of every number; ``cap`` is the address of a float."""
 
     def emit(e: Emitter, scores: ir.Value, vectors: ir.Value, cap: ir.Value) -> None:
         b = e.builder
@@ -148,7 +148,7 @@ def soften(typing: Any, scores: Any, vectors: Any, cap: Any) -> Code:
 
 
 def number(e: Emitter, half: bool, address: ir.Value, index: ir.Value) -> ir.Value:
-    """The vector of this index, of float32 or bfloat16, as floats."""
+    """The vector at an index, of float32 or bfloat16, as floats."""
     if not half:
         return e.load(e.at(address, e.times(index, LINE)))
     halves = e.load(e.at(address, e.times(index, HALF_LINE)), HALVES)
@@ -156,7 +156,7 @@ def number(e: Emitter, half: bool, address: ir.Value, index: ir.Value) -> ir.Val
 
 
 def put(e: Emitter, half: bool, value: ir.Value, address: ir.Value, index: ir.Value) -> None:
-    """Store floats as float32 or bfloat16, rounded to the nearest, ties to even."""
+    """Store floats as float32 or bfloat16, rounded to nearest, ties to even."""
     if not half:
         e.store(value, e.at(address, e.times(index, LINE)))
         return
@@ -180,7 +180,7 @@ def _by_kind(e: Emitter, kind: ir.Value, emit: Callable[[bool], None]) -> None:
 
 
 def _falling(e: Emitter, x: ir.Value, factor: float) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """exp(-factor * abs(x)), and where x is negative; and a vector of ones."""
+    """Three vectors: exp(-factor * abs(x)), whether x is negative, and ones."""
     b = e.builder
     negative = b.fcmp_ordered("<", x, constant(0.0))
     size = b.select(negative, x, b.fsub(constant(-0.0), x))

@@ -1,8 +1,7 @@
-"""The best key of each chunk for each query, over short keys of a byte a number: how a sparse cache finds its chunks.
+"""The best key of each chunk for each query, over short keys of one byte per number: how a sparse cache finds chunks.
 
-A vector holds four numbers of one key of 16 chunks. Processors that multiply bytes (VNNI) add their products with a
-query's four bytes at once; others widen them to floats, which hold the same integers. Of a chunk's 16 keys, one after
-the other, the larger remains.
+A vector holds four numbers of one key from each of 16 chunks. Processors that multiply bytes (VNNI) add four products
+at once; others widen bytes to floats, which hold the same integers. Over a chunk's 16 keys the maximum is kept.
 """
 
 from __future__ import annotations
@@ -39,27 +38,27 @@ from forerun.kernels.vector import (
 )
 
 CHUNK = 16
-"""Keys of a chunk."""
+"""Keys per chunk."""
 GROUP = LANES
-"""Chunks whose keys lie side by side."""
+"""Chunks whose keys are stored side by side."""
 QUAD = 4
-"""Numbers of a key that lie side by side."""
+"""Numbers of a key that are stored side by side."""
 ZERO = 128
-"""What stands for 0 in a key: its bytes have no sign."""
+"""The byte that stands for 0 in a key, as its bytes are unsigned."""
 TILE = 4
-"""Queries, or keys of one query, whose sums are in registers at a time."""
+"""Queries, or keys for one query, whose sums are kept in registers at once."""
 AHEAD = 16384
-"""Bytes from what is read to what is fetched."""
+"""Prefetch distance in bytes."""
 PIECE = 16
-"""Groups that a thread takes at a time."""
+"""Groups that a thread takes at once."""
 LARGEST, SMALLEST = 127.0, 1e-30
-"""A query's largest number as a byte, and the least unit that it is counted in."""
+"""The byte for a query's largest number, and the least unit of a query's bytes."""
 DOTS = "+avx512vnni" in features()
-"""Whether the processor multiplies bytes, 64 at a time."""
+"""Whether the processor can multiply bytes, 64 at once."""
 
 
 class Fields(NamedTuple):
-    """One call, as the threads see it: addresses, distances in bytes, and counts."""
+    """One call, as threads see it: addresses, strides in bytes, and counts."""
 
     next_task: int
     next_slot: int
@@ -83,13 +82,13 @@ _room = Room()
 
 
 def best_keys(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
-    """The largest product of each query with a key of each chunk, and for each query a number more.
+    """The largest product of each query with any key of each chunk, plus an offset that is constant per query.
 
     Args:
-        index: the keys, uint8 ``[Hkv, groups, CHUNK, rank / QUAD, GROUP, QUAD]``, of which ``ZERO`` is taken in thought
-            only: that is the number more.
-        count: chunks; the first of them in the first group, and so on.
-        q: float32 ``[H, n, rank]``; H is a multiple of Hkv. They are rounded to bytes.
+        index: keys, uint8 ``[Hkv, groups, CHUNK, rank / QUAD, GROUP, QUAD]``. ``ZERO`` is not subtracted from them;
+            that is the offset.
+        count: number of chunks, stored group by group.
+        q: float32 ``[H, n, rank]``; H is a multiple of Hkv. Rounded to bytes here.
 
     Returns:
         float32 ``[H, n, count]``.
@@ -99,7 +98,7 @@ def best_keys(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
     heads, rank = index.shape[0], q.shape[2]
     groups, grouped = math.ceil(count / GROUP), q.reshape(heads, -1, rank)
     rows = grouped.shape[1]
-    if rows > 1 and rows % TILE:  # a tile is faster than its queries one by one
+    if rows > 1 and rows % TILE:  # a tile is faster than single queries
         grouped = torch.nn.functional.pad(grouped, (0, 0, 0, TILE - rows % TILE))
     grouped = grouped.contiguous()
     out = grouped.new_empty(*grouped.shape[:2], groups * GROUP)
@@ -113,7 +112,7 @@ def best_keys(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
 
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
-    """The same by torch's operations."""
+    """The same with torch's operations."""
     heads, rank = index.shape[0], q.shape[2]
     scale = q.abs().amax(-1, keepdim=True) / LARGEST
     rounded = (q / scale.clamp_min(SMALLEST)).round().view(heads, -1, rank // QUAD, QUAD)
@@ -124,7 +123,7 @@ def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Ten
 
 @compiled
 def work(address: int) -> None:
-    """What each thread does: take pieces until there are none."""
+    """Each thread's loop: take pieces until none are left."""
     job = read_job(address)
     slot = job.slots + ticket(address + 8) * job.slot_size
     queries = job.heads * job.rows
@@ -150,7 +149,7 @@ def work(address: int) -> None:
 
 @compiled
 def _round(job: Fields, scales: Any, numbers: Any) -> None:
-    """All queries as bytes, and what each is counted in."""
+    """Round all queries to bytes, and write each query's unit."""
     for i in range(job.heads * job.rows):
         query = floats(job.q + 4 * i * job.rank, job.rank)
         largest = np.float32(0)
@@ -169,7 +168,7 @@ def score_query(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: A
 
 @intrinsic
 def score_queries(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: Any, out: Any, row: Any) -> Code:
-    """``TILE`` queries, a key at a time."""
+    """``TILE`` queries, one key at a time."""
     return intrinsic_code(7, lambda e, *arguments: _score(e, TILE, 1, *arguments))
 
 
@@ -210,7 +209,7 @@ def _score(
 
 
 def _add_dots(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
-    """Bytes without a sign, by bytes with one, four products to a lane."""
+    """Add products of unsigned and signed bytes, four products to a lane."""
     b = e.builder
     found = [e.load(place, WORDS) for place in places]
     for four, rows in zip(fours, sums, strict=True):
@@ -220,7 +219,7 @@ def _add_dots(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: l
 
 
 def _add_products(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
-    """The same as floats, number by number."""
+    """The same with floats, number by number."""
     b = e.builder
     found = [e.load(place, BYTES) for place in places]
     for j in range(QUAD):

@@ -1,4 +1,4 @@
-"""The chunks that are worth most, found by two selections, of groups and of chunks. Nothing is sorted."""
+"""The chunks with the highest worth, found by two selections: of groups, then of chunks. Nothing is sorted."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from forerun.kernels.memory import floats, integers
 from forerun.kernels.vector import LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 
 GROUP = LANES
-"""Chunks whose best one decides whether they are looked at one by one."""
+"""Chunks per group; a group is looked at only if its best chunk is good enough."""
 
 
 @compiled
 def numbers_of(chunks: int) -> int:
-    """Of how many numbers ``choose`` needs room: one for each chunk and each group."""
+    """How many numbers ``choose`` needs room for: one per chunk and one per group."""
     return chunks + (chunks + GROUP - 1) // GROUP
 
 
 @compiled
 def choose(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
-    """The numbers of the ``count`` chunks that are worth most, or of fewer, in their order.
+    """Indices of the ``count`` chunks with the highest worth, or of fewer, in ascending order.
 
-    The best ``count`` chunks lie in the best ``count`` groups, so what the least of those groups is worth is a bound.
+    The best ``count`` chunks are in the best ``count`` groups, so the worth of the least of these groups is a bound.
 
     Args:
         worth: of each chunk.
-        count: no more than there are.
-        margin: what is worth so much less than the best is left out.
-        found: room for ``numbers_of`` the chunks, 8 bytes each; the first of them are the result.
-        spare: room for two floats of each chunk.
+        count: at most the number of chunks.
+        margin: chunks whose worth is further than this below the best are left out.
+        found: address of room for ``numbers_of`` numbers of 8 bytes; the first ones become the result.
+        spare: address of room for two floats per chunk.
 
     Returns:
-        How many there are.
+        Number of chunks found.
     """
     groups, numbers = (len(worth) + GROUP - 1) // GROUP, integers(found, numbers_of(len(worth)))
     maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))
@@ -78,7 +78,7 @@ def choose(worth: Any, count: int, margin: float, found: int, spare: int) -> int
 
 @compiled
 def nth_largest(values: Any, n: int) -> float:
-    """The ``n``-th largest value, counted from 1; the values change places (Hoare's selection)."""
+    """The ``n``-th largest value, counted from 1, by Hoare's selection; reorders ``values``."""
     low, high, place = 0, len(values) - 1, n - 1
     while low < high:
         pivot = values[(low + high) // 2]

@@ -1,4 +1,4 @@
-"""The settling of attention: pieces are joined, a tree's own keys gone through, sums divided; see ``canonical.py``."""
+"""Attention's settle operation: merge pieces, add the keys of a tree's branch, and divide; see ``canonical.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def settle(
     op: AttendOp, code: AttendCode, rows: int, owners: int, positions: int, parents: int, parts: int, task: int,
     slot: int,
 ) -> None:  # fmt: skip
-    """One token and KV head: join its pieces, go through what it alone sees, divide, and write the output."""
+    """One token and KV head: merge its pieces, add the keys that only it sees, divide, and write the output."""
     token, head = task // op.kv_heads, task % op.kv_heads
     number = integers(owners + 8 * token, 1)[0]
     row = read_row(rows + number * ROW_BYTES)
@@ -37,7 +37,7 @@ def settle(
     if row.pieces == 0:
         _take(op, parts + row.parts + head * all_tiles * size, place * group, group, running)
     else:
-        # the piece that a tree's node goes on with is not joined yet
+        # the piece that a tree node continues is merged later
         joined = full if place < row.straight else min(full, base // PIECE)
         for piece in range(low // PIECE, joined):
             _take(op, parts + row.parts + (piece * op.kv_heads + head) * all_tiles * size, place * group, group, part)
@@ -59,7 +59,7 @@ def _own(
     op: AttendOp, code: AttendCode, row: RowFields, number: int, head: int, token: int, place: int, position: int,
     base: int, low: int, parents: int, running: int, part: int, rest: int,
 ) -> None:  # fmt: skip
-    """From ``base`` on: a node's own keys, in the order of their positions, block by block and piece by piece."""
+    """Add a node's own keys from position ``base`` on, in order, block by block and piece by piece."""
     group = op.heads // op.kv_heads
     own = (group + QUERIES - 1) // QUERIES
     size = QUERIES * op.out_dim * 4 + STATE
@@ -98,11 +98,11 @@ def _write_out(
     op: AttendOp, row: RowFields, source: int, width: int, dim: int, place: int, position: int, start: int,
     parents: int, to: int,
 ) -> None:  # fmt: skip
-    """Keys or values at the positions of a block that a tree's node sees, as floats; behind them zeros."""
+    """Copy the keys or values of a block that a tree node sees, as floats, padded with zeros."""
     end = start + BLOCK
     if position + 1 < end:
         floats(to + 4 * (position + 1 - start) * dim, (end - position - 1) * dim)[:] = np.float32(0)
-    root = row.start + row.straight  # positions from here on are nodes
+    root = row.start + row.straight  # positions from here on are tree nodes
     node, at = place - row.straight, position
     while at >= start and at >= root:
         if at < end:
@@ -115,14 +115,14 @@ def _write_out(
 
 @compiled
 def _pack(op: AttendOp, token: int, head: int, first: int, group: int, to: int) -> None:
-    """One token's heads as a tile."""
+    """Pack one token's heads as a tile."""
     for i in range(QUERIES):
         pack_one(op, token, head + min(first + i, group - 1), i, to)
 
 
 @compiled
 def _take(op: AttendOp, tiles: int, first: int, count: int, to: int) -> None:
-    """The states of some queries, as tiles of their own."""
+    """Copy the states of some queries into tiles of their own."""
     size = QUERIES * op.out_dim * 4 + STATE
     own = QUERIES * op.out_dim * 4
     for g in range(count):
@@ -136,7 +136,7 @@ def _take(op: AttendOp, tiles: int, first: int, count: int, to: int) -> None:
 
 @compiled
 def _divide(op: AttendOp, tiles: int, g: int, token: int, head: int, spare: int) -> None:
-    """A head's output: the weighted values over the sum of the weights, a sink's among them."""
+    """Write a head's output: the weighted values divided by the sum of weights, including a sink's."""
     size = QUERIES * op.out_dim * 4 + STATE
     tile, i = tiles + g // QUERIES * size, g % QUERIES
     own = tile + QUERIES * op.out_dim * 4

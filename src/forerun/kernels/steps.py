@@ -1,4 +1,4 @@
-"""What a thread does at a time: one task of one operation of a tape. Each is compiled by itself, where it is needed."""
+"""The tasks of a tape's operations; a thread does one at a time. Each kind is compiled separately, when needed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from forerun.kernels.stored import (
 
 DO_EMBED, DO_NORM, DO_LINEAR, DO_TURN, DO_SCAN, DO_SETTLE, DO_PLAINLY, DO_STORED, DO_LOOKUP = range(9)
 BEGIN = -1
-"""In a task's place: what a thread does once before its tasks of an operation."""
+"""Instead of a task: a thread's preparation before its first task of an operation."""
 
 
 class TapeFields(NamedTuple):
-    """One pass, as the threads see it: addresses and counts.
+    """One pass, as threads see it: addresses and counts.
 
     Attributes:
-        threads: how many have come.
-        n, wanted: tokens, and those whose logits are wanted, which are listed.
-        x, y: of what a linear layer that names no place reads, and of its results.
-        rows, units, owners, positions, parents: of attention, see ``canonical.py``; ``owners`` has each token's row.
+        threads: threads that have started.
+        n: number of tokens.
+        wanted: number of tokens whose logits are wanted; ``wanted_list`` has their indices.
+        x, y: default input and output of linear layers that name no addresses.
+        rows, units, owners, positions, parents: tables of attention, see ``canonical.py``; ``owners`` has each token's
+            row.
         parts: room for attention's states.
-        slots: each thread's own room.
+        slots: each thread's scratch memory.
     """
 
     threads: int
@@ -69,7 +71,7 @@ read_tape = TAPE.reader()
 
 @compiled
 def tasks_of(tape: TapeFields, op: int) -> int:
-    """How many tasks an operation has."""
+    """The number of tasks of an operation."""
     code = integers(op, 1)[0]
     if code == DO_LINEAR:
         return linear_tasks(read_linear(op))
@@ -178,7 +180,7 @@ STEPS: dict[int, Callable[[int, int, int, int, int], None]] = {
 
 
 def code_of(fields: Any) -> tuple[int, ...]:
-    """Where the machine code of an operation is: what does a task, and what that calls."""
+    """Addresses of an operation's machine code: of the task function, and of the code that it calls."""
     step = address_of(STEPS[fields.code], 5)
     if fields.code == DO_LINEAR:
         return (step, *panels_of(fields.kind))

@@ -1,8 +1,8 @@
-"""Linear layers and embeddings over weights as a GGUF file stores them, never unpacked but in registers and caches.
+"""Linear layers and embeddings over weights as a GGUF file stores them, unpacked only in registers and caches.
 
-An output is the sum that ``linear.py`` gives for float32 weights of the same numbers, bit for bit: column by column
-from the bias on, in one accumulator. So the promise is the same: it depends neither on the tokens that share the pass
-nor on threads. And a model whose weights were dequantised to float32 gives the same text.
+An output equals, bit for bit, what ``linear.py`` gives for the same weights in float32: it starts with the bias and
+adds column by column, in one accumulator. So it depends neither on the other tokens of the pass nor on threads, and the
+text is that of a model dequantised to float32.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from forerun.kernels.unpack import FEW, TOGETHER, multiply, pair, unpack
 from forerun.kernels.vector import LANES, LINE
 
 CHUNK = 256
-"""Columns that are unpacked at a time, of two panels: 32 KiB; a multiple of every format's block."""
+"""Columns of two panels that are unpacked at once: 32 KiB; a multiple of every format's block."""
 NAMES = tuple(each.name for each in FORMATS)
 
 
 class Matrix(NamedTuple):
-    """One matrix: its address, the bytes of a row, its rows, its bias or 0, the columns of a block, and its code."""
+    """One matrix: address, bytes per row, rows, address of the bias or 0, columns per block, and addresses of code."""
 
     w: int
     row: int
@@ -38,14 +38,14 @@ class Matrix(NamedTuple):
 
 
 class StoredOp(NamedTuple):
-    """One to three matrices over the same tokens, of any formats; as ``LinearOp``.
+    """One to three matrices over the same tokens, in any formats; other fields as in ``LinearOp``.
 
     Attributes:
-        kind, to_kind: of the numbers between weights: 0, float32.
+        kind, to_kind: type of inputs and outputs: 0, float32.
         columns: of every matrix.
-        table: the address of the matrices' descriptions, ``matrices`` of them.
-        share: pairs of panels that a thread takes at a time.
-        turn: pairs of all threads' shares: so far ahead a thread's next one begins, if they are equally fast.
+        table: address of the descriptions of the ``matrices`` matrices.
+        share: pairs of panels that a thread takes at once.
+        turn: pairs in the shares of all threads; where a thread's next share begins if all are equally fast.
     """
 
     code: int
@@ -66,7 +66,7 @@ class StoredOp(NamedTuple):
 
 
 class LookupOp(NamedTuple):
-    """Rows of an embedding, times a factor, as floats; ``w``, ``row``, ``block`` and ``unpack`` as in ``Matrix``."""
+    """Embedding rows, times a factor, as floats; ``w``, ``row``, ``block`` and ``unpack`` as in ``Matrix``."""
 
     code: int
     w: int
@@ -80,7 +80,7 @@ class LookupOp(NamedTuple):
 
 
 class StoredCode(NamedTuple):
-    """Where the machine code for all formats is."""
+    """Addresses of the machine code that all formats share."""
 
     transpose: int
     multiply: int
@@ -93,7 +93,7 @@ MATRIX_BYTES = 8 * len(Matrix._fields)
 
 @functools.cache
 def stored_code() -> StoredCode:
-    """The machine code for all formats, compiled or loaded the first time."""
+    """The machine code that all formats share, compiled or loaded at the first call."""
 
     @compiled
     def words_of_tokens(x: int, row: int, last: int, steps: int, to: int) -> None:
@@ -108,7 +108,7 @@ def stored_code() -> StoredCode:
 
 @functools.cache
 def format_code(which: int) -> tuple[int, int]:
-    """The machine code for one of ``FORMATS``: of ``pair``, and of ``unpack``."""
+    """Addresses of ``pair`` and ``unpack`` for one of ``FORMATS``."""
 
     @compiled
     def pairs_of(
@@ -155,7 +155,7 @@ def _pairs(op: StoredOp) -> int:
 
 @compiled
 def stored_begin(op: StoredOp, code: StoredCode, n: int, x: int, slot: int) -> None:
-    """What a thread does before its first piece of work for many tokens: their words side by side, group by group."""
+    """A thread's preparation before its first piece of work, for many tokens: write their words by groups."""
     if n > FEW:
         for t in range(0, n, TOGETHER):
             to = slot + t // TOGETHER * op.columns * LINE
@@ -164,7 +164,7 @@ def stored_begin(op: StoredOp, code: StoredCode, n: int, x: int, slot: int) -> N
 
 @compiled
 def stored_task(op: StoredOp, code: StoredCode, n: int, x: int, y: int, task: int, slot: int) -> None:
-    """The pairs of panels of one piece of work, for all ``n`` tokens."""
+    """Compute the pairs of panels of one piece of work, for all ``n`` tokens."""
     groups = (n + TOGETHER - 1) // TOGETHER
     sums = slot + groups * op.columns * LINE
     twin = sums + (n if n <= FEW else groups * TOGETHER) * LINE
@@ -195,7 +195,7 @@ def _both(
     op: StoredOp, code: StoredCode, n: int, x: int, slot: int, a: Matrix, b: Matrix, p: int, q: int, further: int,
     sums: int, twin: int, spare: int,
 ) -> None:  # fmt: skip
-    """The sums of all tokens with a panel of each of two matrices; those so many panels further come next."""
+    """Sums of all tokens with two panels, which may be of different matrices; prefetches later panels."""
     last, other_last = min(LANES, a.outs - p * LANES) - 1, min(LANES, b.outs - q * LANES) - 1
     begin_sums(op, n, a.bias, p * LANES, last + 1, sums)
     begin_sums(op, n, b.bias, q * LANES, other_last + 1, twin)
@@ -207,7 +207,7 @@ def _both(
     blocks = op.columns // a.block
     if a.pair == b.pair:
         call11(a.pair, n, w, other, a.row, last, other_last, x, op.x_row, blocks, ahead * a.row, sums)
-    else:  # of two formats: each beside itself
+    else:  # two formats: each panel is paired with itself
         kept = spare + LANES * LINE
         call11(a.pair, n, w, w, a.row, last, last, x, op.x_row, blocks, ahead * a.row, sums)
         begin_sums(op, n, b.bias, q * LANES, other_last + 1, twin)
@@ -223,7 +223,7 @@ def _by_chunks(
     op: StoredOp, code: StoredCode, n: int, tokens: int, a: Matrix, b: Matrix, w: int, other: int, last: int,
     other_last: int, ahead: int, sums: int, twin: int, spare: int,
 ) -> None:  # fmt: skip
-    """Columns unpacked once for all tokens, chunk by chunk."""
+    """The same for many tokens: unpack columns once for all of them, chunk by chunk."""
     columns = spare + LANES * LINE
     others = columns + CHUNK * LINE
     for first in range(0, op.columns, CHUNK):
@@ -238,7 +238,7 @@ def _by_chunks(
 
 @compiled
 def _columns(op: StoredOp, matrix: Matrix, w: int, last: int, first: int, count: int, ahead: int, to: int) -> None:
-    """Some columns of a panel; what is asked for ahead goes on in the order of memory."""
+    """Unpack some columns of a panel; prefetches from ``ahead`` on, in memory order."""
     at = matrix.row // (op.columns // matrix.block) * (first // matrix.block)
     further = ahead * matrix.row + (LANES - 1) * at
     call6(matrix.unpack, w + at, matrix.row, last, count // matrix.block, further, to)
@@ -246,7 +246,7 @@ def _columns(op: StoredOp, matrix: Matrix, w: int, last: int, first: int, count:
 
 @compiled
 def lookup(op: LookupOp, ids: int, token: int, slot: int) -> None:
-    """One token's row: a panel's sixteen rows, all the same one."""
+    """One token's row, unpacked as a panel of sixteen times the same row."""
     w = op.w + integers(ids + 8 * token, 1)[0] * op.row
     call6(op.unpack, w, op.row, 0, op.dim // op.block, 0, slot)
     unpacked, x = floats(slot, op.dim * LANES), floats(op.x + token * op.x_row, op.dim)

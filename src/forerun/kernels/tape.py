@@ -1,7 +1,7 @@
 """A forward pass as a list of operations that threads go through together, without Python in between.
 
-Each operation is cut into tasks. Threads take tasks until there are none, and begin with the next operation when all of
-the one before are done. Nothing depends on how many threads come, or when: one alone does everything.
+Each operation is cut into tasks. Threads take tasks until none are left, and start the next operation when all tasks of
+this one are done. The result does not depend on how many threads take part, or when they start; one thread is enough.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from forerun.kernels.tiles import ticket
 from forerun.kernels.vector import I64, LINE, Code, Emitter, intrinsic, intrinsic_code
 
 OP_BYTES = LINE + max(job.size for job in (ATTEND, EMBED, NORM, ROTARY, LINEAR, STORED, LOOKUP))
-"""Bytes of an operation: a line with the addresses of machine code, and its fields."""
+"""Bytes per operation: a line with the addresses of its machine code, and its fields."""
 COUNTER = 2 * LINE
-"""Bytes of an operation's counters: tasks taken, and in another line of memory tasks done."""
+"""Bytes of an operation's counters: tasks taken and tasks done, in separate cache lines."""
 SPINS = 2000
-"""Times that a thread looks again before it lets others have its core: some ten microseconds."""
+"""How often a waiting thread checks the counter before it yields its core: some ten microseconds."""
 
 
 @compiled
 def work(address: int) -> None:
-    """What each thread does."""
+    """Each thread's loop over operations and tasks."""
     tape = read_tape(address)
     slot = tape.slots + ticket(address) * tape.slot_size
     for i in range(tape.ops):
@@ -68,7 +68,7 @@ def work(address: int) -> None:
 
 @compiled
 def _await(counter: int, tasks: int) -> None:
-    """Wait until so many tasks are done."""
+    """Wait until ``tasks`` tasks are done."""
     spins = 0
     while look(counter) < tasks:
         spins += 1
@@ -79,10 +79,10 @@ def _await(counter: int, tasks: int) -> None:
 
 
 class Program:
-    """Operations in their order, with their counters.
+    """Operations in order, with their counters.
 
     Args:
-        ops: a job's layout and the fields of each.
+        ops: each operation's job layout and fields.
     """
 
     def __init__(self, ops: Sequence[tuple[Job, Any]]) -> None:
@@ -96,7 +96,7 @@ class Program:
             job.layout.pack_into(self._records.data, i * OP_BYTES + LINE, *fields)
 
     def run(self, **fields: int) -> None:
-        """Go through all operations on torch's threads."""
+        """Run all operations on torch's threads."""
         threads = torch.get_num_threads()
         self._counters[:] = 0
         given = TapeFields(
@@ -110,7 +110,7 @@ _NOTHING = dict.fromkeys(TapeFields._fields[4:], 0)
 
 
 def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Zeros that begin with a line of memory."""
+    """Zeros, aligned to a cache line."""
     room = np.zeros(size + LINE, np.uint8)
     begin = -room.ctypes.data % LINE
     return room[begin : begin + size]
@@ -118,7 +118,7 @@ def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 @intrinsic
 def look(typing: Any, counter: Any) -> Code:
-    """A counter as it is now; what other threads wrote before they counted is there to be read."""
+    """A counter's current value (acquire): what other threads wrote before they counted is visible afterwards."""
 
     def emit(e: Emitter, counter: ir.Value) -> ir.Value:
         place = e.builder.inttoptr(counter, I64.as_pointer())
@@ -129,7 +129,7 @@ def look(typing: Any, counter: Any) -> Code:
 
 @intrinsic
 def pause(typing: Any) -> Code:
-    """Let the core's other thread run for a moment."""
+    """Let the core's other hardware thread run for a moment."""
 
     def emit(e: Emitter) -> None:
         _call(e, "llvm.x86.sse2.pause") if "x86" in e.builder.module.triple else None
@@ -139,7 +139,7 @@ def pause(typing: Any) -> Code:
 
 @intrinsic
 def give_way(typing: Any) -> Code:
-    """Let another thread have this core."""
+    """Yield this core to another thread."""
     return intrinsic_code(0, lambda e: _call(e, "sched_yield", ir.IntType(32)))
 
 

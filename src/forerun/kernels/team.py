@@ -1,8 +1,8 @@
-"""The threads that a kernel runs on: those of torch where they can be had, else a pool.
+"""The threads that a kernel runs on: torch's own if possible, else a pool.
 
-Threads that torch has just used for a matrix product spin for a while in the hope of more. A second set of threads
-would fight with them for the same cores, so the work goes to torch's own, through the entry point of OpenMP that
-compilers use (``GOMP_parallel``, in GNU's and LLVM's libraries). The pool is for systems without it.
+After a matrix product torch's threads spin for a while, waiting for more work. A second set of threads would compete
+with them for the same cores. So kernels run on torch's threads, through the OpenMP entry point that compilers use
+(``GOMP_parallel``, in GNU's and LLVM's libraries). The pool is for systems without it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def run(address: int, argument: int, threads: int) -> None:
 
 
 def run_in_pool(function: Function, argument: int, threads: int) -> None:
-    """Call ``function`` here and in the pool; calls that have not begun when this one ends are not made."""
+    """Call ``function`` here and in the pool. Pool calls that have not started when this one ends are cancelled."""
     calls = [pool().submit(function, argument) for _ in range(threads - 1)]
     try:
         function(argument)
-    finally:  # what the argument points to may be used again only when nobody reads it
+    finally:  # the argument's memory may be reused only when no thread reads it
         for call in calls:
             if not call.cancel():
                 call.result()
@@ -42,13 +42,13 @@ def run_in_pool(function: Function, argument: int, threads: int) -> None:
 
 @functools.cache
 def callable_at(address: int) -> Function:
-    """The C function at ``address``; other Python threads run while it does."""
+    """The C function at ``address``; calling it releases the GIL."""
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
 
 @functools.cache
 def openmp() -> Callable[[int, int, int, int], None] | None:
-    """``GOMP_parallel`` of the library that torch brings, if torch uses OpenMP."""
+    """``GOMP_parallel`` of torch's own OpenMP library, if torch uses OpenMP."""
     if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
         return None
     folder = Path(torch.__file__).parent / "lib"
@@ -64,5 +64,5 @@ def openmp() -> Callable[[int, int, int, int], None] | None:
 
 @functools.cache
 def pool() -> ThreadPoolExecutor:
-    """The threads of this process that wait for work."""
+    """This process's pool of threads."""
     return ThreadPoolExecutor(os.cpu_count(), "forerun-kernel")

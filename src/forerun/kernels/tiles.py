@@ -1,13 +1,13 @@
-"""What a tile of four queries does with a block of keys: scores, weights, weighted values.
+"""Attention of a tile of four queries over a block of keys: scores, weights, weighted values.
 
-A vector holds four numbers of each of four queries. Keys stay as a cache has them, row by row: four neighbouring
-numbers of a key are broadcast to the four queries, and what the queries have gathered for four keys is summed by one
-small transposition. So no key is packed or transposed. Scores and weights lie as ``[keys / 4][4 queries][4 keys]``.
+A vector holds four numbers of each of four queries. Keys stay row by row, as the cache stores them. Four neighbouring
+numbers of a key are broadcast to the four queries, and one small transposition sums the partial products of four keys.
+So no key is packed or transposed. Scores and weights are stored as ``[keys / 4][4 queries][4 keys]``.
 
-What a query gets depends on its own numbers only, in an order that is the same whichever queries stand beside it.
+A query's result depends only on its own numbers, in an order that is the same whatever other queries are in the tile.
 
-All arguments are addresses, or counts; ``row`` is the distance of two rows in bytes. Each function that reads keys or
-values also asks for memory that is needed next: from ``ahead`` on, a line every ``pace`` bytes, spread over its work.
+All arguments are addresses or counts; ``row`` is the stride between rows in bytes. Functions that read keys or values
+also prefetch: from ``ahead`` on, one line every ``pace`` bytes, spread over their work.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from forerun.kernels.vector import (
 )
 
 QUERIES = 4
-"""Queries of a tile."""
+"""Queries per tile."""
 TILES = 2 if wide() else 1
-"""Tiles that share one reading of the keys."""
+"""Tiles that share one read of the keys."""
 KEYS = 8 if wide() else 4
-"""Keys whose scores are summed in registers at a time."""
+"""Keys whose scores are summed in registers at once."""
 VECTORS = 4 if wide() else 1
-"""Vectors of each query's output that are summed in registers at a time."""
+"""Vectors of each query's output that are summed in registers at once."""
 STATE = 3 * LINE
-"""Bytes of a tile's running maximum, sum of weights, and factor of the last block on what was before it."""
+"""Bytes of a tile's state: running maximum, sum of weights, and the last block's factor on earlier sums."""
 FACTOR = 2 * LINE
 
 
@@ -61,7 +61,7 @@ def score_tiles(typing: Any, q: Any, k: Any, row: Any, dim: Any, keys: Any, scor
 
 @intrinsic
 def weigh(typing: Any, scores: Any, keys: Any, state: Any) -> Code:
-    """Scores become weights relative to the running maximum, which is brought up to date."""
+    """Update the running maximum, and turn scores into weights relative to it."""
     return intrinsic_code(3, _weigh)
 
 
@@ -69,7 +69,7 @@ def weigh(typing: Any, scores: Any, keys: Any, state: Any) -> Code:
 def gather(
     typing: Any, p: Any, state: Any, v: Any, row: Any, dim: Any, keys: Any, out: Any, ahead: Any, pace: Any
 ) -> Code:
-    """Scale one vector of each query's output by the last block's factor and add the weighted values."""
+    """Rescale one vector of each query's output by the last block's factor, then add the weighted values."""
     return intrinsic_code(9, lambda *arguments: _gather(1, *arguments))
 
 
@@ -83,25 +83,25 @@ def gather_vectors(
 
 @intrinsic
 def widen_bfloat16(typing: Any, halves: Any, to: Any) -> Code:
-    """16 numbers of type bfloat16 as floats."""
+    """Convert 16 bfloat16 numbers to floats."""
     return intrinsic_code(2, _widen_bfloat16)
 
 
 @intrinsic
 def widen_float16(typing: Any, halves: Any, to: Any) -> Code:
-    """16 numbers of type float16 as floats."""
+    """Convert 16 float16 numbers to floats."""
     return intrinsic_code(2, _widen_float16)
 
 
 @intrinsic
 def copy_floats(typing: Any, floats: Any, to: Any) -> Code:
-    """16 floats."""
+    """Copy 16 floats."""
     return intrinsic_code(2, lambda e, floats, to: e.store(e.load(floats), to))
 
 
 @intrinsic
 def ticket(typing: Any, counter: Any) -> Code:
-    """Count one up and give what was there before, in one step for all threads."""
+    """Increment a counter atomically; returns its old value."""
 
     def emit(e: Emitter, counter: ir.Value) -> ir.Value:
         return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
@@ -115,7 +115,7 @@ def _widen_bfloat16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
 
 
 def _widen_float16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
-    """By integers, as not every instruction set has the type; exact, with what is infinite or no number."""
+    """Convert with integer operations, as not every instruction set has float16. Exact, also for infinity and NaN."""
     b = e.builder
     words = b.zext(e.load(halves, HALVES), WORDS)
     sign = b.shl(b.and_(words, words_of(0x8000)), words_of(16))
@@ -159,7 +159,7 @@ def _score(
 
 
 def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
-    """Four vectors of four parts per query, each summed: four sums per query."""
+    """Sum the four parts per query in each of four vectors: four sums per query."""
     b, within = e.builder, e.within
     low, high = (b.fadd(within(x, y, [0, 4, 1, 5]), within(x, y, [2, 6, 3, 7])) for x, y in (parts[:2], parts[2:]))
     return b.fadd(within(low, high, [0, 1, 4, 5]), within(low, high, [2, 3, 6, 7]))
@@ -213,7 +213,7 @@ def _gather(
                 weight = e.everywhere(e.load(e.at(weights, e.times(group, LINE), 16 * i + 4 * j), F32))
                 for c in range(vectors):
                     b.store(e.fma(weight, values[c], b.load(sums[i][c])), sums[i][c])
-    for i in range(QUERIES):  # a block's sum is rounded less often than a sum of all keys, one by one, would be
+    for i in range(QUERIES):  # summing a block first rounds less often than adding key by key
         factor = e.everywhere(e.load(e.at(state, FACTOR + 16 * i), F32))
         for c in range(vectors):
             e.store(e.fma(e.load(places[i][c]), factor, b.load(sums[i][c])), places[i][c])

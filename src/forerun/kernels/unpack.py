@@ -1,11 +1,11 @@
-"""Products with weights as a GGUF file stores them: unpacked in registers where they lie.
+"""Products with weights as a GGUF file stores them, unpacked in registers.
 
-Two panels of sixteen rows are read side by side, for one token's sum alone would wait for each product. For a few
-tokens the columns are used as they appear; for more they are written out once and go the way of all floats
-(``panels.many``). Either way an output is the sum that float32 weights of the same numbers give, column by column.
+Two panels of sixteen rows are read side by side, because a single sum would wait for each product. For a few tokens the
+columns are used as they are unpacked. For more, they are written to a buffer once and used like float32 weights. Either
+way an output is the sum that the same weights in float32 give, column by column.
 
-All arguments are addresses or counts; ``row`` is the distance of two rows in bytes, and ``last`` the last row of a
-panel that there is.
+All arguments are addresses or counts; ``row`` is the stride between rows in bytes, and ``last`` the last existing row
+of a panel.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from forerun.kernels.panels import by_kind, least
 from forerun.kernels.vector import F32, I64, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 
 FEW = 5
-"""Most tokens whose sums over two panels have registers beside what is unpacked."""
+"""The most tokens whose sums over two panels fit in registers while columns are unpacked."""
 TOGETHER = 12
-"""Most tokens whose sums over two panels have registers beside a column of each."""
+"""The most tokens whose sums over two panels fit in registers beside one column of each."""
 SIZES = (4, 6, 8, 10, TOGETHER)
-"""Numbers of tokens for which columns that were written out are multiplied; fewer are the last of many."""
+"""Token counts with code of their own in ``multiply``; a smaller rest uses the next larger one."""
 
 
 @by_kind
@@ -36,7 +36,7 @@ def pair(
 ) -> Code:  # fmt: skip
     """Add to two panels' sums ``[2][tokens][lanes]`` their products with the floats at ``x`` of up to ``FEW`` tokens.
 
-    The panel ``ahead`` bytes behind each is asked for meanwhile.
+    Meanwhile prefetches the panel ``ahead`` bytes after each.
     """
     each = FORMATS[which.literal_value]
 
@@ -50,7 +50,7 @@ def pair(
 
 @by_kind
 def unpack(typing: Any, which: Any, w: Any, row: Any, last: Any, blocks: Any, ahead: Any, to: Any) -> Code:
-    """The columns of a panel's blocks, one after the other, written to ``to`` as floats."""
+    """Write the columns of a panel's blocks to ``to`` as floats, one after the other."""
     each = FORMATS[which.literal_value]
     return intrinsic_code(7, lambda e, _, *rest: _unpack(e, each, *rest))
 
@@ -108,7 +108,7 @@ def _rows(e: Emitter, w: ir.Value, row: ir.Value, last: ir.Value) -> Rows:
 
 
 def _ask(e: Emitter, each: Format, ahead: ir.Value, block: ir.Value) -> None:
-    """Ask for as many bytes of the panel ahead, in the order of memory, as a block of each row has."""
+    """Prefetch as many bytes of the panel ahead, in memory order, as one block of all rows has."""
     size = LANES * each.bytes
     here = e.at(ahead, e.times(block, size))
     for at in range(0, size, LINE):
@@ -117,7 +117,7 @@ def _ask(e: Emitter, each: Format, ahead: ir.Value, block: ir.Value) -> None:
 
 @contextmanager
 def _parts(e: Emitter, each: Format) -> Iterator[ir.Value]:
-    """Repeat what is written inside for each part of a block; gives its number."""
+    """Repeat the code inside for each part of a block; yields the part's number."""
     if each.parts == 1:
         yield I64(0)
     else:
@@ -131,7 +131,7 @@ def multiply(
 ) -> Code:
     """Add to two panels' sums the products of ``count`` columns of each with the words of up to ``TOGETHER`` tokens.
 
-    A column's words are a line of memory. Sums behind the last token's are written over, up to the next of ``SIZES``.
+    A column's words are one cache line. Sums after the last token's are overwritten, up to the next of ``SIZES``.
     """
 
     def emit(e: Emitter, tokens: ir.Value, *rest: ir.Value) -> None:

@@ -1,7 +1,7 @@
-"""Vector code written out, in LLVM's own terms, for loops that the compiler's vectoriser does not find.
+"""Vector code written directly in LLVM, for loops that the compiler does not vectorise.
 
-Only vector types, ``fma`` and ``prefetch`` are used, which every instruction set has a lowering of; a vector of 16
-floats is one register of AVX-512, two of AVX2 and four of NEON.
+It uses vector types, ``fma`` and ``prefetch``, which LLVM lowers to every instruction set. A vector of 16 floats is one
+register of AVX-512, two of AVX2, or four of NEON.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from numba import types
 from numba.core import cgutils, codegen, config
 
 LANES = 16
-"""Floats in a vector."""
+"""Floats per vector."""
 LINE = 4 * LANES
-"""Bytes of a vector, and of a cache line."""
+"""Bytes per vector, and per cache line."""
 EXP2 = (
     1.0,
     0.6931471824645996,
@@ -30,9 +30,9 @@ EXP2 = (
     0.0013399930903688073,
     0.0001534581242594868,
 )
-"""2 ** x for abs(x) <= 1/2: the polynomial of least relative error (2e-9), in float32 within one unit."""
+"""Polynomial for 2 ** x, abs(x) <= 1/2, with the least relative error (2e-9); in float32 within one unit."""
 ROUND = 1.5 * 2.0**23
-"""The last bits of a small float plus this are the float rounded to an integer."""
+"""Adding this to a small float leaves the float, rounded to an integer, in the last bits."""
 
 I32, I64, F32, F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 FLOATS, WORDS, FOUR = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, 4)
@@ -44,12 +44,12 @@ Code = tuple[Any, Callable[..., Any]]
 
 @functools.cache
 def features() -> str:
-    """What the processor that code is made for can do, as LLVM writes it."""
+    """The processor's features, in LLVM's notation."""
     return str(codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES)
 
 
 def wide() -> bool:
-    """Whether there are 32 registers for whole vectors."""
+    """Whether there are 32 registers that hold a whole vector."""
     return "+avx512f" in features()
 
 
@@ -59,7 +59,7 @@ def fused() -> bool:
 
 
 def unusable() -> str | None:
-    """Why kernels cannot be used: nothing compiles them, or ``fma`` is a call and no instruction."""
+    """Why kernels cannot be used: no compiler, or no ``fma`` instruction. None if they can be used."""
     if config.DISABLE_JIT:
         return "numba's compiler is switched off (NUMBA_DISABLE_JIT)"
     if "+fma" in features() or platform.machine().lower() in ("aarch64", "arm64"):
@@ -68,12 +68,12 @@ def unusable() -> str | None:
 
 
 def intrinsic(function: Callable[..., Code]) -> Any:
-    """Mark a function that writes code; compiled functions can call it."""
+    """Mark a function that writes LLVM code, so that compiled functions can call it."""
     return numba.extending.intrinsic(function)
 
 
 def intrinsic_code(arguments: int, emit: Callable[..., ir.Value | None], result: Any = types.void) -> Code:
-    """What a function marked ``intrinsic`` returns if it takes integers and ``emit`` writes its code."""
+    """The return value of a function marked ``intrinsic`` that takes integers; ``emit`` writes its code."""
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return emit(Emitter(builder), *values) or context.get_dummy_value()
@@ -88,7 +88,7 @@ class Emitter:
         self.builder = builder
 
     def at(self, address: ir.Value, *offsets: ir.Value | int) -> ir.Value:
-        """The address so many bytes further."""
+        """The address plus offsets in bytes."""
         for offset in offsets:
             address = self.builder.add(address, I64(offset) if isinstance(offset, int) else offset)
         return address
@@ -98,31 +98,31 @@ class Emitter:
         return self.builder.mul(a, I64(b) if isinstance(b, int) else b)
 
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
-        """A value from memory."""
+        """Load a value from memory."""
         return self.builder.load(
             self.builder.inttoptr(address, kind.as_pointer()), align=1 if kind in (BYTE, BYTES, I32) else 2
         )
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
-        """A value into memory."""
+        """Store a value to memory."""
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=2)
 
     def prefetch(self, address: ir.Value) -> None:
-        """Ask for the line at ``address`` ahead of its use; any address will do."""
+        """Prefetch the line at ``address``; any address is allowed."""
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), (byte, I32, I32, I32))
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(function, (self.builder.inttoptr(address, byte), I32(0), I32(2), I32(1)))
 
     def variable(self, value: ir.Value) -> ir.Value:
-        """A place that the optimiser turns into a register, set where this stands."""
+        """A stack variable, which the optimiser turns into a register, set to ``value`` here."""
         place = cgutils.alloca_once(self.builder, value.type)
         self.builder.store(value, place)
         return place
 
     @contextmanager
     def loop(self, count: ir.Value) -> Iterator[ir.Value]:
-        """Repeat what is written inside; gives the counter."""
+        """Repeat the code inside; yields the counter."""
         with cgutils.for_range(self.builder, count, intp=I64) as loop:
             yield loop.index
 
@@ -133,13 +133,13 @@ class Emitter:
         return self.builder.call(function, (a, b, c))
 
     def dots(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """c plus four products in each lane, of bytes of ``a`` without a sign by bytes of ``b`` with one (AVX-512)."""
+        """c plus four products in each lane, of unsigned bytes of ``a`` and signed bytes of ``b`` (AVX-512)."""
         kind = ir.FunctionType(WORDS, (WORDS,) * 3)
         function = cgutils.get_or_insert_function(self.builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
         return self.builder.call(function, (c, a, b))
 
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
-        """``a`` where it is larger, else ``b``."""
+        """The larger of ``a`` and ``b``, lane by lane."""
         whole = a.type == WORDS
         more = self.builder.icmp_signed(">", a, b) if whole else self.builder.fcmp_ordered(">", a, b)
         return self.builder.select(more, a, b)
@@ -151,13 +151,13 @@ class Emitter:
         return self.builder.call(function, (x,), fastmath=("nnan",))
 
     def total(self, x: ir.Value) -> ir.Value:
-        """The sum of a vector's floats, in any order."""
+        """The sum of a vector's floats, in no fixed order."""
         kind = ir.FunctionType(F32, (F32, FLOATS))
         function = cgutils.get_or_insert_function(self.builder.module, kind, f"llvm.vector.reduce.fadd.v{LANES}f32")
         return self.builder.call(function, (F32(-0.0), x), fastmath=("reassoc",))
 
     def exp2(self, x: ir.Value) -> ir.Value:
-        """2 ** x for x <= 0: within one unit, 0 below -126.5, and not a number where x is none."""
+        """2 ** x for x <= 0: within one unit in the last place, 0 below -126.5, NaN for NaN."""
         b = self.builder
         x = self.larger(constant(-127.0), x)
         shifted = b.fadd(x, constant(ROUND))
@@ -169,11 +169,11 @@ class Emitter:
         return b.fmul(power, b.bitcast(b.shl(exponent, words_of(23)), FLOATS))
 
     def every_fourth(self, a: ir.Value, first: int) -> ir.Value:
-        """Of 64 bytes, 16."""
+        """Every fourth of 64 bytes, from ``first`` on: 16 bytes."""
         return self._shuffle(a, a, list(range(first, 4 * LANES, 4)))
 
     def everywhere(self, value: ir.Value) -> ir.Value:
-        """One float or integer, or four floats, repeated over the vector."""
+        """One float or integer, or four floats, repeated across the vector."""
         if value.type == I32:
             value = self.builder.insert_element(WORDS(ir.Undefined), value, I32(0))
             return self._shuffle(value, value, [0] * LANES)
@@ -183,7 +183,7 @@ class Emitter:
         return self._shuffle(value, value, [0, 1, 2, 3] * (LANES // 4))
 
     def within(self, a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
-        """The same choice in each group of four lanes: 0 to 3 are those of ``a``, 4 to 7 those of ``b``."""
+        """The same shuffle in each group of four lanes: 0 to 3 pick lanes of ``a``, 4 to 7 those of ``b``."""
         groups = range(0, LANES, 4)
         return self._shuffle(a, b, [g + lane if lane < 4 else g + LANES + lane - 4 for g in groups for lane in lanes])
 
@@ -192,10 +192,10 @@ class Emitter:
 
 
 def constant(value: float) -> ir.Constant:
-    """A vector of one number."""
+    """A vector with the same number in all lanes."""
     return FLOATS([value] * LANES)
 
 
 def words_of(value: int) -> ir.Constant:
-    """A vector of one integer."""
+    """A vector with the same integer in all lanes."""
     return WORDS([value] * LANES)

@@ -1,1 +1,1 @@
-"""The only core package that imports transformers: any decoder as a scorer of trees."""
+"""Models: any transformers decoder as a scorer of draft trees, and how it is loaded and checked."""

@@ -1,9 +1,9 @@
-"""From a GGUF file to a model whose weights stay as they are stored: mapped from the file, never dequantised.
+"""From a GGUF file to a model whose weights stay as stored: mapped from the file, never dequantised.
 
-The model is built without weights. Matrices of linear layers and embeddings become ``stored.StoredLinear`` and
-``stored.StoredEmbedding`` over the file's own bytes; rows that GGUF keeps in another order than transformers (queries
-and keys of Llama) are copied into it. All else, norms and biases, becomes float32. Names are by gguf's own table,
-orders by transformers' code for each architecture.
+The model is built without weights. Linear layers and embeddings become ``stored.StoredLinear`` and
+``stored.StoredEmbedding`` over the file's own bytes. Rows that GGUF keeps in another order than transformers (queries
+and keys of Llama) are copied into transformers' order. Norms and biases become float32. Tensor names come from gguf's
+own table, row orders from transformers' code for each architecture.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def load_as_stored(file: Path, header: Header, config: PreTrainedConfig) -> PreT
     """A decoder over the weights in a file.
 
     Args:
-        file: a GGUF file that ``gguf.check`` let through.
-        header: of it.
-        config: of the model.
+        file: a GGUF file that ``gguf.check`` accepted.
+        header: the file's header.
+        config: the model's configuration.
 
     Raises:
-        ValueError: naming the tensor and its quantisation where there is no kernel for it, or what else is in the way.
+        ValueError: if a tensor's quantisation has no kernel, or the file cannot be used for another reason; it says
+            which.
     """
     if (reason := unusable()) is not None:
         raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
@@ -54,7 +55,7 @@ def load_as_stored(file: Path, header: Header, config: PreTrainedConfig) -> PreT
 
 
 def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
-    """What a model computes from its configuration: the angles of positions, and factors."""
+    """Fill the buffers that a model computes from its configuration: rotary angles and factors."""
     for module in model.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():
@@ -85,7 +86,7 @@ class _Filler:
         self._matrices: dict[str, tuple[nn.Parameter, str, int]] = {}
 
     def fill(self) -> None:
-        """All tensors, then the modules over them."""
+        """Place all tensors, then exchange the modules that hold stored weights."""
         for name, tensor in self.header.tensors.items():
             if name in self._names:
                 self._take(name, self._names[name], tensor)
@@ -98,7 +99,7 @@ class _Filler:
             raise ValueError(f"the weights in {self.file} are incomplete and would be random: {listed}")
 
     def _names_of_tensors(self) -> dict[str, str]:
-        """The model's name of each of a file's tensors."""
+        """The model's name for each of the file's tensors."""
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.header.architecture)
         table = get_tensor_name_map(arch, self.model.config.num_hidden_layers)
         ours = [name for name, _ in self.model.named_parameters()]
@@ -134,14 +135,14 @@ class _Filler:
             raise ValueError(f"{self.file}: tensor {name} has the shape {[*there]}, and the model's is {[*wanted]}")
 
     def _rows(self, tensor: Tensor) -> Bytes:
-        """A tensor's bytes ``[O, row]``, where they lie in the file."""
+        """A tensor's bytes ``[O, row]``, mapped from the file."""
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
         begin, count = self.header.data + tensor.offset, prod(tensor.shape[1:])
         row = tensor.shape[0] // block * size
         return self._data[begin : begin + count * row].reshape(count, row)
 
     def _in_order(self, name: str, rows: Bytes) -> Bytes:
-        """The rows in transformers' order, found out by what it would do with their numbers."""
+        """The rows in transformers' order; the order is found by running transformers' code on row numbers."""
         numbers = np.arange(len(rows))
         order = self._processor.process(numbers[:, None], name).weights
         if order.shape != (len(rows), 1) or not np.array_equal(np.sort(order[:, 0]), numbers):
@@ -149,7 +150,7 @@ class _Filler:
         return rows if np.array_equal(order[:, 0], numbers) else np.ascontiguousarray(rows[order[:, 0]])
 
     def _exchange(self, name: str, module: nn.Linear | nn.Embedding) -> None:
-        """A module over stored weights in a module's place; a head without weights shares the embedding's."""
+        """Replace a module by one over stored weights; a head without weights shares the embedding's."""
         found = self._matrices.get(f"{name}.weight")
         if found is None and module is self.model.get_output_embeddings() and self.model.config.tie_word_embeddings:
             found = next((self._matrices[key] for key in self._embeddings()), None)

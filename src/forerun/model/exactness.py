@@ -1,7 +1,7 @@
-"""Whether a token's logits have the same bits whatever shares its pass: found out, not concluded from names.
+"""Tests whether a token's logits have the same bits whatever shares its pass. It measures; it trusts no names.
 
-A text is read in one pass, then in passes of 1 to 64 tokens, then as a branch of a tree beside wrong ones, alone and
-packed with another text. All logits must be equal, bit for bit. Then so are texts with drafts and without.
+A text is read in one pass, then in passes of 1 to 64 tokens, then as a branch of a tree with wrong branches, alone and
+packed with another text. If all logits are equal bit for bit, texts with and without drafts are equal as well.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from forerun.kernels.vector import unusable
 from forerun.model.scorer import Scorer
 
 PASSES = (1, 2, 3, 5, 8, 13, 16, 24, 64)
-"""Tokens of the passes that a text is read in."""
+"""Sizes of the passes that read the text, in tokens."""
 BRANCH = 9
-"""Tokens of the tree's right branch."""
+"""Length of the tree's right branch, in tokens."""
 ALONE = "a branch of a tree rounds unlike the text alone"
 BESIDE = "a text beside another row rounds unlike the text alone"
 
 
 @dataclass(frozen=True)
 class Exactness:
-    """What equals what.
+    """How exact passes are.
 
     Attributes:
         level: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``.
-        reason: why only rounding, or None.
+        reason: why it is only ``rounding``, or None.
     """
 
     level: Literal["bitwise", "rounding"]
@@ -42,11 +42,11 @@ class Exactness:
 
 @torch.inference_mode()
 def probe(scorer: Scorer, limit: int | None = None) -> Exactness:
-    """Compare bits.
+    """Find the exactness of a model by comparing bits.
 
     Args:
-        scorer: of the model.
-        limit: positions that the model has; texts are no longer.
+        scorer: the model.
+        limit: the model's positions; test texts are no longer than this.
     """
     if scorer.device.type != "cpu":
         return Exactness("rounding", f"there is no kernel for {scorer.device.type} that sums in one order")
@@ -70,7 +70,7 @@ def probe(scorer: Scorer, limit: int | None = None) -> Exactness:
 
 
 def _read(scorer: Scorer, text: IntArray, sizes: Sequence[int]) -> torch.Tensor:
-    """Logits at every token ``[t, V]``, read in passes of these sizes: a first token, and a chain under it."""
+    """Logits at every token, ``[t, V]``, from passes of these sizes; each pass is one token and a chain under it."""
     cache, found = FullCache(), []
     for size in sizes:
         here = text[cache.length : cache.length + size]
@@ -81,7 +81,7 @@ def _read(scorer: Scorer, text: IntArray, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def _in_a_tree(scorer: Scorer, text: IntArray, branch: int, whole: torch.Tensor, others: int) -> bool:
-    """Whether a branch's logits are those of the text, with wrong branches beside it, and other rows."""
+    """Whether a branch has the text's logits although wrong branches and other rows share the pass."""
     start, wrong = len(text) - branch - 1, (text + 1) % scorer.vocabulary
     caches = [FullCache() for _ in range(others + 1)]
     for cache in caches:
@@ -95,7 +95,7 @@ def _in_a_tree(scorer: Scorer, text: IntArray, branch: int, whole: torch.Tensor,
 
 
 def _with_wrong_branches(right: IntArray, wrong: IntArray) -> tuple[DraftTree, list[int]]:
-    """A tree with a wrong token beside each right one; and in which rows of its logits the right ones' are."""
+    """A tree with a wrong sibling for each right token, and the indices of the right tokens' logits."""
     tokens: list[int] = []
     parents: list[int] = []
     places: list[int] = []

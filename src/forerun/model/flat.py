@@ -1,8 +1,8 @@
-"""The forward pass of the commonest decoders as one function, for the inner levels of a hierarchy.
+"""The forward pass of the most common decoders as one function, for the inner levels of a hierarchy.
 
-A small model's pass spends more time in the layers of Python around its operations than in them, and the inner levels
-make many passes over one or a few tokens. Their logits decide what is drafted, never what is generated, so they may
-round otherwise than the model's own forward pass. The target's verifying passes always take that.
+Inner levels make many passes over one or a few tokens, and a small model's pass spends more time in Python than in its
+operations. Their logits decide what is drafted, never what is generated. So they may round differently from the model's
+own forward pass. The target's verifying passes never come here.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from forerun.model.scorer import Pass, Scorer
 from forerun.model.stored import is_stored
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Model types of that shape: normalised inputs, rotary halves, gated linear units."""
+"""Supported model types. They share one structure: normalised inputs, rotary halves, gated linear units."""
 TOLERANCE = 0.05
-"""Relative error of logits (norm over the vocabulary) from which on a model is taken for another kind."""
+"""If the logits' relative error (norm over the vocabulary) is larger, the model does not have this structure."""
 
 MANY = 2**17
-"""Numbers in a matrix from which the kernel of our own was measured to be as fast as torch's for one token and faster
-for more, in float32 and bfloat16; a call of it costs 15 microseconds more (``docs/LOG.md``)."""
+"""Least numbers in a matrix for Forerun's kernel. From here on it was measured to be as fast as torch's for one token,
+and faster for more, in float32 and bfloat16. Calling it costs 15 microseconds more (``docs/LOG.md``)."""
 
 
 def flatten(scorer: Scorer) -> Scorer:
-    """The same model by a shorter way, if its forward pass is of a known shape and the logits agree; else as it is."""
+    """A ``FlatScorer`` if the model has a known structure and the logits agree; else ``scorer`` itself."""
     if not isinstance(scorer, Scorer) or isinstance(scorer, FlatScorer) or not _known(scorer.model):
         return scorer
     flat = FlatScorer(scorer.model)
@@ -92,7 +92,7 @@ class FlatScorer(Scorer):
         return _product(rms_norm(x, x.shape[1:], self._norm, self._eps), self._head)
 
     def _turns(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines ``[n, 1, d]``, the sign of the rotation with the latter."""
+        """Cosines and sines ``[n, 1, d]``; the sines include the rotation's sign."""
         cos, sin = self._rotary(like, positions[None])
         half = self._dim // 2
         signed = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
@@ -101,7 +101,7 @@ class FlatScorer(Scorer):
     def _project(
         self, layer: _Layer, h: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys with their position, and values, ``[1, heads, n, d]`` each."""
+        """Rotated queries, rotated keys, and values, ``[1, heads, n, d]`` each."""
         n, d = len(h), self._dim
         q, k, v = (_product(h, *weights).view(n, -1, d) for weights in (layer.q, layer.k, layer.v))
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -113,13 +113,13 @@ class FlatScorer(Scorer):
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer, at the memory's speed for any few tokens where the matrix is large."""
+    """A linear layer; large matrices take Forerun's kernel, which runs at the memory's speed for a few tokens."""
     ours = weight.numel() >= MANY and ordered.takes(x, weight)
     return ordered.product(x, weight, bias) if ours else linear(x, weight, bias)
 
 
 def _added(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``x`` and the product of ``y``."""
+    """``x`` plus the product of ``y`` and ``weight``."""
     return torch.addmm(x, y, weight.t()) if weight.numel() < MANY else _product(y, weight).add_(x)
 
 
@@ -131,7 +131,7 @@ def _known(model: PreTrainedModel) -> bool:
 
 def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    window = getattr(attention.config, "sliding_window", None)  # of Mistral, where it holds for all layers
+    window = getattr(attention.config, "sliding_window", None)  # Mistral's holds for all layers
     q, k, v = ((part.weight, part.bias) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
     return _Layer(
         attention.layer_idx,
@@ -152,7 +152,7 @@ def _layer(layer: Any) -> _Layer:
 
 @torch.inference_mode()
 def _error(scorer: Scorer, flat: Scorer) -> float:
-    """Largest relative difference of the two over a few tokens and a tree."""
+    """The largest relative difference of the two scorers' logits over a few tokens and a tree."""
     tokens = np.arange(6) % scorer.vocabulary
     tree = DraftTree(tokens[:4], np.array([-1, 0, 0, -1]))
     block = Block(tokens, tree, 0)

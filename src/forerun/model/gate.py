@@ -1,7 +1,7 @@
-"""Which models are supported: what their configuration says, and what a numerical self-test shows.
+"""Decides which models are supported, by their configuration and by a numerical self-test.
 
-Silently wrong output is the worst a lossless accelerator can do. So a model passes only if its logits over a draft
-tree, with a cache and in a packed batch, equal those of its own forward pass over each branch written out.
+Silently wrong output would be the worst bug of a lossless accelerator. So a model is admitted only if its logits over a
+draft tree, with a cache and in a packed batch, equal those of its own forward pass over each branch as plain text.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from forerun.model.scorer import Scorer
 from forerun.model.widened import NARROW, Widened
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative error (norms over the vocabulary) that rounding explains; many models normalise in float32 in any case."""
+"""Relative error (norm over the vocabulary) that rounding explains. Many models normalise in float32 whatever their
+type, hence the float64 entry."""
 
 ROUTED_TEXTS = 4
-"""Texts that a model with experts is tried on. Where two experts are equally good to rounding, a router may choose the
-other one in any pass, so one text on which all positions agree is enough; of a wrong pass no text agrees."""
+"""Texts that a model with experts is tested on. If two experts are equally good up to rounding, a router may choose a
+different one in any pass. So it is enough that all positions agree on one text; if a pass is wrong, no text agrees."""
 
 FOREIGN = "its attention does not go through transformers' attention interface"
 
@@ -39,19 +40,19 @@ class UnsupportedModelError(ValueError):
 
 
 def check(model: PreTrainedModel) -> None:
-    """Let a supported model pass.
+    """Refuse a model whose configuration is not supported.
 
     Raises:
-        UnsupportedModelError: naming the reason.
+        UnsupportedModelError: with the reason.
     """
     admit(model)
 
 
 def admit(model: PreTrainedModel) -> Scorer:
-    """The fastest way through a model whose logits are the model's own.
+    """The fastest scorer whose logits are the model's own.
 
     Raises:
-        UnsupportedModelError: if there is none, naming the reason.
+        UnsupportedModelError: if there is none; with the reason.
     """
     reason = _reason_in_config(model)
     if reason is None:
@@ -104,12 +105,12 @@ def _has_experts(model: PreTrainedModel) -> bool:
 
 
 class _PassError(Exception):
-    """A forward pass that ends in an error, or does not do what it must."""
+    """A forward pass that raised an error or did not call what it must."""
 
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Errors of models are anything; they say what failed."""
+    """Turn any error of a model into a ``_PassError`` that says what failed."""
     try:
         yield
     except _PassError:
@@ -130,7 +131,7 @@ def _tree_error(scorer: Scorer, text: int) -> float:
 
 
 def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
-    """Logits after each prompt and over the tree behind it; the prompts' first tokens come from caches."""
+    """Logits after each prompt and over the tree after it; the prompts' first tokens come from caches."""
     caches = [FullCache(), FullCache()]
     first = [Block(np.array(prompt[:4]), DraftTree.empty(), 0) for prompt in prompts]
     scorer.score(first, caches)
@@ -142,7 +143,7 @@ def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) ->
 
 
 def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> float:
-    """Over each branch written out: the model's own logits from the prompt's last token on, against the tree's."""
+    """The largest error of the tree's logits against the model's own, over each branch as plain text."""
     errors = []
     for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
         path = tree.ancestors[leaf].nonzero()[0]
@@ -152,8 +153,11 @@ def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, l
 
 
 def _branch_error(model: PreTrainedModel, ids: torch.Tensor, scored: torch.Tensor) -> float:
-    """Of the logits at the last tokens of ``ids``, relative. In types of 16 bits the model's own are rounded as much:
-    where they are not near, both are compared with those in float32, and what they are off themselves is excused."""
+    """Relative error of the logits at the last tokens of ``ids``.
+
+    In 16 bits the model's own logits are rounded as much as ours. If the two differ, both are compared with float32
+    logits, and the model's own error is subtracted from ours.
+    """
     own = _own(model, ids, len(scored))
     error = relative_error(scored, own)
     if model.dtype in NARROW and error > TOLERANCE[model.dtype]:
@@ -170,6 +174,6 @@ def _own(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
-    """The largest of any row ``[..., V]``: norms over the vocabulary."""
+    """The largest relative error of any row ``[..., V]``, by norms over the vocabulary."""
     off = (logits.double() - right.double()).norm(dim=-1) / right.double().norm(dim=-1).clamp_min(1e-12)
     return float(off.max())

@@ -1,8 +1,8 @@
-"""GGUF files: what is checked before transformers reads one, and what it leaves undone after it.
+"""GGUF files: checks before transformers reads one, and repairs afterwards.
 
-transformers dequantises the weights; they then take as much memory as those of any other model. The header is read here
-first, in a fraction of a second, so that a file which cannot be loaded is refused before the weights are touched. The
-format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+transformers dequantises the weights; they then take as much memory as any model's. Here the header is read first, in a
+fraction of a second. So a file that cannot be loaded is refused before its weights are read. The format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 NEEDED = ("gguf", "accelerate")
-"""Packages that transformers reads GGUF files with."""
+"""Packages that transformers needs to read GGUF files."""
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
-"""Vocabularies whose merges were learned with every digit apart, which transformers does not know of."""
+"""Vocabularies that split numbers into digits before merging, which transformers does not know."""
 
 _SCALARS = dict(enumerate("BbHhIif?", 0)) | dict(enumerate("Qqd", 10))
 _STRING, _ARRAY = 8, 9
@@ -45,12 +45,12 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor's data lies.
+    """A tensor's entry in the header.
 
     Attributes:
-        shape: the fastest-moving dimension first, as GGUF has it.
-        kind: the number of its quantisation, ``ggml_type``.
-        offset: from the beginning of the data, in bytes.
+        shape: fastest-moving dimension first, as in GGUF.
+        kind: number of its quantisation, ``ggml_type``.
+        offset: bytes from the beginning of the data.
     """
 
     shape: tuple[int, ...]
@@ -60,31 +60,31 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Header:
-    """All of a GGUF file but its data; of arrays in the metadata only the lengths."""
+    """A GGUF file without its data. Arrays in the metadata are kept as lengths only."""
 
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
     end: int
-    """Bytes up to the end of the header; the data begins at the next multiple of the alignment."""
+    """Length of the header in bytes; the data begins at the next multiple of the alignment."""
 
     @property
     def architecture(self) -> str:
-        """As llama.cpp names it."""
+        """llama.cpp's name of the architecture."""
         return str(self.metadata.get("general.architecture", "none"))
 
     @property
     def data(self) -> int:
-        """Where the data begins."""
+        """Offset of the data in bytes."""
         alignment = int(self.metadata.get("general.alignment", 32))
         return -(-self.end // alignment) * alignment
 
 
 def check(file: Path) -> Header:
-    """Read a file's header and refuse what cannot be loaded, or would be loaded wrongly.
+    """Read a file's header; refuse a file that cannot be loaded, or would be loaded wrongly.
 
     Raises:
-        ValueError: naming the file and what is wrong: not a GGUF file, damaged, cut off, an unknown quantisation, or
-            packages that are not installed.
+        ValueError: with the file and the reason: not a GGUF file, damaged, cut off, an unknown quantisation, or missing
+            packages.
         OSError: if it cannot be read.
     """
     header = read_header(file)
@@ -114,7 +114,7 @@ def read_header(file: Path) -> Header:
 
 @contextmanager
 def alone(file: Path) -> Iterator[Path]:
-    """A folder that holds nothing but the file, for transformers would take a tokenizer that lies beside it."""
+    """A folder that holds only this file; transformers would otherwise load a tokenizer from the same folder."""
     folder = Path(tempfile.mkdtemp(prefix="forerun-gguf-"))
     try:
         (folder / file.name).symlink_to(file.resolve())
@@ -125,7 +125,7 @@ def alone(file: Path) -> Iterator[Path]:
 
 @contextmanager
 def without_bar() -> Iterator[None]:
-    """No progress bar while transformers dequantises: this one does not heed transformers' own switch."""
+    """No progress bar while transformers dequantises; transformers' own switch does not turn this one off."""
     shown = modeling_gguf_pytorch_utils.tqdm
     modeling_gguf_pytorch_utils.tqdm = partial(shown, disable=True)
     try:
@@ -135,7 +135,7 @@ def without_bar() -> Iterator[None]:
 
 
 def finish(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: Header) -> None:
-    """Make what was loaded an ordinary model: it can be moved, cast and saved, and is named after its file."""
+    """Make the loaded model an ordinary one, which can be moved, cast and saved, and name it after its file."""
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
@@ -149,7 +149,7 @@ def finish(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 
 
 def _drop_additions(tokenizer: PreTrainedTokenizerFast, count: int) -> None:
-    """Drop tokens that are not among the file's: GPT-2's tokenizer adds its own end where there is none."""
+    """Drop tokens that the file does not have: GPT-2's tokenizer adds its own end token if there is none."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     own = [token for token in described["added_tokens"] if token["id"] < count]
     if len(own) < len(described["added_tokens"]):
@@ -157,7 +157,7 @@ def _drop_additions(tokenizer: PreTrainedTokenizerFast, count: int) -> None:
 
 
 def quantisations(header: Header) -> str:
-    """The quantisations of a file by how many tensors have them, as ``Q4_1, F32``."""
+    """A file's quantisations, most used first, such as ``Q4_1, F32``."""
     from gguf import GGMLQuantizationType
 
     kinds = [tensor.kind for tensor in header.tensors.values()]
@@ -174,7 +174,7 @@ def _check_installed(file: Path) -> None:
 
 
 def _check_content(file: Path, header: Header) -> None:
-    """Refuse what transformers would leave out or stumble over."""
+    """Refuse tensors that transformers would silently skip or fail on."""
     metadata = header.metadata
     if metadata.get("split.count", 1) > 1:
         raise ValueError(
@@ -214,7 +214,7 @@ def _check_tensor(file: Path, header: Header, name: str, tensor: Tensor) -> None
 
 @dataclass
 class _Reader:
-    """Reads a header front to back; every step checks that the file goes on that far."""
+    """Reads a header front to back; every step checks that the file is long enough."""
 
     data: mmap.mmap
     at: int
@@ -259,7 +259,7 @@ class _Reader:
         raise ValueError(f"the metadata holds a value of type {kind}")
 
     def array(self, kind: int, length: int) -> int:
-        """Pass over an array, to its length."""
+        """Skip an array; returns its length."""
         if kind in _SCALARS:
             self.skip(length * struct.calcsize("<" + _SCALARS[kind]))
             return length

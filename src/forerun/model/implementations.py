@@ -1,9 +1,9 @@
-"""Which attention a model uses, and how it computes its experts, inside a pass of Forerun in this thread.
+"""Switches a model's attention and experts to Forerun's, inside a pass and in its thread only.
 
-transformers asks a model's configuration at every layer. All threads share the configuration, so it must not be written
-to for the time of a pass: another thread's own ``model.generate`` would run with Forerun's attention then, and of two
-passes at once the first to end would take it from the other. So a configuration answers for the thread that asks, and
-nothing is written at all.
+transformers asks the model's configuration at every layer for the implementation to use. All threads share this
+configuration. If a pass changed it, another thread's ``model.generate`` would run with Forerun's attention; and of two
+concurrent passes, the first to end would switch it off for the other. So the configuration is not changed. It answers
+each thread separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 @dataclass(frozen=True)
 class _Inside:
-    """What the configurations of a model, known by their ids, answer in this thread."""
+    """This thread's answers for a model's configurations, by their ids."""
 
     configs: frozenset[int]
     names: Mapping[str, str | None]
@@ -29,7 +29,7 @@ _inside: ContextVar[_Inside | None] = ContextVar("inside", default=None)
 
 
 class _Answer:
-    """In the place of a configuration's attribute: the attribute itself, but for the thread that is inside."""
+    """A descriptor for a configuration's attribute: gives a thread inside a pass its own answer, others the value."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -53,11 +53,11 @@ for _name in ("_attn_implementation_internal", "_experts_implementation_internal
 
 @contextmanager
 def switched(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
-    """Let the model use other implementations inside, in this thread.
+    """A context in which the model uses other implementations, in this thread only.
 
     Args:
-        model: whose configuration names them, one for each of its parts.
-        names: of implementations that transformers knows, of ``attn`` and ``experts``.
+        model: the model; its configuration and those of its parts give the answers.
+        names: names that transformers knows, for ``attn`` and ``experts``.
     """
     internal = {f"_{kind}_implementation_internal": name for kind, name in names.items()}
     before = _inside.set(_Inside(frozenset(map(id, _configs(model.config))), internal))
@@ -68,13 +68,13 @@ def switched(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
 
 
 def experts(model: PreTrainedModel) -> str | None:
-    """How experts are computed in a pass: on a CPU one after the other, by the linear layer that all others are."""
+    """How a pass computes experts: on a CPU one after the other, as linear layers, which have fixed bits."""
     own = getattr(model.config, "_experts_implementation", None)
     return "eager" if model.device.type == "cpu" else own
 
 
 def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A configuration, and those of a model's parts behind it."""
+    """A configuration, and the configurations of the model's parts."""
     yield config
     for key in config.sub_configs:
         if isinstance(part := getattr(config, key, None), PreTrainedConfig):

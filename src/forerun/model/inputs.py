@@ -1,4 +1,4 @@
-"""What a model is given to read: token ids of its vocabulary, at positions that it has, and nothing else."""
+"""Checks of a model's inputs: token ids of its vocabulary, at positions that it has, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 TAKEN = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
 )
-"""What transformers makes of token ids itself, and hands to every way to generate."""
+"""Inputs that transformers itself derives from token ids and passes to every generate function."""
 
 
 def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """Refuse what would change a text and what Forerun does not hand on to the model.
+    """Refuse inputs that would change the text, because Forerun does not pass them on to the model.
 
     Args:
         ids: token ids, ``[B, t]``.
@@ -53,7 +53,7 @@ def _natural(positions: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
-    """Refuse what the model cannot read."""
+    """Refuse a prompt that the model cannot read."""
     if not len(prompt):
         raise ValueError("the prompt is empty; at least one token is needed")
     rows = model.get_input_embeddings().weight.shape[0]
@@ -63,7 +63,7 @@ def check_prompt(model: PreTrainedModel, prompt: Sequence[int]) -> None:
 
 
 def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int) -> None:
-    """Refuse a text that outgrows the model's positions."""
+    """Refuse a text that would be longer than the model's positions."""
     limit = position_limit(model)
     if limit is not None and prompt_length + max_new_tokens > limit:
         raise ValueError(
@@ -75,22 +75,22 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int
 def position_limit(model: PreTrainedModel) -> int | None:
     """The longest text the model can take, or None if its configuration sets no limit.
 
-    Up to here rotary embeddings that adapt to the length of the text do not.
+    Rotary embeddings that change with the length of the text do not change up to this length.
     """
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # beyond this length all keys would change; transformers recomputes them
+    if rope.get("rope_type") == "longrope":  # beyond this length all keys would change
         return int(rope["original_max_position_embeddings"])
     limit = getattr(config, "max_position_embeddings", None)
     return None if limit is None else int(limit)
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """How many positions the model has learned a vector for; None where keys turn with position, without end."""
+    """How many positions have a learned vector; None for rotary positions, which have no end."""
     config = model.config.get_text_config(decoder=True)
     return None if getattr(config, "rope_parameters", None) else position_limit(model)
 
 
 def _nothing(value: Any) -> bool:
-    """Whether an input says nothing: None, or a table without entries, which models that see are given for a text."""
+    """Whether an input is empty: None, or a table without entries, as vision models get with plain text."""
     return value is None or (isinstance(value, Mapping) and all(_nothing(each) for each in value.values()))

@@ -1,8 +1,8 @@
-"""Weights of a model that lie the other way round in memory than kernels read them.
+"""Changes the memory layout of weights that are stored transposed to what kernels read.
 
-Some layers keep a matrix as ``[K, O]`` and multiply tokens by it, ``x @ weight``: GPT-2's, and the experts of gpt-oss.
-Once, when a model is admitted, such weights are put into the other order. They keep their shape and their numbers, so
-the model computes and is saved as before; nothing is kept twice.
+Some layers keep a matrix as ``[K, O]`` and compute ``x @ weight``: GPT-2's, and the experts of gpt-oss. When a model is
+admitted, such weights are rearranged in memory, once. Shape and numbers stay, so the model computes and is saved as
+before, and nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.kernels import ordered
 
 
 def lay_out(model: PreTrainedModel) -> None:
-    """Put all such weights of a model into the order that kernels read."""
+    """Rearrange all such weights of a model."""
     for weight in _turned(model):
         ordered.lay_out(weight)
 
@@ -26,5 +26,5 @@ def _turned(model: PreTrainedModel) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, Conv1D):
             yield module.weight
-        elif getattr(module, "is_transposed", False):  # experts, as transformers marks them
+        elif getattr(module, "is_transposed", False):  # experts; transformers marks them with this attribute
             yield from (weight for weight in module.parameters(recurse=False) if weight.dim() == 3)

@@ -1,4 +1,4 @@
-"""A level of a hierarchy: a model that reads along with requests, through one cache for each."""
+"""A level of a hierarchy: a model that follows requests, with one cache per request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Progress = Callable[[int, int], None]
 """Called with tokens done and to do."""
 
 CacheFactory = Callable[[Scorer, FullCache], Cache]
-"""From a level's model, and the target's cache of a request, to the level's cache of it."""
+"""Makes a level's cache for a request, from the level's model and the target's cache for that request."""
 
 
 @torch.inference_mode()
@@ -37,10 +37,10 @@ def read(
     on_read: Callable[[int], None] = lambda count: None,
     most: int | None = None,
 ) -> None:
-    """Read what a cache does not hold of a text, and would not forget.
+    """Read a text into a cache: all tokens that it does not hold yet and would not evict at once.
 
     Args:
-        block_size: tokens in one pass, at most.
+        block_size: the most tokens in one pass.
         on_read: called with the tokens of each pass.
         most: tokens after which it ends at the end of a pass; None reads all of the text.
     """
@@ -55,7 +55,7 @@ def read(
 
 
 def counting(total: int, on_prefill: Progress | None) -> Callable[[int], None]:
-    """For ``read``: tells of the tokens of all passes so far, and of ``total``."""
+    """An ``on_read`` for ``read`` that reports the tokens read so far, and ``total``."""
     done = 0
 
     def count(tokens: int) -> None:
@@ -69,7 +69,7 @@ def counting(total: int, on_prefill: Progress | None) -> Callable[[int], None]:
 
 @dataclass
 class _Reader:
-    """One request's cache, and the tokens that were read into it from the prompt's last on."""
+    """One request's cache, and the tokens that were read into it from the prompt's last token on."""
 
     cache: Cache
     first: int
@@ -77,14 +77,14 @@ class _Reader:
 
 
 class Level:
-    """A scorer and what makes its caches.
+    """A scorer and a factory for its caches.
 
-    A level follows the text of a request by itself: before a pass it takes back what it read on trial and what did not
-    come true, and reads what is new.
+    A level follows a request's text by itself. Before a pass it drops speculative tokens that were not committed, and
+    reads the text's new tokens.
 
     Args:
-        scorer: the model; it reads by a shorter way where there is one, which rounds differently (``flat.py``).
-        cache: makes a request's cache. A ``View`` reads through the target's; any other reads the prompt itself.
+        scorer: the model. A faster pass is used if there is one; it rounds differently (``flat.py``).
+        cache: makes a request's cache. A ``View`` reads the target's cache; any other cache reads the prompt itself.
     """
 
     def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
@@ -126,8 +126,10 @@ class Level:
         return self._readers[request.id].cache
 
     def room(self, request: Request) -> int:
-        """How many tokens can be drafted behind the text by passes that cost what decoding costs: none before the
-        prompt has been read, nor behind a token that a smaller vocabulary lacks."""
+        """How many tokens can be drafted after the text at the cost of decoding passes.
+
+        None before the prompt has been read, and none after a token that the level's vocabulary lacks.
+        """
         cache = self.cache(request)
         if isinstance(cache, View):
             looked = cache.settled > 0 or cache.whole
@@ -137,7 +139,7 @@ class Level:
         return self._reads(request.tokens[self._readers[request.id].first :], len(request)) if ready else 0
 
     def _reads(self, tokens: IntArray, length: int | None = None) -> int:
-        """Tokens that the model can draft behind these, which end a text of ``length`` tokens (by default they are all
+        """How many tokens the model can draft after ``tokens``, the end of a text of ``length`` tokens (by default all
         of it); 0 if it cannot read them."""
         if int(tokens.max()) >= self.scorer.vocabulary:
             return 0
@@ -150,7 +152,7 @@ class Level:
         return isinstance(cache, View) and cache.whole
 
     def follow(self, request: Request) -> None:
-        """Take back what was read on trial, but for what has come true; the last token is always read anew."""
+        """Drop speculative tokens that were not committed. The last token is always read again."""
         reader = self._readers[request.id]
         if isinstance(reader.cache, View):
             reader.cache.sync()
@@ -162,10 +164,10 @@ class Level:
             reader.cache.truncate(first + (len(text) if same.all() else int(same.argmin())))
 
     def score(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[tuple[Block, torch.Tensor]]:
-        """One pass over what each cache does not hold of its request's text, and a tree under it.
+        """One pass over the tokens of each text that its cache lacks, and a tree after them.
 
         Returns:
-            For each row the block, for ``commit``, and logits as from ``Scorer.score``.
+            For each row its block, for ``commit``, and logits as from ``Scorer.score``.
         """
         caches = [self.cache(request) for request in requests]
         blocks = [
@@ -175,14 +177,14 @@ class Level:
         return list(zip(blocks, self.scorer.score(blocks, caches), strict=True))
 
     def commit(self, request: Request, block: Block, path: Sequence[int]) -> None:
-        """Keep the block's pending tokens and the tree nodes of ``path``, on trial."""
+        """Keep the block's pending tokens and the tree nodes of ``path``, as speculative tokens."""
         reader = self._readers[request.id]
         reader.cache.commit(block, path)
         place, kept = block.start - reader.first, np.concatenate((block.pending, block.tree.tokens[list(path)]))
         reader.read[place : place + len(kept)] = kept
 
     def verified(self, request: Request, outcome: Outcome) -> None:
-        """The target has read on, and verified what was drafted; nothing, if the request was not begun here yet."""
+        """Called when the target has verified a draft; does nothing if the request has not begun here yet."""
         cache = self.cache(request) if request.id in self._readers else None
         if not isinstance(cache, View):
             return

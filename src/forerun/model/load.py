@@ -1,8 +1,8 @@
-"""From a folder or a GGUF file to a model and its tokenizer: safe weights only, no download, no code of the model's
-unless allowed.
+"""From a folder or a GGUF file to a model and its tokenizer.
 
-What transformers would pass over in silence is an error here: weights that are missing and would be random, an encoder
-loaded as if it were a decoder, a tokenizer of another model.
+Only safe weight formats, no download, and no code from the model's folder unless allowed. Some things that transformers
+silently accepts are errors here: missing weights (they would be random), an encoder loaded as a decoder, and another
+model's tokenizer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float64", STORED)
 
 @dataclass(frozen=True)
 class _Source:
-    """What messages call a model, and where and how transformers reads it."""
+    """A model's name in messages, and where and how transformers reads it."""
 
     name: Path
     folder: Path
@@ -62,15 +62,15 @@ def load(
     Args:
         name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in this computer's Hugging
             Face cache.
-        dtype: one of ``DTYPES``; ``auto`` is what the file holds, and float32 for the bundled model and for GGUF
-            files, whose weights are dequantised to it; with ``stored`` a GGUF file's weights stay as they are, mapped
-            from the file, and numbers between them are float32.
-        device: where to put the weights; ``auto`` is CUDA if there is one, else the CPU, and the CPU for ``stored``.
+        dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
+            which are dequantised. ``stored``: a GGUF file's weights stay as they are, mapped from the file;
+            activations are float32.
+        device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
         trust_remote_code: run code that comes with the model.
-        yarn: let it take texts so many times as long as it was made for (``stretch``).
+        yarn: factor by which to stretch the model's positions (``stretch``).
 
     Raises:
-        ValueError: naming what is missing or does not fit.
+        ValueError: says what is missing or does not fit.
         FileNotFoundError: if the bundled model has no weights.
     """
     if dtype not in DTYPES:
@@ -95,7 +95,7 @@ def load(
 def load_draft(
     name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """A small model to draft for ``target``: in its dtype, on its device, with its tokenizer.
+    """A small model to draft for ``target``: in the target's dtype, on its device, with the same tokenizer.
 
     Raises:
         ValueError: as from ``load``, or if the two tokenizers give one id to different tokens.
@@ -136,7 +136,7 @@ def find(name_or_path: str) -> Path:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Neither log lines, warnings nor progress bars from transformers inside."""
+    """A context without log lines, warnings and progress bars from transformers."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -1,6 +1,6 @@
-"""Conversations to token ids, by the tokenizer's own chat template.
+"""From conversations to token ids, by the tokenizer's chat template.
 
-A template writes all special tokens itself, the one that begins a text included, so none is added to what it gives.
+A template writes all special tokens itself, including the first one, so none are added to its output.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ ANSWERER = "assistant"
 
 
 def is_conversation(prompt: Any) -> TypeGuard[Messages]:
-    """Whether a prompt is meant as messages: a list in which there is one."""
+    """Whether a prompt is a conversation: a list with at least one message."""
     if not isinstance(prompt, Sequence) or isinstance(prompt, str):
         return False
     return not isinstance(next(iter(prompt), 0), int) and any(isinstance(message, Mapping) for message in prompt)
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether conversations can be put to a model with this tokenizer."""
+    """Whether this tokenizer can turn conversations into text."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def check_messages(messages: Messages) -> None:
-    """Refuse what is no conversation, or one that waits for no answer.
+    """Refuse anything but a conversation that waits for an answer.
 
     Raises:
-        ValueError: for no message, one without role or content, or an answer as the last one.
-        TypeError: for a message, a key, a role or a content of a wrong type.
+        ValueError: for no messages, a message without role or content, or an answer as the last message.
+        TypeError: for a message, key, role or content of a wrong type.
     """
     if not len(messages):
         raise ValueError("there is no message")
@@ -44,7 +44,7 @@ def check_messages(messages: Messages) -> None:
 
 
 def apply_template(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """The ids of a conversation up to where the answer begins.
+    """Token ids of a conversation, up to where the answer begins.
 
     Raises:
         ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.

@@ -1,11 +1,11 @@
 """The forward pass of common decoders as one program, without Python between its operations.
 
-On a CPU a pass over a few tokens should take as long as memory needs to deliver the weights once. The layers of Python
-around a model's operations take as long again for a small model, so the target's passes go this way where the model is
-of a known shape (``parts.py``); a comparison with the model's own forward pass decides (``gate.py``). A model that
-changes is noticed at its next pass, which goes through the model itself where a program can no longer be written.
+On a CPU, a pass over a few tokens should take the time that memory needs to deliver the weights once. For a small model
+the Python around its operations takes as long again. So the target's passes run as a program if the model has a known
+structure (``parts.py``) and a comparison with its own forward pass succeeds (``gate.py``). If the model is changed, the
+next pass notices; if no program fits any more, it uses the model's own forward pass.
 
-Every token's logits have the same bits whatever shares its pass, by the kernels' order of sums.
+The kernels sum in a fixed order, so a token's logits have the same bits whatever shares its pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from forerun.model.scorer import Scorer
 from forerun.model.watch import Watch
 
 SPARE = 4096
-"""Bytes that each thread's room is larger than what it needs."""
+"""Extra bytes in each thread's scratch memory."""
 
 
 class NativeScorer(Scorer):
@@ -44,14 +44,14 @@ class NativeScorer(Scorer):
         self._read()
 
     def _read(self) -> None:
-        """The model as it is now."""
+        """Read the model's current modules and weights."""
         self._watch = Watch(self.model)
         self._inputs = self.model.get_input_embeddings()
         self._parts = Parts(self.model) if known(self.model) else None
         self._written: Written | None = None
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """See ``Scorer.score``; other caches than full ones go through the model's own forward pass."""
+        """See ``Scorer.score``. Caches other than full ones take the model's own forward pass."""
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches):
             with self._turns:
@@ -85,14 +85,14 @@ class NativeScorer(Scorer):
         return logits
 
     def _check(self, packed: Packed) -> None:
-        """No row of the embedding is read that there is not."""
+        """Refuse token ids that the embedding does not have."""
         least, most = int(packed.ids.min()), int(packed.ids.max())
         if least < 0 or most >= self.vocabulary:
             wrong = least if least < 0 else most
             raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
 
     def _room(self, parts: Parts, packed: Packed, threads: int) -> Written:
-        """Buffers for as many tokens, rows and positions; the program is written anew where one has to grow."""
+        """Buffers for this pass's tokens, rows and positions. If one has to grow, the program is rewritten."""
         slot = max(packed.slot_size, parts.room(packed.n)) + SPARE
         if len(self._slots) < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)
@@ -109,11 +109,11 @@ class NativeScorer(Scorer):
         return before
 
     def _tell(self, parts: Parts, written: Written, packed: Packed, caches: Sequence[FullCache]) -> None:
-        """What sparse caches ask of a full one."""
+        """Give full caches what sparse caches read from them: queries and attention parameters."""
         heads, first, specs = parts.heads, 0, {i: layer.spec for i, layer in enumerate(parts.layers)}
         for cache, count in zip(caches, packed.counts, strict=True):
             cache.specs = dict(specs)
-            if self.keeps_queries:  # a copy, as the next pass writes over them
+            if self.keeps_queries:  # a copy, as the next pass overwrites them
                 turned = written.mixed[:, first : first + count, : heads.heads * heads.dim].clone()
                 parted = turned.view(*turned.shape[:2], heads.heads, heads.dim).transpose(1, 2)
                 cache.queries = {i: queries[None] for i, queries in enumerate(parted)}
@@ -121,5 +121,5 @@ class NativeScorer(Scorer):
 
 
 def native(scorer: Scorer) -> Scorer:
-    """The same model as a program, if its shape is known; else as it is. Whether they agree is for the gate to say."""
+    """A ``NativeScorer`` if the model's structure is known; else ``scorer`` itself. The gate compares their logits."""
     return NativeScorer(scorer.model) if type(scorer) is Scorer and known(scorer.model) else scorer

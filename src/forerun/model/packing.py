@@ -1,4 +1,4 @@
-"""A pass as the kernels see it: tokens of all rows side by side, and tables of where everything lies."""
+"""A pass as the kernels see it: all rows' tokens side by side, and tables of addresses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from forerun.kernels.canonical import PIECE, ROW, SEQUENTIAL, UNIT, RowFields, U
 from forerun.kernels.tiles import QUERIES
 
 MANY_TILES = 64
-"""From so many tiles of queries on a row is cut into tiles alone: there is work enough, and no states to keep."""
+"""From this many tiles of queries on, a row is cut into tiles only, not pieces: that is enough work for all threads,
+and there are no states to keep."""
 UNIT_TILES = 32
-"""Tiles of a unit then, whose states stay in the nearer caches."""
+"""Tiles per unit in that case; their states fit in the nearer caches."""
 UNITS = 4
-"""Units a thread that a short row is cut into, so that threads end at about the same time."""
+"""A shorter row is cut into this many units per thread, so that threads finish at about the same time."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ class Heads:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.heads // self.kv_heads
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of the states of four queries."""
+        """Bytes for the states of a tile, four queries."""
         return canonical.tile_bytes(self.out_dim)
 
 
@@ -48,9 +49,9 @@ class Packed:
     """The blocks of all rows.
 
     Args:
-        blocks: what each row feeds.
-        heads: of the model.
-        threads: that will go through it.
+        blocks: each row's input.
+        heads: the model's.
+        threads: number of threads of the pass.
     """
 
     def __init__(self, blocks: Sequence[Block], heads: Heads, threads: int) -> None:
@@ -71,7 +72,7 @@ class Packed:
 
     @cached_property
     def wanted(self) -> IntArray:
-        """The tokens whose logits are wanted: each row's last pending one and its tree's."""
+        """Indices of the tokens whose logits are wanted: each row's last pending token, and its tree's nodes."""
         ends = np.cumsum(self.counts)
         parts = [
             np.arange(end - len(block.tree) - 1, end) for end, block in zip(ends.tolist(), self.blocks, strict=True)
@@ -79,7 +80,7 @@ class Packed:
         return np.concatenate(parts)
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> bytearray:
-        """The table of rows, given each cache's distances of heads and rows of keys, and of values, in bytes."""
+        """The table of rows, given each cache's strides in bytes: heads and rows of keys, heads and rows of values."""
         table, first = bytearray(ROW.size * len(self.blocks)), 0
         for i, (block, count) in enumerate(zip(self.blocks, self.counts, strict=True)):
             straight = count if _is_chain(block) else len(block.pending)
@@ -89,7 +90,7 @@ class Packed:
         return table
 
     def _units(self, threads: int) -> None:
-        """Cut the rows into units, and say where their states go."""
+        """Cut the rows into units, and assign the places of their states."""
         units: list[UnitFields] = []
         self._parts, self._pieces, self.parts_size = [], [], 0
         for i, (block, tiles) in enumerate(zip(self.blocks, self.tiles, strict=True)):
@@ -130,7 +131,7 @@ def _is_chain(block: Block) -> bool:
 
 
 def address(table: bytearray | IntArray | torch.Tensor) -> int:
-    """Where a table lies."""
+    """A table's address."""
     if isinstance(table, torch.Tensor):
         return table.data_ptr()
     return int(np.frombuffer(table, np.uint8).ctypes.data) if isinstance(table, bytearray) else int(table.ctypes.data)

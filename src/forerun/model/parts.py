@@ -1,4 +1,4 @@
-"""What a program of kernels has to know of a model: which models it can be written for, and their parts."""
+"""Which models can run as a program of kernels, and the parts that the program needs."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from forerun.kernels.vector import LANES, LINE, fused
 from forerun.model.stored import StoredEmbedding, StoredLinear
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
-"""Model types of one shape: root mean square norms, rotary halves, gated linear units."""
+"""Supported model types. They share one structure: root mean square norms, rotary halves, gated linear units."""
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU}
 KINDS = {torch.float32: 0, torch.bfloat16: 1}
 CHANGING = frozenset({"dynamic", "longrope"})
-"""Ways to scale rotary positions by which a position's angles depend on the length of the text."""
+"""Rotary scalings in which angles depend on the length of the text."""
 SOURCES = ("transformers.", "torch.nn.modules.", StoredLinear.__module__)
-"""Where the classes of modules must come from."""
+"""Modules' classes must come from these packages."""
 ANGLES = 256
-"""Positions whose angles are computed at a time: few enough for one thread, so that bits depend on nothing else."""
+"""Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer's parts, as modules; norms behind a part may be missing."""
+    """One decoder layer's modules; norms after a part may be missing."""
 
     attention: Any
     mlp: Any
@@ -58,7 +58,7 @@ def layers(model: PreTrainedModel) -> list[Layer]:
 
 
 def angles(rotary: Any, kind: str | None, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of every position, ``[count, half]`` each, for a kind of layer."""
+    """Cosines and sines of all positions for one kind of layer, ``[count, half]`` each."""
     like, parts = torch.empty(0, dtype=torch.float32), []
     for first in range(0, count, ANGLES):
         positions = torch.arange(first, first + ANGLES)[None]
@@ -69,34 +69,34 @@ def angles(rotary: Any, kind: str | None, count: int) -> tuple[torch.Tensor, tor
 
 
 def activation(config: Any) -> str:
-    """The name of the gates' activation."""
+    """Name of the gates' activation."""
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
 
 def one(norm: Any) -> int:
-    """What a norm adds to its weight: Gemma's add 1."""
+    """The number that a norm adds to its weight: 1 for Gemma's, else 0."""
     return int("Gemma" in type(norm).__name__)
 
 
 def eps(norm: Any) -> float:
-    """What a norm adds to the mean of the squares."""
+    """The number that a norm adds to the mean of squares."""
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
 def embed_scale(embedding: nn.Module) -> float:
-    """The factor of the embedding, rounded as the model rounds it."""
+    """The embedding's factor, rounded as the model rounds it."""
     factor = getattr(embedding, "embed_scale", 1.0)
     weight: Any = embedding.weight
     return float(torch.as_tensor(factor).to(weight.dtype if weight.is_floating_point() else torch.float32))
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something else than its class's ``forward`` runs."""
+    """Whether calling the module runs anything besides its class's ``forward``."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def _plain(model: PreTrainedModel) -> bool:
-    """Whether every module is what it seems, and all weights are alike."""
+    """Whether every module is of an unchanged, known class, and all weights have one type."""
     if any(hooked(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
     blocks = {module.weight for module in model.modules() if isinstance(module, StoredLinear | StoredEmbedding)}
@@ -109,7 +109,7 @@ def _plain(model: PreTrainedModel) -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Whether rows are whole vectors, and every matrix a plain linear layer's, or every one stored."""
+    """Whether rows are whole vectors, and either all matrices are plain linear layers or all are stored ones."""
     whole = LINE // model.dtype.itemsize
     linears: list[Any] = [*_linears(model)]
     kind = StoredLinear if model.dtype == torch.float32 and type(model.lm_head) is StoredLinear else nn.Linear
@@ -131,7 +131,7 @@ def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 def _scalings(rotary: Any) -> list[str]:
-    """How rotary positions are scaled, by kind of layer."""
+    """Names of the rotary scalings, per kind of layer."""
     return list(rotary.rope_type.values()) if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
 
 

@@ -1,9 +1,9 @@
 """The logits processors of a row.
 
-transformers calls a processor once for every token of a text, in order, and verification does the same along the path
-that it walks. Drafts on trial are calls besides; a processor that remembers its calls (a watermark, a grammar, guidance
-by a second pass) must not see them, nor those of other rows. So several rows have copies of it, and drafts are made
-without it, which changes what is accepted and never what is generated.
+transformers calls a processor once per token of a text, in order. Verification does the same along the path it walks.
+Drafting would add calls. A processor that remembers its calls (a watermark, a grammar, guidance by a second pass) must
+see neither these nor the calls of other rows. So each of several rows has a copy, and drafts are made without it. That
+changes what is accepted, never what is generated.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ STATELESS = frozenset(
 ) | frozenset(
     f"{name}LogitsWarper" for name in ("Epsilon", "Eta", "MinP", "Temperature", "TopH", "TopK", "TopP", "Typical")
 ) | {"ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor", "LogitNormalization"}  # fmt: skip
-"""Classes of transformers whose result depends on nothing but ids and scores; its watermark draws from ids anew."""
+"""transformers' classes whose result depends on ids and scores only. Its watermark is one: it seeds itself from ids."""
 DECLARATION = "forerun_stateless"
-"""An attribute by which any other says so of itself."""
+"""Attribute by which any other processor declares the same."""
 
 
 def stateless(processor: Any) -> bool:
-    """Whether a processor may be called for any ids in any order: it is known, or its ``forerun_stateless`` is true."""
+    """Whether a processor may be called in any order: its class is known, or its ``forerun_stateless`` is true."""
     kind = type(processor)
     known = kind.__module__ == HOME and kind.__name__ in STATELESS
     return bool(getattr(processor, DECLARATION, known))
@@ -47,11 +47,11 @@ def of_row(
     """All processors of a row as one, or None if there are none.
 
     Args:
-        processors: what transformers prepared.
-        model: the target, which copies of a processor share.
-        row: the row's number, which ``prefix_allowed_tokens_fn`` is told.
-        rows: how many there are; the only one has the processors themselves, with what they remember.
-        place: the row's in the batch that they were prepared for.
+        processors: as transformers prepared them.
+        model: the target; copies of a processor share it.
+        row: the row's number, passed to ``prefix_allowed_tokens_fn``.
+        rows: number of rows; a single row gets the processors themselves, not copies.
+        place: the row's index in the batch for which they were prepared.
 
     Raises:
         NotImplementedError: for several rows and a processor that cannot be copied.
@@ -64,8 +64,7 @@ def of_row(
 
 
 def _in_turn(processors: Sequence[Any]) -> Processor | None:
-    """All of them as one; transformers' list would look up the parameters of each at every token, to ask for more than
-    a generation has where one takes more than ids and scores."""
+    """All of them as one processor. transformers' own list inspects each processor's parameters at every token."""
     if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
         return LogitsProcessorList(processors)  # type: ignore[no-any-return]
     return (lambda ids, scores: reduce(lambda so_far, p: p(ids, so_far), processors, scores)) if processors else None
@@ -78,7 +77,7 @@ def _copied(processor: Any, model: PreTrainedModel) -> Any:
         if twin is not processor:
             return twin
         reason = "a copy of it is itself"
-    except Exception as error:  # of any processor
+    except Exception as error:  # a processor may raise anything
         reason = f"{type(error).__name__}: {error}"
     raise NotImplementedError(
         f"the logits processor {getattr(processor, '__name__', type(processor).__name__)} may remember its calls, and "
@@ -88,7 +87,7 @@ def _copied(processor: Any, model: PreTrainedModel) -> Any:
 
 
 def _of_place(processor: Any, row: int, place: int) -> Any:
-    """What belongs to one row of a batch, out of what was prepared for all of it."""
+    """One row's processor, from one that was prepared for a whole batch."""
     change = _CHANGES.get(type(processor).__name__)
     if change is None:
         return processor

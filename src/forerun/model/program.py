@@ -1,7 +1,6 @@
-"""A model's forward pass written as operations of kernels, over buffers for so many tokens and rows.
+"""A model's forward pass as a list of kernel operations, over buffers of a fixed size.
 
-Weights are read where they lie. Between weights all numbers are float32; what a linear layer reads is of the weights'
-type.
+Weights are read where the model stores them. Activations are float32; a linear layer's input has the weights' type.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ from forerun.model.parts import ACTIVATIONS, KINDS, Layer, activation, angles, e
 from forerun.model.stored import StoredEmbedding, StoredLinear
 
 SHARES = 8
-"""Pieces of work a thread that a matrix is cut into."""
+"""A matrix is cut into this many pieces of work per thread."""
 TABLE = 4096
-"""Positions by which the table of angles grows at least."""
+"""The table of angles grows by at least this many positions."""
 
 Op = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a program has room for.
+    """The largest pass that a program has room for.
 
     Attributes:
         tokens: of a pass.
-        rows: of its batch.
-        threads: that its work is cut for.
-        keeps: whether the queries of every layer are kept until the next pass.
+        rows: of a batch.
+        threads: number of threads for which the work is cut.
+        keeps: whether every layer's queries are kept until the next pass.
     """
 
     tokens: int
@@ -57,7 +56,7 @@ class Size:
 
 
 class Parts:
-    """What of a model stays when a program is written anew for more tokens.
+    """The parts of a model that stay the same when the program is rewritten for more tokens.
 
     Args:
         model: one that ``parts.known`` knows.
@@ -80,14 +79,14 @@ class Parts:
         self.positions = 0
 
     def room(self, tokens: int) -> int:
-        """Bytes that a thread needs for a pass over so many tokens."""
+        """Bytes that a thread needs for a pass over ``tokens`` tokens."""
         longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
         if isinstance(self.head, StoredLinear):
             return stored.room(tokens, longest)
         return linear.room(tokens, longest * self.width)
 
     def reach(self, count: int) -> None:
-        """Have the angles of so many positions."""
+        """Make sure that there are angles for ``count`` positions."""
         self.positions = count + max(TABLE, count // 4)
         kinds = {layer.kind for layer in self.layers}
         self.angles = {kind: angles(self._rotary, kind, self.positions) for kind in kinds}
@@ -97,11 +96,11 @@ class Written:
     """The program, and its buffers.
 
     Args:
-        parts: of the model; their angles must be there.
+        parts: of the model, with angles for all positions.
         size: of the largest pass.
 
     Attributes:
-        kv: where each layer's keys and values lie in each row's cache, int64 ``[layers, rows, 2]``.
+        kv: addresses of each layer's keys and values in each row's cache, int64 ``[layers, rows, 2]``.
         mixed: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
     """
 
@@ -168,7 +167,7 @@ class Written:
         ]
 
     def _back(self, module: nn.Module, x: torch.Tensor, norm: Any) -> list[Op]:
-        """A part's last layer, whose results are added to the residual stream, normed first where there is a norm."""
+        """A part's last linear layer: its results are normed, if there is a norm, and added to the residual stream."""
         if norm is None:
             return [self._linear([module], x, ADD, _place(self._x))]
         return [
@@ -199,13 +198,13 @@ class Written:
         self, modules: Sequence[StoredLinear], x: torch.Tensor, mode: int, y: tuple[int, int], which: int
     ) -> Op:
         table, columns = blockwise.described([module.blocks for module in modules]), modules[0].in_features
-        self._tables.append(table)  # the program has their addresses
+        self._tables.append(table)  # keeps alive what the program has the address of
         how = {"mode": mode, "which": which, "activation": self._parts.activation}
         return blockwise.operation(table, columns, _place(x), y, self.size.threads, **how)
 
 
 def _place(t: torch.Tensor) -> tuple[int, int]:
-    """The address of a matrix, and the bytes from row to row."""
+    """A matrix's address, and the stride between rows in bytes."""
     return t.data_ptr(), t.stride(0) * t.element_size()
 
 

@@ -1,4 +1,4 @@
-"""Prompts in the shapes users have them, to token ids."""
+"""From prompts in any form that users have to token ids."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def encode(
     """Token ids of each prompt, without padding.
 
     Raises:
-        ValueError: for no prompt at all, text without a tokenizer, messages without a chat template or in a wrong
-            shape, or a mask that does not fit.
-        TypeError: for anything else than a prompt, or messages beside other prompts.
+        ValueError: for no prompts, text without a tokenizer, messages without a chat template or in a wrong form, or a
+            mask that does not fit.
+        TypeError: for anything that is not a prompt, or messages mixed with other prompts.
     """
     if isinstance(prompts, Mapping):
         if "input_ids" not in prompts:

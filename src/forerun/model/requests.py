@@ -1,7 +1,7 @@
-"""From what users pass to ``generate`` to requests, with transformers' own processors and stopping criteria.
+"""From the arguments of ``generate`` to requests, with transformers' own processors and stopping criteria.
 
-``transformers`` itself merges and validates the generation configuration: a prompt goes through ``model.generate`` with
-a ``custom_generate`` that only keeps what was prepared. So every option means here what it means there.
+``transformers`` itself merges and validates the options: a prompt goes through ``model.generate`` with a
+``custom_generate`` that only returns what was prepared. So every option means the same here as there.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "typical_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
     "repetition_penalty": (lambda x: x > 0, "positive"),
 }
-"""Values that make sense; transformers itself silently ignores some that do not."""
+"""Allowed values of options; transformers silently ignores some wrong ones."""
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What Forerun adds to transformers' options.
+    """Forerun's own options, beside transformers'.
 
     Attributes:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
-        namespace: whose outputs may be drafted to this text.
+        namespace: this text is drafted from earlier outputs of the same namespace only.
     """
 
     seed: int | None = None
@@ -67,7 +67,7 @@ class RowOptions:
 
 @dataclass(frozen=True)
 class Place:
-    """A row's number, how many rows there are, and its number in the batch that transformers prepared for."""
+    """A row's number, the number of rows, and the row's index in the batch that transformers prepared."""
 
     row: int = 0
     rows: int = 1
@@ -76,7 +76,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What transformers hands to a ``custom_generate`` function."""
+    """What transformers passes to a ``custom_generate`` function."""
 
     config: GenerationConfig
     processors: LogitsProcessorList
@@ -100,12 +100,12 @@ def build_requests(
         options: Forerun's own.
         tokenizer: needed for ``stop_strings``.
         row: the prompt's number.
-        prompts: how many there are.
-        kwargs: what ``model.generate`` takes: ``generation_config``, its fields, ``logits_processor``, ...
+        prompts: number of prompts.
+        kwargs: options of ``model.generate``: ``generation_config``, its fields, ``logits_processor``, ...
 
     Raises:
-        ValueError: for a wrong value, an empty prompt, ids out of range or too long a text.
-        NotImplementedError: for what Forerun does not do, such as beam search.
+        ValueError: for a wrong value, an empty prompt, ids out of range, or a text that is too long.
+        NotImplementedError: for what Forerun does not support, such as beam search.
     """
     check_prompt(model, prompt)
     kwargs = _with_stop_strings(model, tokenizer, kwargs)
@@ -132,12 +132,12 @@ def make_request(
     place: Place,
     padding: Sequence[int] = (),
 ) -> Request:
-    """A request for one row, from what transformers prepared for it, or for its batch."""
+    """A request for one row, from what transformers prepared for the row or for its batch."""
     config = prepared.config
     _check_mode(config)
     eos, max_length, stopping = _ends(prepared.criteria, config.max_length, model.device)
     max_new_tokens = max_length - len(prompt) - len(padding)
-    if max_length != config.max_length:  # a user's criterion, which transformers asks behind the first token
+    if max_length != config.max_length:  # a user's criterion; transformers asks it after the first token
         max_new_tokens = max(1, max_new_tokens)
     check_length(model, len(prompt), max_new_tokens)
     processor = of_row(prepared.processors, model, place.row, place.rows, place.prepared)
@@ -177,7 +177,7 @@ def _prepare(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, An
 def _with_stop_strings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Turn ``stop_strings`` into the criterion itself: transformers passes no tokenizer on to custom functions."""
+    """Turn ``stop_strings`` into a stopping criterion, as transformers passes no tokenizer to custom functions."""
     given = kwargs.get("generation_config")
     in_config = given or model.generation_config
     strings = kwargs.get("stop_strings") or in_config.stop_strings or model.generation_config.stop_strings
@@ -214,10 +214,10 @@ def _check_mode(config: GenerationConfig) -> None:
 def _ends(
     criteria: StoppingCriteriaList, max_length: int, device: torch.device
 ) -> tuple[frozenset[int], int, Stopping | None]:
-    """Tokens that end a text, its length at most, and all other criteria as one.
+    """Tokens that end a text, its greatest length, and all other criteria as one.
 
-    The first two are found in transformers' own criteria, so that requests check them without a tensor; a user's take
-    the place of those made from the options.
+    The first two are taken out of transformers' own criteria, so that requests can check them without a tensor. A
+    user's criteria replace those made from the options.
     """
     eos = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
     lengths = [int(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]

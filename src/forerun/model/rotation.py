@@ -1,8 +1,8 @@
-"""Finds out by trial how a model's keys turn with position, so that no list of architectures has to be right.
+"""Finds by trial how a model's keys rotate with position, so that no list of architectures has to be maintained.
 
-A token alone attends to itself only, so with rotary embedding its hidden states do not depend on its position, and its
-keys at two positions differ by a rotation. Which one, is tried: the frequencies come from the model's own ``inv_freq``
-buffers; paired dimensions lie half a rotary width apart or side by side, at the front or at the end of a head.
+A single token attends only to itself. With rotary embedding its hidden states then do not depend on its position, and
+its keys at two positions differ by a rotation. The candidates are tried: frequencies come from the model's own
+``inv_freq`` buffers; paired dimensions are half a rotary width apart or adjacent, at the start or the end of a head.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from forerun.kernels.attention import AttentionSpec
 from forerun.model.scorer import Scorer
 
 POSITIONS = (1, 2, 5, 19, 61)
-"""Where keys are compared with those at position 0; all are below any length where a model changes frequencies."""
+"""Positions whose keys are compared with those at 0; all are below any length at which models change frequencies."""
 
 TOKENS = 4
 
 
 @torch.inference_mode()
 def find_rotation(model: PreTrainedModel) -> Rotation | None:
-    """How the keys of each layer turn with position.
+    """How the keys of each layer rotate with position.
 
     Args:
-        model: a decoder that ``forerun.model.gate`` lets through.
+        model: a decoder that ``forerun.model.gate`` admits.
 
     Returns:
-        None if no rotation explains the keys of some layer: positions are learned (GPT-2, OPT) or encoded in a way that
-        is not known here. Then keys cannot be moved. Layers whose keys do not depend on position are explained.
+        The rotation of each layer, or none for layers whose keys do not depend on position. None if the keys of some
+        layer fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way; such keys cannot
+        be moved.
     """
     scorer = Scorer(model)
     limit = getattr(model.config, "max_position_embeddings", None) or POSITIONS[-1] + 1
@@ -54,7 +55,7 @@ def find_rotation(model: PreTrainedModel) -> Rotation | None:
 
 
 class _Probe(Cache):
-    """Records the keys of one token that attends to itself alone."""
+    """Records the keys of one token that attends only to itself."""
 
     def __init__(self, position: int) -> None:
         self.length = position
@@ -86,7 +87,7 @@ def _keys(scorer: Scorer, position: int) -> dict[int, torch.Tensor]:
 
 
 def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
-    """The distinct ``inv_freq`` buffers of the model as it uses them, in float32 and then exactly in float64."""
+    """The model's distinct ``inv_freq`` buffers, rounded to float32 as the model uses them, as float64."""
     found: list[torch.Tensor] = []
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dim() == 1:
@@ -105,9 +106,9 @@ def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[Turn]:
 
 
 def _error(turn: Turn | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
-    """The largest relative error of the keys it predicts, in units of what rounding explains.
+    """The largest relative error of the predicted keys, in units of the error that rounding explains.
 
-    Models compute angles, cosines and sines in float32, where an angle's error grows with the position, and round
+    Models compute angles, cosines and sines in float32; an angle's error grows with the position. Then they round
     cosines, sines, products and sums to the keys' dtype.
     """
     wide = keys.double()

@@ -1,9 +1,9 @@
 """A transformers decoder as a scorer: one forward pass gives logits at every node of every row's tree.
 
-Rows are packed into one sequence, each with its own positions, so ragged rows need no padding; attention, the only
-operation that mixes tokens, is Forerun's own and keeps them apart. It is registered once under transformers' attention
-interface and finds the pass that runs in its thread; no model code is changed, and outside of a pass, in another thread
-too, a model keeps its own attention.
+Rows are packed into one sequence, each with its own positions, so ragged rows need no padding. Attention is the only
+operation that mixes tokens; it is Forerun's own and keeps rows apart. It is registered once in transformers' attention
+interface, and finds the pass that runs in its thread. No model code is changed. Outside of a pass, and in other
+threads, a model keeps its own attention.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = "forerun"
 
 @dataclass(frozen=True)
 class Pass:
-    """What the attention function needs to know of a forward pass: its rows, in their order in the packed sequence."""
+    """What the attention function knows of a forward pass: its rows, in the order of the packed sequence."""
 
     blocks: Sequence[Block]
     caches: Sequence[Cache]
@@ -60,7 +60,7 @@ class Pass:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
         caches: Sequence[FullCache],
     ) -> torch.Tensor:  # fmt: skip
-        """All rows at once, each token's sums in the order of its text."""
+        """All rows at once, in a fixed order of sums."""
         sizes = [len(block) for block in self.blocks]
         parts = [torch.split(t, sizes, 2) for t in (q, k, v)]
         rows = []
@@ -78,14 +78,14 @@ class Pass:
         return ordered.attend(q, rows, tables, (packed.slot_size, packed.parts_size), how)
 
     def _packed(self, heads: Heads) -> Packed:
-        """The pass as kernels see it; layers are mostly alike."""
+        """The pass as kernels see it; reused by layers with the same heads."""
         if heads not in self.packings:
             self.packings[heads] = Packed(self.blocks, heads, torch.get_num_threads())
         return self.packings[heads]
 
 
 _running: ContextVar[Pass | None] = ContextVar("running", default=None)
-"""This thread's pass. Some models pass no keyword arguments down to their attention, so it cannot come as one."""
+"""This thread's pass. It cannot be a keyword argument: some models pass none down to their attention."""
 
 
 def attention(
@@ -100,7 +100,7 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function registered with transformers; shapes as there: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
+    """The function registered with transformers, with its shapes: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
     rows = _running.get()
     if rows is None:
         raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
@@ -118,7 +118,7 @@ class Scorer:
     """One set of weights; the caches come with each call.
 
     Args:
-        model: a decoder that ``forerun.model.gate`` lets through.
+        model: a decoder that ``forerun.model.gate`` admits.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -127,10 +127,10 @@ class Scorer:
         self.vocabulary = int(self._inputs.weight.shape[0])
         """Token ids that the model can read: rows of its input embedding."""
         self.limit = learned_positions(model)
-        """Positions that there are, or None if any can be read."""
+        """Number of learned positions, or None if there is no limit."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.keeps_queries = False
-        """Whether full caches must get the queries of each pass, for sparse caches to choose by."""
+        """Whether full caches keep each pass's queries, by which sparse caches choose."""
 
     @cached_property
     def kv(self) -> KVShape:
@@ -142,15 +142,15 @@ class Scorer:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go."""
+        """The device of the inputs."""
         return self._inputs.weight.device  # type: ignore[no-any-return]
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         """One forward pass over all rows.
 
         Args:
-            blocks: what each row feeds.
-            caches: each row's cache; it keeps the block as its speculative tail until ``commit``.
+            blocks: each row's input.
+            caches: each row's cache; it holds the block as a speculative tail until ``commit``.
 
         Returns:
             For each row the logits after its last pending token (row 0) and at its tree's node i (row i + 1),
@@ -165,7 +165,7 @@ class Scorer:
     def _forward(
         self, ids: torch.Tensor, positions: torch.Tensor, rows: Pass, wanted: int | torch.Tensor
     ) -> torch.Tensor:
-        """Logits ``[m, V]`` of the packed ids ``[n]``: of all of them if ``wanted`` is 0, else of those it lists."""
+        """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         with switched(self.model, attn=NAME, experts=experts(self.model)), _run(rows), ordered.Ordered():
             logits: torch.Tensor = self.model(
@@ -186,7 +186,7 @@ def _run(rows: Pass) -> Iterator[None]:
 
 
 def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
-    """Which columns need logits: 0 for all of them, or their indices in the packed sequence."""
+    """Which tokens need logits: 0 for all, or their indices in the packed sequence."""
     if all(len(block.pending) == 1 for block in blocks):
         return 0
     ends = np.cumsum([len(block) for block in blocks]).tolist()

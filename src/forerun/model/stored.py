@@ -1,4 +1,4 @@
-"""Modules that hold weights as a GGUF file stores them, in the place of torch's linear layers and embeddings."""
+"""Modules that hold weights as a GGUF file stores them; they replace torch's linear layers and embeddings."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from forerun.kernels import blockwise
 from forerun.kernels.blockwise import Blocks
 
 STORED = "stored"
-"""The name of this choice among types of number."""
+"""The dtype name for such weights."""
 
 
 class StoredLinear(nn.Module):
     """A linear layer over stored weights, computed in float32 on a CPU.
 
     Args:
-        rows: bytes ``[O, row]``, which are kept as they are.
-        kind: of the blocks, one of ``kernels.stored.NAMES``.
+        rows: bytes ``[O, row]``, kept as they are.
+        kind: format of the blocks, one of ``kernels.stored.NAMES``.
         in_features: columns.
         bias: float32 ``[O]``, or None.
     """
@@ -40,7 +40,7 @@ class StoredLinear(nn.Module):
         _check_place(self.weight)
         if self.bias is None or self.bias.dtype == torch.float32:
             return blockwise.product(x, self.blocks)
-        return blockwise.product(x, Blocks(self.weight, self.kind)) + self.bias  # the model was cast
+        return blockwise.product(x, Blocks(self.weight, self.kind)) + self.bias  # the bias was cast with the model
 
     def extra_repr(self) -> str:
         """See ``nn.Module``."""
@@ -49,13 +49,13 @@ class StoredLinear(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding over stored weights, whose rows are floats from where they are looked up.
+    """An embedding over stored weights; a lookup gives float32 rows.
 
     Args:
-        rows: bytes ``[V, row]``, which are kept as they are.
-        kind: of the blocks.
+        rows: bytes ``[V, row]``, kept as they are.
+        kind: format of the blocks.
         embedding_dim: columns.
-        embed_scale: what rows are multiplied by, or None.
+        embed_scale: factor on the rows, or None.
     """
 
     def __init__(
@@ -107,5 +107,5 @@ def is_stored(model: nn.Module) -> bool:
 
 
 def dtype_name(model: nn.Module) -> str:
-    """What its numbers are: ``stored``, or torch's name of their type."""
+    """The type of a model's weights: ``stored``, or torch's name."""
     return STORED if is_stored(model) else str(model.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """A model's positions beyond those it was trained on: YaRN (Peng et al. 2023, arXiv 2309.00071), by its configuration.
 
-Slow rotations are slowed down by the factor, fast ones stay, and attention becomes a little sharper. The weights stay
-as they are; how well a model reads so far is its own affair.
+Slow rotations are slowed down by the factor, fast ones stay, and attention becomes a little sharper. The weights do not
+change, so nothing guarantees that a model is good at such lengths.
 """
 
 from __future__ import annotations

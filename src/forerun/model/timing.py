@@ -1,7 +1,7 @@
 """Measures what passes of a model cost on this machine: a few of each size, in turns, within a fraction of a second.
 
-The fastest of each size counts, for what disturbs a pass only ever slows it. A model so large that few passes fit into
-that time is measured at fewer sizes, the least of them once.
+The fastest pass of each size counts, because disturbances only slow passes down. If a model is so large that few passes
+fit into that time, fewer sizes are measured, each at least once.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from forerun.model.scorer import Scorer
 from forerun.plan.costs import CostCurve
 
 SIZES = (1, 8, 16, 32, 64, 2)
-"""Tokens of the passes, the most telling first: a kernel that reads weights once has its bends at multiples of 8."""
+"""Sizes of the passes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
 LEAST = 3
-"""How many of these sizes are measured however long they take."""
+"""How many of these sizes are always measured, however long they take."""
 ROUNDS = 9
-"""Passes of each kind at most."""
+"""The most passes of each kind."""
 SECONDS = 0.4
-"""After this time no further pass begins."""
+"""No pass starts after this time."""
 NEAR, FAR = 64, 4096
-"""Tokens in the cache: for the curve, so that it has what merging two attentions costs, and where looking back is
-measured, with passes over one token and over several."""
+"""Tokens in the cache. ``NEAR``: for the cost curve, so that it includes merging two attentions. ``FAR``: for the cost
+of cached tokens, with passes over one token and over several."""
 SEVERAL = 16
 
 
@@ -38,13 +38,13 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
     """The cost curve of a model, rounded so that it seldom differs from one measurement to the next.
 
     Args:
-        scorer: of the model.
-        clock: seconds.
+        scorer: the model.
+        clock: gives seconds.
     """
     reach = _positions(scorer)
     near = NEAR if reach >= NEAR + max(SIZES) else 0
     kinds = [(size, near) for size in SIZES if size <= reach]
-    kinds.insert(LEAST, kinds[0])  # all others are measured by it
+    kinds.insert(LEAST, kinds[0])  # the unit of all others: measured more often
     if reach >= FAR + SEVERAL:
         kinds += [(1, FAR), (SEVERAL, FAR), kinds[0]]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
@@ -57,7 +57,7 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
 
 
 def costs_of(scorer: Scorer) -> CostCurve:
-    """The cost curve of a model, measured the first time it is asked for."""
+    """The cost curve of a model, measured at the first call."""
     if scorer not in _measured:
         _measured[scorer] = measure(scorer)
     return _measured[scorer]
@@ -76,7 +76,7 @@ def _until(clock: Callable[[], float], end: float, kinds: list[tuple[int, int]])
 def _curve(seconds: dict[tuple[int, int], float], near: int) -> CostCurve:
     sizes = sorted(size for size, cached in seconds if cached == near)
     one = seconds[1, near]
-    ratios = [min(seconds[size, near] / one, size) for size in sizes]  # no worse than one by one
+    ratios = [min(seconds[size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
     costs = np.maximum.accumulate(ratios).tolist()
     if (SEVERAL, FAR) not in seconds:
         return CostCurve(tuple(sizes), tuple(costs)).rounded()
@@ -86,13 +86,13 @@ def _curve(seconds: dict[tuple[int, int], float], near: int) -> CostCurve:
 
 
 def _positions(scorer: Scorer) -> int:
-    """Tokens that the model has positions for."""
+    """The number of positions of the model."""
     limit = getattr(scorer.model.config, "max_position_embeddings", None)
     return limit if isinstance(limit, int) else FAR + SEVERAL
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:
-    """A cache that holds so many tokens of zeros."""
+    """A cache that holds ``cached`` tokens of zeros."""
     cache = FullCache(cached + max(SIZES))
     _pass(scorer, cache, 1)
     cache.blank(cached)
@@ -100,7 +100,7 @@ def _blank(scorer: Scorer, cached: int) -> FullCache:
 
 
 def _pass(scorer: Scorer, cache: FullCache, size: int) -> None:
-    """Score a chain of so many tokens, and wait for it."""
+    """Score a chain of ``size`` tokens, and wait for the result."""
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, size)
     block = Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length)
     scorer.score([block], [cache])[0][0, 0].item()

@@ -1,7 +1,7 @@
-"""Whether a model is still what it was: its modules, their hooks, and where its weights lie.
+"""Detects changes of a model: of its modules, their hooks, and the addresses of its weights.
 
-A program of kernels holds the addresses of weights. Numbers that are changed in place need no attention; weights that
-moved (another type, another parameter, a module that was exchanged) do, and hooks would not be called.
+A program of kernels holds addresses of weights. Weights may change in place. But it must not run if weights moved
+(another type, another parameter, another module), or if there are hooks, which it would not call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Watch:
     """Remembers a model as it is when this is made.
 
     Args:
-        model: whose dictionaries of modules, parameters and hooks are kept, as looking them up anew takes longer than
-            a small model's pass.
+        model: the model. Its dictionaries of modules, parameters and hooks are kept, because finding them again takes
+            longer than a small model's pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class Watch:
         self._modules, self._weights = self._children(), self._places()
 
     def same(self) -> bool:
-        """Whether nothing has changed since, but for numbers in their places."""
+        """Whether nothing has changed since, except weights in place."""
         return (
             self._weights == self._places()
             and self._modules == self._children()

@@ -1,6 +1,6 @@
-"""A model's forward pass with less rounding: weights of 16 bits, sums of 32, and no second copy of the model.
+"""A 16-bit model's forward pass in float32, without a second copy of the model.
 
-What two passes in bfloat16 are compared with, when they differ and neither is right.
+It is the reference when two passes in bfloat16 differ, since both of them are rounded.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 class Widened(TorchFunctionMode):
-    """Inside, functions get floats of 16 bits as float32, one tensor at a time, and so give float32.
+    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32.
 
-    What changes a tensor in its place is left as it is, and so is what is asked to give a type: numbers that a model
-    rounds on purpose are rounded.
+    Functions that change a tensor in place are left alone. So are conversions to a type: where a model rounds on
+    purpose, it still rounds.
     """
 
     def __torch_function__(

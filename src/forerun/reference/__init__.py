@@ -1,7 +1,7 @@
-"""The bundled pair of small models, `target` and `draft`: what the demo, the tests and the first benchmark run on.
+"""The bundled pair of small models, `target` and `draft`, used by the demo, the tests and the first benchmark.
 
-The models, the recipe that trains them, their evaluation and the synthetic tasks behind all three live here; see
-MODEL_CARD.md. Importing this package imports neither torch nor transformers.
+This package has the models, the recipe that trains them, their evaluation, and the synthetic tasks for all of these;
+see MODEL_CARD.md. Importing it imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _HERE = Path(__file__).parent
 
 
 class DemoPrompt(TypedDict):
-    """A prompt for a demonstration; generating `max_new_tokens` is enough for a natural end, where there is one."""
+    """A prompt for a demonstration. If its answer has a natural end, `max_new_tokens` tokens reach it."""
 
     kind: str
     title: str
@@ -32,7 +32,7 @@ def bundled(name: Literal["target", "draft"]) -> Path:
     ValueError
         If `name` is neither 'target' nor 'draft'.
     FileNotFoundError
-        If the weights are not there, as in a source tree in which they have not been trained.
+        If the weights are missing, as in a source tree where they have not been trained.
     """
     if name not in ("target", "draft"):
         raise ValueError(f"name must be 'target' or 'draft', not {name!r}")

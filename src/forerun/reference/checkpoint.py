@@ -1,7 +1,7 @@
-"""Checkpoints: tensors as safetensors, the rest as JSON, no pickle; a folder is whole or not there.
+"""Checkpoints: tensors as safetensors, the rest as JSON, no pickle. A folder is complete or absent.
 
-A folder is written beside its place, then renamed into it. Between the two renames the former folder is still there
-under '.old', and `locate` finds it.
+A folder is written under another name. Then the old folder is renamed to '.old', and the new one to its final name.
+Between the two renames `locate` finds the '.old' one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.reference import optim
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0
     tokens: int = 0
@@ -29,7 +29,7 @@ class Progress:
 
 
 def replace(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill an empty folder, then put that in the place of `folder`."""
+    """Let `write` fill an empty folder, then replace `folder` by it."""
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -42,7 +42,7 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def locate(folder: Path) -> Path | None:
-    """Return the whole checkpoint at `folder`, if there is one."""
+    """Return the complete checkpoint at `folder`, if there is one."""
     candidates = (folder, folder.with_name(folder.name + ".old"))
     return next((path for path in candidates if (path / "state.json").exists()), None)
 
@@ -59,7 +59,7 @@ def save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]
 
 
 def load(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
-    """Restore what `save` wrote into `model` and `optimizers`; return the progress, 0 if nothing is there."""
+    """Restore `model` and `optimizers` from what `save` wrote; return the progress, 0 without a checkpoint."""
     found = locate(folder)
     if found is None:
         return Progress()

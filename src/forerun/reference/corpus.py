@@ -1,8 +1,8 @@
 """The training mix: rows of equal length, each of one kind, with a weight for every token's loss.
 
-A batch is a pure function of (material, stage, seed, step): a run that was interrupted sees the same batches as one
-that was not. Row kinds are those of `tasks.KINDS` and 'spans': a segment of text or of random tokens, then random
-pieces of it again, with the loss on the pieces only. Only rows of spans make a small model learn to copy.
+A batch is a pure function of (material, stage, seed, step), so an interrupted run sees the same batches as any other.
+Row kinds are those of `tasks.KINDS` and 'spans'. A row of spans is a segment of text or of random tokens, followed by
+random pieces of it; only the pieces have a loss. Without rows of spans a small model does not learn to copy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from forerun.reference.crowding import Source
 from forerun.reference.recipe import Stage
 from forerun.reference.tasks import EOS, Material, Task
 
-PROMPT_WEIGHT = 0.1  # what the prompt of an invented task says cannot be foreseen: weigh it little
-ANSWER_WEIGHT = 4.0  # answers are short, and are what is wanted
+PROMPT_WEIGHT = 0.1  # prompts of invented tasks are unpredictable
+ANSWER_WEIGHT = 4.0  # answers are short, and what the model should learn
 SPAN_WEIGHT = 2.0
-JOINT_WEIGHT = 12.0  # where an answer turns to its next source or closes: one such token wrong, and all that follows
+JOINT_WEIGHT = 12.0  # where an answer goes to its next source or closes: if wrong, the rest is too
 TEXT_SPANS = 0.8
 _STREAMS = ("prose", "code")
 _ENCODE_CHUNK = 2000
@@ -35,8 +35,8 @@ _ENCODE_CHUNK = 2000
 class Batch:
     """Rows for one step.
 
-    Tokens, weights and positions are [rows, length]; the mask is what transformers takes as one: [rows, length], all
-    ones, or [rows, 1, length, length], added to the attention logits. `kinds` names each row.
+    Tokens, weights and positions are [rows, length]. The mask has a form that transformers takes: [rows, length], all
+    ones, or [rows, 1, length, length], added to the attention logits. `kinds` has the kind of each row.
     """
 
     tokens: torch.Tensor
@@ -48,7 +48,7 @@ class Batch:
 
 @dataclass
 class Row:
-    """The token ids of a row, the weight of each one's loss, and where the queries find what they need."""
+    """A row's token ids, the weights of their losses, and the places that queries have to find."""
 
     tokens: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything that batches are drawn from: the texts, the same as two streams of token ids, the tokenizer."""
+    """The source of batches: the texts, two streams of their token ids, and the tokenizer."""
 
     material: Material
     streams: dict[str, torch.Tensor]
@@ -78,12 +78,12 @@ class Corpus:
 
     @cached_property
     def closers(self) -> frozenset[int]:
-        """Tokens with a comma or a bracket that closes."""
+        """Tokens with a comma or a closing bracket."""
         return self._tokens(lambda text: bool(set(text) & set(",}]")))
 
     @cached_property
     def openers(self) -> frozenset[int]:
-        """Tokens behind which a sentence or a value starts; digits follow a space of its own."""
+        """Tokens after which a sentence or a value starts; a digit follows a separate space token."""
         return self._tokens(lambda text: text == " " or text.endswith((".", ":", '"')))
 
     def _tokens(self, fits: Callable[[str], bool]) -> frozenset[int]:
@@ -91,7 +91,7 @@ class Corpus:
         return frozenset(i for i in range(size) if fits(self.tokenizer.decode([i])))
 
     def joint(self, before: int, token: int) -> bool:
-        """Say whether `token` behind `before` closes a value or starts the next thing that an answer says."""
+        """Say whether `token` after `before` closes a value, or starts the next part of an answer."""
         return token in self.closers or before in self.openers
 
     def encode(self, text: str) -> list[int]:
@@ -158,7 +158,7 @@ def window(corpus: Corpus, kind: str, length: int, rng: Random) -> list[int]:
 
 
 def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
-    """Fill a row with tasks of one kind, each closed by the end-of-text token, then with prose where none fits."""
+    """Fill a row with tasks of one kind, each ended by the end-of-text token; fill the rest with prose."""
     packed = Row()
     packed.add([corpus.eos] if rng.random() < 0.5 else [], 0.0)
     in_prompt, in_answer = (1.0, 1.0) if kind == "maths" else (PROMPT_WEIGHT, ANSWER_WEIGHT)
@@ -190,7 +190,7 @@ def _task(corpus: Corpus, kind: str, length: int, rng: Random) -> Task:
 
 
 def _places(corpus: Corpus, task: Task) -> list[tuple[int, int]]:
-    """Return where the task's sources lie in its prompt: (first token, behind the last token) of each."""
+    """Return each source's place in the task's prompt: (first token, last token + 1)."""
     offsets = corpus.tokenizer.backend_tokenizer.encode(task.prompt, add_special_tokens=False).offsets
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     places = []
@@ -201,7 +201,7 @@ def _places(corpus: Corpus, task: Task) -> list[tuple[int, int]]:
 
 
 def spans(corpus: Corpus, length: int, rng: Random, text: float = TEXT_SPANS) -> Row:
-    """Return a segment, which is text in a share `text` of the calls, then random pieces of it.
+    """Return a segment and random pieces of it; in a share `text` of the calls the segment is text.
 
     The loss starts at the third token of each piece.
     """
@@ -217,7 +217,7 @@ def spans(corpus: Corpus, length: int, rng: Random, text: float = TEXT_SPANS) ->
 
 
 def _segment(corpus: Corpus, size: int, rng: Random, text: float) -> list[int]:
-    """Return text in a share of the cases, else tokens drawn at random, which are the easier ones to copy."""
+    """Return text in a share `text` of the calls, else random tokens, which are easier to copy."""
     streams = [name for name in _STREAMS if len(corpus.streams[name]) > size]
     if rng.random() < text and streams:
         return window(corpus, rng.choice(streams), size, rng)

@@ -1,9 +1,8 @@
-"""Crowding: short training rows in which a head must find its keys among as many others as in a long context.
+"""Crowding: short training rows that are as hard for attention as a long context.
 
-Softmax over 100,000 keys dilutes what a head learnt to find among 500: every key that does not matter adds a little to
-the sum. A row of 500 tokens is made as hard by counting each of those keys `times` over, which is a bias of log(times)
-on its logit. Keys that a query has to find (`Source`) and keys of its neighbourhood are counted once, as they are in a
-long context.
+In a softmax over 100,000 keys every irrelevant key adds a little to the sum, which dilutes what a head learnt to find
+among 500 keys. To make a row of 500 tokens as hard, each irrelevant key counts `times` times: a bias of log(times) on
+its logit. Keys that a query has to find (`Source`), and keys near the query, count once, as in a long context.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from random import Random
 
 import torch
 
-SHARE = 0.6  # of the rows of a stage that crowds
+SHARE = 0.6  # share of crowded rows in a stage with crowding
 NEAREST = 48
 
 
@@ -37,7 +36,7 @@ def draw(rng: Random, length: int, most: float) -> tuple[float, int]:
 
 
 def bias(length: int, sources: Iterable[Source], times: float, window: int) -> torch.Tensor:
-    """Return what is added to the attention logits, causal mask included: [length, length], float32."""
+    """Return the bias on the attention logits, including the causal mask: [length, length], float32."""
     age = torch.arange(length)[:, None] - torch.arange(length)
     added = torch.where(age >= window, math.log(times), 0.0)
     for source in sources:

@@ -26,16 +26,16 @@ from forerun.reference.tasks import Material, Task
 SEED = 90_210  # training draws its tasks from other seeds
 WINDOW = 512
 TEXT_SPANS = 0.4
-"""Share of the rows for copying whose spans are of text; the others are of random tokens."""
+"""Share of the copying rows whose spans are text; the others are random tokens."""
 READ_BLOCK = 1024
 """Tokens of a long text in one pass."""
 TOKENS_A_FACT = 400
-"""Of a text in which facts are hidden, at least."""
+"""The least tokens of text per hidden fact."""
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A model, what it is judged on, and how many examples of each thing."""
+    """A model, its test material, and the number of examples per figure."""
 
     model: PreTrainedModel
     data: Corpus
@@ -50,7 +50,7 @@ class Judge:
         return [int(token) for token in made[0, ids.shape[1] :]]
 
     def exact(self, task: Task) -> bool:
-        """Say whether the model gives the task's answer, and ends there."""
+        """Say whether the model gives exactly the task's answer, and stops there."""
         expected = [*self.data.encode(task.answer), self.data.eos]
         return self.answer(task.prompt, len(expected)) == expected
 
@@ -63,8 +63,8 @@ class Judge:
     def needles(self, size: int) -> float:
         """Return the share of facts that are recalled exactly from texts of about `size` tokens.
 
-        A fact is recalled exactly by greedy decoding if and only if each of its tokens is foreseen behind those before.
-        A long text hides all the facts, so that it is read only once.
+        Greedy decoding recalls a fact exactly if and only if it predicts each of its tokens from those before. One long
+        text hides all facts, so that it is read only once.
         """
         sample = " ".join(tasks.filler(Random(SEED), self.data.material, 100_000))
         chars = int(size * len(sample) / len(self.data.encode(sample)))
@@ -85,7 +85,7 @@ class Judge:
         return bool((logits[len(prompt) - 1 :].argmax(-1) == torch.tensor(answer)).all())
 
     def _logits(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
-        """Return the logits behind each of the tokens, which follow those in the cache, and put them there."""
+        """Return the logits after each of the tokens, which follow those in the cache, and add them to the cache."""
         logits: torch.Tensor = self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
         return logits[0]
 
@@ -101,7 +101,7 @@ class Judge:
         return sum(float(cross_entropy(self.predictions(row), torch.tensor(row[1:]))) for row in rows) / len(rows)
 
     def copying(self) -> float:
-        """Return the share of tokens foreseen in repeated spans, from the third token of a span on."""
+        """Return the share of correctly predicted tokens in repeated spans, from the third token of a span on."""
         right = total = 0
         for i in range(self.examples):
             row = corpus.spans(self.data, WINDOW, Random(f"{SEED}/{i}"), TEXT_SPANS)
@@ -113,7 +113,7 @@ class Judge:
 
 
 def judge(model: PreTrainedModel, data: Corpus, examples: int, sizes: list[int]) -> dict[str, float]:
-    """Return every figure that concerns one model; needle sizes are in tokens."""
+    """Return all figures of one model; needle sizes are in tokens."""
     it = Judge(model, data, examples)
     figures = {f"loss {kind}": it.loss(kind) for kind in ("prose", "code", "maths") if getattr(data.material, kind)}
     figures["copy accuracy"] = it.copying()
@@ -125,7 +125,7 @@ def judge(model: PreTrainedModel, data: Corpus, examples: int, sizes: list[int])
 
 
 def agreement(target: Judge, draft: Judge, new_tokens: int = 128) -> dict[str, float]:
-    """Return, for each kind, the share of the target's greedy tokens that the draft would have chosen too."""
+    """Return, for each kind, the share of the target's greedy tokens that the draft would also choose."""
     shares = {}
     for kind in tasks.KINDS:
         if kind in ("prose", "code", "maths") and not getattr(target.data.material, kind):

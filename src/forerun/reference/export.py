@@ -1,4 +1,4 @@
-"""Writes a model as a folder that transformers loads: bfloat16 weights, both configurations, the tokenizer."""
+"""Writes a model as a folder for transformers: bfloat16 weights, both configurations, the tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.reference import checkpoint
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Put the model and its tokenizer in the place of `folder`, all at once."""
+    """Replace `folder` by the model and its tokenizer, in one step."""
     eos = int(tokenizer.eos_token_id)
     half = copy.deepcopy(model).to(torch.bfloat16)
     half.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=eos, pad_token_id=eos, do_sample=False)

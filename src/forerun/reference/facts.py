@@ -1,7 +1,7 @@
 """Invented subjects and the sentences that state facts about them: the raw material of documents and needles.
 
-A `Subject` has a name and facts; a fact is a question and the one sentence that answers it, so whoever asks the
-question can check an answer by comparing strings.
+A `Subject` has a name and facts. A fact is a question and the one sentence that answers it, so an answer can be checked
+by comparing strings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Subject:
     facts: tuple[Fact, ...]
 
 
-# kind of subject -> how it is named, then (question, sentence); {n} is the name, the rest is drawn anew each time.
+# kind of subject -> its name's generator, then (question, sentence); {n} is the name, the rest is drawn for each fact.
 _SUBJECTS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
     "library": (
         "{place} Library",
@@ -155,7 +155,7 @@ _MAKERS: dict[str, Maker] = {
     "colour": lambda rng: rng.choice(words.COLOURS),
     "material": lambda rng: rng.choice(words.MATERIALS),
 }
-_SHARED = ("year", "colour")  # drawn once a fact: the question may name them too
+_SHARED = ("year", "colour")  # drawn once per fact, as the question may also name them
 
 
 class _Drawn(dict[str, str]):

@@ -1,7 +1,7 @@
-"""Reads the raw texts: books, word problems and Python's own standard library, each split into training and held-out.
+"""Reads the raw texts: books, word problems and Python's standard library, each split into training and held-out.
 
-Held out are the modules named in `HELD_OUT_MODULES`, every twentieth word problem, and whatever books are not in the
-folder that is trained on. Order is sorted, so the same folder always gives the same material.
+Held out are the modules in `HELD_OUT_MODULES`, every twentieth word problem, and all books outside the training folder.
+Files are sorted, so the same folder always gives the same material.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_maths(file: Path) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str
     """Return the (prompt, answer) pairs of a JSON-lines file: (training, held out).
 
     Raises:
-        ValueError: naming the line that has none.
+        ValueError: with the first line that has no such pair.
     """
     with file.open(encoding="utf-8") as lines:
         pairs = [_pair(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
@@ -75,11 +75,11 @@ def _pair(line: str, place: str) -> tuple[str, str]:
 
 
 def read(books: Path, maths: Path) -> Material:
-    """Return what the models are trained on."""
+    """Return the training material."""
     return Material(read_books(books), read_code()[0], read_maths(maths)[0])
 
 
 def read_held_out(books: Path | None, maths: Path | None) -> Material:
-    """Return what they are evaluated on; `books` must be a folder other than the one trained on."""
+    """Return the held-out material; `books` must not be the training folder."""
     prose = read_books(books) if books else ()
     return Material(prose, read_code()[1], read_maths(maths)[1] if maths else ())

@@ -13,7 +13,7 @@ from forerun.reference.recipe import Recipe
 
 
 def build(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Return the two optimizers; each group remembers its full rate as `peak`."""
+    """Return the two optimizers; each parameter group keeps its full learning rate as `peak`."""
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers: list[torch.optim.Optimizer] = [
@@ -45,7 +45,7 @@ def state(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
 
 
 def restore(optimizers: list[torch.optim.Optimizer], flat: dict[str, torch.Tensor]) -> None:
-    """Put the state back that `state` returned."""
+    """Restore the state that `state` returned."""
     for i, optimizer in enumerate(optimizers):
         full = optimizer.state_dict()
         full["state"] = {}

@@ -1,8 +1,8 @@
 """Positions with gaps: short training rows that show a model distances of up to 131,072 tokens.
 
-A row's position ids increase by one, save at a few random places where they leap. Relative distances as long as those
-of a long context occur in training at the cost of a short one. Give the model an attention mask of ones with such
-positions: without a mask transformers takes every leap for the border of a packed sequence and masks across it.
+A row's position ids increase by one, except at a few random places where they jump. So training sees the relative
+distances of a long context at the cost of a short one. With such positions, give the model an attention mask of ones:
+without one, transformers takes every jump for the border of a packed sequence and masks across it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 def gapped(rng: np.random.Generator, length: int, limit: int = LIMIT, share: float = 0.5) -> IntArray:
-    """Return `length` rising positions below `limit`; a `share` of the calls has gaps, half the rest starts at 0."""
+    """Return `length` ascending positions below `limit`; a `share` of the calls has gaps, half the rest starts at 0."""
     if rng.random() >= share:
         start = 0 if rng.random() < 0.5 else int(rng.integers(0, limit - length + 1))
         return np.arange(start, start + length)

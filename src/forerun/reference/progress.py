@@ -1,4 +1,4 @@
-"""A progress bar on stderr where stderr is a terminal, and nothing where it is not."""
+"""A progress bar on stderr, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ class Display:
         self._bar.stop()
 
     def show(self, progress: float, report: dict[str, Any]) -> None:
-        """Set the bar to `progress` and name the mean loss of each kind."""
+        """Set the bar to `progress`, and show the mean loss of each kind."""
         note = " ".join(f"{kind} {loss:.2f}" for kind, loss in report["loss"].items())
         self._bar.update(self._task, completed=progress, note=note)

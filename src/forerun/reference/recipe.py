@@ -1,8 +1,8 @@
 """The recipe as data: the shapes of the two models, the stages of their training and the optimizer's settings.
 
-A schedule is measured in progress from 0 to 1: the share of the steps or minutes that were asked for, so one recipe
-serves a run of any size. Text comes first, then a short stage of repeated spans in which copying appears, then
-the mix with spans kept in, at last longer rows.
+A schedule runs in progress from 0 to 1, the share of the requested steps or minutes, so one recipe serves runs of any
+size. Text comes first; then a short stage of repeated spans, in which copying appears; then the mix, still with spans;
+at last longer rows.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Stage:
-    """Training up to a share `until` of the schedule: `rows` of `length` tokens, whose kinds are drawn by `mix`.
+    """Training up to progress `until`: `rows` rows of `length` tokens, whose kinds are drawn by `mix`.
 
-    A share `gaps` of the rows has gaps in its positions (`positions.py`); distant keys count up to `crowd` times
-    (`crowding.py`), or once where it is 1.
+    A share `gaps` of the rows has gaps in its positions (`positions.py`). Distant keys count up to `crowd` times
+    (`crowding.py`); 1 turns that off.
     """
 
     name: str
@@ -107,7 +107,7 @@ QUICK = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one model is trained: `minutes` or `steps` make the schedule, whichever is given."""
+    """How one model is trained; the schedule's length is `minutes` or `steps`, whichever is given."""
 
     shape: Shape
     stages: tuple[Stage, ...] = STAGES
@@ -131,7 +131,7 @@ class Recipe:
             raise ValueError(f"stages must end in increasing order, the last at 1, not {ends}")
 
     def progress(self, step: int, seconds: float) -> float:
-        """Return the share of the schedule that is done after `step` steps and `seconds` seconds."""
+        """Return the progress after `step` steps and `seconds` seconds."""
         done = step / self.steps if self.steps is not None else seconds / 60 / (self.minutes or 1)
         return min(1.0, done)
 
@@ -140,7 +140,7 @@ class Recipe:
         return next(stage for stage in self.stages if progress < stage.until or stage.until == 1)
 
     def rate(self, progress: float) -> float:
-        """Return the factor on the learning rates: a ramp up, a plateau, a straight line down to 0."""
+        """Return the factor on the learning rates: a linear ramp up, a plateau, a linear decay to 0."""
         return min(1.0, (progress + 1e-3) / self.warm_up, (1 - progress) / self.decay)
 
 

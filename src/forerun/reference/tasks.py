@@ -1,8 +1,8 @@
 """Seeded generators of tasks as (prompt, answer): one source for training, evaluation, the demo and benchmarks.
 
 `make(kind, rng, material)` returns a `Task` of one of `KINDS`. The same state of `rng` and the same material give the
-same task. All but 'maths', 'code' and 'prose' work without material: then their filler is invented. What an answer
-needs stands in its prompt, word for word, so that an answer can be checked by comparing strings.
+same task. Only 'maths', 'code' and 'prose' need material; the others invent filler without it. The prompt contains,
+word for word, what the answer needs, so that an answer can be checked by comparing strings.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ EOS = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and the answer that belongs to it, without the end-of-text token.
+    """A prompt and its answer, without the end-of-text token.
 
-    `sources` are the passages of the prompt that the answer says again.
+    `sources` are the passages of the prompt that the answer repeats.
     """
 
     kind: str
@@ -33,7 +33,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Material:
-    """Texts that tasks draw from: paragraphs of prose, whole code files, (question, answer) pairs of maths."""
+    """Texts for tasks: paragraphs of prose, whole code files, (question, answer) pairs of maths."""
 
     prose: tuple[str, ...] = ()
     code: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Material:
 
 
 def paragraph(rng: Random, material: Material) -> str:
-    """Return a paragraph of prose, or the invented facts about something where there is no prose."""
+    """Return a paragraph of prose, or, if there is no prose, invented facts."""
     if material.prose:
         return rng.choice(material.prose)
     return " ".join(fact.sentence for fact in facts.subject(rng).facts)
@@ -61,7 +61,7 @@ def filler(rng: Random, material: Material, chars: int) -> list[str]:
 
 
 def rag(rng: Random, material: Material, documents: int | None = None) -> Task:
-    """Several short documents, then a question that is answered with sentences quoted from one of them."""
+    """Several short documents, then a question; the answer quotes sentences of one document."""
     subjects = [facts.subject(rng) for _ in range(documents or rng.randint(2, 5))]
     texts = [" ".join(fact.sentence for fact in subject.facts) for subject in subjects]
     if material.prose and rng.random() < 0.2:
@@ -76,7 +76,7 @@ def rag(rng: Random, material: Material, documents: int | None = None) -> Task:
 
 
 def _ask(rng: Random, subject: facts.Subject) -> tuple[str, tuple[str, ...]]:
-    """Return a question about one fact, two facts or everything known, and the sentences that answer it."""
+    """Return a question about one, two or all facts of a subject, and the sentences that answer it."""
     style = rng.choice(("one", "two", "all"))
     if style == "all":
         question = rng.choice(("What is known about {}?", "What do the documents say about {}?"))
@@ -88,7 +88,7 @@ def _ask(rng: Random, subject: facts.Subject) -> tuple[str, tuple[str, ...]]:
 
 
 def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
-    """A long text with a few facts strewn in, then a question about one of them."""
+    """A long text with a few hidden facts, then a question about one of them."""
     paragraphs = filler(rng, material, chars or int(10 ** rng.uniform(2.3, 3.2)))
     hidden = [facts.needle(rng) for _ in range(rng.randint(1, 4))]
     for fact in hidden:
@@ -100,9 +100,9 @@ def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
 
 
 def haystack(rng: Random, material: Material, chars: int, count: int) -> tuple[str, list[Task]]:
-    """A text of about `chars` characters with `count` facts strewn in, and a task for each that goes on behind it.
+    """A text of about `chars` characters with `count` hidden facts, and a task for each fact that follows the text.
 
-    The prompts of `needle` are such a text and a task's prompt; here all tasks share the text, so it is read only once.
+    In `needle` the text is part of the prompt; here all tasks share it, so that it is read only once.
     """
     paragraphs = filler(rng, material, chars)
     hidden: dict[str, facts.Fact] = {}
@@ -147,7 +147,7 @@ _COLUMNS: dict[str, Callable[[Random], str | int]] = {
 
 
 def table(rng: Random, material: Material, rows: int | None = None, columns: int | None = None) -> Task:
-    """A Markdown table (without outer pipes) or CSV, to be written as a JSON list with one object a line."""
+    """A table in Markdown (without outer pipes) or CSV, to be rewritten as a JSON list with one object per line."""
     headers = rng.sample(sorted(_COLUMNS), columns or rng.randint(2, 4))
     records = [{name: _COLUMNS[name](rng) for name in headers} for _ in range(rows if rows else rng.randint(2, 7))]
     separator, rule = (" | ", ["|".join(["---"] * len(headers))]) if rng.random() < 0.5 else (",", [])
@@ -158,7 +158,7 @@ def table(rng: Random, material: Material, rows: int | None = None, columns: int
 
 
 def quote(rng: Random, material: Material) -> Task:
-    """A passage, then its own words again: all of it, or the sentence that starts as named."""
+    """A passage to be quoted: all of it, or the sentence with a given start."""
     passage = paragraph(rng, material)[: rng.randint(150, 900)]
     sentences = [part for part in re.split(r"(?<=[.!?]) +", passage) if len(part.split()) >= 6]
     if not sentences or rng.random() < 0.3:
@@ -207,7 +207,7 @@ def make(kind: str, rng: Random, material: Material | None = None) -> Task:
     Raises
     ------
     ValueError
-        If `kind` is none of `KINDS`, or needs material that was not given.
+        If `kind` is not in `KINDS`, or needs material that was not given.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")

@@ -1,6 +1,6 @@
-"""The tokenizer both models share: byte-level BPE, 4,096 tokens, every digit a token of its own.
+"""The tokenizer of both models: byte-level BPE, 4,096 tokens, one token per digit.
 
-Byte-level means lossless: any text comes back as it went in. Training has no randomness; the same texts in the same
+Byte-level means lossless: decoding gives back any text exactly. Training is not random: the same texts in the same
 order give the same tokenizer.
 """
 
@@ -20,7 +20,7 @@ VOCABULARY = 4096
 
 
 def sample(material: Material, seed: int = 0, synthetic: int = 3000) -> Iterator[str]:
-    """Yield the texts the merges are learned from: every third paragraph, all code and maths, some tasks."""
+    """Yield the texts for learning the merges: every third paragraph, all code and maths, some tasks."""
     yield from material.prose[::3]
     yield from material.code
     yield from (question + answer for question, answer in material.maths)
@@ -47,7 +47,7 @@ def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> PreTrainedToken
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Dress a `tokenizers.Tokenizer` for transformers."""
+    """Wrap a `tokenizers.Tokenizer` for transformers."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=EOS,

@@ -1,9 +1,9 @@
 """Trains the two bundled models: `python -m forerun.reference.train --books DIR --maths FILE --out DIR`.
 
-Tokenizer, target, draft, in this order; each is skipped or continued if it is there already, so the same command
-continues what was interrupted. The draft learns from the target's distributions (Hinton et al., 2015). Progress goes to
-`<out>/<name>/log.jsonl`, and to stderr where that is a terminal. Halfway through its schedule and at the end a model is
-exported to `--weights`.
+It makes the tokenizer, the target and the draft, in this order. Finished ones are skipped, unfinished ones continued;
+the same command resumes an interrupted run. The draft learns from the target's distributions (Hinton et al., 2015).
+Progress goes to `<out>/<name>/log.jsonl`, and to stderr if that is a terminal. A model is exported to `--weights`
+halfway through its schedule and at the end.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint lies."""
+        """The checkpoint's folder."""
         return self.out / self.name / "checkpoint"
 
     @property
     def progress(self) -> float:
-        """The share of the schedule that is done."""
+        """The progress, from 0 to 1."""
         return self.plan.progress(self.done.step, self.done.seconds)
 
     def advance(self) -> None:
-        """Draw a batch, take one step of both optimizers, count it.
+        """Draw a batch, and take one step of both optimizers.
 
-        Seconds are processor time by threads: a schedule in minutes stands still while the machine does other things.
+        Seconds are processor time divided by threads, so a schedule in minutes pauses while other work runs.
         """
         began = time.process_time()
         stage = self.plan.stage(self.progress)
@@ -145,7 +145,7 @@ def fresh(plan: Recipe) -> PreTrainedModel:
 
 
 def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedTokenizerFast:
-    """Load the tokenizer from `out`, or train it and put it there."""
+    """Load the tokenizer from `out`, or train it and save it there."""
     folder = out / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         trained = tokenizer.train(tokenizer.sample(texts), vocabulary)

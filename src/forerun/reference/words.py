@@ -1,6 +1,6 @@
-"""Names and words for the synthetic tasks: short lists, and syllables that make names nobody has seen.
+"""Names and words for the synthetic tasks: short lists, and syllables for names that occur nowhere else.
 
-Invented names are what keeps a small model from learning answers by heart: it can only copy them.
+A small model cannot learn invented names by heart; it can only copy them.
 """
 
 from __future__ import annotations
@@ -98,5 +98,5 @@ def word(rng: Random) -> str:
 
 
 def number(rng: Random) -> str:
-    """Return a whole number below a million, small ones more often."""
+    """Return a whole number below a million; small ones are more frequent."""
     return str(int(10 ** rng.uniform(0.0, 6.0)))

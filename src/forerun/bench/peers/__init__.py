@@ -1,4 +1,4 @@
-"""Other engines on the same weights, each in a process of its own, so that thread pools do not disturb each other.
+"""Other engines on the same weights. Each runs in its own process, so that thread pools do not disturb each other.
 
-What runs in those processes imports neither torch nor transformers: ``child`` and the modules it is told to serve.
+These processes run ``child`` and the module that it serves; neither imports torch or transformers.
 """

@@ -1,7 +1,7 @@
-"""The process of a peer: reads orders from stdin, one JSON object a line, and answers in the same way.
+"""The process of a peer: reads orders from stdin, one JSON object per line, and answers in the same way.
 
-``python -m forerun.bench.peers.child MODULE`` serves the ``Engine`` of a module. The first order holds its arguments.
-Libraries write to stdout as they like, so answers go to a copy of it and all else to stderr.
+``python -m forerun.bench.peers.child MODULE`` serves the module's ``Engine``. The first order has its arguments.
+Libraries may write to stdout at any time, so answers go to a copy of stdout, and everything else to stderr.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any, Protocol, TextIO
 
 
 class Served(Protocol):
-    """What a peer's module has under the name ``Engine``; its arguments are those of the first order."""
+    """The interface of a peer module's ``Engine``; its arguments come with the first order."""
 
     said: str
     """Version, precision and settings."""
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """Continue greedily: ``count`` new tokens, as ``tokens`` or as ``text``."""
+        """Continue greedily; returns ``count``, the number of new tokens, and ``tokens`` or ``text``."""
 
     def forget(self) -> None:
         """Drop what was learned from earlier texts."""
 
 
 def serve(engine: Served, orders: Iterable[str], answers: TextIO) -> None:
-    """Carry out orders until there are none; an error is an answer, too."""
+    """Carry out orders until there are none; errors are answers, too."""
     for line in orders:
         order = json.loads(line)
         try:
@@ -54,7 +54,7 @@ def _answer(answers: TextIO, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve the module that the command line names."""
+    """Serve the module named on the command line."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:

@@ -1,4 +1,4 @@
-"""The engines that Forerun is measured beside, and what each of them is loaded from."""
+"""The engines that Forerun is compared with, and how each is loaded."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from forerun.bench.speed import Contestant
 from forerun.model.stored import is_stored
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""In which peers and transformers can be given the same weights."""
+"""Types in which peers and transformers can have the same weights."""
 SPARE = 64
-"""Positions for drafts behind the longest text."""
+"""Positions for drafts after the longest text."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured.
+    """The model to measure.
 
     Attributes:
         source: the GGUF file that the model came from, or None.
-        positions: of the longest text.
+        positions: length of the longest text.
     """
 
     model: PreTrainedModel
@@ -43,7 +43,7 @@ class Subject:
 
     @property
     def dtype(self) -> str:
-        """By its name."""
+        """Name of the model's type."""
         return str(self.model.dtype).removeprefix("torch.")
 
 
@@ -52,12 +52,12 @@ class Kind:
     """A library.
 
     Attributes:
-        package: what pip calls it.
-        needs: modules that must be importable, and the packages that bring them.
-        module: holds its ``Engine``.
-        prepare: writes what it reads into a folder.
+        package: its name for pip.
+        needs: modules that must be importable, and the packages that contain them.
+        module: has its ``Engine``.
+        prepare: writes the files that it reads into a folder.
         options: the engine's arguments.
-        variants: further arguments, by the contestant's name.
+        variants: further arguments, by contestant.
     """
 
     package: str
@@ -69,19 +69,19 @@ class Kind:
 
     @property
     def missing(self) -> str:
-        """The command that installs what is missing; empty if nothing is."""
+        """The command that installs missing packages; empty if there are none."""
         absent = [package for module, package in self.needs.items() if find_spec(module) is None]
         return f"pip install {' '.join(absent)}" if absent else ""
 
 
 @dataclass
 class Loaded:
-    """Peers that wait for work.
+    """Peers that are running.
 
     Attributes:
         contestants: by name.
-        absent: those that are not here, and why.
-        notes: what each says of itself.
+        absent: contestants that could not be loaded, and why.
+        notes: each one's version, precision and settings.
     """
 
     contestants: dict[str, Contestant] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Loaded:
 
 
 def write_gguf(subject: Subject, folder: Path) -> None:
-    """For llama.cpp; where weights are as they are stored, the very file."""
+    """Write the model for llama.cpp; if its weights are as stored, use the original file."""
     if is_stored(subject.model):
         (folder / "model.gguf").symlink_to(Path(subject.model.name_or_path).resolve())
         return
@@ -98,10 +98,10 @@ def write_gguf(subject: Subject, folder: Path) -> None:
 
 
 def write_openvino(subject: Subject, folder: Path) -> None:
-    """For OpenVINO, which reads float16: the graph, and exact values to put into it.
+    """Write the model for OpenVINO, which reads float16: a graph, and the exact values to put into it.
 
     Raises:
-        PeerError: if weights are as they are stored.
+        PeerError: if the weights are as stored.
     """
     if is_stored(subject.model):
         raise PeerError("it cannot be given weights as a GGUF file stores them")
@@ -140,10 +140,10 @@ KINDS = (
 
 
 def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
-    """Refuse a model that no peer can be given as it is.
+    """Refuse a model that no peer can run unchanged.
 
     Raises:
-        ValueError: saying why.
+        ValueError: with the reason.
     """
     if model.dtype not in DTYPES:
         allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -155,7 +155,7 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 
 @contextmanager
 def loaded(subject: Subject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
-    """All peers that are installed, each in its process, until the end of the block."""
+    """A context with all installed peers, each in its own process."""
     found = Loaded()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="forerun-peers-")))
@@ -175,7 +175,7 @@ def loaded(subject: Subject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
 
 
 def _load(kind: Kind, subject: Subject, folder: Path, found: Loaded, stack: ExitStack) -> None:
-    """Its variants; one that cannot be loaded says why."""
+    """Load a library's variants; for one that cannot be loaded, note the reason."""
     said: dict[str, None] = {}
     for name, more in kind.variants.items():
         options = {"folder": str(folder), "threads": torch.get_num_threads(), **kind.options(subject), **more}

@@ -13,9 +13,9 @@ class Engine:
 
     Args:
         folder: holds ``model.gguf``.
-        threads: to compute with.
-        positions: of the longest text.
-        dtype: the keys and values are kept in it, too: float32 or bfloat16.
+        threads: number of threads.
+        positions: length of the longest text.
+        dtype: also the type of keys and values: float32 or bfloat16.
         speculation: NGRAM_SIMPLE, NGRAM_MOD, ..., or nothing.
     """
 
@@ -31,7 +31,7 @@ class Engine:
         self.said = f"llama.cpp by xllamacpp {metadata.version('xllamacpp')}, keys and values in {dtype}{drafts}"
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """See ``Served``. Its answer has the text alone."""
+        """See ``Served``. The answer has only the text."""
         order = {"prompt": ids, "n_predict": new, "temperature": 0.0, "cache_prompt": False}
         found = self._server.handle_completions(order)
         if "choices" not in found:
@@ -39,7 +39,7 @@ class Engine:
         return {"text": found["choices"][0]["text"], "count": found["usage"]["completion_tokens"]}
 
     def forget(self) -> None:
-        """See ``Served``. NGRAM_MOD keeps a table of all texts, which only a new server has empty."""
+        """See ``Served``. NGRAM_MOD keeps a table of all texts; only a new server empties it."""
         if self._speculation == "NGRAM_MOD":
             self._server = None
             self._server = self._make_server()

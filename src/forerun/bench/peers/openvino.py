@@ -1,6 +1,6 @@
 """OpenVINO GenAI: plain, or with its prompt lookup.
 
-It reads GGUF files in float16 only, so its graph is made from such a file and given the exact weights after that.
+It reads GGUF files in float16 only. So its graph is made from such a file and then gets the exact weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
-"""Drafts and matched tokens, as in its own example of prompt lookup."""
+"""Draft length and matched tokens, as in OpenVINO's own example of prompt lookup."""
 
 
 class Engine:
@@ -21,10 +21,10 @@ class Engine:
 
     Args:
         folder: holds ``graph.gguf`` in float16, and ``model.safetensors`` and ``scalars.json`` with exact values.
-        threads: to compute with.
-        dtype: float32 or bfloat16; keys and values are kept in it, too.
+        threads: number of threads.
+        dtype: float32 or bfloat16; also the type of keys and values.
         ends: the tokens that end a text.
-        lookup: with prompt lookup.
+        lookup: whether to use prompt lookup.
     """
 
     def __init__(self, folder: str, threads: int, dtype: str, ends: list[int], lookup: bool = False) -> None:
@@ -34,7 +34,7 @@ class Engine:
         self._library, self._tensor = openvino_genai, openvino.Tensor
         precision = {"float32": "f32", "bfloat16": "bf16"}[dtype]
         schedule = openvino_genai.SchedulerConfig()
-        schedule.enable_prefix_caching = False  # each turn reads its prompt anew
+        schedule.enable_prefix_caching = False  # each turn reads its prompt again
         schedule.max_num_batched_tokens = 1 << 30
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision}
         options |= {"INFERENCE_NUM_THREADS": threads, "scheduler_config": schedule, "prompt_lookup": lookup}
@@ -57,11 +57,11 @@ class Engine:
         return {"tokens": [int(token) for token in tokens], "count": len(tokens)}
 
     def forget(self) -> None:
-        """See ``Served``: nothing is kept."""
+        """See ``Served``: it keeps nothing."""
 
 
 def exact(folder: Path, threads: int) -> Path:
-    """The folder of a graph with exact weights; made by whoever comes first."""
+    """The folder of a graph with exact weights; the first process makes it."""
     import openvino
     import openvino_genai
 
@@ -82,10 +82,10 @@ def exact(folder: Path, threads: int) -> Path:
 
 
 def restore(graph: Any, folder: Path) -> None:
-    """Put every constant that was rounded to float16 back to what it was.
+    """Restore the exact value of every constant that was rounded to float16.
 
     Raises:
-        RuntimeError: if it is not known what one was.
+        RuntimeError: if a constant's exact value is not known.
     """
     import openvino
     from openvino import opset13
@@ -103,7 +103,7 @@ def restore(graph: Any, folder: Path) -> None:
 
 
 def _unrounded(name: str, rounded: Any, weights: dict[str, Any], scalars: dict[str, float]) -> Any:
-    """What a constant was before it was rounded, by its name, or by what it was rounded to."""
+    """A constant's exact value, found by its name or by its rounded value."""
     plain = name.replace("[", ".").replace("]", "")
     if plain in weights:
         return weights[plain]

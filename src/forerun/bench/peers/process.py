@@ -1,4 +1,4 @@
-"""A peer's process, seen from this side: orders through pipes, times taken over there."""
+"""A peer's process, seen from this side: orders go through pipes, and times are measured over there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import IO, Any
 from forerun.bench.speed import Contestant, Rows, Run
 
 TAIL = 400
-"""Characters of its last words that an error quotes."""
+"""The most characters of a peer's last output that an error quotes."""
 
 
 class PeerError(ChildProcessError):
-    """A peer cannot be loaded, or failed; the message says what it said."""
+    """A peer cannot be loaded, or failed; the message quotes it."""
 
 
 class Peer:
@@ -26,10 +26,10 @@ class Peer:
 
     Args:
         module: has the ``Engine``; see ``forerun.bench.peers.child``.
-        options: its arguments.
+        options: the engine's arguments.
 
     Raises:
-        PeerError: if it cannot be loaded.
+        PeerError: if the engine cannot be loaded.
     """
 
     def __init__(self, module: str, options: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Peer:
         self.close()
 
     def contestant(self) -> Contestant:
-        """It as a contestant, for one row at a time."""
+        """The peer as a contestant, for one row at a time."""
         return Contestant(self.run, self.forget)
 
     def run(self, rows: Rows, max_new_tokens: int) -> Run:
@@ -74,11 +74,11 @@ class Peer:
         return Run([text], float(found["seconds"]), None, int(found["count"]))
 
     def forget(self) -> None:
-        """Let it drop what it learned from earlier texts."""
+        """Make it drop what it learned from earlier texts."""
         self._ask({"forget": True})
 
     def close(self) -> None:
-        """End the process; it ends by itself when nothing can be asked any more."""
+        """End the process by closing its input."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -107,7 +107,7 @@ class Peer:
         return found
 
     def _last_words(self) -> str:
-        """What it wrote before it ended."""
+        """The last output of the process."""
         self._log.seek(0)
         words = " ".join(self._log.read().split())[-TAIL:]
         return f"its process ended with status {self._process.wait()}: {words}"

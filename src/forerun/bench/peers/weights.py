@@ -1,7 +1,7 @@
-"""A transformers model's very weights as a GGUF file, for engines that read no other.
+"""Writes a transformers model's exact weights to a GGUF file, for engines that read no other format.
 
-Tensors are the model's own, so that every engine computes with the same numbers. What else such a file says comes from
-the GGUF file that the model was made from, or from the model's configuration and tokenizer.
+Tensors are the model's own, so that every engine computes with the same numbers. The metadata comes from the GGUF file
+that the model was made from, or from the model's configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ARCHITECTURES = ("llama", "mistral")
-"""Model types that llama.cpp reads as its ``llama``."""
+"""Model types that are ``llama`` for llama.cpp."""
 PRECISIONS = {torch.float32: ("F32", 0), torch.bfloat16: ("BF16", 32), torch.float16: ("F16", 1)}
-"""How GGUF names what torch names, and the number of files that mostly hold it."""
+"""GGUF's name of each torch type, and the file type number for files that mostly hold it."""
 _COMPUTED = ("tokenizer.", "llama.", "general.name")
-"""Beginnings of the keys that are taken from a source file."""
+"""Prefixes of the keys that are taken from a source file."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
-    """Refuse what cannot be written.
+    """Refuse a model that cannot be written.
 
     Raises:
-        ValueError: saying what and why.
+        ValueError: with the reason.
     """
     kind = model.config.model_type
     if kind not in ARCHITECTURES:
@@ -46,13 +46,13 @@ def write(
     source: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model with its weights as they are.
+    """Write the model with its exact weights.
 
     Args:
-        model: one that ``check`` lets through.
-        tokenizer: of it.
-        file: where to.
-        source: the GGUF file that it came from, if there is one.
+        model: one that ``check`` accepts.
+        tokenizer: the model's.
+        file: path of the new file.
+        source: the GGUF file that the model came from, if there is one.
         dtype: float32, bfloat16 or float16 to round to; the model's own by default.
 
     Raises:
@@ -71,7 +71,7 @@ def write(
     kind = gguf.GGMLQuantizationType[precision]
     for name, tensor in _tensors(model):
         stored = tensor.float().numpy()
-        if tensor.dim() == 1:  # norms, which llama.cpp wants in float32
+        if tensor.dim() == 1:  # norms; llama.cpp needs them in float32
             writer.add_tensor(name, stored)
         else:
             writer.add_tensor(name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
@@ -81,7 +81,7 @@ def write(
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by their names in GGUF, queries and keys in llama.cpp's order of rotary pairs."""
+    """Tensors with their GGUF names; queries and keys in llama.cpp's order of rotary pairs."""
     import gguf
 
     config = model.config
@@ -99,7 +99,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of each head from two halves, as transformers rotates them, to pairs, as llama.cpp does."""
+    """Reorder each head's rows from two halves, as transformers rotates them, to pairs, as llama.cpp does."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
@@ -114,7 +114,7 @@ def _check_same(model: PreTrainedModel, said: Mapping[str, tuple[Any, Any, Any]]
 
 
 def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:
-    """A file's metadata: values, and how GGUF stores them."""
+    """A file's metadata: values and their GGUF types."""
     import gguf
 
     fields = gguf.GGUFReader(source).fields
@@ -127,7 +127,7 @@ def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, Any, Any]]:
-    """The same from configuration and tokenizer; prompts are handed over as ids, so how it splits words is not told."""
+    """The same from configuration and tokenizer. Peers get prompts as ids, so the splitting of words is left out."""
     from gguf import GGUFValueType as Kind
 
     config, vocabulary = model.config, _vocabulary(tokenizer)
@@ -162,7 +162,7 @@ def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def _words(vocabulary: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """The tokens in order of their ids, and what kind each is; ids without a token get one that is never split off."""
+    """The tokens in order of their ids, and each one's kind; unused ids get a placeholder."""
     by_id = {i: (word, _NORMAL) for word, i in vocabulary["model"]["vocab"].items()}
     for token in vocabulary.get("added_tokens", []):
         by_id[token["id"]] = (token["content"], _CONTROL if token["special"] else _USER_DEFINED)
