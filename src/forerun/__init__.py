@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from forerun.core.settings import Settings
     from forerun.core.stats import Stats
     from forerun.core.tree import DraftTree
+    from forerun.decoding.batch import Batch
     from forerun.decoding.commit import Commit
     from forerun.decoding.conversation import Conversation
     from forerun.decoding.engine import Engine
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Batch": "decoding.batch",
     "Commit": "decoding.commit",
     "Conversation": "decoding.conversation",
     "DraftTree": "core.tree",
@@ -41,6 +43,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Batch",
     "Commit",
     "Conversation",
     "DraftTree",
