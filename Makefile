@@ -4,13 +4,18 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench real reference clean
+.PHONY: demo test matrix lint bench real reference clean
 
 demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
 	$(BIN)/forerun demo
 
-test: $(READY) ## all tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+test: $(READY) ## all tests but for the matrix, of which a few cells in which every two values meet
+	$(PYTEST) -m "not matrix"
+
+matrix: $(READY) ## every cell of the matrix, and many examples of what is tested by examples
+	$(PYTEST) -m matrix
 
 lint: $(READY) ## format check, ruff, mypy
 	$(BIN)/ruff format --check .

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from forerun.drafters import recipes
 from forerun.model import exactness
 from forerun.plan.costs import CostCurve
 
 torch.set_num_threads(1)
 
 
+class Ticks:
+    """A clock that goes on by a millisecond whenever it is looked at: what is timed takes the same each time."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
 @pytest.fixture(autouse=True, scope="session")
 def fixed_costs():
-    """What engines plan by where they would measure; and what they find out about a model, once for each."""
+    """What engines plan by where they would measure, and a clock for drafters that watch the time; and what engines
+    find out about a model, once for each."""
     known: dict[tuple[int, type], tuple[Any, exactness.Exactness]] = {}
 
     def probe(scorer: Any, limit: int | None = None) -> exactness.Exactness:
@@ -24,7 +38,12 @@ def fixed_costs():
             known[key] = (scorer.model, exactness.probe(scorer, limit))  # the model is kept, or its id would be reused
         return known[key][1]
 
+    ticks = Ticks()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("forerun.decoding.engine.measure", lambda scorer: CostCurve.linear(24))
+        patch.setattr("forerun.model.timing.measure", lambda scorer: CostCurve.linear(24))
         patch.setattr("forerun.decoding.engine.probe", probe)
+        patch.setattr("forerun.drafters.hierarchy.time", SimpleNamespace(perf_counter=ticks))
+        for name in ("PacedDrafter", "Chooser"):
+            patch.setattr(recipes, name, functools.partial(getattr(recipes, name), clock=ticks))
         yield

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -314,20 +310,3 @@ def test_what_is_not_a_number_stays_visible() -> None:
     text.q[290, 1, 3] = torch.nan
     found = attend(Case(), [straight(text, 280, 20)])[0]
     assert found[10, 1].isnan().all() and found.isnan().sum() == 64
-
-
-NARROW = (
-    "test_near_softmax_written_out",
-    "test_a_token_of_a_tree_has_the_bits_of_the_text",
-    "test_grouped_heads_have_the_bits_of_heads_of_their_own",
-)
-
-
-def test_narrow_vectors_keep_the_promise_too() -> None:
-    if "+avx2" not in vector.features():
-        pytest.skip("made for AVX2")
-    target = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2"}
-    tests = [f"{Path(__file__).name}::{name}" for name in NARROW]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | target, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]

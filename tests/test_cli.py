@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,21 @@ def as_json(result: Result) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
-def start(*arguments: object, **more: Any) -> subprocess.Popen[bytes]:
+def heed_interrupts() -> None:
+    """A process started by one that runs in the background would ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def start(*arguments: object, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a process of its own, which does not outlive its test."""
     command = [sys.executable, "-m", "forerun.cli", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": heed_interrupts}
+    with subprocess.Popen(command, **pipes, **more) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 # --- help and errors
@@ -193,30 +206,32 @@ def test_ctrl_c_keeps_what_was_generated(model: str, monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model: str) -> None:
-    process = start("generate", "-m", model, "--dtype", "float32", "-p", PROMPT, "-n", 2000, "-d", "none", "--stats")
-    assert process.stdout is not None
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    rest, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert (first + rest).endswith(b"\n")
-    assert b"tokens per second" in errors
-    assert b"Traceback" not in errors
+    with start(
+        "generate", "-m", model, "--dtype", "float32", "-p", PROMPT, "-n", 2000, "-d", "none", "--stats"
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert (first + rest).endswith(b"\n")
+        assert b"tokens per second" in errors
+        assert b"Traceback" not in errors
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(model: str) -> None:
-    process = start("generate", "-m", model, "--dtype", "float32", "-f", "-", "-n", 2000, stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(PROMPT.encode())
-    process.stdin.close()
-    process.stdout.read(1)
-    process.stdout.close()
-    assert process.stderr is not None
-    errors = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=60) == 141
-    assert errors == b""
+    with start("generate", "-m", model, "--dtype", "float32", "-f", "-", "-n", 2000, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(PROMPT.encode())
+        process.stdin.close()
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(timeout=60) == 141
+        assert errors == b""
 
 
 # --- the text as it comes

@@ -12,11 +12,12 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_cli import heed_interrupts
 from test_messages import chat_model, chat_tokenizer
 from typer.testing import CliRunner, Result
 
@@ -295,8 +296,23 @@ class Terminal:
         if not self.process:
             arguments = ["-m", "forerun.cli", "chat", "-m", folder, "--dtype", "float32", "-d", "none"]
             arguments += ["-n", str(ENDLESS)]
+            heed_interrupts()
             os.execve(sys.executable, [sys.executable, *arguments], {**os.environ, "TERM": "dumb"})
         self.shown = b""
+        self.ended = False
+
+    def wait(self) -> int:
+        """For its end, and how it ended."""
+        _, status = os.waitpid(self.process, 0)
+        self.ended = True
+        return status
+
+    def close(self) -> None:
+        """It does not outlive its test."""
+        if not self.ended:
+            os.kill(self.process, signal.SIGKILL)
+            self.wait()
+        os.close(self.end)
 
     def until(self, text: bytes, seconds: float = 60) -> bytes:
         """What is shown up to ``text``; what follows is for the next call."""
@@ -332,33 +348,37 @@ def talkative(folder: str, tmp_path: Path) -> str:
 
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(talkative: str) -> None:
-    terminal = Terminal(talkative)
-    terminal.until(b"> ")
-    terminal.type(b"again and again\n")
-    terminal.until(b"again and again\r\n")
-    while len(terminal.shown) < 20:
-        terminal.shown += os.read(terminal.end, 64)
-    terminal.type(b"\x03")
-    terminal.until(b"\r\n> ")
-    terminal.interrupt(b"(Ctrl-D or /exit leaves)\r\n> ")
-    terminal.type(b"/stats\n")
-    assert b"tokens per second" in terminal.until(b"from the cache\r\n> ")
-    terminal.type(b"\x04")
-    _, status = os.waitpid(terminal.process, 0)
-    os.close(terminal.end)
+    with closing(Terminal(talkative)) as terminal:
+        terminal.until(b"> ")
+        terminal.type(b"again and again\n")
+        terminal.until(b"again and again\r\n")
+        while len(terminal.shown) < 20:
+            terminal.shown += os.read(terminal.end, 64)
+        terminal.type(b"\x03")
+        terminal.until(b"\r\n> ")
+        terminal.interrupt(b"(Ctrl-D or /exit leaves)\r\n> ")
+        terminal.type(b"/stats\n")
+        assert b"tokens per second" in terminal.until(b"from the cache\r\n> ")
+        terminal.type(b"\x04")
+        status = terminal.wait()
     assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_ctrl_c_between_piped_lines_ends_with_130(folder: str) -> None:
-    command = [sys.executable, "-m", "forerun.cli", "chat", "-m", folder, "--dtype", "float32", "-n", "8"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(b"again\n")
-    process.stdin.flush()
-    process.stdout.read(1)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    answer = call("chat", folder, input="again\n").stdout.encode()
+    common = ["-m", folder, "--dtype", "float64", "--device", "cpu", "-n", "8"]
+    command = [sys.executable, "-m", "forerun.cli", "chat", *common]
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, preexec_fn=heed_interrupts) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"again\n")
+        process.stdin.flush()
+        process.stdout.read(len(answer))
+        process.send_signal(signal.SIGINT)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert b"Traceback" not in errors

@@ -249,13 +249,16 @@ def draft_and_verify(draft: MockTarget, target: MockTarget, request: Request) ->
     return len(tree), len(verdict.path)
 
 
+@pytest.mark.parametrize("seeds", [1000, pytest.param(3000, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("processor", [None, ban_repeats])
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
-def test_texts_of_many_seeds_have_the_targets_distribution(method: str, processor: Processor | None) -> None:
+def test_texts_of_many_seeds_have_the_targets_distribution(
+    method: str, processor: Processor | None, seeds: int
+) -> None:
     target, draft = DRAFTS["equal to the target"], DRAFTS["unlike the target"]
     found: dict[tuple[int, ...], int] = defaultdict(int)
     drafted = accepted = 0
-    for seed in range(3000):
+    for seed in range(seeds):
         request = Request(PROMPT, 3, sampler=Sampler(method, seed, processor))
         while len(request.generated) < 2:
             counts = draft_and_verify(draft, target, request)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from test_exactness import LEARNING, some_were_accepted
 from tiny import FAMILIES, LAYOUTS, PROMPTS, VOCABULARY, build, tiny
 from transformers import PreTrainedModel
 
@@ -55,20 +56,41 @@ def plain(name: str) -> list[list[int]]:
     return texts
 
 
-def cells() -> list[tuple[str, str]]:
-    return [(name, drafter) for name in FAMILIES for drafter in (RECIPES if name in ALL_DRAFTERS else FEW)]
+def drafters(name: str) -> Sequence[str]:
+    return tuple(RECIPES) if name in ALL_DRAFTERS else FEW
+
+
+def cells() -> list[Any]:
+    """Every drafter of every family; without ``make matrix`` each family has one, in turns, and so has each drafter."""
+    found = [(name, drafters(name)[i % len(drafters(name))]) for i, name in enumerate(FAMILIES)]
+    found += [(ALL_DRAFTERS[i % len(ALL_DRAFTERS)], drafter) for i, drafter in enumerate(RECIPES)]
+    rest = [(name, drafter) for name in FAMILIES for drafter in drafters(name) if (name, drafter) not in found]
+    return [*dict.fromkeys(found), *(pytest.param(*cell, marks=pytest.mark.matrix) for cell in rest)]
 
 
 @pytest.mark.parametrize(("name", "drafter"), cells())
 def test_output_equals_transformers(name: str, drafter: str) -> None:
     settings = Settings(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False)
-    engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4)
+    engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, planner=None)
+    if drafter in LEARNING:
+        engine.warm(plain(name)[1:])
     batch = engine.generate([list(prompt) for prompt in PROMPTS], max_new_tokens=NEW_TOKENS, do_sample=False)
     assert [request.tokens.tolist() for request in batch.requests] == plain(name)
+    if drafter != "none":
+        some_were_accepted(batch.requests)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", FAMILIES)
+def types() -> list[Any]:
+    """Every type of every family; without ``make matrix`` each has one, in turns."""
+    every = [torch.float64, torch.float32, torch.bfloat16]
+    return [
+        pytest.param(name, dtype, marks=[pytest.mark.matrix] * ((i - j) % 3 > 0))
+        for i, name in enumerate(FAMILIES)
+        for j, dtype in enumerate(every)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
 def test_a_token_has_the_same_bits_whatever_shares_its_pass(name: str, dtype: torch.dtype) -> None:
     model = copy.deepcopy(family(name)).to(dtype)
     assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ import torch
 from forerun.caches.full import FullCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels import team, vector
+from forerun.kernels import team, tiles, vector
 from forerun.kernels.attention import BACKENDS, AttentionSpec, AttentionState, attend, select_backend
 
 pytestmark = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
@@ -206,13 +204,8 @@ def test_chosen_where_it_can_compute_and_pays() -> None:
     assert select_backend(q.requires_grad_(), k, v, SPEC, None) == "flash_cpu"
 
 
+@pytest.mark.skipif(tiles.TILES != 1, reason="the vectors here are wide; test_narrow runs it without them")
 def test_tiles_for_narrow_vectors_give_the_same_attention() -> None:
-    script = (
-        "import torch; from test_few_queries import *; from forerun.kernels import tiles; assert tiles.TILES == 1;"
-        "s = [(qkv(n, m, d), n) for n in (1, 6) for m in (33, 1100) for d in (16, 80)];"
-        "assert all(error(BACKENDS['few_queries'](*t, SPEC, None), by_definition(*t)) < 1e-5 for t, _ in s)"
-    )
-    target = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2"}
-    if "+avx2" not in vector.features():
-        pytest.skip("made for AVX2")
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent, env=os.environ | target)
+    for n, m, dim in itertools.product((1, 6), (33, 1100), (16, 80)):
+        q, k, v = qkv(n, m, dim)
+        assert error(BACKENDS["few_queries"](q, k, v, SPEC, None), by_definition(q, k, v)) < 1e-5

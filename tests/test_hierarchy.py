@@ -104,12 +104,13 @@ def test_what_the_middle_level_hands_on_is_its_own_distribution(monkeypatch: pyt
     assert_same_distribution(enumerate_outcomes(draft), joint(MIDDLE, (1, 2), 3, sampler))
 
 
+@pytest.mark.parametrize("seeds", [1000, pytest.param(4000, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("processor", [None, ban_repeats], ids=["plain", "processor"])
-def test_texts_of_many_seeds_have_the_targets_distribution(processor: Processor | None) -> None:
+def test_texts_of_many_seeds_have_the_targets_distribution(processor: Processor | None, seeds: int) -> None:
     """With the real noise, over several steps, so that what is drawn again is drawn with the same noise."""
     counts: dict[tuple[int, ...], int] = defaultdict(int)
     drafted = accepted = 0
-    for seed in range(4000):
+    for seed in range(seeds):
         request = Request((1, 2), 4, sampler=Sampler("rejection", seed, processor))
         drafter = two_levels(2, 3)
         start(drafter, request, TARGET)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -196,23 +192,3 @@ def test_what_is_not_a_number_stays_with_its_token_and_its_output(dtype: torch.d
     assert found[2].isnan().all() and not found[:2, :19].isnan().any() and not found[:2, 19].isfinite().any()
     keep = [0, 1, 3, 4]
     assert torch.equal(found[keep, :19], plain[keep, :19])
-
-
-NARROW = (
-    "test_near_the_sums_in_double_precision",
-    "test_the_same_bits_for_any_number_of_tokens_at_any_place",
-    "test_sums_go_from_the_bias_on_column_by_column",
-    "test_bfloat16_is_summed_as_floats_column_by_column",
-    "test_bfloat16_sums_are_rounded_once_to_the_nearest",
-    "test_gates_are_activated_and_multiplied",
-)
-
-
-def test_narrow_vectors_keep_the_promise_too() -> None:
-    if "+avx2" not in vector.features():
-        pytest.skip("made for AVX2")
-    target = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2"}
-    tests = [f"{Path(__file__).name}::{name}" for name in NARROW]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | target, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,9 +41,16 @@ def test_python_blocks_run_one_after_another(page: str, capsys: pytest.CaptureFi
     assert len(capsys.readouterr().out) > 100
 
 
-@pytest.mark.parametrize(
-    "line", sorted({line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line})
-)
+LONG = ("forerun audit", "forerun bench")
+"""What these do is tested on tiny models each time, and on the bundled one by ``make matrix``."""
+LINES = {line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line}
+
+
+def marked(line: str) -> Any:
+    return pytest.param(line, marks=[pytest.mark.matrix] * line.startswith(LONG))
+
+
+@pytest.mark.parametrize("line", [marked(line) for line in sorted(LINES)])
 def test_commands_run(line: str) -> None:
     command = shlex.split(line)
     assert command[0] == "forerun"

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,22 +169,3 @@ def test_scales_of_every_size_are_widened_rightly(name: str) -> None:
         x = torch.zeros(1, 32)
         x[0, column] = 1
         assert np.array_equal(run(x, [(name, rows)])[0].numpy(), weights[:, column])
-
-
-NARROW = (
-    "test_the_bits_of_float32_weights_of_the_same_numbers",
-    "test_rows_of_any_number_of_blocks",
-    "test_gates_are_activated_and_multiplied",
-    "test_rows_of_an_embedding_are_those_of_gguf",
-    "test_scales_of_every_size_are_widened_rightly",
-)
-
-
-def test_narrow_vectors_keep_the_promise_too() -> None:
-    if "+avx2" not in vector.features():
-        pytest.skip("made for AVX2")
-    target = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2"}
-    tests = [f"{Path(__file__).name}::{name}" for name in NARROW]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | target, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]

@@ -9,10 +9,11 @@ import gc
 import os
 import random
 import stat
-import time
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -490,24 +491,36 @@ def test_a_request_may_outgrow_the_room_that_was_made_for_it() -> None:
     check(trie, oracle)
 
 
+@contextmanager
+def calls_counted() -> Iterator[list[str]]:
+    """The calls that are made, Python's and numpy's."""
+    calls: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
 def test_a_thousand_requests_leave_nothing_but_their_outputs_and_never_stall() -> None:
     dice = random.Random(3)
     trie, oracle = Trie(SMALL), Oracle()
     outputs = [[dice.randrange(6) for _ in range(8)] for _ in range(10)]
-    worst: list[float] = []
+    work = []
     for request in range(1000):
         trie.begin(request, "a", [dice.randrange(1 << 30) for _ in range(20)])
         for number in (0, 4):
-            begin = time.perf_counter()
-            trie.extend(request, outputs[request % 10][number : number + 4])
-            trie.retrieve(request, 16, 9)
-            worst.append(time.perf_counter() - begin)
+            with calls_counted() as counted:
+                trie.extend(request, outputs[request % 10][number : number + 4])
+                trie.retrieve(request, 16, 9)
+            work.append(len(counted))
         trie.finish(request)
     kept = trie.tokens("a") // 8
     oracle.outputs["a"] = [outputs[request % 10] for request in range(1000 - kept, 1000)]
     exact = oracle.shared("a")
     assert exact == shared(trie, "a", exact)
-    assert sorted(worst)[-10] < 0.01
+    assert 0 < max(work) < 500  # compiled code makes no calls, but all that it walks through is as small as the trie
     assert not trie._live
 
 

@@ -147,21 +147,44 @@ def test_a_given_trie_is_used_with_its_own_configuration() -> None:
         TrieDrafter(TrieConfig(), trie)
 
 
+def run(script: str, *path: Path) -> str:
+    """What a process of its own writes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_kept_machine_code_is_thrown_away_when_any_source_of_its_package_changes(tmp_path: Path) -> None:
+    """What was called is a part of it, and numba would only look at the file of the function itself."""
+    package = tmp_path / "package"
+    package.mkdir()
+    begin, inner = "from forerun.index.compiling import compiled\n", "@compiled\ndef inner(x):\n    return x + 1\n"
+    outer = "from package.inner import inner\n@compiled\ndef outer(x):\n    return inner(x) * 10\n"
+    (package / "inner.py").write_text(begin + inner)
+    (package / "outer.py").write_text(begin + outer)
+    script = "from package.outer import outer; print(outer(1), sum(outer.stats.cache_hits.values()))"
+    path = tmp_path, Path(forerun.__file__).parents[1]
+    assert [run(script, *path) for _ in range(2)] == ["20 0\n", "20 1\n"]
+    (package / "inner.py").write_text(begin + inner.replace("+ 1", "+ 2"))
+    assert [run(script, *path) for _ in range(2)] == ["30 0\n", "30 1\n"]
+
+
+def test_the_machine_code_of_the_index_is_kept() -> None:
+    TrieDrafter().warm_up()
+    script = "from forerun.drafters.trie import TrieDrafter; TrieDrafter().warm_up()"
+    script += "; from forerun.index import calls; print(sum(calls.grow.stats.cache_hits.values()))"
+    assert run(script, Path(forerun.__file__).parents[1]) == "1\n"
+
+
+@pytest.mark.matrix
 def test_kept_machine_code_is_thrown_away_when_any_source_of_the_index_changes(tmp_path: Path) -> None:
     package = tmp_path / "forerun"
     shutil.copytree(Path(forerun.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "weights"))
     script = "from forerun.drafters.trie import TrieDrafter; TrieDrafter().warm_up()"
     script += "; from forerun.index import calls; print(sum(calls.grow.stats.cache_hits.values()))"
 
-    def cache_hits() -> int:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-        )
-        return int(done.stdout)
-
-    assert cache_hits() == 0
-    assert cache_hits() == 1
+    assert run(script, tmp_path) == "0\n"
+    assert run(script, tmp_path) == "1\n"
     other = package / "index" / "history.py"
     other.write_text(other.read_text() + "\n# changed\n")
-    assert cache_hits() == 0
+    assert run(script, tmp_path) == "0\n"

@@ -1,0 +1,57 @@
+"""A few cells of a large matrix in which every two values that can meet do meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+
+Cell = tuple[Hashable, ...]
+Pair = tuple[int, Hashable, int, Hashable]
+"""Two factors by their place in a cell, each with its value."""
+
+
+def pairs(cell: Cell) -> set[Pair]:
+    """Which values meet in a cell."""
+    return {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)}
+
+
+def pairwise(cells: Iterable[Cell]) -> list[Cell]:
+    """Of the cells that there are, so many that whatever two values meet in one of them meet in one that is chosen.
+
+    Greedy, in one go over the cells for each number of pairs that a cell may bring: those that bring the most come
+    first. The same cells in the same order give the same choice.
+
+    Args:
+        cells: each with as many values as the others, and none twice.
+    """
+    bits: dict[Pair, int] = {}
+    waiting = []
+    for cell in spread(list(cells)):
+        brings = sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs(cell))
+        waiting.append((cell, brings))
+    missing, chosen = (1 << len(bits)) - 1, []
+    for most in range(len(pairs(waiting[0][0])), 0, -1):
+        left = []
+        for cell, brings in waiting:
+            new = (missing & brings).bit_count()
+            if new == most:
+                chosen.append(cell)
+                missing &= ~brings
+            elif new:
+                left.append((cell, brings))
+        waiting = left
+    return chosen
+
+
+def spread(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells in an order in which neighbours share few values: in steps of a number that has no common divisor with
+    how many there are, near the golden section of it."""
+    count = len(cells)
+    step = next((s for s in range(int(count * 0.618) or 1, count) if _coprime(s, count)), 1)
+    return [cells[i * step % count] for i in range(count)]
+
+
+def _coprime(a: int, b: int) -> bool:
+    while b:
+        a, b = b, a % b
+    return a == 1
