@@ -1,0 +1,240 @@
+"""One thread that decodes for all clients: it admits requests while their caches fit, steps, and hands out tokens.
+
+Iteration-level scheduling (Orca, Yu et al. 2022): requests join and leave between any two steps. A request's bytes of
+keys and values are known before it starts, so none is ever put out again for want of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from forerun.core.request import Request
+from forerun.decoding.batch import Batch
+from forerun.decoding.commit import Commit
+from forerun.decoding.engine import Engine
+from forerun.server.ticket import Ending, Ticket
+from forerun.server.waiting import QueueFullError, Waiting
+
+log = logging.getLogger(__name__)
+
+RECENT = 32
+"""Ended requests by whose times a place's is guessed."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler takes on.
+
+    Attributes:
+        memory: bytes of keys and values of all running requests, at most.
+        rows: requests that run at once, at most.
+        waiting: requests that wait, at most.
+        step: tokens of texts that a step reads, at most; see ``Batch``.
+
+    Raises:
+        ValueError: for a limit under 1 (``waiting``: under 0).
+    """
+
+    memory: int
+    rows: int = 16
+    waiting: int = 128
+    step: int = 256
+
+    def __post_init__(self) -> None:
+        for name, least in (("memory", 1), ("rows", 1), ("waiting", 0), ("step", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+
+
+class Scheduler:
+    """Runs requests of many clients through one engine.
+
+    Args:
+        engine: decodes; others may use it meanwhile.
+        limits: what it takes on.
+    """
+
+    def __init__(self, engine: Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self._batch: Batch = engine.batch(limits.step)
+        self._waiting = Waiting()
+        self._running: dict[int, Ticket] = {}
+        self._cancelled: list[Ticket] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._thread = threading.Thread(target=self._work, name="forerun-scheduler", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self,
+        request: Request,
+        on_commit: Callable[[Commit], None],
+        on_end: Callable[[Ending], None],
+        tenant: str = "default",
+        deadline: float | None = None,
+    ) -> Ticket:
+        """Let a request wait for its turn.
+
+        Args:
+            request: a fresh one.
+            on_commit, on_end, tenant, deadline: see ``Ticket``.
+
+        Raises:
+            ValueError: if its caches take more than there is memory for.
+            QueueFullError: if as many wait as may.
+            RuntimeError: after ``close``.
+        """
+        ticket = Ticket(request, tenant, on_commit, on_end, deadline, self._batch.needs(request))
+        if ticket.needs > self.limits.memory:
+            raise ValueError(
+                f"the request needs {ticket.needs:,} bytes for keys and values, and there are {self.limits.memory:,}; "
+                "shorten the prompt or generate fewer tokens"
+            )
+        with self._changed:
+            if self._closing:
+                raise RuntimeError("the scheduler is closed")
+            if len(self._waiting) >= self.limits.waiting and not self._fits(ticket):
+                raise QueueFullError(len(self._waiting), self._retry_after())
+            self._waiting.add(ticket)
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """End a request, wherever it is; one that has ended stays as it is."""
+        with self._changed:
+            self._cancelled.append(ticket)
+            self._changed.notify()
+
+    def close(self, patience: float = 0.0) -> None:
+        """Take no more requests, and end those that are there.
+
+        Args:
+            patience: seconds that they may take to end by themselves.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        until = time.monotonic() + patience
+        while time.monotonic() < until and self.busy:
+            time.sleep(0.01)
+        with self._changed:
+            self._cancelled += [*self._running.values(), *self._waiting]
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anyone runs or waits."""
+        with self._changed:
+            return bool(self._running or len(self._waiting))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that run."""
+        return len(self._running)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of keys and values that the running requests were admitted with."""
+        return sum(ticket.needs for ticket in list(self._running.values()))
+
+    def _fits(self, ticket: Ticket) -> bool:
+        """Whether it could start now."""
+        alone = not len(self._waiting) and len(self._running) < self.limits.rows
+        return alone and self.memory + ticket.needs <= self.limits.memory
+
+    def _retry_after(self) -> float:
+        """Seconds until a place in the queue is likely free: by how long requests took of late."""
+        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
+        return max(1.0, mean / self.limits.rows)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._running or len(self._waiting) or self._cancelled or self._closing):
+                    self._changed.wait()
+                if self._closing and not (self._running or len(self._waiting)):
+                    self._batch.close()
+                    return
+                self._end_cancelled()
+                self._end_late()
+                self._admit()
+            if self._running:
+                self._step()
+
+    def _end_cancelled(self) -> None:
+        for ticket in self._cancelled:
+            self._end(ticket, "cancelled")
+        self._cancelled.clear()
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for ticket in [*self._running.values(), *self._waiting]:
+            if ticket.deadline is not None and ticket.deadline <= now:
+                self._end(ticket, "deadline")
+
+    def _admit(self) -> None:
+        """Whose turn it is starts, if its caches fit; nobody overtakes it, or a large one might wait for ever."""
+        while (ticket := self._waiting.next()) is not None:
+            room = self.limits.memory - self.memory
+            if len(self._running) >= self.limits.rows or ticket.needs > room:
+                return
+            self._waiting.remove(ticket)
+            try:
+                self._batch.admit(ticket.request)
+            except Exception as error:
+                ticket.request.fail(error)
+                ticket.end("error")
+                continue
+            ticket.admitted = time.monotonic()
+            self._running[ticket.request.id] = ticket
+            self._waiting.serve(ticket.tenant, ticket.request.prompt_length)
+
+    def _step(self) -> None:
+        try:
+            commits = self._batch.step()
+        except Exception as error:
+            log.exception("a step failed; the requests that ran in it end")
+            self._batch.close()
+            self._batch = self.engine.batch(self.limits.step)
+            for ticket in list(self._running.values()):
+                ticket.request.fail(error)
+                self._end(ticket, "error")
+            return
+        for commit in commits:
+            ticket = self._running[commit.request.id]
+            self._waiting.serve(ticket.tenant, len(commit.tokens))
+            if not self._tell(ticket, commit):
+                self._end(ticket, "cancelled")
+            elif commit.request.finish_reason is not None:
+                self._end(ticket, "finished" if commit.request.error is None else "error")
+
+    def _tell(self, ticket: Ticket, commit: Commit) -> bool:
+        """Whether the client takes its tokens; one that cannot must not stop the others."""
+        try:
+            ticket.on_commit(commit)
+        except Exception:
+            log.exception("a client does not take its tokens; its request ends")
+            return False
+        return True
+
+    def _end(self, ticket: Ticket, how: Ending) -> None:
+        with self._changed:
+            if self._running.pop(ticket.request.id, None) is not None:
+                self._batch.cancel(ticket.request)
+                self._durations.append(time.monotonic() - (ticket.admitted or ticket.submitted))
+            elif not self._waiting.remove(ticket):
+                return
+            self._waiting.forget({each.tenant for each in self._running.values()})
+        ticket.end(how)

@@ -1,0 +1,48 @@
+"""A request on its way through the server: waiting, running, ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forerun.core.request import Request
+from forerun.decoding.commit import Commit
+
+Ending = Literal["finished", "cancelled", "deadline", "error"]
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A submitted request.
+
+    Both callbacks run in the scheduler's thread, and must return at once.
+
+    Attributes:
+        request: what is decoded.
+        tenant: whose it is; tenants get equal shares.
+        on_commit: called with each step's tokens.
+        on_end: called once, with how it ended; ``request.error`` says more about an error.
+        deadline: by ``time.monotonic``, when it is ended with what it has by then; None for never.
+        needs: bytes of keys and values that it takes.
+        submitted, admitted, ended: by ``time.monotonic``; None before.
+        ending: how it ended.
+    """
+
+    request: Request
+    tenant: str
+    on_commit: Callable[[Commit], None]
+    on_end: Callable[[Ending], None]
+    deadline: float | None = None
+    needs: int = 0
+    submitted: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    ended: float | None = None
+    ending: Ending | None = None
+
+    def end(self, how: Ending) -> None:
+        """Tell its client, once."""
+        if self.ending is None:
+            self.ending, self.ended = how, time.monotonic()
+            self.on_end(how)
