@@ -8,26 +8,18 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from forerun.core.tree import IntArray
 from forerun.index.arrays import Index
 from forerun.index.board import Facts
 from forerun.index.contexts import count
 from forerun.index.foresight import look_around
 from forerun.index.place import Place, ingest
 from forerun.index.spelling import spellings
+from forerun.index.tables import OUTPUT, OWN, PROMPT, RecordArray
 from forerun.index.trail import (
     AHEAD,
-    AT,
-    GAP,
     HEARD,
-    JOINED,
     JOINS,
-    LIMIT,
     LOST,
-    OUTPUT,
-    PROMPT,
-    RUN,
-    SPELLED,
     WAYS,
     branch,
     crossing,
@@ -42,14 +34,14 @@ COMMA, LINE, OPEN, COLON, CLOSE = range(5)
 KEYS = range(5, 8)
 
 
-def prompt_of(tokens: list[int]) -> tuple[Index, IntArray, int]:
+def prompt_of(tokens: list[int]) -> tuple[Index, RecordArray, int]:
     """A prompt's index, trails that wait nowhere, and the position of its first token."""
     index, place = Index.for_tokens(len(tokens)), Place.start()
     ingest(index, place, np.array(tokens))
-    return index, place.trails, int(place.ends[0]) - len(tokens) + 1
+    return index, place.trails, int(place.ends[OWN].position) - len(tokens) + 1
 
 
-def laid(trails: IntArray, position: int) -> None:
+def laid(trails: RecordArray, position: int) -> None:
     lay_trail(trails, position, 3)
 
 
@@ -58,18 +50,18 @@ def test_a_trail_moves_on_with_what_it_foresees_and_waits_otherwise() -> None:
     laid(trails, first)
     for token, at, gap in ((10, 1, 0), (11, 2, 0), (OPEN, 2, 1), (COLON, 2, 2), (12, 4, 0), (13, 5, 0), (14, 7, 0)):
         follow_trails(index, trails, 0, token)
-        assert (trails[0, PROMPT, AT] - first, trails[0, PROMPT, GAP]) == (at, gap)
-    assert trails[0, PROMPT, JOINED] == 1  # once, behind the gap; the last token is taken up by leaving one out
-    assert trails[0, OUTPUT, AT] == 0
+        assert (trails[0, PROMPT].position - first, trails[0, PROMPT].gap) == (at, gap)
+    assert trails[0, PROMPT].resumed == 1  # once, behind the gap; the last token is taken up by leaving one out
+    assert trails[0, OUTPUT].position == 0
 
 
 def test_what_is_taken_up_by_chance_counts_against_a_trail() -> None:
     index, trails, first = prompt_of([10, 11, 12, 13, 14])
     laid(trails, first)
-    trails[0, PROMPT, JOINED] = 2
+    trails[0, PROMPT].resumed = 2
     for token in (OPEN, 10, OPEN, 11, OPEN):
         follow_trails(index, trails, 0, token)
-    assert trails[0, PROMPT, JOINED] == 0
+    assert trails[0, PROMPT].resumed == 0
 
 
 def test_a_trail_is_taken_up_again_so_often_at_most_and_given_up_when_lost() -> None:
@@ -79,34 +71,34 @@ def test_a_trail_is_taken_up_again_so_often_at_most_and_given_up_when_lost() -> 
     for value in range(0, 30, 2):
         for token in (OPEN, values[value], values[value + 1]):
             follow_trails(index, trails, 0, token)
-    assert trails[0, PROMPT, JOINED] == HEARD + JOINS - 1
+    assert trails[0, PROMPT].resumed == HEARD + JOINS - 1
     laid(trails, first)
     for _ in range(LOST + 1):
         follow_trails(index, trails, 0, CLOSE)
-    assert trails[0, PROMPT, AT] == 0
+    assert trails[0, PROMPT].position == 0
 
 
 def test_a_trail_does_not_leave_the_prompt() -> None:
     index, trails, first = prompt_of([10, 11])
     laid(trails, first + 1)
-    assert trails[0, PROMPT, LIMIT] == first + 1
+    assert trails[0, PROMPT].prompt_end == first + 1
     follow_trails(index, trails, 0, 11)
     for _ in range(3):
         follow_trails(index, trails, 0, 0)
-    assert trails[0, PROMPT, RUN] == 1 + 6
-    assert trails[0, PROMPT, GAP] == 3
+    assert trails[0, PROMPT].run == 1 + 6
+    assert trails[0, PROMPT].gap == 3
 
 
 def test_a_trail_that_is_being_followed_is_not_laid_anew() -> None:
     index, trails, first = prompt_of([10, 11, 12, 13, 14, 15])
     laid(trails, first)
     lay_trail(trails, first + 3, 32)
-    assert trails[0, PROMPT, AT] == first
+    assert trails[0, PROMPT].position == first
     follow_trails(index, trails, 0, OPEN)
     lay_trail(trails, first + 3, 3)
-    assert trails[0, PROMPT, AT] == first  # agreement of three tokens is enough where there is no trail only
+    assert trails[0, PROMPT].position == first  # agreement of three tokens is enough where there is no trail only
     lay_trail(trails, first + 3, 32)
-    assert trails[0, PROMPT, AT] == first + 3
+    assert trails[0, PROMPT].position == first + 3
 
 
 def test_a_node_has_the_trails_that_are_heard() -> None:
@@ -114,10 +106,10 @@ def test_a_node_has_the_trails_that_are_heard() -> None:
     laid(trails, first)
     nodes = np.concatenate([trails, trails])
     branch(nodes, 0, 1)
-    assert nodes[1, PROMPT, AT] == 0
-    nodes[0, PROMPT, JOINED] = HEARD
+    assert nodes[1, PROMPT].position == 0
+    nodes[0, PROMPT].resumed = HEARD
     branch(nodes, 0, 1)
-    assert (nodes[1, PROMPT] == nodes[0, PROMPT]).all()
+    assert nodes[1, PROMPT] == nodes[0, PROMPT]
 
 
 def steps_of(trie: Trie, request: int, prompt: list[int], answer: list[int]) -> int:
@@ -152,7 +144,7 @@ def test_a_table_said_as_records_is_drafted_across_cells(separators: int) -> Non
     assert len(answer) / steps > 8, len(answer) / steps  # a cell's key, colon, two tokens and comma are five
 
 
-def spelled_prompt(tokens: list[int]) -> tuple[Index, IntArray, int]:
+def spelled_prompt(tokens: list[int]) -> tuple[Index, RecordArray, int]:
     """As ``prompt_of``, where token 90 is spelled 91, 92 without its space, and 93 is 94."""
     index, trails, first = prompt_of(tokens)
     table = np.full((100, 3), -1, np.int32)
@@ -165,8 +157,8 @@ def test_a_trail_goes_through_the_spelling_of_a_word() -> None:
     laid(trails, first)
     for token, at, inside in ((10, 1, 0), (OPEN, 1, 0), (91, 2, 1), (92, 3, 0), (11, 4, 0), (OPEN, 4, 0), (94, 6, 0)):
         follow_trails(index, trails, 0, token)
-        assert (trails[0, PROMPT, AT] - first, trails[0, PROMPT, SPELLED]) == (at, inside)
-    assert trails[0, PROMPT, JOINED] == 1
+        assert (trails[0, PROMPT].position - first, trails[0, PROMPT].spelled) == (at, inside)
+    assert trails[0, PROMPT].resumed == 1
 
 
 def test_a_word_spelled_otherwise_is_passed_by() -> None:
@@ -174,26 +166,26 @@ def test_a_word_spelled_otherwise_is_passed_by() -> None:
     laid(trails, first)
     for token, at, gap in ((91, 0, 0), (OPEN, 1, 1), (11, 2, 0)):
         follow_trails(index, trails, 0, token)
-        assert (trails[0, PROMPT, AT] - first, trails[0, PROMPT, GAP]) == (at, gap)
-        assert trails[0, PROMPT, SPELLED] == (1 if token == 91 else 0)
+        assert (trails[0, PROMPT].position - first, trails[0, PROMPT].gap) == (at, gap)
+        assert trails[0, PROMPT].spelled == (1 if token == 91 else 0)
 
 
 def test_the_way_on_is_known_by_what_is_ahead_and_by_its_spelling() -> None:
     index, trails, first = spelled_prompt([COMMA, 90, 11])
     laid(trails, first)
     ways = {COMMA: 0, 90: 1, 91: AHEAD + 1, 11: 2, 92: WAYS, OPEN: WAYS}
-    assert {token: way_on(index, trails, 0, PROMPT, token) for token in ways} == ways
+    assert {token: way_on(index, trails[0, PROMPT], PROMPT, token) for token in ways} == ways
 
 
 def test_ways_are_noted_where_the_prompts_trail_waits_and_the_outputs_is_followed() -> None:
     _, trails, first = prompt_of([10, 11, 12])
     hashed = np.uint64(12345)
-    assert crossing(trails, 0, PROMPT, hashed) == crossing(trails, 0, OUTPUT, hashed) == 0
+    assert crossing(trails[0, PROMPT], PROMPT, hashed) == crossing(trails[0, OUTPUT], OUTPUT, hashed) == 0
     for row in (PROMPT, OUTPUT):
-        trails[0, row, AT], trails[0, row, JOINED] = first, HEARD
+        trails[0, row].position, trails[0, row].resumed = first, HEARD
         for gap in (0, 1):
-            trails[0, row, GAP] = gap
-            assert (crossing(trails, 0, row, hashed) != 0) == ((gap != 0) == (row == PROMPT))
+            trails[0, row].gap = gap
+            assert (crossing(trails[0, row], row, hashed) != 0) == ((gap != 0) == (row == PROMPT))
 
 
 def steps_through_cells(spelled: bool) -> float:
@@ -236,9 +228,9 @@ def test_a_context_with_a_crossings_hash_is_no_crossing() -> None:
     """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no ways."""
     index, trails, first = prompt_of([10, 11, 12])
     hashed, facts = np.uint64(12345), Facts.allocate()
-    trails[0, PROMPT, AT], trails[0, PROMPT, JOINED], trails[0, PROMPT, GAP] = first, HEARD, 1
+    trails[0, PROMPT].position, trails[0, PROMPT].resumed, trails[0, PROMPT].gap = first, HEARD, 1
     for token in (5000, 1, WAYS + 1):
-        count(index, crossing(trails, 0, PROMPT, hashed), token)
-        look_around(index, trails, 0, PROMPT, hashed, facts)
+        count(index, crossing(trails[0, PROMPT], PROMPT, hashed), token)
+        look_around(index, trails[0, PROMPT], PROMPT, hashed, facts)
         known = {way for way in range(WAYS) if facts.ways[PROMPT, way] != facts.ways[PROMPT, 0]}
         assert known == (set() if token == 5000 else {1})

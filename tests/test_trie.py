@@ -25,24 +25,7 @@ from hypothesis import strategies as st
 from forerun.core.tree import ROOT, DraftTree
 from forerun.index import file as trie_file
 from forerun.index import mixing
-from forerun.index.arrays import (
-    BLOCK_FREE,
-    BLOCK_TOP,
-    CHAIN,
-    CLASSES,
-    COUNT,
-    FOLLOWER,
-    FREE,
-    LIVE,
-    ORDERS,
-    ROWS,
-    TOP,
-    TOTAL,
-    VALUE,
-    Index,
-    find,
-    mix,
-)
+from forerun.index.arrays import CLASSES, ORDERS, Index, find, mix
 from forerun.index.trail import ONWARD, instead
 from forerun.index.trie import Draft, Form, Trie, TrieConfig, TrieFileError
 
@@ -108,16 +91,16 @@ def followers(index: Index, context: Path_) -> dict[int, int]:
     slot = find(index, hash_of(context))
     if slot == 0:
         return {}
-    value, total = int(index.slots[slot, VALUE]), int(index.slots[slot, TOTAL])
+    value, total = int(index.slots[slot].value), int(index.slots[slot].total)
     if value >= 0:
         return {value: total}
     block = -1 - value
-    size = int(index.blocks[block, FOLLOWER])
+    size = int(index.blocks[block].followers)
     assert size >= 2
-    found = {int(index.blocks[block + i, FOLLOWER]): int(index.blocks[block + i, COUNT]) for i in range(1, size + 1)}
+    found = {int(row.token): int(row.count) for row in index.blocks[block + 1 : block + 1 + size]}
     assert len(found) == size
     assert sum(found.values()) == total
-    assert 0 <= index.blocks[block, COUNT] <= size
+    assert 0 <= index.blocks[block].last <= size
     return found
 
 
@@ -127,22 +110,22 @@ def counts(index: Index, known: Counts) -> Counts:
     found = Counter({(c, token): n for c in every for token, n in followers(index, c).items()})
     pairs = [np.uint64(mix(hash_of(context), ONWARD + row)) for context in every if len(context) == 2 for row in (0, 1)]
     beside = [*(np.uint64(instead(token)) for token in {token for _, token in known}), *pairs]  # what trails count
-    assert len({context for context, _ in found}) + sum(find(index, one) != 0 for one in beside) == index.state[LIVE]
+    assert len({context for context, _ in found}) + sum(find(index, one) != 0 for one in beside) == index.state[0].slots
     return found
 
 
 def check_memory(index: Index) -> None:
     """Every slot and row of a block is in use, free or untouched."""
-    free, slot = 0, int(index.state[FREE])
+    free, slot = 0, int(index.state[0].slot_free)
     while slot:
-        free, slot = free + 1, int(index.slots[slot, CHAIN])
-    assert index.state[LIVE] + free == index.state[TOP] - 1
+        free, slot = free + 1, int(index.slots[slot].chain)
+    assert index.state[0].slots + free == index.state[0].slot_top - 1
     rows = 0
     for size_class in range(CLASSES):
-        block = int(index.state[BLOCK_FREE + size_class])
+        block = int(index.free_blocks[size_class])
         while block:
-            rows, block = rows + (1 << size_class), int(index.blocks[block, COUNT])
-    assert index.state[ROWS] + rows == index.state[BLOCK_TOP] - 1
+            rows, block = rows + (1 << size_class), int(index.blocks[block].free)
+    assert index.state[0].rows + rows == index.state[0].block_top - 1
 
 
 def shared(trie: Trie, namespace: str, known: Counts) -> Counts:
@@ -211,7 +194,7 @@ def test_withdrawing_every_output_leaves_nothing(sequences: list[list[int]]) -> 
         trie.withdraw("a")
         oracle.withdraw("a")
     index = trie._shared["a"].index
-    assert trie.tokens("a") == index.state[LIVE] == index.state[ROWS] == 0
+    assert trie.tokens("a") == index.state[0].slots == index.state[0].rows == 0
 
 
 def test_many_contexts_and_followers_are_counted_through_every_growth() -> None:

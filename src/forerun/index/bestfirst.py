@@ -1,7 +1,8 @@
-"""The merged tree: best first by estimated probability, over all context lengths and both texts at once.
+"""The merged tree: best-first search by estimated probability, over all contexts of both sources at once.
 
-Every node keeps where it stands: the hashes and slots of its contexts and what each copy says next. A node whose
-children could not enter the draft any more is not expanded, or from its longer contexts only.
+The likeliest candidate of the frontier becomes a node, and its followers are offered to the frontier in turn. The desk
+holds where each node stands: the hashes and slots of its contexts, its copies and its trails. A node whose followers
+could hardly enter the draft is expanded from its longer contexts only, or not at all.
 """
 
 from __future__ import annotations
@@ -9,128 +10,109 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.index.arrays import ORDERS, Index, mix
-from forerun.index.board import ALONE, NONE, OWN, SHARED, SIZE, TOKEN, Board, candidate, clear
+from forerun.index.board import NONE, UNIGRAM, Board, candidate, clear
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, hear, look, stand
-from forerun.index.evidence import ENOUGH, complete, gather, gather_alone
-from forerun.index.mixing import LIKELY, STRETCHED, Mixer, corrected, odds_alone, weigh
-from forerun.index.place import DEPTH, POSITION, Place, follow_copy
+from forerun.index.evidence import ENOUGH, complete, gather, gather_recent
+from forerun.index.frontier import above_of, empty, least, offer, own_order_of, packed, shared_order_of, token_of
+from forerun.index.mixing import Mixer, corrected, odds_unmatched, weigh
+from forerun.index.place import Place, follow_copy
+from forerun.index.tables import OWN, SHARED
 from forerun.index.trail import branch, follow_trails
 
-CUT_ALONE, CUT_SHORT, CUT = 0.01, 0.15, 0.35
-"""When the least of the nodes that the draft would take otherwise is likelier than this share of a node's chance, the
-node is expanded without the tokens that only their frequency speaks for, without contexts of one token, or not at all.
-A token is looked for behind a context if it is at least as large a share of what followed it."""
+CUT_RECENT, CUT_SHORT, CUT = 0.01, 0.15, 0.35
+"""How far a node is expanded depends on its *bar*: how probable a follower must be, given the node, to be drafted.
 
-
-@compiled
-def offer(desk: Desk, bound: int, chance: float, entry: int) -> None:
-    """Sort a candidate in, unless ``bound`` are likelier."""
-    chances, entries, head, at = desk.chances, desk.entries, desk.ends[0], desk.ends[1]
-    if at - head >= bound:
-        at = head + bound - 1
-        if chance <= chances[at]:
-            return
-    desk.ends[1] = at + 1
-    while at > head and chances[at - 1] < chance:
-        chances[at] = chances[at - 1]
-        entries[at] = entries[at - 1]
-        at -= 1
-    chances[at] = chance
-    entries[at] = entry
-
-
-@compiled
-def least(desk: Desk, bound: int) -> float:
-    """What a candidate must exceed to be drafted."""
-    return desk.chances[desk.ends[0] + bound - 1] if desk.ends[1] - desk.ends[0] >= bound else 0.0
+The bar is the chance of the least likely node that would be drafted now, divided by the chance of this node. Above
+``CUT_RECENT`` the tokens seen last are left out, above ``CUT_SHORT`` the contexts of one token too, and above ``CUT``
+the node is not expanded. The bar is also the share of a context's total that a follower needs to become a candidate."""
 
 
 @compiled
 def _expand(
-    own: Index, shared: Index, mixer: Mixer, desk: Desk, at: int, bound: int, chance: float, share: float
+    own: Index, shared: Index, mixer: Mixer, desk: Desk, node: int, bound: int, chance: float, bar: float
 ) -> None:
-    """Offer what may follow a node."""
+    """Offer what may follow a node of that chance to the frontier, of which ``bound`` entries can still be drafted."""
     found, facts = desk.found, desk.facts
-    hear(own, 0, desk.copies, at, facts)
-    hear(shared, 1, desk.copies, at, facts)
-    gather(own, shared, desk.hashes, desk.slots, desk.trails, at, facts, found, share)
-    for number in range(found.seen[SIZE]):
+    hear(own, OWN, desk.copies, node, facts)
+    hear(shared, SHARED, desk.copies, node, facts)
+    gather(own, shared, desk.hashes, desk.slots, desk.trails, node, facts, found, bar)
+    for number in range(found.size[0]):
         complete(found, number, facts)
         likely = chance * weigh(mixer, found, number, facts)
-        names = found.names
-        orders = names[number, OWN] << 3 | names[number, SHARED]
-        offer(desk, bound, likely, names[number, TOKEN] << 26 | at << 6 | orders)
-    if share <= CUT_ALONE and found.seen[SIZE] < ENOUGH:
-        _expand_alone(mixer, desk, at, bound, chance)
+        offered = found.candidates[number]
+        entry = packed(offered.token, node, offered.longest[OWN], offered.longest[SHARED])
+        offer(desk.frontier, bound, likely, entry)
+    if bar <= CUT_RECENT and found.size[0] < ENOUGH:
+        _expand_recent(mixer, desk, node, bound, chance)
 
 
 @compiled
-def _expand_alone(mixer: Mixer, desk: Desk, at: int, bound: int, chance: float) -> None:
+def _expand_recent(mixer: Mixer, desk: Desk, node: int, bound: int, chance: float) -> None:
     """Offer the tokens seen last, as far as they are likely enough."""
-    alone, odds = desk.alone, odds_alone(mixer, desk.facts)
-    for number in range(alone.seen[SIZE]):
-        likely = chance * corrected(mixer, 0, odds + alone.result[number, LIKELY])
-        if likely <= least(desk, bound):
+    recent, odds = desk.recent, odds_unmatched(mixer, desk.facts)
+    for number in range(recent.size[0]):
+        likely = chance * corrected(mixer, 0, odds + recent.candidates[number].odds)
+        if likely <= least(desk.frontier, bound):
             break
-        token = alone.names[number, TOKEN]
+        token = recent.candidates[number].token
         if candidate(desk.found, token, False) == NONE:
-            offer(desk, bound, likely, token << 26 | at << 6)
+            offer(desk.frontier, bound, likely, packed(token, node, 0, 0))
 
 
 @compiled
-def rank_alone(own: Index, shared: Index, mixer: Mixer, alone: Board) -> None:
-    """Sort the tokens seen last by what their frequency adds to the log-odds."""
-    clear(alone)
-    gather_alone(own, shared, alone)
-    names, result = alone.names, alone.result
-    for number in range(alone.seen[SIZE]):
-        odds, token, at = 0.0, names[number, TOKEN], number
+def rank_recent(own: Index, shared: Index, mixer: Mixer, recent: Board) -> None:
+    """Sort the tokens seen last by what their frequency and recency add to the log-odds."""
+    clear(recent)
+    gather_recent(own, shared, recent)
+    ranked = recent.candidates
+    for number in range(recent.size[0]):
+        odds, token, at = 0.0, ranked[number].token, number
         for source in range(2):
-            odds += mixer.weights[0, ALONE + source] * mixer.cells[STRETCHED, alone.cells[number, ALONE + source]]
-        while at > 0 and result[at - 1, LIKELY] < odds:
-            result[at, LIKELY], names[at, TOKEN] = result[at - 1, LIKELY], names[at - 1, TOKEN]
+            odds += mixer.weights[0, UNIGRAM + source] * mixer.cells.odds[recent.cells[number, UNIGRAM + source]]
+        while at > 0 and ranked[at - 1].odds < odds:
+            ranked[at].odds, ranked[at].token = ranked[at - 1].odds, ranked[at - 1].token
             at -= 1
-        result[at, LIKELY], names[at, TOKEN] = odds, token
+        ranked[at].odds, ranked[at].token = odds, token
 
 
 @compiled
-def _enter(own: Index, shared: Index, desk: Desk, above: int, at: int, token: int, orders: int, share: float) -> None:
-    """Where node ``at`` stands, which follows ``above`` with a token."""
+def _enter(own: Index, shared: Index, desk: Desk, node: int, entry: int, bar: float) -> None:
+    """Put a new node on the desk: move on by its token from where the node above it stands."""
     hashes, copies = desk.hashes, desk.copies
+    above, token = above_of(entry), token_of(entry)
     for source in range(2):
-        hashes[at, source, 0] = np.uint64(0)
+        hashes[node, source, 0] = np.uint64(0)
         for order in range(1, ORDERS + 1):
-            hashes[at, source, order] = mix(hashes[above, source, order - 1], token)
-        for column in range(3):
-            copies[at, source, column] = copies[above, source, column]
-    lowest = 2 if share > CUT_SHORT else 1
-    look(own, shared, hashes, desk.slots, at, lowest, (orders >> 3) + 1, (orders & 7) + 1)
-    follow_copy(own, copies, at, 0, token, copies[0, 0, POSITION])
-    follow_copy(shared, copies, at, 1, token, 0)
-    branch(desk.trails, above, at)
-    follow_trails(own, desk.trails, at, token)
-    copies[at, 0, DEPTH] = copies[above, 0, DEPTH] + 1
+            hashes[node, source, order] = mix(hashes[above, source, order - 1], token)
+        copies[node, source] = copies[above, source]
+    lowest = 2 if bar > CUT_SHORT else 1
+    look(own, shared, hashes, desk.slots, node, lowest, own_order_of(entry) + 1, shared_order_of(entry) + 1)
+    follow_copy(own, copies, node, OWN, token, copies[0, OWN].position)
+    follow_copy(shared, copies, node, SHARED, token, 0)
+    branch(desk.trails, above, node)
+    follow_trails(own, desk.trails, node, token)
+    desk.depths[node] = desk.depths[above] + 1
 
 
 @compiled
 def grow(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, draft: Draft, deepest: int) -> int:
     """Fill a draft; the number of its nodes."""
-    budget, ends = len(draft.tokens), desk.ends
-    rank_alone(own, shared, mixer, desk.alone)
+    budget, frontier, span = len(draft.tokens), desk.frontier, desk.frontier.span[0]
+    rank_recent(own, shared, mixer, desk.recent)
     stand(own, shared, place, desk)
-    ends[0], ends[1] = 0, 0
+    empty(frontier)
     _expand(own, shared, mixer, desk, 0, budget, 1.0, 0.0)
     size = 0
-    while ends[0] < ends[1] and size < budget:
-        chance, entry = desk.chances[ends[0]], desk.entries[ends[0]]
-        ends[0] += 1
-        token, above = entry >> 26, entry >> 6 & 0xFFFFF
-        draft.tokens[size], draft.parents[size], draft.probability[size] = token, above - 1, chance
+    while span.head < span.tail and size < budget:
+        chance, entry = frontier.chances[span.head], frontier.entries[span.head]
+        span.head += 1
+        above = above_of(entry)
+        draft.tokens[size], draft.parents[size], draft.probability[size] = token_of(entry), above - 1, chance
         size += 1
-        if size < budget and desk.copies[above, 0, DEPTH] + 1 < deepest:
-            share = least(desk, budget - size) / chance
-            if share <= CUT:
-                _enter(own, shared, desk, above, size, token, entry & 63, share)
-                _expand(own, shared, mixer, desk, size, budget - size, chance, share)
+        if size < budget and desk.depths[above] + 1 < deepest:
+            bar = least(frontier, budget - size) / chance
+            if bar <= CUT:
+                _enter(own, shared, desk, size, entry, bar)
+                _expand(own, shared, mixer, desk, size, budget - size, chance, bar)
     return size

@@ -1,7 +1,8 @@
-"""The candidates of one position, what speaks for each, and the cells that know what such evidence was worth.
+"""The candidates for the next token, the evidence for each, and the numbers of the cells that judge evidence.
 
-A cell belongs to one kind of evidence: a context's order, source and counts, a copy's agreement, a trail's state. What
-they learn is in ``mixing.py``.
+Every candidate has the same *inputs*: a context of each order in each source, the two copies, and so on. What an input
+found for a candidate is a *cell*, one for each kind of evidence, such as "it followed this context three times out of
+four, and last". A cell knows how often such evidence was right. How cells learn and inputs are mixed is in ``mixing``.
 """
 
 from __future__ import annotations
@@ -11,101 +12,111 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.tree import IntArray
-from forerun.index.arrays import ORDERS, FloatArray, Int32Array
+from forerun.index.arrays import ORDERS, Int32Array
 from forerun.index.compiling import compiled
+from forerun.index.tables import ABSENT, CANDIDATE, PREDICTION, RecordArray
 from forerun.index.trail import TRAIL_CELLS, WAYS
 
+COPIED, UNIGRAM, STAND_IN, CROSSED, AHEAD_ON = (2 * ORDERS + start for start in (0, 2, 4, 5, 7))
+"""First inputs of each kind behind the ``2 * ORDERS`` contexts: two copies, by source; the token's own frequency and
+recency, by source; the stand-in; two crossings and two trails, by trail."""
+
+BIAS = AHEAD_ON + 2
+"""Number of inputs; in ``Mixer.weights`` the column of the constant, which has no cell."""
+
 COUNTS, TOTALS, STATES = 9, 10, 3
-"""Classes of a follower's count (the last: unknown to the shorter context too), a context's, and a follower's state:
-others came later, it came last, it is the only one."""
+"""Classes of a follower's count (the last one: the candidate did not follow the shorter context either), of a context's
+total, and of a follower."""
+
+OTHERS_SINCE, CAME_LAST, ONLY_ONE = range(STATES)
+"""Classes of a follower: others came later, it came last, nothing else ever came."""
 
 COUNT_CLASSES = np.searchsorted([0, 1, 2, 3, 5, 10, 30], np.arange(32))
 TOTAL_CLASSES = np.searchsorted([0, 1, 2, 3, 4, 6, 10, 20, 60], np.arange(62))
 
 LENGTHS, MISSES = 8, 4
-"""Classes of the agreement before a copy and of what it got wrong lately."""
+"""Classes of ``COPY.agreed`` and of the number of bits in ``COPY.wrong``."""
 
 COMMON, RANKS = 16, 6
 """Classes of a token's frequency and of how long ago it was seen."""
 
-CONTEXT = COUNTS * TOTALS * STATES
+CONTEXT_CELLS = COUNTS * TOTALS * STATES
+"""Cells of one input that reads counts."""
 
-COPY_CELLS = (2 * ORDERS + 5) * CONTEXT
+STAND_IN_GROUP, CROSSING_GROUP = 2 * ORDERS, 2 * ORDERS + 1
+"""Groups of ``CONTEXT_CELLS`` cells behind those of the contexts: one for stand-ins, and two for each trail's crossings
+(ways to a foreseen token, and ``WAYS``)."""
 
-TOKEN_CELLS = COPY_CELLS + 2 * LENGTHS * MISSES * 2
+COPY_CELLS = (2 * ORDERS + 5) * CONTEXT_CELLS
 
-WAY_CELLS = TOKEN_CELLS + 2 * COMMON * RANKS
+UNIGRAM_CELLS = COPY_CELLS + 2 * LENGTHS * MISSES * 2
 
-CELLS = WAY_CELLS + TRAIL_CELLS
+AHEAD_CELLS = UNIGRAM_CELLS + 2 * COMMON * RANKS
 
-COPY, ALONE, TURN, CROSSING, WAY = 2 * ORDERS, 2 * ORDERS + 2, 2 * ORDERS + 4, 2 * ORDERS + 5, 2 * ORDERS + 7
-
-BIAS = WAY + 2
+CELLS = AHEAD_CELLS + TRAIL_CELLS
+"""Number of cells; the names above it are the first cell of each kind of input."""
 
 ROOM = 64
-"""Candidates of one position at most."""
+"""Most candidates of one position."""
 
 NONE = -1
+"""No candidate, or no cell: there is no such evidence."""
 
-TOKEN, OWN, SHARED, AHEAD_OF = range(4)
-"""Columns of ``Board.names``."""
-
-SIZE = 256
-"""Entry of ``Board.seen`` that holds the number of candidates."""
+BUCKETS = 256
+"""Entries of ``Board.buckets``."""
 
 
 class Board(NamedTuple):
     """The candidates of one position.
 
     Attributes:
-        names: token, order of the longest context that it followed, own and shared, and whether a trail foresees it
-            or its stand-in (1), or is sure of it (2); int64 ``[ROOM, 4]``.
-        cells: cell of each input or ``NONE``, int32 ``[ROOM, BIAS]``.
-        result: probability, log-odds before the correction, and set; float64 ``[ROOM, 3]``.
-        seen: number of a candidate plus one by hash of its token, and their number; int32 ``[SIZE + 1]``.
+        candidates: ``CANDIDATE`` ``[ROOM]``.
+        cells: cell of each input, or ``NONE``; int32 ``[ROOM, BIAS]``.
+        buckets: number of a candidate plus one, by hash of its token, with open addressing; int32 ``[BUCKETS]``.
+        size: number of candidates, int32 ``[1]``.
     """
 
-    names: IntArray
+    candidates: RecordArray
     cells: Int32Array
-    result: FloatArray
-    seen: Int32Array
+    buckets: Int32Array
+    size: Int32Array
 
     @classmethod
     def allocate(cls) -> Board:
         """An empty board."""
-        names, cells = np.zeros((ROOM, 4), np.int64), np.zeros((ROOM, BIAS), np.int32)
-        return cls(names, cells, np.zeros((ROOM, 3)), np.zeros(SIZE + 1, np.int32))
+        cells = np.zeros((ROOM, BIAS), np.int32)
+        return cls(np.zeros(ROOM, CANDIDATE), cells, np.zeros(BUCKETS, np.int32), np.zeros(1, np.int32))
 
 
 class Facts(NamedTuple):
     """What all candidates of one position share.
 
     Attributes:
-        missing: cells of contexts that a candidate did not follow, by source and order: known to the next shorter one
-            (0), not even to that (1), or followed but not found among the most frequent (2); int32
-            ``[2, ORDERS + 1, 3]``, of which ``[0, ORDERS]`` is that of what the prompt's trail says.
+        absent: for contexts that a candidate was not found behind; ``ABSENT`` ``[2, ORDERS + 1]``, by source and order
+            less one. ``[OWN, ORDERS].shorter`` is for a candidate that did not stand in.
         ways: cells of each trail's ways on, or ``NONE``; int32 ``[2, WAYS + 1]``.
-        copies: token that each copy says, cell of its saying another, agreement; int64 ``[2, 3]``.
-        trails: cell of what each does not foresee, and inputs to look at: those of trails are the last; int64 ``[3]``.
+        copies: what each source's copy predicts; ``PREDICTION`` ``[2]``.
+        unforeseen: for each trail, the cell of a token that it does not foresee, or ``NONE``; int64 ``[2]``.
+        inputs: how many are in use: ``BIAS``, or ``STAND_IN`` while no trail is heard; int64 ``[1]``.
     """
 
-    missing: Int32Array
+    absent: RecordArray
     ways: Int32Array
-    copies: IntArray
-    trails: IntArray
+    copies: RecordArray
+    unforeseen: IntArray
+    inputs: IntArray
 
     @classmethod
     def allocate(cls) -> Facts:
-        """Room for them."""
-        missing, ways = np.zeros((2, ORDERS + 1, 3), np.int32), np.full((2, WAYS + 1), NONE, np.int32)
-        return cls(missing, ways, np.zeros((2, 3), np.int64), np.full(3, NONE, np.int64))
+        """Room for the facts of one position."""
+        absent, ways = np.zeros((2, ORDERS + 1), ABSENT), np.full((2, WAYS + 1), NONE, np.int32)
+        return cls(absent, ways, np.zeros(2, PREDICTION), np.full(2, NONE, np.int64), np.zeros(1, np.int64))
 
 
-SAID, ELSE, AGREED = range(3)
-"""Columns of ``Facts.copies``."""
-
-INPUTS = 2
-"""Entry of ``Facts.trails``."""
+@compiled
+def context_input(source: int, order: int) -> int:
+    """The input, and the group of cells, of a source's context of so many tokens."""
+    return source * ORDERS + order - 1
 
 
 @compiled
@@ -121,33 +132,34 @@ def class_of_total(total: int) -> int:
 
 
 @compiled
-def cell_of(number: int, count_class: int, total_class: int, state: int) -> int:
-    """The cell of a context's evidence; ``number`` is that of its source and order, or of what stands for one."""
-    return ((number * COUNTS + count_class) * TOTALS + total_class) * STATES + state
+def cell_of(group: int, count_class: int, total_class: int, state: int) -> int:
+    """The cell of evidence from counts; ``group`` is that of the context, the stand-in or the crossing."""
+    return ((group * COUNTS + count_class) * TOTALS + total_class) * STATES + state
 
 
 @compiled
 def clear(board: Board) -> None:
-    """Take all candidates off."""
-    for at in range(SIZE + 1):
-        board.seen[at] = 0
+    """Remove all candidates."""
+    board.size[0] = 0
+    for bucket in range(BUCKETS):
+        board.buckets[bucket] = 0
 
 
 @compiled
 def candidate(board: Board, token: int, fresh: bool) -> int:
-    """The number of a token on the board, put there if ``fresh``; or ``NONE``."""
-    at = (token * 40503 >> 4) & (SIZE - 1)
-    while board.seen[at] != 0:
-        if board.names[board.seen[at] - 1, TOKEN] == token:
-            return int(board.seen[at] - 1)
-        at = (at + 1) & (SIZE - 1)
-    number = board.seen[SIZE]
+    """The number of a token's candidate, or ``NONE``; with ``fresh``, it is added if there is room."""
+    bucket = (token * 40503 >> 4) & (BUCKETS - 1)
+    while board.buckets[bucket] != 0:
+        if board.candidates[board.buckets[bucket] - 1].token == token:
+            return int(board.buckets[bucket] - 1)
+        bucket = (bucket + 1) & (BUCKETS - 1)
+    number = board.size[0]
     if not fresh or number == ROOM:
         return NONE
-    board.seen[at] = number + 1
-    board.seen[SIZE] += 1
-    board.names[number, TOKEN], board.names[number, OWN], board.names[number, SHARED] = token, 0, 0
-    board.names[number, AHEAD_OF] = 0
+    board.buckets[bucket] = number + 1
+    board.size[0] += 1
+    added = board.candidates[number]
+    added.token, added.longest[0], added.longest[1], added.foreseen = token, 0, 0, 0
     for at in range(BIAS):
         board.cells[number, at] = NONE
     return int(number)

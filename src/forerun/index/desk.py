@@ -1,4 +1,4 @@
-"""Where drafts are worked out: memory that is laid out once, since compiled functions here allocate nothing."""
+"""The memory that a draft is worked out in. It is allocated once, since the compiled functions allocate nothing."""
 
 from __future__ import annotations
 
@@ -8,61 +8,65 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.core.tree import IntArray
-from forerun.index.arrays import ORDERS, FloatArray, HashArray, Index, Int32Array, find
-from forerun.index.board import AGREED, ELSE, SAID, Board, Facts
+from forerun.index.arrays import ORDERS, HashArray, Index, Int32Array, find
+from forerun.index.board import Board, Facts
 from forerun.index.compiling import compiled
 from forerun.index.evidence import copy_cell
+from forerun.index.frontier import Frontier
 from forerun.index.history import UNWRITTEN, read
-from forerun.index.place import DEPTH, LENGTH, POSITION, WRONG, Place
-from forerun.index.trail import COLUMNS
+from forerun.index.place import Place
+from forerun.index.tables import COPY, OWN, SHARED, TRAIL, RecordArray
 
 
 class Desk(NamedTuple):
-    """Where drafts are worked out; what the functions here leave on it means nothing to the next.
+    """Working memory. Nothing on it outlives a call.
+
+    Row 0 of an array by node is the root, the end of the text; node i of the draft has row i + 1.
 
     Attributes:
-        hashes: of the contexts at the root (row 0) and each node, uint64 ``[n + 1, 2, ORDERS + 1]``.
+        hashes: of the contexts at each node, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
         slots: of the same contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
-        copies: where copies stand, and in ``[:, 0, DEPTH]`` the node's depth; int64 ``[n + 1, 2, 4]``.
-        trails: where trails stand, int64 ``[n + 1, 2, COLUMNS]``.
-        chances: of the frontier's candidates, likeliest first from ``ends[0]`` to ``ends[1]``; float64 ``[2 n + 1]``.
-        entries: token, parent and best orders of each, packed; int64 ``[2 n + 1]``.
-        ends: int64 ``[2]``.
+        copies: by node and source; ``COPY`` ``[n + 1, 2]``.
+        trails: by node; ``TRAIL`` ``[n + 1, 2]``.
+        depths: of each node, int64 ``[n + 1]``.
+        frontier: candidates that are not drafted yet.
         found: candidates of the node at hand.
-        alone: tokens seen last, whose place does not depend on the node.
+        recent: the tokens seen last, whose evidence is the same at every node.
         facts: of the node at hand.
     """
 
     hashes: HashArray
     slots: Int32Array
-    copies: IntArray
-    trails: IntArray
-    chances: FloatArray
-    entries: IntArray
-    ends: IntArray
+    copies: RecordArray
+    trails: RecordArray
+    depths: IntArray
+    frontier: Frontier
     found: Board
-    alone: Board
+    recent: Board
     facts: Facts
 
     @classmethod
     def allocate(cls, budget: int) -> Desk:
         """Room for drafts of up to ``budget`` nodes."""
         return cls(
-            np.zeros((budget + 1, 2, ORDERS + 1), np.uint64),
-            np.zeros((budget + 1, 2, ORDERS + 1), np.int32),
-            np.zeros((budget + 1, 2, 4), np.int64),
-            np.zeros((budget + 1, 2, COLUMNS), np.int64),
-            np.zeros(2 * budget + 1),
-            np.zeros(2 * budget + 1, np.int64),
-            np.zeros(2, np.int64),
-            Board.allocate(),
-            Board.allocate(),
-            Facts.allocate(),
+            hashes=np.zeros((budget + 1, 2, ORDERS + 1), np.uint64),
+            slots=np.zeros((budget + 1, 2, ORDERS + 1), np.int32),
+            copies=np.zeros((budget + 1, 2), COPY),
+            trails=np.zeros((budget + 1, 2), TRAIL),
+            depths=np.zeros(budget + 1, np.int64),
+            frontier=Frontier.allocate(budget),
+            found=Board.allocate(),
+            recent=Board.allocate(),
+            facts=Facts.allocate(),
         )
+
+    def holds(self, budget: int) -> bool:
+        """Whether there is room for drafts of so many nodes."""
+        return len(self.depths) > budget
 
 
 class Draft(NamedTuple):
-    """The draft: int64, int64 and float64, ``[budget]``; ``ROOT`` marks what follows the context directly."""
+    """The draft: int64, int64 and float64, ``[budget]``. The parent ``ROOT`` marks what follows the text directly."""
 
     tokens: IntArray
     parents: IntArray
@@ -71,21 +75,21 @@ class Draft(NamedTuple):
 
 @compiled
 def look(
-    own: Index, shared: Index, hashes: HashArray, slots: Int32Array, at: int, least: int, own_most: int, most: int
+    own: Index, shared: Index, hashes: HashArray, slots: Int32Array, node: int, lowest: int, own_most: int, most: int
 ) -> None:
-    """The slots of a node's contexts from one order up to the given ones; those of others count for nothing."""
+    """Find the slots of a node's contexts from order ``lowest`` to the given ones; those of other orders become 0."""
     for order in range(1, ORDERS + 1):
-        slots[at, 0, order] = find(own, hashes[at, 0, order]) if least <= order <= own_most else 0
-        slots[at, 1, order] = find(shared, hashes[at, 1, order]) if least <= order <= most else 0
+        slots[node, OWN, order] = find(own, hashes[node, OWN, order]) if lowest <= order <= own_most else 0
+        slots[node, SHARED, order] = find(shared, hashes[node, SHARED, order]) if lowest <= order <= most else 0
 
 
 @compiled
-def hear(index: Index, source: int, copies: IntArray, at: int, facts: Facts) -> None:
-    """What a copy says."""
-    position, length = copies[at, source, POSITION], copies[at, source, LENGTH]
-    facts.copies[source, SAID] = UNWRITTEN if position == 0 else read(index, position)
-    facts.copies[source, ELSE] = copy_cell(source, length, copies[at, source, WRONG])
-    facts.copies[source, AGREED] = length
+def hear(index: Index, source: int, copies: RecordArray, node: int, facts: Facts) -> None:
+    """Note what a node's copy predicts."""
+    copy, predicted = copies[node, source], facts.copies[source]
+    predicted.token = UNWRITTEN if copy.position == 0 else read(index, copy.position)
+    predicted.cell = copy_cell(source, copy.agreed, copy.wrong)
+    predicted.agreed = copy.agreed
 
 
 @compiled
@@ -94,9 +98,7 @@ def stand(own: Index, shared: Index, place: Place, desk: Desk) -> None:
     for source in range(2):
         for order in range(ORDERS + 1):
             desk.hashes[0, source, order] = place.hashes[source, order]
-        for column in range(3):
-            desk.copies[0, source, column] = place.copies[0, source, column]
-        for column in range(COLUMNS):
-            desk.trails[0, source, column] = place.trails[0, source, column]
-    desk.copies[0, 0, DEPTH] = 0
+        desk.copies[0, source] = place.copies[0, source]
+        desk.trails[0, source] = place.trails[0, source]
+    desk.depths[0] = 0
     look(own, shared, desk.hashes, desk.slots, 0, 1, ORDERS, ORDERS)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.core.tree import ROOT
-from forerun.index.arrays import COUNT, FOLLOWER, ORDERS, TOTAL, VALUE, Index, find, mix
-from forerun.index.bestfirst import offer
-from forerun.index.board import NONE, SIZE, TOKEN, Board, candidate, clear
+from forerun.index.arrays import ORDERS, Index, find, mix
+from forerun.index.board import NONE, Board, candidate, clear
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, stand
 from forerun.index.evidence import WIDTH
-from forerun.index.mixing import LIKELY
-from forerun.index.place import DEPTH, Place
+from forerun.index.frontier import above_of, empty, offer, packed, token_of
+from forerun.index.place import Place
+from forerun.index.tables import OWN, SHARED
 
 DISCOUNT, DOUBT, FADE = 0.75, 0.5, 0.8
 """Taken off a weight, added to the context's, and the factor per level: the estimate that ``_chance`` makes."""
@@ -35,37 +35,37 @@ def _chance(weight: float, total: float, depth: int) -> float:
 
 @compiled
 def _followers(index: Index, slot: int, factor: float, found: Board) -> float:
-    """Add what followed a context, weighted; the context's weight."""
+    """Add ``factor`` times the counts of a context's followers to their ``odds``; ``factor`` times its total."""
     if slot == 0:
         return 0.0
-    value, total = index.slots[slot, VALUE], index.slots[slot, TOTAL]
+    value, total = index.slots[slot].value, index.slots[slot].total
     block = -1 - value
-    for entry in range(1, 2 if value >= 0 else min(index.blocks[block, FOLLOWER], WIDTH) + 1):
-        token = value if value >= 0 else index.blocks[block + entry, FOLLOWER]
-        before = found.seen[SIZE]
+    for entry in range(1, 2 if value >= 0 else min(index.blocks[block].followers, WIDTH) + 1):
+        token = value if value >= 0 else index.blocks[block + entry].token
+        before = found.size[0]
         number = candidate(found, token, True)
         if number != NONE:
-            weight = 0.0 if number == before else found.result[number, LIKELY]
-            found.result[number, LIKELY] = weight + factor * (
-                total if value >= 0 else index.blocks[block + entry, COUNT]
-            )
+            weight = 0.0 if number == before else found.candidates[number].odds
+            count = total if value >= 0 else index.blocks[block + entry].count
+            found.candidates[number].odds = weight + factor * count
     return float(factor * total)
 
 
 @compiled
-def _expand(own: Index, shared: Index, weight: float, desk: Desk, at: int, order: int, chance: float) -> float:
+def _expand(own: Index, shared: Index, weight: float, desk: Desk, node: int, order: int, chance: float) -> float:
     """Offer what followed a node's last ``order`` tokens; the context's weight.
 
-    ``chance`` is the node's own weight, or 0 for a stage's context, whose followers weigh what they count.
+    ``chance`` is the node's own weight. It is 0 for a stage's context, whose followers weigh what they count.
     """
-    found = desk.found
+    found, frontier = desk.found, desk.frontier
     clear(found)
-    total = _followers(own, find(own, desk.hashes[at, 0, order]), weight, found)
-    total += _followers(shared, find(shared, desk.hashes[at, 1, order]), 1.0, found)
+    total = _followers(own, find(own, desk.hashes[node, OWN, order]), weight, found)
+    total += _followers(shared, find(shared, desk.hashes[node, SHARED, order]), 1.0, found)
     factor = chance / total if chance > 0 else 1.0
-    bound = len(desk.chances) // 2
-    for number in range(found.seen[SIZE]):
-        offer(desk, bound, factor * found.result[number, LIKELY], found.names[number, TOKEN] << 26 | at << 6)
+    bound = len(frontier.chances) // 2
+    for number in range(found.size[0]):
+        offered = found.candidates[number]
+        offer(frontier, bound, factor * offered.odds, packed(offered.token, node, 0, 0))
     return total
 
 
@@ -79,13 +79,13 @@ def _known(draft: Draft, size: int, parent: int, token: int) -> int:
 
 
 @compiled
-def _enter(desk: Desk, above: int, at: int, token: int) -> None:
-    """The contexts of a new node."""
+def _enter(desk: Desk, above: int, node: int, token: int) -> None:
+    """Put a new node's contexts on the desk."""
     for source in range(2):
         for order in range(1, ORDERS + 1):
-            desk.hashes[at, source, order] = mix(desk.hashes[above, source, order - 1], token)
-        desk.hashes[at, source, 0] = np.uint64(0)
-    desk.copies[at, 0, DEPTH] = desk.copies[above, 0, DEPTH] + 1
+            desk.hashes[node, source, order] = mix(desk.hashes[above, source, order - 1], token)
+        desk.hashes[node, source, 0] = np.uint64(0)
+    desk.depths[node] = desk.depths[above] + 1
 
 
 @compiled
@@ -101,16 +101,16 @@ def _stage(
     single: bool,
 ) -> int:
     """Add the branches behind the last ``length`` tokens to the draft; its new size."""
-    ends = desk.ends
-    ends[0], ends[1] = 0, 0
+    frontier, span = desk.frontier, desk.frontier.span[0]
+    empty(frontier)
     total = _expand(own, shared, weight, desk, 0, length, 0.0)
-    while ends[0] < ends[1] and size < len(draft.tokens):
-        heavy, entry = desk.chances[ends[0]], desk.entries[ends[0]]
-        ends[0] = ends[1] if single else ends[0] + 1
-        if ends[0] > len(desk.chances) // 2:
+    while span.head < span.tail and size < len(draft.tokens):
+        heavy, entry = frontier.chances[span.head], frontier.entries[span.head]
+        span.head = span.tail if single else span.head + 1
+        if span.head > len(frontier.chances) // 2:
             break
-        token, above = entry >> 26, entry >> 6 & 0xFFFFF
-        depth = desk.copies[above, 0, DEPTH] + 1
+        token, above = token_of(entry), above_of(entry)
+        depth = desk.depths[above] + 1
         node = _known(draft, size, above - 1, token)
         if node == ROOT:
             node = size
@@ -121,7 +121,7 @@ def _stage(
             _enter(desk, above, node + 1, token)
         if depth < deepest:
             if single:
-                ends[0], ends[1] = 0, 0
+                empty(frontier)
             _expand(own, shared, weight, desk, node + 1, min(length + depth, ORDERS), heavy)
     return size
 
@@ -161,7 +161,7 @@ def retrieve(
     stand(own, shared, place, desk)
     size = 0
     for length in range(longest, 0, -1):
-        if desk.slots[0, 0, length] != 0 or desk.slots[0, 1, length] != 0:
+        if desk.slots[0, OWN, length] != 0 or desk.slots[0, SHARED, length] != 0:
             deepest = min(max_depth, branch_length - length)
             size = _stage(own, shared, weight, desk, draft, size, length, deepest, single)
         if size >= enough or (single and size > 0):

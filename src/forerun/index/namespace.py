@@ -1,4 +1,7 @@
-"""The outputs of one namespace under a hard capacity: the oldest go first, as whole outputs, a piece at a time."""
+"""The outputs of one namespace, in arrays of a fixed size. When they are full, the oldest outputs are taken back.
+
+An output goes as a whole, but a piece at a time, so that no step waits for a long one.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ import numpy as np
 
 from forerun.core.tree import IntArray
 from forerun.index import arrays, place
-from forerun.index.arrays import AFTER, CHUNK, Index
+from forerun.index.arrays import Index
 from forerun.index.history import UNWRITTEN
 from forerun.index.pinned import Pin
 from forerun.index.place import Place
+from forerun.index.tables import CHUNK, SHARED
 
 PIECE = 32
-"""Tokens that are taken in, or back, between two looks at the capacity."""
+"""Tokens that are taken in, or taken back, at a time."""
+
 PATIENCE = 4
-"""Tokens that old outputs give up for each new one, once the namespace is full."""
+"""Tokens that are taken back for each new one, once the namespace is full."""
 
 
 class Namespace:
@@ -47,12 +52,12 @@ class Namespace:
         self.close(where)
 
     def close(self, where: Place) -> None:
-        """An output is finished and may be given up."""
-        if where.ends[3]:
-            self.outputs.append(int(where.ends[3]))
+        """Note that an output is finished; from now on it may be taken back."""
+        if where.first_chunk:
+            self.outputs.append(where.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Let the oldest outputs go while there is little room left, a few tokens for each new one."""
+        """Take old outputs back while there is little room left, up to ``PATIENCE`` tokens for each new one."""
         patience = PATIENCE * tokens
         while patience > 0 and (self._leaving or self.outputs) and arrays.tight(self.index):
             self._withdraw()
@@ -69,7 +74,7 @@ class Namespace:
         """Take a piece of the oldest output back; whether that was its last."""
         if self._leaving is None:
             self._leaving = Place.start()
-            self._leaving.ends[1] = self.outputs.popleft() * CHUNK
+            self._leaving.ends[SHARED].position = self.outputs.popleft() * CHUNK
         done = place.withdraw(self.index, self._leaving, PIECE)
         if done:
             self._leaving = None
@@ -79,8 +84,8 @@ class Namespace:
         """The tokens of an output by its first chunk."""
         parts = []
         while chunk:
-            parts.append(self.index.text[chunk, :CHUNK])
-            chunk = int(self.index.text[chunk, AFTER])
+            parts.append(self.index.text["tokens"][chunk])
+            chunk = int(self.index.text["after"][chunk])
         tokens = np.concatenate(parts).astype(np.int64)
         written: IntArray = tokens[tokens != UNWRITTEN]
         return written

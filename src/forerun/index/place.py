@@ -1,7 +1,10 @@
-"""Where a text stands, and writing it: contexts counted, tokens appended, copies followed; and taking a text back.
+"""Where a text stands, and what happens when a token is added to it or taken back.
 
-A copy points at what came after an earlier occurrence of the text's last tokens. It goes on after a token that it got
-wrong, as after a name that was replaced, until it is wrong too often.
+A token that is added is counted behind its contexts, appended to the text, and told to the copies and trails.
+
+A copy points behind an earlier occurrence of the text's last tokens and predicts that the text goes on as it did there.
+It survives a wrong prediction, because one word of a repeated passage is often replaced. It ends when it is wrong too
+often in a row.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.tree import IntArray
-from forerun.index.arrays import CHUNK, ORDERS, TOKENS, HashArray, Index
+from forerun.index.arrays import ORDERS, HashArray, Index
 from forerun.index.compiling import compiled
 from forerun.index.contexts import count, uncount
 from forerun.index.history import (
@@ -30,88 +33,101 @@ from forerun.index.history import (
     remember,
     set_hint,
 )
-from forerun.index.trail import COLUMNS, LIMIT, OUTPUT, PROMPT, crossing, follow_trails, lay_trail, turn, way_on
-
-POSITION, LENGTH, WRONG, DEPTH = range(4)
-"""Columns of ``Place.copies``: where the copy continues (0: no copy), tokens that agreed before, and a bit for each of
-the last eight predictions that was wrong."""
+from forerun.index.tables import CHUNK, COPY, END, OUTPUT, OWN, PROMPT, SHARED, TRAIL, RecordArray
+from forerun.index.trail import crossing, follow_trails, lay_trail, turn, way_on
 
 MOST_WRONG = 0b1111
-"""A copy that was wrong this often in a row ends."""
+"""A copy ends when these bits of ``COPY.wrong`` are set: its last four predictions were wrong."""
+
+REMEMBERED = 512
+"""Tokens of a prompt, the last ones, that count as seen last."""
 
 
 class Place(NamedTuple):
     """Where a text stands.
 
     Attributes:
-        hashes: of its last tokens, own text and shared text; uint64 ``[2, LONGEST + 1]``.
-        copies: of own and shared text, int64 ``[1, 2, 3]``.
-        trails: through prompt and output (``trail.py``), int64 ``[1, 2, COLUMNS]``.
-        ends: position of its last token in own and shared text (-1: no longer written), and the first chunks;
-            int64 ``[4]``.
+        hashes: of the contexts at its end, by source and length; uint64 ``[2, LONGEST + 1]``.
+        copies: one in each source; ``COPY`` ``[1, 2]``.
+        trails: through prompt and output; ``TRAIL`` ``[1, 2]``.
+        ends: where it is written in each source; ``END`` ``[2]``.
     """
 
     hashes: HashArray
-    copies: IntArray
-    trails: IntArray
-    ends: IntArray
+    copies: RecordArray
+    trails: RecordArray
+    ends: RecordArray
 
     @classmethod
     def start(cls) -> Place:
         """Before a text."""
-        hashes, copies = np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2, 3), np.int64)
-        place = cls(hashes, copies, np.zeros((1, 2, COLUMNS), np.int64), np.zeros(4, np.int64))
+        hashes, copies = np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2), COPY)
+        place = cls(hashes, copies, np.zeros((1, 2), TRAIL), np.zeros(2, END))
         opening(place.hashes)
         return place
 
-    def copy(self) -> Place:
-        """The same place, to move on from."""
-        return Place(self.hashes.copy(), self.copies.copy(), self.trails.copy(), self.ends.copy())
+    @property
+    def first_chunk(self) -> int:
+        """The text's first chunk in the shared source, or 0."""
+        return int(self.ends["chunk"][SHARED])
+
+    def leave_shared(self) -> None:
+        """Stop copying from and writing to the shared source, whose texts are replaced.
+
+        The rest of this text is not written there: without its beginning it would be another text.
+        """
+        self.copies[0, SHARED].position = 0
+        self.ends[SHARED].position, self.ends[SHARED].chunk = -1, 0
 
 
 @compiled
-def follow_copy(index: Index, copies: IntArray, at: int, source: int, token: int, again: int) -> None:
-    """Move a copy on by a token; at the text's end it goes on at ``again``, as in LZ77."""
-    position = copies[at, source, POSITION]
+def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token: int, again: int) -> None:
+    """Tell a copy which token came. Where its text ends, it goes on at position ``again``, as in LZ77."""
+    copy = copies[node, source]
+    position = copy.position
     if position == 0:
         return
     if read(index, position) == token:
-        copies[at, source, LENGTH] = min(copies[at, source, LENGTH] + 1, FAR)
-        copies[at, source, WRONG] = copies[at, source, WRONG] << 1 & 255
+        copy.agreed = min(copy.agreed + 1, FAR)
+        copy.wrong = copy.wrong << 1 & 255
     else:
-        copies[at, source, LENGTH] = 0
-        copies[at, source, WRONG] = (copies[at, source, WRONG] << 1 | 1) & 255
+        copy.agreed = 0
+        copy.wrong = (copy.wrong << 1 | 1) & 255
     position = following(index, position)
     if position != 0 and read(index, position) == UNWRITTEN:
         position = again
-    if copies[at, source, WRONG] & MOST_WRONG == MOST_WRONG:
+    if copy.wrong & MOST_WRONG == MOST_WRONG:
         position = 0
-    copies[at, source, POSITION] = position
+    copy.position = position
 
 
 @compiled
-def seek_copy(index: Index, copies: IntArray, source: int, hashed: np.uint64, own: Index, end: int) -> None:
-    """Copy from the latest occurrence of the last tokens, if that agrees for at least as long."""
-    if copies[0, source, LENGTH] >= FAR:
+def seek_copy(index: Index, copy: np.record, hashed: np.uint64, own: Index, end: int) -> None:
+    """Move a copy behind the latest occurrence of the last tokens, if at least as many tokens agree there.
+
+    ``hashed`` is of the n-gram to look for, and ``end`` is the position of the text's last token in ``own``.
+    """
+    if copy.agreed >= FAR:
         return
     found = hint(index, hashed)
-    if found == 0 or found == copies[0, source, POSITION]:
+    if found == 0 or found == copy.position:
         return
     agreed = agreement(index, found, own, end)
-    if agreed >= REACH and agreed >= copies[0, source, LENGTH]:
-        copies[0, source, POSITION], copies[0, source, LENGTH], copies[0, source, WRONG] = found, agreed, 0
+    if agreed >= REACH and agreed >= copy.agreed:
+        copy.position, copy.agreed, copy.wrong = found, agreed, 0
 
 
 @compiled
 def seek_copies(index: Index, place: Place, source: int, own: Index) -> None:
-    """Look for a copy by the longer n-gram, then by the shorter one."""
-    seek_copy(index, place.copies, source, place.hashes[source, LONGEST], own, place.ends[0])
-    seek_copy(index, place.copies, source, place.hashes[source, REACH], own, place.ends[0])
+    """Look for a better copy by the longer n-gram, then by the shorter one."""
+    copy, end = place.copies[0, source], place.ends[OWN].position
+    seek_copy(index, copy, place.hashes[source, LONGEST], own, end)
+    seek_copy(index, copy, place.hashes[source, REACH], own, end)
 
 
 @compiled
 def write(index: Index, hashes: HashArray, source: int, end: int, token: int) -> int:
-    """Count a text's next token and append it; its position, or -1 if there was no room."""
+    """Append a token to a text and count it; its position, or -1 if there was no room."""
     position = append(index, end, token)
     if position == 0:
         return -1
@@ -119,87 +135,103 @@ def write(index: Index, hashes: HashArray, source: int, end: int, token: int) ->
         count(index, hashes[source, order], token)
     set_hint(index, hashes[source, LONGEST], position)
     set_hint(index, hashes[source, REACH], position)
-    index.state[TOKENS] += 1
+    index.state[0].tokens += 1
     return position
 
 
 @compiled
 def ingest(own: Index, place: Place, tokens: IntArray) -> None:
     """Take in a prompt."""
+    end = place.ends[OWN]
     for number in range(len(tokens)):
         token = tokens[number]
-        place.ends[0] = write(own, place.hashes, 0, place.ends[0], token)
-        advance(place.hashes, 0, token)
-        if number >= len(tokens) - 512:
+        end.position = write(own, place.hashes, OWN, end.position, token)
+        advance(place.hashes, OWN, token)
+        if number >= len(tokens) - REMEMBERED:
             remember(own.recent, token)
-    seek_copies(own, place, 0, own)
-    place.trails[0, PROMPT, LIMIT] = place.trails[0, OUTPUT, LIMIT] = place.ends[0]
+    seek_copies(own, place, OWN, own)
+    place.trails[0, PROMPT].prompt_end = place.trails[0, OUTPUT].prompt_end = end.position
+
+
+@compiled
+def _count_beside(own: Index, place: Place, token: int) -> None:
+    """Count a token behind the two contexts that trails add: as a stand-in, and as the way on at a crossing."""
+    turned = turn(own, place.trails[0, PROMPT])
+    if turned != 0:
+        count(own, turned, token)
+    for row in range(2):
+        trail = place.trails[0, row]
+        crossed = crossing(trail, row, place.hashes[OWN, 2])
+        if crossed != 0:
+            count(own, crossed, way_on(own, trail, row, token))
 
 
 @compiled
 def take(index: Index, source: int, own: Index, place: Place, token: int) -> None:
-    """Write a token in one text and follow its copy."""
-    if source == 0:
-        turned = turn(own, place.trails, 0)
-        if turned != 0:
-            count(own, turned, token)
-        for row in range(2):
-            crossed = crossing(place.trails, 0, row, place.hashes[0, 2])
-            if crossed != 0:
-                count(own, crossed, way_on(own, place.trails, 0, row, token))
-    if place.ends[source] >= 0:
-        fresh = place.ends[source] == 0
-        place.ends[source] = write(index, place.hashes, source, place.ends[source], token)
+    """Take a generated token into one source; ``index`` is that source's, ``own`` the request's."""
+    if source == OWN:
+        _count_beside(own, place, token)
+    end = place.ends[source]
+    if end.position >= 0:
+        fresh = end.position == 0
+        end.position = write(index, place.hashes, source, end.position, token)
         if fresh:
-            place.ends[2 + source] = max(place.ends[source], 0) // CHUNK
+            end.chunk = max(end.position, 0) // CHUNK
         remember(index.recent, token)
     advance(place.hashes, source, token)
     follow_copy(index, place.copies, 0, source, token, 0)
     seek_copies(index, place, source, own)
-    if source == 0:
+    if source == OWN:
         follow_trails(own, place.trails, 0, token)
-        lay_trail(place.trails, place.copies[0, 0, POSITION], place.copies[0, 0, LENGTH])
+        lay_trail(place.trails, place.copies[0, OWN].position, place.copies[0, OWN].agreed)
 
 
 @compiled
 def publish(shared: Index, place: Place, tokens: IntArray) -> None:
     """Take in tokens that were generated before, without learning from them."""
     for token in tokens:
-        take(shared, 1, shared, place, token)
+        take(shared, SHARED, shared, place, token)
 
 
 @compiled
 def withdraw(index: Index, place: Place, most: int) -> bool:
-    """Take back up to ``most`` tokens of the text that ``place.ends`` is at the start of; whether that was all.
+    """Take back up to ``most`` tokens from the front of a shared text; whether that was all of it.
 
-    ``place.hashes[1]`` moves along, and ``place.ends[1]`` is the position of the next token to go.
+    ``place`` is where its front is: ``place.ends[SHARED].position`` is the position of the next token to go, and
+    ``place.hashes[SHARED]`` are the contexts of that token.
     """
-    position = place.ends[1]
+    position = place.ends[SHARED].position
     for _ in range(most):
         token = read(index, position) if position != 0 else UNWRITTEN
         if token == UNWRITTEN:
             if position != 0:
                 free(index, position // CHUNK)
-            place.ends[1] = 0
+            place.ends[SHARED].position = 0
             return True
         for order in range(1, ORDERS + 1):
-            uncount(index, place.hashes[1, order], token)
-        advance(place.hashes, 1, token)
-        index.state[TOKENS] -= 1
+            uncount(index, place.hashes[SHARED, order], token)
+        advance(place.hashes, SHARED, token)
+        index.state[0].tokens -= 1
         behind = following(index, position)
         if behind // CHUNK != position // CHUNK:
             free(index, position // CHUNK)
         position = behind
-    place.ends[1] = position
+    place.ends[SHARED].position = position
     return False
 
 
 @compiled
-def skip(own: Index, shared: Index, place: Place, tokens: IntArray) -> None:
-    """Move on by tokens that are not taken in."""
+def skip(own: Index, shared: Index, place: Place, aside: Place, tokens: IntArray) -> None:
+    """Let ``aside`` be the place behind tokens that follow ``place`` and are not taken in."""
+    for source in range(2):
+        for length in range(LONGEST + 1):
+            aside.hashes[source, length] = place.hashes[source, length]
+        aside.copies[0, source] = place.copies[0, source]
+        aside.trails[0, source] = place.trails[0, source]
+        aside.ends[source] = place.ends[source]
     for token in tokens:
         for source in range(2):
-            advance(place.hashes, source, token)
-        follow_copy(own, place.copies, 0, 0, token, 0)
-        follow_copy(shared, place.copies, 0, 1, token, 0)
-        follow_trails(own, place.trails, 0, token)
+            advance(aside.hashes, source, token)
+        follow_copy(own, aside.copies, 0, OWN, token, 0)
+        follow_copy(shared, aside.copies, 0, SHARED, token, 0)
+        follow_trails(own, aside.trails, 0, token)

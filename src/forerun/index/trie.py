@@ -20,7 +20,7 @@ from forerun.core.tree import IntArray
 from forerun.core.turns import Turns, in_turn
 from forerun.index import arrays, calls, mixing, multibranch, place
 from forerun.index import file as trie_file
-from forerun.index.arrays import TOKENS, Index
+from forerun.index.arrays import Index
 from forerun.index.config import Form, TrieConfig
 from forerun.index.desk import Desk, Draft
 from forerun.index.file import TrieFileError
@@ -64,7 +64,8 @@ class Trie:
         self._live: dict[int, _Live] = {}
         self._mixer = mixing.prior() if mixer is None else mixer
         self._desk = Desk.allocate(64)
-        self._pins: tuple[Pin[Mixer], Pin[Desk]] = (Pin(), Pin())
+        self._aside = Place.start()
+        self._pins: tuple[Pin[Mixer], Pin[Desk], Pin[Place]] = (Pin(), Pin(), Pin())
         self._spelling = Index.allocate(0, 0, 0).spelling
 
     @in_turn
@@ -107,7 +108,7 @@ class Trie:
         live, new = self._of(request_id), _checked(tokens)
         space = self._namespace(live.namespace)
         rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
-        while live.room < live.own.state[TOKENS] + len(new):
+        while live.room < live.own.tokens + len(new):
             live.own, live.room = live.own.grown(), 2 * live.room
         for start in range(0, len(new), PIECE):
             piece = new[start : start + PIECE]
@@ -144,7 +145,7 @@ class Trie:
         draft = Draft(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget, np.float64))
         size = 0
         if budget and max_depth >= 1:
-            if len(self._desk.chances) <= 2 * budget:
+            if not self._desk.holds(budget):
                 self._desk = Desk.allocate(budget)
             size = self._fill(live, self._moved(live, pending), draft, max_depth)
         if size < budget:
@@ -153,15 +154,16 @@ class Trie:
 
     def _fill(self, live: _Live, where: Place, draft: Draft, max_depth: int) -> int:
         config, space = self.config, self._shared.get(live.namespace, self._nothing)
+        own, shared, stands, mixer, desk = self._addresses(live, space, where)
         if config.form == "merged":
-            return calls.grow(*self._addresses(live, space, where), draft, max_depth)
-        return multibranch.retrieve(
-            live.own,
-            space.index,
-            where,
-            float(config.prompt_weight),
-            self._desk,
+            return calls.grow(own, shared, stands, mixer, desk, draft, max_depth)
+        return calls.retrieve(
+            own,
+            shared,
+            stands,
+            desk,
             draft,
+            float(config.prompt_weight),
             config.max_prefix,
             config.min_matches,
             max_depth,
@@ -172,8 +174,9 @@ class Trie:
     def _addresses(self, live: _Live, space: Namespace, where: Place) -> tuple[int, int, int, int, int]:
         """Of what ``calls`` work on."""
         own, place = live.pins
-        mixer, desk = self._pins
-        return own.at(live.own), space.pin.at(space.index), place.at(where), mixer.at(self._mixer), desk.at(self._desk)
+        mixer, desk, aside = self._pins
+        stands = (place if where is live.place else aside).at(where)
+        return own.at(live.own), space.pin.at(space.index), stands, mixer.at(self._mixer), desk.at(self._desk)
 
     @in_turn
     def finish(self, request_id: int) -> None:
@@ -244,16 +247,14 @@ class Trie:
             for text in texts:
                 self._namespace(name).publish(_checked(text))
         for live in self._live.values():
-            live.place.copies[0, 1] = 0  # of the shared text
-            live.place.ends[1] = -1  # the rest of a text without its beginning would be another text
-            live.place.ends[3] = 0
+            live.place.leave_shared()
 
     def _texts(self, name: str) -> list[IntArray]:
         """The outputs of a namespace, oldest first, those that still grow last."""
         space = self._shared.get(name)
         if space is None:
             return []
-        growing = [int(live.place.ends[3]) for live in self._live.values() if live.namespace == name]
+        growing = [live.place.first_chunk for live in self._live.values() if live.namespace == name]
         return [space.text(chunk) for chunk in (*space.outputs, *growing) if chunk]
 
     def _of(self, request_id: int) -> _Live:
@@ -266,9 +267,10 @@ class Trie:
         """Where the text stands behind tokens that are not taken in."""
         if not len(pending):
             return live.place
-        where = live.place.copy()
-        place.skip(live.own, self._shared.get(live.namespace, self._nothing).index, where, _checked(pending))
-        return where
+        space = self._shared.get(live.namespace, self._nothing)
+        own, shared, here, *_ = self._addresses(live, space, live.place)
+        calls.skip(own, shared, here, self._pins[2].at(self._aside), _checked(pending))
+        return self._aside
 
     def _namespace(self, name: str) -> Namespace:
         """Made where it is missing; the one used last is the last of all."""
