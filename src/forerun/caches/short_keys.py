@@ -1,0 +1,95 @@
+"""One layer's keys in a few dimensions, by which the low-rank cache finds the chunks that matter to a query."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
+
+GROUPS = 8
+"""An index grows by at least this many groups of chunks."""
+SAMPLE = 8192
+"""The dimensions are found from at most this many keys."""
+
+
+class ShortKeys:
+    """One layer's keys in a few dimensions, chunk by chunk.
+
+    Args:
+        of_keys, of_queries: projections ``[Hkv, d, rank]`` of keys (minus their mean) and of queries into those
+            dimensions; the latter in float32.
+        mean: of the keys, ``[Hkv, 1, d]``.
+        group: query heads per KV head.
+    """
+
+    def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:
+        self.group = group
+        self._of_keys, self._of_queries, self._mean = of_keys, of_queries, mean
+        shape = (len(mean), 0, CHUNK, of_keys.shape[2] // QUAD, GROUP, QUAD)
+        self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
+        self._known = 0  # chunks
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
+        """An index for the keys ``[Hkv, m, d]`` of a text, from some of its queries ``[H, n, d]``.
+
+        We want keys of rank r whose products with the queries are closest to the true products. They come from the r
+        largest eigenvectors of S = Q^1/2 K Q^1/2, where Q and K are the second moments of queries and keys.
+        """
+        heads, count, d = keys.shape
+        some = keys[:, :: -(-count // SAMPLE)].double()
+        mean = some.mean(1, keepdim=True)
+        asked = queries.double().reshape(heads, -1, d)
+        moments = _moments(asked)
+        even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * torch.eye(d).to(moments)
+        values, vectors = torch.linalg.eigh(moments + (0.01 + 1 / asked.shape[1]) * even)
+        root, inverse = ((vectors * power.unsqueeze(1)) @ vectors.mT for power in (values.sqrt(), values.rsqrt()))
+        best = torch.linalg.eigh(root @ _moments(some - mean) @ root)[1][:, :, -rank:]
+        best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD))  # narrow heads have fewer
+        of_keys = root @ best
+        scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+        of_queries = (inverse @ best * scale).float()
+        return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
+
+    def extend(self, keys: torch.Tensor) -> None:
+        """Index the keys of ``[Hkv, m * CHUNK, d]`` that are new."""
+        count = keys.shape[1] // CHUNK
+        groups = -(-count // GROUP)
+        if self._short.shape[1] < groups:
+            room = self._short.new_zeros(len(self._short), groups + groups // 16 + GROUPS, *self._short.shape[2:])
+            room[:, : self._short.shape[1]] = self._short
+            self._short = room
+        if self._known < count:
+            first = self._known // GROUP
+            new = (keys[:, first * GROUP * CHUNK :] - self._mean) @ self._of_keys
+            rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP - count) * CHUNK))
+            chunks = rows.view(len(rows), -1, GROUP, CHUNK, rows.shape[2] // QUAD, QUAD).permute(0, 1, 3, 4, 2, 5)
+            self._short[:, first:groups] = (chunks.round() + ZERO).clamp(0, 255).to(torch.uint8)
+        self._known = count
+
+    def worth(self, queries: torch.Tensor) -> torch.Tensor:
+        """Worth of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
+        heads, n, d = queries.shape
+        turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
+        return best_keys(self._short, self._known, turned)
+
+    @property
+    def known(self) -> int:
+        """Keys that it has taken in."""
+        return self._known * CHUNK
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the indexed keys."""
+        heads, _, _, quads, _, _ = self._short.shape
+        return heads * self._known * CHUNK * quads * QUAD
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return self._short.nbytes
+
+
+def _moments(rows: torch.Tensor) -> torch.Tensor:
+    """Second moments: ``[H, n, d]`` to ``[H, d, d]``."""
+    return rows.mT @ rows / rows.shape[1]
