@@ -7,7 +7,7 @@ from typing import Literal
 Source = Literal["tree", "chain"]
 SHARE = 0.01
 """Of all time, that drafts which did not pay may take."""
-START = 0.5
+START = 1.0
 """Plain steps that may be lost at first, and at once by a source that saved nothing. A single draft may cost more: no
 more than a step, or it could not pay."""
 SAVINGS = 16.0
