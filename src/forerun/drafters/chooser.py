@@ -129,10 +129,11 @@ class Chooser(OuterDrafter):
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """What pays: the best part of each tree, or chains, or nothing."""
         load = Load([request.unread for request in requests], [len(request) - request.unread for request in requests])
-        trees = self.trees if self._account.left("tree") > 0 else None
+        asking = len(requests) * self._times.asking_cost
+        trees = self.trees if self._account.affords("tree", asking / self._cutter.plain(load)) else None
         began = self._clock()
         proposed = _ask(trees, requests, min(budget, self._nodes))
-        sunk = len(requests) * self._times.asking_cost if trees else 0.0
+        sunk = asking if trees else 0.0
         cut = self._cutter.cut(requests, proposed, load, sunk)
         self._nodes = max(LEAST, self._nodes // 2, GROWTH * max(map(len, cut.trees)))
         asked = ended = self._clock()

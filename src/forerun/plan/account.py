@@ -30,6 +30,10 @@ class Account:
         """What this source may lose."""
         return self._saved[source] + self._common
 
+    def affords(self, source: Source, cost: float) -> bool:
+        """Whether this source may lose so much, which is to be tried now and then however much it is."""
+        return self.left(source) >= min(cost, START) and self.left(source) > 0
+
     @property
     def untouched(self) -> bool:
         """Whether nothing was lost lately, so that something may be tried."""
