@@ -33,6 +33,9 @@ class Drafter(ABC):
     """Set by who paces this drafter: told how likely its model found each token of a chain, says where to end it. Who
     does not grow chains token by token need not ask."""
 
+    beside: int = 0
+    """Set before each proposal by who runs the passes: tokens that the next one reads for rows not drafted for."""
+
     def bind(self, target: Scorer) -> None:  # noqa: B027
         """An engine takes the drafter into service for its target.
 

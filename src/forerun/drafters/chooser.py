@@ -123,12 +123,15 @@ class Chooser(OuterDrafter):
     def finish(self, request: Request) -> None:
         """See ``Drafter.finish``."""
         self._prompts.pop(request.id, None)
+        if self._step is not None and self._step.rows.pop(request.id, None) is not None:
+            self._close(self._step)
         self._grown.finish(request)
         super().finish(request)
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """What pays: the best part of each tree, or chains, or nothing."""
-        load = Load([request.unread for request in requests], [len(request) - request.unread for request in requests])
+        pending = [request.unread for request in requests]
+        load = Load(pending, [len(request) - request.unread for request in requests], self.beside)
         asking = len(requests) * self._times.asking_cost
         trees = self.trees if self._account.affords("tree", asking / self._cutter.plain(load)) else None
         began = self._clock()
@@ -193,10 +196,15 @@ class Chooser(OuterDrafter):
             if not step.seen:
                 step.seconds = self._clock() - step.ended
             self._count(step, row, request, outcome)
-            if not step.rows:
-                self._step = None
-                self._learn(step)
+            self._close(step)
         super().observe(request, outcome)
+
+    def _close(self, step: _Step) -> None:
+        """Learn from a step when all rows were heard of that are still there."""
+        if not step.rows:
+            self._step = None
+            if step.seen:
+                self._learn(step)
 
     def _count(self, step: _Step, row: int, request: Request, outcome: Outcome) -> None:
         """What became of a row; what its branches foresaw is counted, scored or not."""

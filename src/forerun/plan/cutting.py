@@ -34,10 +34,16 @@ _UNSAID = np.empty(0)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each row of a batch feeds before its tree, and what its cache holds, in tokens."""
+    """What each row of a batch feeds before its tree, and what its cache holds, in tokens.
+
+    Attributes:
+        pending, cached: of each row.
+        beside: tokens that the pass reads for rows that are not drafted for.
+    """
 
     pending: Sequence[int]
     cached: Sequence[int]
+    beside: int = 0
 
     @property
     def rows(self) -> int:
@@ -47,7 +53,12 @@ class Load:
     @property
     def decoding(self) -> bool:
         """Whether every row feeds one token only."""
-        return sum(self.pending) == len(self.pending)
+        return self.fed == self.rows
+
+    @property
+    def fed(self) -> int:
+        """Tokens of the pass without trees."""
+        return sum(self.pending) + self.beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +116,7 @@ class Cutter:
         if not end:
             drafted = sum(map(len, trees))
             return Cut(list(trees), drafted, load.rows, plain, self._whole(trees, load) if drafted else plain, load)
-        fed = sum(load.pending)
+        fed = load.fed
         reading = self.costs.per_pair * np.array(load.cached, np.float64)
         curve, rate = self._curve(fed + end + 1), self._tokens / self._spent
         kept, tokens, cost = sheet.choose(self._sheet, end, curve, fed, reading, plain, sunk, self.surcharge, rate)
@@ -152,7 +163,7 @@ class Cutter:
 
     def _whole(self, trees: Sequence[DraftTree], load: Load) -> float:
         tokens = [fed + len(tree) for fed, tree in zip(load.pending, trees, strict=True)]
-        return self.surcharge * self.cost(tokens, load.cached)
+        return self.surcharge * self.cost(tokens, load.cached, load.beside)
 
     def learn(self, row: int, outcome: Outcome, drawn: bool) -> int:
         """Take in what became of a row's tree, whatever part of it was scored, or none.
@@ -183,19 +194,19 @@ class Cutter:
 
     def plain(self, load: Load) -> float:
         """What a pass without trees costs."""
-        return self.cost(load.pending, load.cached)
+        return self.cost(load.pending, load.cached, load.beside)
 
-    def cost(self, tokens: Sequence[int], cached: Sequence[int]) -> float:
-        """``CostCurve.of``, quickly."""
-        costs, count = self.costs, sum(tokens)
-        looking = costs.per_cached * sum(cached)
+    def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
+        """``CostCurve.of``, quickly; of a pass that reads some tokens of other rows, too."""
+        costs, count = self.costs, sum(tokens) + beside
+        looking = costs.per_cached * sum(cached) + costs.per_row * (len(tokens) - 1)
         if costs.per_pair:
             looking += costs.per_pair * sum(map(operator.mul, tokens, cached))
         return float(self._curve(count + 1)[count]) + looking
 
     def passes(self, load: Load, count: int) -> FloatArray:
         """What passes cost over 1 to ``count`` drafts of each row."""
-        fed = sum(load.pending)
+        fed = load.fed
         drafts = np.arange(1, count + 1)
         curve = self._curve(fed + load.rows * count + 1)
         pairs = self.costs.per_pair * sum(load.cached) * drafts
