@@ -25,6 +25,6 @@ def fixed_costs():
         return known[key][1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.decoding.engine.measure", lambda scorer: CostCurve.linear(24))
+        patch.setattr("forerun.model.timing.measure", lambda scorer: CostCurve.linear(24))
         patch.setattr("forerun.decoding.engine.probe", probe)
         yield

@@ -12,6 +12,7 @@ import torch
 from tiny import tiny
 
 import forerun
+from forerun.drafters.trie import TrieDrafter
 from forerun.model.scorer import Scorer
 from forerun.model.timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
 from forerun.plan.costs import CostCurve
@@ -125,19 +126,18 @@ def test_real_models_can_be_measured(architecture: str) -> None:
     assert curve.costs[-1] <= curve.sizes[-1]
 
 
-def test_an_engine_measures_once_where_it_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_measured_once_where_drafts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Scorer] = []
 
     def fake(scorer: Scorer) -> CostCurve:
         measured.append(scorer)
         return CURVE
 
-    monkeypatch.setattr("forerun.decoding.engine.measure", fake)
+    monkeypatch.setattr("forerun.model.timing.measure", fake)
     engine = forerun.Engine(tiny("llama"))
-    assert engine.planner is not None and engine.planner.costs is CURVE
     engine.generate([7, 9], max_new_tokens=4, do_sample=False)
+    engine.use(TrieDrafter())
     assert measured == [engine.target]
     forerun.Engine(tiny("llama"), "none")
-    forerun.Engine(tiny("llama"), planner=None)
-    forerun.Engine(tiny("llama"), planner=forerun.plan.planner.Planner(8))
+    forerun.Engine(tiny("llama"), TrieDrafter(), cut=False)
     assert len(measured) == 1

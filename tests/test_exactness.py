@@ -86,7 +86,7 @@ def test_output_equals_plain_generation_for_every_budget_and_policy(
 ) -> None:
     how = {"sparse": choice} if choice == "low-rank" else {"sparse": "retrieval", "refresh": choice}
     chosen = replace(settings(architecture), cache_budget=budget, chunk=min(budget, 4), paced=True, **how)
-    engine = forerun.Engine(tiny(architecture), drafter, settings=chosen, prefill_block=4, planner=None)
+    engine = forerun.Engine(tiny(architecture), drafter, settings=chosen, prefill_block=4, cut=False)
     batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **SAMPLING[sampling])
     assert [request.tokens.tolist() for request in batch.requests] == plain(architecture, sampling)
 
@@ -103,7 +103,7 @@ def test_output_equals_plain_generation_where_queries_choose(
     chosen = replace(settings(architecture), cache_budget=budget, chunk=1)
     options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS}
     expected, found = (
-        forerun.Engine(tiny(architecture), name, settings=chosen, prefill_block=40, planner=None).generate(
+        forerun.Engine(tiny(architecture), name, settings=chosen, prefill_block=40, cut=False).generate(
             prompts, **options
         )
         for name in ("none", drafter)

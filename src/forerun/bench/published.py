@@ -1,7 +1,7 @@
 """The Lookahead paper's methods, built from public pieces.
 
 The published forms draft up to the decoding length and have all of it scored (section 4.2); Forerun's default merges
-what it knows by probability and lets a planner choose. Every trie is warm, as in the paper's experiments: it knows the
+what it knows by probability and scores what pays. Every trie is warm, as in the paper's experiments: it knows the
 answers to other prompts of the task.
 """
 

@@ -77,7 +77,7 @@ def tree_rows(
     """A row for each shape and size: tokens per step of the target.
 
     Args:
-        engine: without a planner, and with a budget of the largest size, so that trees stay whole.
+        engine: with ``cut=False`` and a budget of the largest size, so that trees stay whole.
         prompts: read already.
         sizes: nodes.
         settings: of the sparse cache.

@@ -1,8 +1,7 @@
-"""Ways to draft as contestants over one engine: which drafter, how many nodes, and whether a planner cuts them.
+"""Ways to draft as contestants over one engine: which drafter, how many nodes, and whether they are cut to what pays.
 
 An engine is made once for each model, which takes seconds; a variant changes what can be changed between two texts.
-Planners share one measurement of what passes cost. Each contestant has a planner of its own, which learns from turn to
-turn as in a server, and a drafter that is made anew before each turn, so that no turn sees the answers of another.
+Drafters are made anew before each turn, so that no turn sees the answers of another.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from forerun.bench.contestants import end_tokens, padded, until_end
 from forerun.bench.speed import Contestant, Rows, Run, Tokens
 from forerun.decoding.engine import BUDGET, Engine
 from forerun.drafters.base import Drafter
-from forerun.model.timing import measure
-from forerun.plan.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,7 @@ class Variant:
     Attributes:
         make: makes the drafter, with all that it remembers.
         budget: most nodes of a tree.
-        planned: score what pays by the planner; otherwise all that is drafted, as the Lookahead paper does.
+        planned: score what pays; otherwise all that is drafted, as the Lookahead paper does.
     """
 
     make: Callable[[], Drafter]
@@ -45,14 +42,12 @@ class Track:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._costs = measure(engine.target)
 
     def contestant(self, variant: Variant) -> Contestant:
         """Greedy generation with a fresh drafter in each turn."""
-        planner = Planner(self._costs) if variant.planned else None
 
         def prepare() -> None:
-            self.engine.planner, self.engine.budget = planner, variant.budget
+            self.engine.cut, self.engine.budget = variant.planned, variant.budget
             self.engine.use(variant.make())
 
         return Contestant(self._run, prepare)

@@ -27,7 +27,7 @@ class Drafter(ABC):
     """
 
     sized: bool = False
-    """Whether it knows how much to draft, so that no planner needs to cut its trees."""
+    """Whether it knows how much to draft, so that nobody needs to cut its trees."""
 
     enough: Callable[[Request, float], bool] | None = None
     """Set by who paces this drafter: told how likely its model found each token of a chain, says where to end it. Who

@@ -102,7 +102,12 @@ class Chooser(OuterDrafter):
     def bind(self, target: Scorer) -> None:
         """See ``Drafter.bind``; what passes cost is measured where it is not given."""
         super().bind(target)
-        self._cutter = Cutter(self._costs or costs_of(target), target.vocabulary)
+        costs = self._costs or costs_of(target)
+        self._cutter = Cutter(costs, target.vocabulary)
+        self.inner.fit(costs)
+
+    def fit(self, costs: CostCurve) -> None:
+        """Nothing: it has its own costs, and its inner drafters know them."""
 
     def begin(self, request: Request) -> None:
         """See ``Drafter.begin``."""
@@ -110,10 +115,22 @@ class Chooser(OuterDrafter):
         super().begin(request)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
-        """See ``Drafter.prefilled``; what chains need of the prompt is made when the first one is asked for."""
+        """See ``Drafter.prefilled``.
+
+        What chains need of a prompt belongs to reading it: it is made now where they could pay if all of them were
+        accepted, and elsewhere when the first one is asked for.
+        """
         self._prompts[request.id] = cache
-        if self.chains is None:
+        load = Load([1], [len(request) - 1])
+        if self.chains is None or self._could_pay(load, min(self.most, request.max_draft_depth)):
             self._prepare([request])
+
+    def _could_pay(self, load: Load, most: int) -> bool:
+        """Whether chains of at most so many tokens could give more than plain steps, if all of them were accepted."""
+        if max(load.cached) < self.beyond or most < 1:
+            return False
+        passes = self._cutter.passes(load, most)
+        return best([1.0] * load.rows, self._draft_cost(load), passes).rate > load.rows / self._cutter.plain(load)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.request import Request
+from forerun.plan.calibration import Table, corrected, count, forget, kind_of, odds_of, settle
 from forerun.plan.costs import FloatArray
-from forerun.plan.tables import Table, corrected, count, forget, kind_of, odds_of, settle
 
 PRIOR, GUESS = 4.0, 0.8
 """Drafts that the first guess at an acceptance rate counts for, and the guess where nothing was seen."""

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-CRITICAL_LENGTH = 24.0
-"""Of a small model on a CPU, where nothing is measured."""
 STEPS = 10
 """Steps in which a rounded cost grows tenfold, as in Renard's series of preferred numbers."""
 

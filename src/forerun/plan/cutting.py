@@ -5,10 +5,10 @@ the likeliest nodes are taken, over all rows of the batch, up to the number that
 the pass reads a prompt, only the nodes are ours to choose: a node must give as many tokens for what it adds to the cost
 as passes lately gave for all of theirs.
 
-A node's chance is the drafter's, corrected by what became of nodes like it (``tables.py``). All that was proposed is
-counted, scored or not, for what was committed shows whether it would have been right. Under rejection sampling a drawn
-token's own probability must not decide about it, and whether it would have been accepted is not known unless it is
-scored: trees with ``q`` are judged by depth, by what was scored.
+A node's chance is the drafter's, corrected by what became of nodes like it (``calibration.py``). All that was proposed
+is counted, scored or not, for what was committed shows whether it would have been right. Under rejection sampling a
+drawn token's own probability must not decide about it, and whether it would have been accepted is not known unless it
+is scored: trees with ``q`` are judged by depth, by what was scored.
 
 Nothing here looks at a clock: for a given curve, what is cut repeats exactly.
 """
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.core.request import Request
-from forerun.core.tree import ROOT, BoolArray, DraftTree
+from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
 from forerun.plan import sheet
+from forerun.plan.calibration import MEMORY, Table, forget, settle
 from forerun.plan.costs import CostCurve, FloatArray
 from forerun.plan.sheet import Sheet
-from forerun.plan.tables import MEMORY, Table, forget, settle
 
 _UNSAID = np.empty(0)
 
@@ -87,13 +87,13 @@ class Cutter:
 
     Args:
         costs: what a pass costs.
-        vocabulary: tokens that the target knows.
+        vocabulary: tokens that the target knows; by default all that there can be.
 
     Attributes:
         surcharge: how much longer passes with trees take than the curve says, measured by passes without.
     """
 
-    def __init__(self, costs: CostCurve, vocabulary: int) -> None:
+    def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
         self.costs = costs
         self.surcharge = 1.0
         self._vocabulary = vocabulary
@@ -217,23 +217,3 @@ class Cutter:
         if len(self._known) < count:
             self._known = self.costs.passes(np.arange(2 * count))
         return self._known
-
-
-def put_to_the_test(outcome: Outcome) -> tuple[BoolArray, BoolArray]:
-    """Which of the scored nodes were put to the test, and which of them were accepted."""
-    return under(outcome.tree, outcome.verdict.path, len(outcome.verdict.path) < len(outcome.verdict.tokens))
-
-
-def under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, BoolArray]:
-    """Nodes under the root and a path, and those of the path. Under its end only if what follows is known as well."""
-    came = np.zeros(len(tree) + 1, np.bool_)  # the last entry is the root's
-    came[path] = True
-    above = came.copy()
-    above[ROOT] = True
-    above[path[-1] if path else ROOT] = further
-    return above[tree.parents], came[:-1]
-
-
-def part(tree: DraftTree, keep: BoolArray) -> DraftTree:
-    """The nodes to keep; all of a tree with probes."""
-    return tree if len(keep) != len(tree) or keep.all() else tree.select(keep)

@@ -12,8 +12,8 @@ import numpy as np
 
 from forerun.core.tree import ROOT, IntArray
 from forerun.index.compiling import compiled
+from forerun.plan.calibration import DEPTHS, KINDS, Table, by_depth, corrected, count, kind_of, odds_of
 from forerun.plan.costs import FloatArray
-from forerun.plan.tables import DEPTHS, KINDS, Table, by_depth, corrected, count, kind_of, odds_of
 
 
 class Sheet(NamedTuple):
