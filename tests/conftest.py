@@ -40,10 +40,8 @@ def fixed_costs():
 
     ticks = Ticks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.decoding.engine.measure", lambda scorer: CostCurve.linear(24))
         patch.setattr("forerun.model.timing.measure", lambda scorer: CostCurve.linear(24))
         patch.setattr("forerun.decoding.engine.probe", probe)
         patch.setattr("forerun.drafters.hierarchy.time", SimpleNamespace(perf_counter=ticks))
-        for name in ("PacedDrafter", "Chooser"):
-            patch.setattr(recipes, name, functools.partial(getattr(recipes, name), clock=ticks))
+        patch.setattr(recipes, "Chooser", functools.partial(recipes.Chooser, clock=ticks))
         yield

@@ -31,7 +31,7 @@ LONG = Settings(cache_budget=16, chunk=4, gamma1=2, gamma2=4, paced=False, draft
 
 def engine(drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
     model = tiny("llama").to(dtype)
-    return Engine(model, drafter, settings=LONG, planner=None, prefill_block=CHUNK, **options)
+    return Engine(model, drafter, settings=LONG, cut=False, prefill_block=CHUNK, **options)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -194,7 +194,7 @@ class Full(FullCache):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("most", [6, 25, 33])
 def test_a_cache_that_has_no_room_ends_its_row(architecture: str, most: int) -> None:
-    one = Engine(tiny(architecture).float(), "none", planner=None, prefill_block=CHUNK)
+    one = Engine(tiny(architecture).float(), "none", cut=False, prefill_block=CHUNK)
     wanted = one.generate([prompt(30)], max_new_tokens=12).generated[0]
     good, poor = sampled(one, prompt(30), 0), sampled(one, prompt(30), 0)
     with one.batch() as batch:
@@ -238,7 +238,7 @@ def test_an_error_in_the_drafter_ends_all_rows_and_frees_them() -> None:
         def propose(self, request: Request, budget: int) -> forerun.DraftTree:
             raise LookupError("the drafter failed")
 
-    one = Engine(tiny("llama"), Broken(), planner=None)
+    one = Engine(tiny("llama"), Broken(), cut=False)
     request = sampled(one, prompt(5), 0)
     with pytest.raises(LookupError), one.batch() as batch:
         batch.admit(request)
@@ -266,7 +266,7 @@ def test_what_cannot_be_admitted_is_refused_and_leaves_no_trace() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "deepseek_v3"])
 def test_prompts_with_the_same_beginning_are_read_once(architecture: str) -> None:
     model = tiny(architecture)
-    one = Engine(model, "none", planner=None, prefill_block=CHUNK)
+    one = Engine(model, "none", cut=False, prefill_block=CHUNK)
     book = prompt(40)
     prompts = [[*book, *prompt(5 + n, n)] for n in range(5)]
     wanted = [one.generate([p], max_new_tokens=6).generated[0] for p in prompts]
@@ -421,7 +421,7 @@ RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "h2o", "top
 @pytest.mark.parametrize("drafter", RECIPES)
 def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
     how = Settings(cache_budget=256, gamma1=3, gamma2=6, paced=False, draft_model=tiny("qwen2"), window=60)
-    one = Engine(tiny("llama"), drafter, settings=how, planner=None)
+    one = Engine(tiny("llama"), drafter, settings=how, cut=False)
     request = Request(prompt(1500), 60)
     with one.batch() as batch:
         stated = batch.needs(request)

@@ -12,8 +12,9 @@ import torch
 from tiny import tiny
 
 import forerun
+from forerun.drafters.trie import TrieDrafter
 from forerun.model.scorer import Scorer
-from forerun.model.timing import FAR, LEAST, ROUNDS, SECONDS, SIZES, measure
+from forerun.model.timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
 from forerun.plan.costs import CostCurve
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_pair=0.0001)
@@ -44,6 +45,7 @@ def test_a_linear_curve_doubles_at_the_critical_length() -> None:
         (((1, 2), (1.0,)), "costs are"),
         (((1, 2), (1.0, 1.0), -1.0), "per_cached is -1"),
         (((1, 2), (1.0, 1.0), 0.0, math.inf), "per_pair is inf"),
+        (((1, 2), (1.0, 1.0), 0.0, 0.0, -0.1), "per_row is -0.1"),
     ],
 )
 def test_impossible_costs_are_refused(arguments: Any, message: str) -> None:
@@ -77,13 +79,13 @@ class Machine:
         return self.now
 
     def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
-        ((block,), (cache,)) = blocks, caches
-        assert block.positions.max() < self.model.config.max_position_embeddings
-        tokens, length = len(block), cache.length
+        assert all(block.positions.max() < self.model.config.max_position_embeddings for block in blocks)
+        tokens, length = sum(map(len, blocks)), caches[0].length
         cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + 1e-4 * length + 2e-5 * length * tokens
+        cost += 0.1 * (len(blocks) - 1)
         self.now += self.unit * cost * (3 if self.passes % 7 == 2 else 1)  # now and then something disturbs it
         self.passes += 1
-        return [torch.zeros(tokens, 2)]
+        return [torch.zeros(len(block), 2) for block in blocks]
 
 
 def test_the_measured_curve_is_the_machine_s() -> None:
@@ -92,19 +94,20 @@ def test_the_measured_curve_is_the_machine_s() -> None:
     assert curve.passes([1, 2, 16, 64]) == pytest.approx([1, 1.225, 1.575, 2.775], rel=0.15)
     assert curve.per_cached == pytest.approx(1e-4, rel=0.3)
     assert curve.per_pair == pytest.approx(2e-5, rel=0.3)
+    assert curve.per_row == pytest.approx(0.1, rel=0.3)
     assert machine.now < 2 * SECONDS
 
 
 def test_the_measurement_ends_for_a_fast_model() -> None:
     machine = Machine(1e-9)
     measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert machine.passes <= (len(SIZES) + 4) * ROUNDS + 2
+    assert machine.passes <= (len(SIZES) + 5) * ROUNDS + ROWS + 1
 
 
 def test_a_large_model_is_measured_with_few_passes() -> None:
     machine = Machine(1.0)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert machine.passes <= LEAST + 1 + 2  # and those that lay the caches out
+    assert machine.passes <= LEAST + 1 + ROWS + 1  # and those that lay the caches out
     assert curve.sizes == tuple(sorted(SIZES[:LEAST]))
 
 
@@ -123,19 +126,18 @@ def test_real_models_can_be_measured(architecture: str) -> None:
     assert curve.costs[-1] <= curve.sizes[-1]
 
 
-def test_an_engine_measures_once_where_it_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_measured_once_where_drafts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Scorer] = []
 
     def fake(scorer: Scorer) -> CostCurve:
         measured.append(scorer)
         return CURVE
 
-    monkeypatch.setattr("forerun.decoding.engine.measure", fake)
+    monkeypatch.setattr("forerun.model.timing.measure", fake)
     engine = forerun.Engine(tiny("llama"))
-    assert engine.planner is not None and engine.planner.costs is CURVE
     engine.generate([7, 9], max_new_tokens=4, do_sample=False)
+    engine.use(TrieDrafter())
     assert measured == [engine.target]
     forerun.Engine(tiny("llama"), "none")
-    forerun.Engine(tiny("llama"), planner=None)
-    forerun.Engine(tiny("llama"), planner=forerun.plan.planner.Planner(8))
+    forerun.Engine(tiny("llama"), TrieDrafter(), cut=False)
     assert len(measured) == 1

@@ -71,7 +71,7 @@ def cells() -> list[Any]:
 @pytest.mark.parametrize(("name", "drafter"), cells())
 def test_output_equals_transformers(name: str, drafter: str) -> None:
     settings = Settings(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False)
-    engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, planner=None)
+    engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, cut=False)
     if drafter in LEARNING:
         engine.warm(plain(name)[1:])
     batch = engine.generate([list(prompt) for prompt in PROMPTS], max_new_tokens=NEW_TOKENS, do_sample=False)

@@ -120,7 +120,7 @@ def test_every_method_gives_the_text_of_plain_decoding_within_its_decoding_lengt
         found = track.engine.generate([prompt], max_new_tokens=24, do_sample=False)
         assert found.generated == [text], name
         drafted = found.stats[0].drafted
-        assert (track.engine.planner is not None) is variant.planned
+        assert track.engine.cut is variant.planned
         if name.removeprefix("forerun ") in FORMS:
             assert max(drafted) <= LENGTHS.decoding, name
     assert not variant.planned and max(drafted) == LENGTHS.decoding  # wrong drafts are scored all the same
@@ -173,7 +173,7 @@ def test_ablations_leave_out_what_they_say() -> None:
 
 def test_without_output_nothing_generated_is_drafted_or_kept(track: Track) -> None:
     drafter = sweeps.WithoutOutputs(TrieConfig())
-    track.engine.planner, track.engine.budget = None, 8
+    track.engine.cut, track.engine.budget = False, 8
     track.engine.use(drafter)
     track.engine.generate([LONG], max_new_tokens=24, do_sample=False)
     assert drafter.trie.tokens(NAMESPACE) == 0

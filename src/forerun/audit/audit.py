@@ -24,7 +24,6 @@ from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
 from forerun.drafters.recipes import RECIPES, buildable
 from forerun.model.exactness import Exactness
 from forerun.model.stored import dtype_name
-from forerun.plan.planner import Planner
 
 Check = Literal["greedy", "plain", "coupled", "batch"]
 Tokens = list[int]
@@ -153,10 +152,8 @@ class _Bench:
         self.exactness = self._plain.exactly
         self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
-        # fixed costs instead of measured ones, so that an audit repeats exactly
         self._engines = {
-            name: Engine(model, name, settings=plan.settings, budget=plan.budget, planner=Planner())
-            for name in plan.drafters
+            name: Engine(model, name, settings=plan.settings, budget=plan.budget) for name in plan.drafters
         }
 
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:

@@ -1,8 +1,8 @@
 """The Lookahead paper's methods, built from Forerun's public parts.
 
 The published forms draft up to the decoding length, and all drafts are scored (section 4.2). Forerun's default merges
-branches by probability, and a planner chooses what to score. Every trie is warm, as in the paper's experiments: it
-knows the answers to other prompts of the task.
+branches by probability and scores what pays. Every trie is warm, as in the paper's experiments: it knows the answers to
+other prompts of the task.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def by_updating(lengths: Lengths, known: Known) -> Labelled:
 
 
 def _updates(config: TrieConfig, budget: int | None, known: Known) -> dict[str, Variant]:
-    """The variants of one configuration; without a budget a planner chooses what is scored."""
+    """The variants of one configuration; without a budget, what pays is scored."""
 
     def variant(config: TrieConfig, texts: Sequence[Tokens], drafter: type[TrieDrafter] = TrieDrafter) -> Variant:
         def make() -> TrieDrafter:

@@ -76,7 +76,7 @@ def tree_rows(
     """One row per shape and size: tokens per step of the target.
 
     Args:
-        engine: without a planner, and with a budget of the largest size, so that trees are not cut.
+        engine: with ``cut=False`` and a budget of the largest size, so that trees stay whole.
         prompts: already read.
         sizes: numbers of nodes.
         settings: of the sparse cache.

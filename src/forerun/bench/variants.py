@@ -1,8 +1,8 @@
-"""Ways to draft as contestants over one engine: which drafter, how many nodes, and whether a planner cuts them.
+"""Ways to draft as contestants over one engine: which drafter, how many nodes, and whether they are cut to what pays.
+
 
 Making an engine takes seconds, so there is one per model, and a variant changes only what may change between texts.
-Planners share one measurement of costs. Each contestant has its own planner, which learns from turn to turn as in a
-server. Its drafter is new in each turn, so that no turn sees the answers of another.
+Its drafter is new in each turn, so that no turn sees the answers of another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from forerun.bench.contestants import end_tokens, padded, until_end
 from forerun.bench.speed import Contestant, Rows, Run, Tokens
 from forerun.decoding.engine import BUDGET, Engine
 from forerun.drafters.base import Drafter
-from forerun.model.timing import measure
-from forerun.plan.planner import Planner
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Variant:
     Attributes:
         make: makes the drafter, including what it remembers.
         budget: the most nodes of a tree.
-        planned: whether a planner chooses what to score; otherwise all drafts are scored, as in the Lookahead paper.
+        planned: whether only what pays is scored; otherwise all drafts are scored, as in the Lookahead paper.
     """
 
     make: Callable[[], Drafter]
@@ -40,19 +38,17 @@ class Track:
     """One engine on which variants take turns.
 
     Args:
-        engine: of the target; its drafter, planner and budget are changed.
+        engine: of the target; its drafter and budget are changed.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._costs = measure(engine.target)
 
     def contestant(self, variant: Variant) -> Contestant:
         """Greedy generation with a fresh drafter in each turn."""
-        planner = Planner(self._costs) if variant.planned else None
 
         def prepare() -> None:
-            self.engine.planner, self.engine.budget = planner, variant.budget
+            self.engine.cut, self.engine.budget = variant.planned, variant.budget
             self.engine.use(variant.make())
 
         return Contestant(self._run, prepare)

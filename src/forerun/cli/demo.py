@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Sequence
@@ -38,7 +37,6 @@ class Stage:
         self.plain, self.trie = engines
         self.warm = warm
         self.repeats = repeats
-        self._planner = copy.deepcopy(self.trie.planner)
 
     def warm_up(self, prompt: str) -> None:
         """Compile and allocate before anything is timed."""
@@ -48,8 +46,7 @@ class Stage:
 
     def _forget(self) -> None:
         """Drop all that the engine learned."""
-        self.trie.drafter = TrieDrafter()
-        self.trie.planner = copy.deepcopy(self._planner)
+        self.trie.use(TrieDrafter())
 
     def decode(self, prompt: DemoPrompt, bar: Progress, task: Any) -> Pair:
         """Decode a prompt both ways, in turns."""

@@ -21,7 +21,8 @@ from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.core.request import Request
 from forerun.decoding.engine import BUDGET, Engine
-from forerun.drafters.recipes import check_drafter
+from forerun.drafters.base import Drafter
+from forerun.drafters.recipes import check_drafter, trie_of
 from forerun.model.load import load, quiet
 from forerun.model.messages import has_template
 from forerun.model.prompts import Prompts, encode
@@ -132,18 +133,19 @@ def build_engine(options: GenerateOptions | ChatOptions) -> Engine:
 
 
 @contextmanager
-def _trie_kept(options: GenerateOptions, drafter: Any) -> Iterator[None]:
+def _trie_kept(options: GenerateOptions, drafter: Drafter) -> Iterator[None]:
     """A context that loads the trie from its file at the start and saves it at the end, however that comes."""
     path = options.trie_file
     if path is None:
         yield
         return
+    trie = trie_of(drafter)
     if path.exists():
-        drafter.trie.load(path)
+        trie.load(path)
     try:
         yield
     finally:
-        drafter.trie.save(path)
+        trie.save(path)
 
 
 def _stream(engine: Engine, request: Request, output: Output) -> bool:

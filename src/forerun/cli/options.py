@@ -281,7 +281,7 @@ def _invoker(options: type[Any], module: str) -> Callable[..., None]:
 
 
 def _check_trie_file(path: Path, drafter: str) -> None:
-    if not drafter.startswith("trie"):
+    if drafter != "auto" and not drafter.startswith("trie"):
         raise ValueError(f"--trie-file needs a trie drafter, and --drafter is {drafter!r}")
     if not path.parent.is_dir():
         raise ValueError(f"--trie-file is {path}: there is no folder {path.parent}")

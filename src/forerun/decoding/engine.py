@@ -22,6 +22,7 @@ from forerun.decoding.prefixes import PrefixCache
 from forerun.decoding.result import GenerationInterrupted, GenerationResult
 from forerun.decoding.step import Step
 from forerun.drafters.base import Drafter
+from forerun.drafters.chooser import Chooser
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate
@@ -30,8 +31,6 @@ from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests
-from forerun.model.timing import measure
-from forerun.plan.planner import Planner
 
 BUDGET = 64
 """Nodes of a tree, at most."""
@@ -53,8 +52,9 @@ class Engine:
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
-        planner: cuts each tree to what is worth scoring; by default with the costs of passes as they are measured now,
-            in about 0.15 seconds (a large model: a few passes). ``None`` scores all that is drafted.
+        cut: score what pays of each draft, by what passes cost: that is measured once for a model, in about 0.15
+            seconds (a large model: a few passes). Otherwise all that is drafted is scored, but by drafters that know
+            how much to draft.
         prefill_block: prompt tokens in one pass.
         prefix_cache: bytes of prompts' keys and values that are kept for later prompts that begin alike, at most. Those
             of one ``generate`` share what they begin with in any case.
@@ -72,7 +72,7 @@ class Engine:
         settings: Settings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         budget: int = BUDGET,
-        planner: Planner | Literal["auto"] | None = "auto",
+        cut: bool = True,
         prefill_block: int = PREFILL_BLOCK,
         prefix_cache: int = 0,
     ) -> None:
@@ -93,7 +93,7 @@ class Engine:
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         attention.warm_up(self.target.device, self.target.model.dtype)
         self.budget = budget
-        self.planner = self._default_planner(chosen) if planner == "auto" else planner
+        self.cut = cut
         self.use(chosen)
         self.prefill_block = prefill_block
 
@@ -103,9 +103,9 @@ class Engine:
         Raises:
             ValueError: if it does not fit the target.
         """
+        if self.cut and not drafter.sized:
+            drafter = Chooser(drafter, trees=drafter)
         drafter.bind(self.target)
-        if self.planner is not None:
-            drafter.fit(self.planner.costs)
         drafter.warm_up()
         self.drafter = drafter
         self._spell()
@@ -130,10 +130,6 @@ class Engine:
     def _spell(self) -> None:
         if isinstance(self._tokenizer, PreTrainedTokenizerFast):
             self.drafter.spell(self._tokenizer.backend_tokenizer)
-
-    def _default_planner(self, drafter: Drafter) -> Planner:
-        """With measured costs, unless there is nothing to plan."""
-        return Planner() if drafter.sized else Planner(measure(self.target))
 
     def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:
         """Continue one prompt or several, as one batch of ragged rows.
@@ -252,7 +248,7 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step = Step(self.target, self.drafter, self.planner, self.budget)
+        step = Step(self.target, self.drafter, self.budget)
         return Batch(step, self._turns, self.prefill_block, limit, self.prefixes)
 
     def _pad_token_id(self) -> int:

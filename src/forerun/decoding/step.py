@@ -20,7 +20,6 @@ from forerun.decoding.commit import Commit
 from forerun.decoding.row import Row
 from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
-from forerun.plan.planner import Plan, Planner
 
 log = logging.getLogger(__name__)
 
@@ -35,20 +34,18 @@ class Step:
     Attributes:
         target: decides what is generated.
         drafter: proposes the trees.
-        planner: cuts them to what is worth scoring; None scores all that is drafted.
         budget: the most nodes of a tree that may be accepted.
     """
 
     target: Scorer
     drafter: Drafter
-    planner: Planner | None
     budget: int
 
     @torch.inference_mode()
     def __call__(self, decoding: Sequence[Row], reading: Sequence[Row]) -> list[Commit]:
         """What it adds to each row that decodes: a token at least, unless the row failed; and which others failed."""
         began = time.perf_counter()
-        trees, plan = self._propose(decoding, reading) if decoding else ([], None)
+        trees = self._propose(decoding, reading) if decoding else []
         proposed = time.perf_counter()
         rows = [*decoding, *reading]
         blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
@@ -63,9 +60,6 @@ class Step:
                 row.request.fail(found)
             else:
                 row.read(block)
-        whole = [outcome for outcome in outcomes if outcome is not None]
-        if self.planner is not None and plan is not None and len(whole) == len(decoding):
-            self.planner.observe(plan, whole)
         verified = time.perf_counter()
         for row, outcome in zip(decoding, outcomes, strict=True):
             if outcome is not None:
@@ -77,24 +71,15 @@ class Step:
         ]
         return [commit for commit in commits if commit.tokens or commit.request.error is not None]
 
-    def _propose(self, rows: Sequence[Row], reading: Sequence[Row]) -> tuple[list[DraftTree], Plan | None]:
-        """The trees to score, and the plan that cut them."""
+    def _propose(self, rows: Sequence[Row], reading: Sequence[Row]) -> list[DraftTree]:
+        """The trees to score."""
         requests = [row.request for row in rows]
         for row in rows:
             row.request.unread = len(row.pending)
         self.drafter.beside = sum(row.next_chunk for row in reading)
-        planner = None if self.drafter.sized else self.planner
-        budget = self.budget if planner is None else planner.budget(self.budget)
-        if planner is not None and not budget:
-            planner.rest()
-            return [DraftTree.empty() for _ in rows], None
-        proposed = self.drafter.propose_batch(requests, budget)
+        proposed = self.drafter.propose_batch(requests, self.budget)
         known = self.target.vocabulary
-        trees = [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
-        if planner is None:
-            return trees, None
-        plan = planner.plan(trees, [len(row.pending) for row in rows], [row.cache.length for row in rows])
-        return plan.trees, plan
+        return [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
         """Logits of each row. A pass that fails leaves no trace; then each row has a pass of its own, and those that

@@ -27,7 +27,7 @@ class Drafter(ABC):
     """
 
     sized: bool = False
-    """Whether it knows how much to draft, so that no planner needs to cut its trees."""
+    """Whether it knows how much to draft, so that nobody needs to cut its trees."""
 
     beside: int = 0
     """Tokens of prompts that share the next pass with the rows that are drafted for."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from forerun.caches.base import READ_BLOCK, Cache
 from forerun.core.request import Request
@@ -28,16 +28,19 @@ from forerun.plan.costs import CostCurve
 from forerun.plan.cutting import Cut, Cutter, Load
 from forerun.plan.times import Times
 
-LEAST, GROWTH = 16, 4
+LEAST, GROWTH = 8, 4
 """Nodes of a row that are asked for at least, and for each that was worth scoring in the step before: to propose a node
 takes time whether it is scored or not."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Step:
     """A step under way, and what came of it."""
 
-    branches: Cut
+    rows: dict[int, int]
+    """The number of each request's row in what was cut; those whose outcome is still to come."""
+    drawn: list[bool]
+    """Whether its branches carry ``q``."""
     cut: Cut
     """What is scored: the branches, or the chains."""
     source: Source | None
@@ -48,7 +51,11 @@ class _Step:
     ended: float
     """When drafting was over."""
     seconds: float = 0.0
-    outcomes: list[Outcome] = field(default_factory=list)
+    seen: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    foreseen: int = 0
+    """Nodes of branches that came true, scored or not."""
 
 
 class Chooser(OuterDrafter):
@@ -60,6 +67,7 @@ class Chooser(OuterDrafter):
         chains: drafts chains of at most the budget it is given, with passes of a model.
         most: tokens of a chain, at most.
         reach: cached tokens that such a pass looks back on, at most; None for all.
+        beyond: cached tokens up to which such a pass would be the target's own.
         weight: what such a pass costs, until it was seen, where one of the target's over as many cached tokens costs 1.
         costs: of the target's passes; measured where none are given.
         clock: seconds.
@@ -75,15 +83,17 @@ class Chooser(OuterDrafter):
         chains: Drafter | None = None,
         most: int = 1,
         reach: int | None = None,
+        beyond: int = 0,
         weight: float = 1.0,
         costs: CostCurve | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(inner)
         self.trees, self.chains = trees, chains
-        self.most, self.reach, self.weight = most, reach, weight
+        self.most, self.reach, self.beyond, self.weight = most, reach, beyond, weight
         self._clock, self._costs = clock, costs
         self._prompts: dict[int, Cache] = {}
+        self._behind: set[int] = set()
         self._nodes = LEAST
         self._account, self._times, self._grown = Account(), Times(), Chains()
         self._step: _Step | None = None
@@ -93,8 +103,12 @@ class Chooser(OuterDrafter):
     def bind(self, target: Scorer) -> None:
         """See ``Drafter.bind``; what passes cost is measured where it is not given."""
         super().bind(target)
-        self._vocabulary = target.vocabulary
-        self._cutter = Cutter(self._costs or costs_of(target))
+        costs = self._costs or costs_of(target)
+        self._cutter = Cutter(costs, target.vocabulary)
+        self.inner.fit(costs)
+
+    def fit(self, costs: CostCurve) -> None:
+        """Nothing: it has its own costs, and its inner drafters know them."""
 
     def begin(self, request: Request) -> None:
         """See ``Drafter.begin``."""
@@ -102,66 +116,93 @@ class Chooser(OuterDrafter):
         super().begin(request)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
-        """See ``Drafter.prefilled``; what chains need of the prompt is made when the first one is asked for."""
+        """See ``Drafter.prefilled``.
+
+        What chains need of a prompt belongs to reading it: it is made now where they could pay if all of them were
+        accepted, and elsewhere when the first one is asked for.
+        """
         self._prompts[request.id] = cache
-        if self.chains is None:
+        load = Load([1], [len(request) - 1])
+        if self.chains is None or self._could_pay(load, min(self.most, request.max_draft_depth)):
             self._prepare([request])
+
+    def _could_pay(self, load: Load, most: int) -> bool:
+        """Whether chains of at most so many tokens could give more than plain steps, if all of them were accepted."""
+        if max(load.cached) < self.beyond or most < 1:
+            return False
+        passes = self._cutter.passes(load, most)
+        return best([1.0] * load.rows, self._draft_cost(load), passes).rate > load.rows / self._cutter.plain(load)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if (cache := self._prompts.pop(request.id, None)) is not None:
                 self.inner.prefilled(request, cache)
-                while not self.inner.catch_up(request, READ_BLOCK):
-                    pass
+                self._behind.add(request.id)
+
+    def _prepared(self, requests: Sequence[Request]) -> bool:
+        """Whether chains have all they need of the prompts; reads on in a piece of each that they have not."""
+        self._prepare(requests)
+        behind = [request for request in requests if not self.catch_up(request, READ_BLOCK)]
+        return not behind
 
     def catch_up(self, request: Request, tokens: int) -> bool:
         """See ``Drafter.catch_up``; a request whose chains were not asked for yet has nothing to read."""
-        return request.id in self._prompts or self.inner.catch_up(request, tokens)
+        if request.id in self._behind and self.inner.catch_up(request, tokens):
+            self._behind.discard(request.id)
+        return request.id not in self._behind
 
     def finish(self, request: Request) -> None:
         """See ``Drafter.finish``."""
         self._prompts.pop(request.id, None)
+        self._behind.discard(request.id)
+        if self._step is not None and self._step.rows.pop(request.id, None) is not None:
+            self._close(self._step)
         self._grown.finish(request)
         super().finish(request)
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """What pays: the best part of each tree, or chains, or nothing."""
-        load = Load([request.unread for request in requests], [len(request) - request.unread for request in requests])
-        asks = self.trees is not None and self._account.left("tree") > 0
-        clock = [self._clock()]
-        nodes = min(budget, self._nodes)
-        branches = cut = self._cutter.cut(self._ask(self.trees if asks else None, requests, nodes), load)
+        pending = [request.unread for request in requests]
+        load = Load(pending, [len(request) - request.unread for request in requests], self.beside)
+        asking = len(requests) * self._times.asking_cost
+        trees = self.trees if self._account.affords("tree", asking / self._cutter.plain(load)) else None
+        began = self._clock()
+        proposed = _ask(trees, requests, min(budget, self._nodes))
+        sunk = asking if trees else 0.0
+        cut = self._cutter.cut(requests, proposed, load, sunk)
         self._nodes = max(LEAST, self._nodes // 2, GROWTH * max(map(len, cut.trees)))
-        clock.append(self._clock())
-        length = self._length(requests, cut, budget)
-        if length:
-            self._prepare(requests)
+        asked = ended = self._clock()
+        length = self._length(requests, cut, sunk, budget)
+        if length and not self._prepared(requests):
+            length = 0
         if length != 0:
-            cut = self._cutter.whole(self._ask(self.chains if length else None, requests, length or 0), load)
-        clock.append(self._clock())
-        asking, drafting = clock[1] - clock[0], clock[2] - clock[1]
-        source: Source | None = "chain" if length else "tree" if asks else None
-        self._step = _Step(branches, cut, source, asking if asks else 0.0, drafting if length else 0.0, clock[2])
+            cut = self._cutter.whole(_ask(self.chains if length else None, requests, length or 0), load)
+            ended = self._clock()
+        self._step = _Step(
+            {request.id: row for row, request in enumerate(requests)},
+            [tree.q is not None for tree in proposed],
+            cut,
+            "chain" if length else "tree" if trees else None,
+            asked - began if trees else 0.0,
+            ended - asked if length else 0.0,
+            ended,
+        )
         return cut.trees
 
-    def _ask(self, source: Drafter | None, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        if source is None:
-            return [DraftTree.empty() for _ in requests]
-        found = zip(source.propose_batch(requests, budget), requests, strict=True)
-        return [tree.trim(request.max_draft_depth, self._vocabulary) for tree, request in found]
-
-    def _length(self, requests: Sequence[Request], cut: Cut, budget: int) -> int | None:
+    def _length(self, requests: Sequence[Request], cut: Cut, sunk: float, budget: int) -> int | None:
         """Tokens of the chains that give more than the trees by cost, or are to be tried; 0 if there are none, and None
         if it has to be seen what a plain step takes."""
-        load, rows, rate = cut.load, len(requests), cut.tokens / cut.cost
-        most = min(self.most, budget, max(request.max_draft_depth for request in requests))
-        if self.chains is None or not load.decoding or most < 1:
+        load, rows, rate = cut.load, len(requests), cut.tokens / (sunk + cut.cost)
+        if self.chains is None or not load.decoding or max(load.cached) < self.beyond:
             return 0
-        draft, passes = self._draft_cost(load), self._cutter.passes(load, most)
+        most = min(self.most, budget, max(request.max_draft_depth for request in requests))
+        if most < 1:
+            return 0
+        draft, passes = self._draft_cost(load), sunk + self._cutter.passes(load, most)
         if best([1.0] * rows, draft, passes).rate <= rate:  # not even if all of it were accepted
             return 0
         found = self._grown.best(requests, draft, passes)
-        if self._times.due(found.rate * cut.plain / rows):
+        if self._times.due(found.rate * (sunk + cut.plain) / rows):
             return None
         each = draft + (float(passes[-1]) - float(passes[0])) / max(most - 1, 1)
         pays, may_try = found.rate > rate, self._account.untouched
@@ -169,7 +210,7 @@ class Chooser(OuterDrafter):
         if pays:
             affordable = max(int(self._account.left("chain") * cut.plain / each), int(may_try))
             return min(most if self._grown.asked else found.tokens, affordable)
-        return int(cut.empty and may_try)
+        return int(not cut.nodes and may_try)
 
     def _draft_cost(self, load: Load) -> float:
         """What drafting a token for every row costs, in the curve's units."""
@@ -179,41 +220,55 @@ class Chooser(OuterDrafter):
     def _draft_size(self, load: Load) -> float:
         """What such a pass costs going by its size."""
         seen = [length if self.reach is None else min(length, self.reach) for length in load.cached]
-        return self.weight * self._cutter.costs.of([1] * len(seen), seen)
+        return self.weight * self._cutter.cost([1] * len(seen), seen)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Learn how long the step took, and what was accepted."""
-        if (step := self._step) is not None:
-            if not step.outcomes:
+        if (step := self._step) is not None and (row := step.rows.pop(request.id, None)) is not None:
+            if not step.seen:
                 step.seconds = self._clock() - step.ended
-            step.outcomes.append(outcome)
-            if step.source == "chain":
-                self._grown.count(request, len(outcome.verdict.path), outcome.tree.drafted)
-            if len(step.outcomes) == len(step.cut.trees):
-                self._step = None
-                self._learn(step)
+            self._count(step, row, request, outcome)
+            self._close(step)
         super().observe(request, outcome)
 
+    def _close(self, step: _Step) -> None:
+        """Learn from a step when all rows were heard of that are still there."""
+        if not step.rows:
+            self._step = None
+            if step.seen:
+                self._learn(step)
+
+    def _count(self, step: _Step, row: int, request: Request, outcome: Outcome) -> None:
+        """What became of a row; what its branches foresaw is counted, scored or not."""
+        accepted, chain = len(outcome.verdict.path), step.source == "chain"
+        step.seen += 1
+        step.tokens += len(outcome.verdict.tokens)
+        if chain:
+            self._grown.count(request, accepted, outcome.tree.drafted)
+        else:
+            step.accepted += accepted
+        if not (chain and step.drawn[row]):
+            step.foreseen += self._cutter.learn(row, outcome, step.drawn[row])
+
     def _learn(self, step: _Step) -> None:
-        """What drafts gave, what the step took, and what it saved; what branches foresaw and was not scored would have
-        saved as much, and asking for them is worth it."""
-        cut, times = step.cut, self._times
-        foreseen = self._cutter.learn(step.branches.proposed, step.outcomes)
-        if cut is not step.branches:
-            self._cutter.learn(cut.proposed, step.outcomes)
+        """What the step took, and what it saved; what branches foresaw and was not scored would have saved as much, and
+        asking for them is worth it."""
+        cut, times, rows = step.cut, self._times, step.seen
+        self._cutter.end(cut, step.tokens)
         if not cut.load.decoding:
             return
-        tokens = sum(len(outcome.verdict.tokens) for outcome in step.outcomes)
-        self._cutter.spend(cut, tokens)
-        size = self._draft_size(cut.load) * sum(map(len, cut.trees)) / len(cut.trees) if step.drafting else 0.0
-        times.step(cut.cost if cut.empty else cut.cost / self._cutter.surcharge, step.seconds, cut.empty)
-        times.asking.learn(1.0, step.asking)
+        size = self._draft_size(cut.load) * cut.nodes / len(cut.trees) if step.drafting else 0.0
+        times.step(cut.cost / self._cutter.surcharge if cut.nodes else cut.cost, step.seconds, not cut.nodes)
+        times.asking.learn(len(cut.trees), step.asking)
         times.drafting.learn(size, step.drafting)
         self._cutter.surcharge = times.surcharge
-        asking = times.share(times.asking, 1.0, cut.plain) if step.asking else 0.0
+        asking = times.share(times.asking, len(cut.trees), cut.plain) if step.asking else 0.0
         took = cut.cost / cut.plain + times.share(times.drafting, size, cut.plain)
         self._account.pass_by(took + asking)
-        accepted = sum(len(outcome.verdict.path) for outcome in step.outcomes) if cut is step.branches else 0
-        self._account.enter("tree", (foreseen - accepted) / len(cut.trees) - asking)
-        if not cut.empty:
-            self._account.enter(step.source or "tree", tokens / len(cut.trees) - took)
+        self._account.enter("tree", (step.foreseen - step.accepted) / rows - asking)
+        if cut.nodes:
+            self._account.enter(step.source or "tree", step.tokens / rows - took)
+
+
+def _ask(source: Drafter | None, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+    return [DraftTree.empty() for _ in requests] if source is None else source.propose_batch(requests, budget)

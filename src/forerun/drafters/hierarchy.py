@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,9 +22,8 @@ from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
-from forerun.plan.costs import CRITICAL_LENGTH, CostCurve
-from forerun.plan.line import Line
-from forerun.plan.planner import Plan, Planner
+from forerun.plan.costs import CostCurve
+from forerun.plan.cutting import Cut, Cutter, Load
 
 
 class HierarchyDrafter(OuterDrafter):
@@ -32,6 +31,9 @@ class HierarchyDrafter(OuterDrafter):
 
     While the middle level's cache holds all of a text, it could only do what the target does: the inner drafter's trees
     go to the target then, at once.
+
+    Trees of an inner drafter that does not know how much to draft are cut to what pays, by what passes of the target
+    cost: those of the middle level have the same weights to read, and few keys.
 
     Args:
         inner: proposes to the middle level.
@@ -61,9 +63,8 @@ class HierarchyDrafter(OuterDrafter):
         self.gamma1 = gamma1
         self.gamma2 = gamma2
         self.middle = middle
-        self._planner = None if inner.sized else Planner()
-        self._costs = CostCurve.linear(CRITICAL_LENGTH)
-        self._passes = Line()  # seconds of the middle level's passes, by their trees' nodes
+        self._cutter: Cutter | None = None  # of trees for the middle level
+        self._passing: Cutter | None = None  # of trees that go past it
         self._cache = cache
         self._past: _Past | None = None
 
@@ -73,9 +74,11 @@ class HierarchyDrafter(OuterDrafter):
         super().bind(self._level.scorer)
 
     def fit(self, costs: CostCurve) -> None:
-        """Cut the trees of an inner drafter that does not know how much to draft by these costs, where it drafts for
-        the target, and until the middle level's own are measured."""
-        self._costs, self._planner = costs, None if self.inner.sized else Planner(costs)
+        """Cut the trees of an inner drafter that does not know how much to draft by these costs; by default all of each
+        is verified."""
+        if not self.inner.sized:
+            costs = replace(costs, per_cached=0.0, per_pair=0.0)
+            self._cutter, self._passing = Cutter(costs), Cutter(costs)
         super().fit(costs)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
@@ -107,11 +110,11 @@ class HierarchyDrafter(OuterDrafter):
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose_batch(requests, min(self.gamma1, budget) if self.inner.sized else self.gamma1)
         trees = [tree.trim(min(budget, r.max_draft_depth), known) for tree, r in zip(proposed, requests, strict=True)]
-        if self._planner is None:
+        if self._passing is None:
             return trees
-        self._planner.costs = self._costs
-        self._past = _Past(self._planner.plan(trees), [request.id for request in requests])
-        return self._past.plan.trees
+        cut = self._passing.cut(requests, trees, _decoding(requests))
+        self._past = _Past(cut, {request.id: row for row, request in enumerate(requests)})
+        return cut.trees
 
     def _draft(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """Chains that the middle level has verified."""
@@ -131,39 +134,29 @@ class HierarchyDrafter(OuterDrafter):
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose_batch(twins, self.gamma1)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
-        plan = None if self._planner is None else self._plan(self._planner, trees)
-        trees = trees if plan is None else plan.trees
+        cut = None if self._cutter is None else self._cutter.cut(twins, trees, _decoding(twins))
+        trees = trees if cut is None else cut.trees
         clock.append(time.perf_counter())
         scored = self._level.score(twins, trees)
         clock.append(time.perf_counter())
-        outcomes = []
-        for draft, tree, (block, logits) in zip(drafts, trees, scored, strict=True):
+        tokens = 0
+        for row, (draft, tree, (block, logits)) in enumerate(zip(drafts, trees, scored, strict=True)):
             verdict = draft.extend(tree, logits)
             self._level.commit(draft.twin, block, verdict.path)
-            outcomes.append(Outcome(tree, verdict, logits))
+            tokens += len(verdict.tokens)
+            if self._cutter is not None:
+                self._cutter.learn(row, Outcome(tree, verdict, logits), tree.q is not None)
             if self.enough is not None and any(self.enough(draft.twin, p) for p in likely(verdict, logits)):
                 draft.wanted = 0
-        self._passes.learn(sum(map(len, trees)), clock[2] - clock[1])
-        if self._planner is not None and plan is not None:
-            self._planner.observe(plan, outcomes)
+        if self._cutter is not None and cut is not None:
+            self._cutter.end(cut, tokens)
         clock.append(time.perf_counter())
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())
 
-    def _plan(self, planner: Planner, trees: list[DraftTree]) -> Plan:
-        """By what the middle level's passes were seen to cost, if that shows."""
-        slope, plain = self._passes.slope, self._passes.at(0)
-        planner.costs = CostCurve.linear(plain / slope).rounded() if slope and plain else self._costs
-        return planner.plan(trees)
-
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""
-        if self._past is not None and request.id in self._past.rows:
-            self._past.outcomes[request.id] = outcome
-            if self._planner is not None and len(self._past.outcomes) == len(self._past.rows):
-                self._planner.observe(self._past.plan, [self._past.outcomes[row] for row in self._past.rows])
-                self._past = None  # whoever paces this drafter may not ask it for the next step
-        else:
+        if self._past is None or not self._past.learn(self._passing, request, outcome):
             self._level.verified(request, outcome)
         super().observe(request, outcome)
 
@@ -175,11 +168,27 @@ class HierarchyDrafter(OuterDrafter):
 
 @dataclass
 class _Past:
-    """Trees that went past the middle level: what was planned for which rows, and what became of them."""
+    """Trees that went past the middle level, and the rows of those that nothing was heard of."""
 
-    plan: Plan
-    rows: list[int]
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    cut: Cut
+    rows: dict[int, int]
+    tokens: int = 0
+
+    def learn(self, cutter: Cutter | None, request: Request, outcome: Outcome) -> bool:
+        """Whether a tree of this request was among them; what became of it is taken in."""
+        row = self.rows.pop(request.id, None)
+        if row is None or cutter is None:
+            return False
+        self.tokens += len(outcome.verdict.tokens)
+        cutter.learn(row, outcome, outcome.tree.q is not None)
+        if not self.rows:
+            cutter.end(self.cut, self.tokens)
+        return True
+
+
+def _decoding(requests: Sequence[Request]) -> Load:
+    """Each row reads one token, and few keys."""
+    return Load([1] * len(requests), [0] * len(requests))
 
 
 class _Draft:

@@ -21,9 +21,8 @@ from forerun.drafters.jacobi import JacobiDrafter
 from forerun.drafters.lookup import LookupDrafter
 from forerun.drafters.merged import MergedDrafter
 from forerun.drafters.model import ModelDrafter
-from forerun.drafters.paced import PacedDrafter
 from forerun.drafters.trie import TrieDrafter
-from forerun.index.trie import Form, TrieConfig
+from forerun.index.trie import Form, Trie, TrieConfig
 from forerun.model import gate
 from forerun.model.level import CacheFactory
 from forerun.model.rotation import find_rotation
@@ -31,6 +30,10 @@ from forerun.model.scorer import Scorer
 
 TRIE_NODES = 16
 """Of a trie's tree, at most, where it drafts for a sparse cache."""
+
+
+SMALL = 0.1
+"""What a pass of a small model is taken to cost, of the target's, until one was seen: little, so that one is."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,8 @@ def _auto(settings: Settings) -> Drafter:
     small = settings.draft_model is not None
     inner = MergedDrafter(trie, _small(settings, settings.gamma1), settings.gamma1) if small else trie
     levels = _triforce(settings, inner, TRIE_NODES)
-    return Chooser(levels, trees=trie, chains=levels, most=settings.gamma2, reach=settings.cache_budget)
+    budget = settings.cache_budget
+    return Chooser(levels, trees=trie, chains=levels, most=settings.gamma2, reach=budget, beyond=0 if small else budget)
 
 
 def _long(
@@ -144,7 +148,15 @@ def _long(
     small: bool = False,
 ) -> Recipe:
     """For long contexts: drafts at most ``gamma2`` tokens, and if the settings say so only as many as pay."""
-    return Recipe(lambda s: PacedDrafter(build(s), s.gamma2) if s.paced else build(s), small, sparse)
+
+    def paced(settings: Settings) -> Drafter:
+        chains = build(settings)
+        if not settings.paced:
+            return chains
+        reach, weight = (settings.window, SMALL) if sparse is None else (settings.cache_budget, SMALL if small else 1.0)
+        return Chooser(chains, chains=chains, most=settings.gamma2, reach=reach, weight=weight)
+
+    return Recipe(paced, small, sparse)
 
 
 def _self_drafting(sparse: Callable[[Settings], CacheFactory]) -> Recipe:
@@ -191,6 +203,18 @@ For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a
 is TriForce without hierarchy, ``streaming`` the naive policy (the small model alone), ``streaming-hierarchy`` has a
 streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone.
 """
+
+
+def trie_of(drafter: Drafter) -> Trie:
+    """The index that a drafter learns in.
+
+    Raises:
+        ValueError: if it has none.
+    """
+    source = drafter.trees if isinstance(drafter, Chooser) else drafter
+    if not isinstance(source, TrieDrafter):
+        raise ValueError(f"{type(source).__name__} has no trie")
+    return source.trie
 
 
 def buildable(settings: Settings) -> list[str]:

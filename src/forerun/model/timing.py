@@ -7,7 +7,7 @@ fit into that time, fewer sizes are measured, each at least once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,6 +31,10 @@ NEAR, FAR = 64, 4096
 """Tokens in the cache. ``NEAR``: for the cost curve, so that it includes merging two attentions. ``FAR``: for the cost
 of cached tokens, with passes over one token and over several."""
 SEVERAL = 16
+ROWS = 4
+"""Of a pass that shows what a row costs beside its tokens."""
+Kind = tuple[int, int, int]
+"""Rows of a pass, tokens of each, and tokens in the cache of each."""
 
 
 @torch.inference_mode()
@@ -43,16 +47,20 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
     """
     reach = _positions(scorer)
     near = NEAR if reach >= NEAR + max(SIZES) else 0
-    kinds = [(size, near) for size in SIZES if size <= reach]
+    kinds = [(1, size, near) for size in SIZES if size <= reach]
     kinds.insert(LEAST, kinds[0])  # the unit of all others: measured more often
+    kinds.append((ROWS, 1, near))
     if reach >= FAR + SEVERAL:
-        kinds += [(1, FAR), (SEVERAL, FAR), kinds[0]]
-    times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
-    caches = {cached: _blank(scorer, cached) for cached in {cached for _, cached in kinds}}
-    for size, cached in _until(clock, clock() + SECONDS, kinds):
+        kinds += [(1, 1, FAR), (1, SEVERAL, FAR), kinds[0]]
+    times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+    caches = {
+        cached: [_blank(scorer, cached) for _ in range(ROWS if cached == near else 1)]
+        for cached in {cached for _, _, cached in kinds}
+    }
+    for rows, size, cached in _until(clock, clock() + SECONDS, kinds):
         begin = clock()
-        _pass(scorer, caches[cached], size)
-        times[size, cached].append(clock() - begin)
+        _pass(scorer, caches[cached][:rows], size)
+        times[rows, size, cached].append(clock() - begin)
     return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
 
 
@@ -66,23 +74,27 @@ def costs_of(scorer: Scorer) -> CostCurve:
 _measured: WeakKeyDictionary[Scorer, CostCurve] = WeakKeyDictionary()
 
 
-def _until(clock: Callable[[], float], end: float, kinds: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+def _until(clock: Callable[[], float], end: float, kinds: list[Kind]) -> Iterator[Kind]:
     for number, kind in enumerate(kinds * ROUNDS):
         if number >= LEAST and clock() > end:
             return
         yield kind
 
 
-def _curve(seconds: dict[tuple[int, int], float], near: int) -> CostCurve:
-    sizes = sorted(size for size, cached in seconds if cached == near)
-    one = seconds[1, near]
-    ratios = [min(seconds[size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
-    costs = np.maximum.accumulate(ratios).tolist()
-    if (SEVERAL, FAR) not in seconds:
-        return CostCurve(tuple(sizes), tuple(costs)).rounded()
-    single, several = ((seconds[size, FAR] - seconds[size, near]) / one / (FAR - near) for size in (1, SEVERAL))
-    per_pair = max((several - single) / (SEVERAL - 1), 0.0)
-    return CostCurve(tuple(sizes), tuple(costs), max(single - per_pair, 0.0), per_pair).rounded()
+def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
+    sizes = sorted(size for rows, size, cached in seconds if (rows, cached) == (1, near))
+    one = seconds[1, 1, near]
+    ratios = [min(seconds[1, size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
+    costs = tuple(np.maximum.accumulate(ratios).tolist())
+    per_cached = per_pair = per_row = 0.0
+    if (1, SEVERAL, FAR) in seconds:
+        slopes = [(seconds[1, size, FAR] - seconds[1, size, near]) / one / (FAR - near) for size in (1, SEVERAL)]
+        per_pair = max((slopes[1] - slopes[0]) / (SEVERAL - 1), 0.0)
+        per_cached = max(slopes[0] - per_pair, 0.0)
+    if (ROWS, 1, near) in seconds:
+        alone = float(np.interp(ROWS, sizes, costs))
+        per_row = max(min(seconds[ROWS, 1, near] / one, ROWS) - alone, 0.0) / (ROWS - 1)
+    return CostCurve(tuple(sizes), costs, per_cached, per_pair, per_row).rounded()
 
 
 def _positions(scorer: Scorer) -> int:
@@ -94,13 +106,13 @@ def _positions(scorer: Scorer) -> int:
 def _blank(scorer: Scorer, cached: int) -> FullCache:
     """A cache that holds ``cached`` tokens of zeros."""
     cache = FullCache(cached + max(SIZES))
-    _pass(scorer, cache, 1)
+    _pass(scorer, [cache], 1)
     cache.blank(cached)
     return cache
 
 
-def _pass(scorer: Scorer, cache: FullCache, size: int) -> None:
-    """Score a chain of ``size`` tokens, and wait for the result."""
+def _pass(scorer: Scorer, caches: Sequence[FullCache], size: int) -> None:
+    """Score a chain of so many tokens behind each cache, and wait for it."""
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, size)
-    block = Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length)
-    scorer.score([block], [cache])[0][0, 0].item()
+    blocks = [Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length) for cache in caches]
+    scorer.score(blocks, caches)[0][0, 0].item()

@@ -7,7 +7,7 @@ from typing import Literal
 Source = Literal["tree", "chain"]
 SHARE = 0.01
 """Of all time, that drafts which did not pay may take."""
-START = 0.5
+START = 1.0
 """Plain steps that may be lost at first, and at once by a source that saved nothing. A single draft may cost more: no
 more than a step, or it could not pay."""
 SAVINGS = 16.0
@@ -29,6 +29,10 @@ class Account:
     def left(self, source: Source) -> float:
         """What this source may lose."""
         return self._saved[source] + self._common
+
+    def affords(self, source: Source, cost: float) -> bool:
+        """Whether this source may lose so much, which is to be tried now and then however much it is."""
+        return self.left(source) >= min(cost, START) and self.left(source) > 0
 
     @property
     def untouched(self) -> bool:

@@ -2,21 +2,22 @@
 
 What a drafter says of its nodes is corrected by what became of nodes like them: of equal log-odds under their parent,
 or of equal depth if it says nothing. Old counts fade, so that the correction follows the text.
+
+Trees are small and there is one at every step, so this is compiled: functions over arrays that are laid out once.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
+from typing import NamedTuple
 
 import numpy as np
 
-from forerun.core.tree import BoolArray, DraftTree, IntArray
+from forerun.index.compiling import compiled
 from forerun.plan.costs import FloatArray
 
-DEPTHS = 24
-"""Depths told apart."""
 FIRST_GUESS = 0.8
-"""Chance of a node under its parent, before a drafter that does not say has shown anything."""
+"""Chance of a node under its parent, before a drafter that does not say has shown anything; it counts as one node."""
 LOWEST, HIGHEST = -6, 8
 """Log-odds of what a drafter says, between which kinds are told apart by whole numbers."""
 DOUBT = 2.0
@@ -24,119 +25,121 @@ DOUBT = 2.0
 UNSEEN = 0.1
 """The same where kinds disagree about their order: one that was not seen has little to say about it."""
 MEMORY = 0.97
-"""What remains of the counts after a step with a proposal."""
+"""What remains of what was seen after a step that had something to show."""
+
+KINDS = HIGHEST - LOWEST + 1
+DEPTHS = 24
+_FURTHEST = 12.0  # log-odds that are told from certainty
 
 
-class Calibration(ABC):
-    """How often nodes of each kind came where their parent did."""
+class Table(NamedTuple):
+    """Counts by kind, and what follows from them.
 
-    def __init__(self, kinds: int) -> None:
-        self._seen = np.zeros(kinds)
-        self._hits = np.zeros(kinds)
+    Attributes:
+        seen, came: nodes whose parent came, and those of them that came themselves; ``[KINDS + DEPTHS]``: by their
+            log-odds, then by their depth.
+        expected: how many the drafter thought would come, ``[KINDS]``.
+        odds: what the log-odds of each kind are in truth, ``[KINDS]``; it never falls.
+        pools: for ``settle``, ``[KINDS, 3]``.
+    """
 
-    @abstractmethod
-    def rates(self, tree: DraftTree) -> FloatArray:
-        """Each node's chance under its parent."""
+    seen: FloatArray
+    came: FloatArray
+    expected: FloatArray
+    odds: FloatArray
+    pools: FloatArray
 
-    @abstractmethod
-    def kinds(self, tree: DraftTree) -> IntArray:
-        """Each node's kind."""
-
-    def count(self, tree: DraftTree, tested: BoolArray, came: BoolArray) -> None:
-        """Take in the nodes that were put to the test, and those of them that came."""
-        kinds = self.kinds(tree)
-        self._seen += np.bincount(kinds[tested], minlength=len(self._seen))
-        self._hits += np.bincount(kinds[came], minlength=len(self._hits))
-
-    def forget(self) -> None:
-        """Let old counts fade."""
-        self._seen *= MEMORY
-        self._hits *= MEMORY
+    @classmethod
+    def empty(cls) -> Table:
+        """Nothing was seen."""
+        counts = np.zeros(KINDS + DEPTHS), np.zeros(KINDS + DEPTHS), np.zeros(KINDS)
+        return cls(*counts, np.arange(LOWEST, HIGHEST + 1, dtype=np.float64), np.zeros((KINDS, 3)))
 
 
-class ByDepth(Calibration):
-    """For drafters that do not say how likely their nodes are."""
-
-    def __init__(self) -> None:
-        super().__init__(DEPTHS)
-
-    def rates(self, tree: DraftTree) -> FloatArray:
-        """Each node's chance under its parent."""
-        rates: FloatArray = ((self._hits + FIRST_GUESS) / (self._seen + 1))[self.kinds(tree)]
-        return rates
-
-    def kinds(self, tree: DraftTree) -> IntArray:
-        """Each node's kind."""
-        return np.asarray(np.minimum(tree.depths, DEPTHS) - 1)
+@compiled
+def chance_of(odds: float) -> float:
+    """From log-odds."""
+    return 1.0 / (1.0 + math.exp(-odds))
 
 
-class ByOdds(Calibration):
-    """A drafter's log-odds, corrected.
+@compiled
+def odds_of(chance: float) -> float:
+    """Log-odds, within the bounds between which kinds are told apart."""
+    furthest = 1.0 / (1.0 + math.exp(-_FURTHEST))
+    within = min(max(chance, 1.0 - furthest), furthest)
+    return min(max(math.log(within / (1.0 - within)), float(LOWEST)), float(HIGHEST))
+
+
+@compiled
+def kind_of(odds: float) -> int:
+    """The kind of a node whose drafter says so."""
+    return round(odds) - LOWEST
+
+
+@compiled
+def corrected(table: Table, odds: float) -> float:
+    """The chance of a node under its parent where its drafter says these log-odds.
+
+    Each kind is corrected by a shift of its own; the result stays on its side of the middle to the next kind.
+    """
+    kind, true = kind_of(odds), table.odds
+    shifted = odds + true[kind] - (kind + LOWEST)
+    if kind > 0:
+        shifted = max(shifted, (true[kind - 1] + true[kind]) / 2)
+    if kind < KINDS - 1:
+        shifted = min(shifted, (true[kind] + true[kind + 1]) / 2)
+    return chance_of(shifted)
+
+
+@compiled
+def by_depth(table: Table, depth: int) -> float:
+    """The chance of a node under its parent, of which nothing is said but its depth."""
+    at = KINDS + min(depth, DEPTHS) - 1
+    return float((table.came[at] + FIRST_GUESS) / (table.seen[at] + 1))
+
+
+@compiled
+def count(table: Table, kind: int, odds: float, came: bool) -> None:
+    """Take in a node whose parent came."""
+    table.seen[kind] += 1
+    table.came[kind] += came
+    if kind < KINDS:
+        table.expected[kind] += chance_of(odds)
+
+
+@compiled
+def settle(table: Table) -> None:
+    """Work out what the counts say of the log-odds.
 
     Each kind's correction is the log-odds of what came less those of what was expected, both with the drafter's own
     estimate as so many nodes. Kinds that were found in the wrong order are taken as one, so that what a drafter thinks
-    likelier is never thought less likely here.
+    likelier is never thought less likely here (isotonic regression).
     """
-
-    def __init__(self) -> None:
-        self._centres = np.arange(LOWEST, HIGHEST + 1, dtype=np.float64)
-        super().__init__(len(self._centres))
-        self._expected = np.zeros(len(self._centres))
-        self._own = DOUBT * _chance(self._centres)
-        self._correction: tuple[FloatArray, FloatArray] | None = None
-
-    def rates(self, tree: DraftTree) -> FloatArray:
-        """Each node's chance under its parent."""
-        if self._correction is None:
-            self._correction = self._correct()
-        shifts, middles = self._correction
-        kinds = self.kinds(tree)
-        odds = np.minimum(np.maximum(_within(tree.odds) + shifts[kinds], middles[kinds]), middles[kinds + 1])
-        return _chance(odds)
-
-    def _correct(self) -> tuple[FloatArray, FloatArray]:
-        """What to add to each kind's log-odds, and the bounds between kinds."""
-        came, expected, seen = self._hits + self._own, self._expected + self._own, self._seen + DOUBT
-        odds = self._centres + np.log(came / (seen - came) * (seen - expected) / expected)
-        corrected = _rising(odds, self._seen + UNSEEN)
-        middles = (corrected[1:] + corrected[:-1]) / 2
-        return corrected - self._centres, np.concatenate(([-np.inf], middles, [np.inf]))
-
-    def kinds(self, tree: DraftTree) -> IntArray:
-        """Each node's kind."""
-        return np.rint(_within(tree.odds)).astype(np.int64) - LOWEST
-
-    def count(self, tree: DraftTree, tested: BoolArray, came: BoolArray) -> None:
-        """Take in the nodes that were put to the test, and those of them that came."""
-        super().count(tree, tested, came)
-        expected = _chance(_within(tree.odds[tested]))
-        self._expected += np.bincount(self.kinds(tree)[tested], expected, minlength=len(self._expected))
-        self._correction = None
-
-    def forget(self) -> None:
-        """Let old counts fade."""
-        super().forget()
-        self._expected *= MEMORY
-        self._correction = None
+    pools, size = table.pools, 0
+    for kind in range(KINDS):
+        own, seen = DOUBT * chance_of(kind + LOWEST), table.seen[kind] + DOUBT
+        came, expected = table.came[kind] + own, table.expected[kind] + own
+        value = kind + LOWEST + math.log(came / (seen - came) * (seen - expected) / expected)
+        weight, members = table.seen[kind] + UNSEEN, 1.0
+        while size > 0 and pools[size - 1, 0] > value:
+            size -= 1
+            before, heavy = pools[size, 0], pools[size, 1]
+            value = (before * heavy + value * weight) / (heavy + weight)
+            weight, members = heavy + weight, members + pools[size, 2]
+        pools[size, 0], pools[size, 1], pools[size, 2] = value, weight, members
+        size += 1
+    kind = 0
+    for pool in range(size):
+        for _ in range(int(pools[pool, 2])):
+            table.odds[kind] = pools[pool, 0]
+            kind += 1
 
 
-def _rising(values: FloatArray, weights: FloatArray) -> FloatArray:
-    """The closest values that never fall: neighbours in the wrong order take their mean (isotonic regression)."""
-    if (values[1:] >= values[:-1]).all():
-        return values
-    pools: list[tuple[float, float, int]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        size = 1
-        while pools and pools[-1][0] > value:
-            before, heavy, count = pools.pop()
-            value, weight, size = (before * heavy + value * weight) / (heavy + weight), heavy + weight, size + count
-        pools.append((value, weight, size))
-    return np.repeat([value for value, _, _ in pools], [size for _, _, size in pools])
-
-
-def _within(odds: FloatArray) -> FloatArray:
-    return np.asarray(np.minimum(np.maximum(odds, LOWEST), HIGHEST))
-
-
-def _chance(odds: FloatArray) -> FloatArray:
-    return np.asarray(1 / (1 + np.exp(-odds)))
+@compiled
+def forget(table: Table) -> None:
+    """Let old counts fade."""
+    for kind in range(len(table.seen)):
+        table.seen[kind] *= MEMORY
+        table.came[kind] *= MEMORY
+    for kind in range(KINDS):
+        table.expected[kind] *= MEMORY

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.request import Request
-from forerun.core.tree import DraftTree
-from forerun.plan.calibration import ByOdds
+from forerun.plan.calibration import Table, corrected, count, forget, kind_of, odds_of, settle
 from forerun.plan.costs import FloatArray
 
 PRIOR, GUESS = 4.0, 0.8
@@ -60,7 +59,7 @@ class Chains:
     def __init__(self) -> None:
         self._all = Acceptance()
         self._rates: dict[int, Acceptance] = {}
-        self._calibration = ByOdds()
+        self._table = Table.empty()
         self._likely: dict[int, list[float]] = {}  # how likely the model found the tokens of each row's chain
         self._alive: dict[int, float] = {}  # the chance that all of it is accepted
         self._price = 0.0
@@ -94,7 +93,7 @@ class Chains:
         """Whether the token behind this one, which the model found so likely, would cost more than it brings."""
         self.asked = True
         self._likely.setdefault(request.id, []).append(likely)
-        self._alive[request.id] *= float(self._calibration.rates(_chain([likely]))[0])
+        self._alive[request.id] *= corrected(self._table, odds_of(likely**AGREEING))
         return self._alive[request.id] < self._price
 
     def count(self, request: Request, accepted: int, drafted: int) -> None:
@@ -103,10 +102,12 @@ class Chains:
             return
         for acceptance in (self._rates[request.id], self._all):
             acceptance.count(accepted, drafted)
-        if likely := self._likely.get(request.id, [])[:drafted]:
-            order = np.arange(len(likely))
-            self._calibration.forget()
-            self._calibration.count(_chain(likely), order <= accepted, order < accepted)
+        if likely := self._likely.get(request.id, [])[: min(drafted, accepted + 1)]:
+            forget(self._table)
+            for depth, said in enumerate(likely):
+                odds = odds_of(said**AGREEING)
+                count(self._table, kind_of(odds), odds, depth < accepted)
+            settle(self._table)
 
 
 def best(rates: Sequence[float], draft: float, passes: FloatArray) -> Length:
@@ -116,9 +117,3 @@ def best(rates: Sequence[float], draft: float, passes: FloatArray) -> Length:
     worth = (len(rates) + powers.cumsum(1).sum(0)) / (draft * lengths + passes)
     at = int(worth.argmax())
     return Length(at + 1, float(worth[at]))
-
-
-def _chain(likely: Sequence[float]) -> DraftTree:
-    """A chain whose model found each token so likely, as the target is thought to agree before it has shown."""
-    count, chance = len(likely), np.cumprod(np.power(likely, AGREEING), dtype=np.float64)
-    return DraftTree(np.zeros(count, np.int64), np.arange(-1, count - 1), probability=chance)

@@ -2,7 +2,7 @@
 
 A pass over n tokens, of which row r has n_r and looks back on L_r cached ones, costs
 
-    curve(n) + per_cached * sum(L_r) + per_pair * sum(n_r * L_r)
+    curve(n) + per_row * (rows - 1) + per_cached * sum(L_r) + per_pair * sum(n_r * L_r)
 
 in units of a pass over one token with an empty cache. ``curve`` is piecewise linear between a few measured sizes, for
 it is neither linear nor even smooth: on a CPU the second token turns matrix-vector products into matrix products and
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-CRITICAL_LENGTH = 24.0
-"""Of a small model on a CPU, where nothing is measured."""
 STEPS = 10
 """Steps in which a rounded cost grows tenfold, as in Renard's series of preferred numbers."""
 
@@ -37,6 +35,7 @@ class CostCurve:
         costs: of these passes, never falling, from 1; beyond the last size they grow as between the last two.
         per_cached: what a pass pays for each cached token that it looks back on.
         per_pair: what each scored token pays for each cached token of its row.
+        per_row: what a pass pays for each row but the first.
 
     Raises:
         ValueError: if they cannot be such costs.
@@ -46,6 +45,7 @@ class CostCurve:
     costs: tuple[float, ...]
     per_cached: float = 0.0
     per_pair: float = 0.0
+    per_row: float = 0.0
 
     def __post_init__(self) -> None:
         sizes, costs = self.sizes, self.costs
@@ -53,7 +53,7 @@ class CostCurve:
             raise ValueError(f"sizes are {sizes}; they must be two or more and rise from 1")
         if len(costs) != len(sizes) or costs[0] != 1 or list(costs) != sorted(costs) or not costs[-1] < math.inf:
             raise ValueError(f"costs are {costs}; they must be one for each size and never fall from 1")
-        for name in ("per_cached", "per_pair"):
+        for name in ("per_cached", "per_pair", "per_row"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be finite and at least 0")
 
@@ -78,13 +78,15 @@ class CostCurve:
     def of(self, tokens: Sequence[int], cached: Sequence[int]) -> float:
         """Cost of a pass by each row's scored tokens and cached tokens."""
         pairs = sum(n * length for n, length in zip(tokens, cached, strict=True))
-        return float(self.passes(sum(tokens))) + self.per_cached * sum(cached) + self.per_pair * pairs
+        rows = self.per_row * (len(tokens) - 1)
+        return float(self.passes(sum(tokens))) + rows + self.per_cached * sum(cached) + self.per_pair * pairs
 
     def rounded(self) -> CostCurve:
         """With the cost of further tokens rounded to preferred numbers, size by size, so that noise seldom shows."""
         slopes = [_preferred(slope) for slope in np.diff(self.costs) / np.diff(self.sizes)]
         costs = np.cumsum([1, *(slopes * np.diff(self.sizes))]).round(6)
-        return CostCurve(self.sizes, tuple(costs.tolist()), _preferred(self.per_cached), _preferred(self.per_pair))
+        looking = _preferred(self.per_cached), _preferred(self.per_pair), _preferred(self.per_row)
+        return CostCurve(self.sizes, tuple(costs.tolist()), *looking)
 
 
 def _preferred(value: float) -> float:

@@ -15,41 +15,59 @@ Nothing here looks at a clock: for a given curve, what is cut repeats exactly.
 
 from __future__ import annotations
 
-import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from forerun.core.tree import ROOT, BoolArray, DraftTree, IntArray
+from forerun.core.request import Request
+from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
-from forerun.plan.calibration import ByDepth, ByOdds, Calibration
+from forerun.plan import sheet
+from forerun.plan.calibration import MEMORY, Table, forget, settle
 from forerun.plan.costs import CostCurve, FloatArray
+from forerun.plan.sheet import Sheet
 
-RECENT = 0.9
-"""What remains of tokens and costs after a step, where tokens by cost are asked for as of late."""
+_UNSAID = np.empty(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Load:
-    """What each row of a batch feeds before its tree, and what its cache holds, in tokens."""
+    """What each row of a batch feeds before its tree, and what its cache holds, in tokens.
+
+    Attributes:
+        pending, cached: of each row.
+        beside: tokens that the pass reads for rows that are not drafted for.
+    """
 
     pending: Sequence[int]
     cached: Sequence[int]
+    beside: int = 0
+
+    @property
+    def rows(self) -> int:
+        """How many."""
+        return len(self.pending)
 
     @property
     def decoding(self) -> bool:
         """Whether every row feeds one token only."""
-        return sum(self.pending) == len(self.pending)
+        return self.fed == self.rows
+
+    @property
+    def fed(self) -> int:
+        """Tokens of the pass without trees."""
+        return sum(self.pending) + self.beside
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cut:
     """What a step scores.
 
     Attributes:
         trees: the part of each proposed tree that is worth it.
-        proposed: all of each.
+        nodes: of all of them.
         tokens: expected of the step, over all rows.
         plain: cost of a pass without trees, as the curve has it.
         cost: of this one.
@@ -57,16 +75,11 @@ class Cut:
     """
 
     trees: list[DraftTree]
-    proposed: list[DraftTree]
+    nodes: int
     tokens: float
     plain: float
     cost: float
     load: Load
-
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is scored but the rows' own tokens."""
-        return not any(map(len, self.trees))
 
 
 class Cutter:
@@ -74,145 +87,133 @@ class Cutter:
 
     Args:
         costs: what a pass costs.
+        vocabulary: tokens that the target knows; by default all that there can be.
 
     Attributes:
         surcharge: how much longer passes with trees take than the curve says, measured by passes without.
     """
 
-    def __init__(self, costs: CostCurve) -> None:
+    def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
         self.costs = costs
         self.surcharge = 1.0
-        self._by_odds, self._by_depth = ByOdds(), ByDepth()
+        self._vocabulary = vocabulary
+        self._table, self._sheet = Table.empty(), Sheet.allocate(64)
+        self._places: list[tuple[int, int]] = []  # where each row's tree is on the sheet
         self._tokens = self._spent = 1.0
-        self._known = np.empty(0)
+        self._known = costs.passes(np.arange(128))
 
-    def cut(self, trees: Sequence[DraftTree], load: Load) -> Cut:
-        """What is worth scoring of each tree; trees with probes are left as they are.
+    def cut(self, requests: Sequence[Request], trees: Sequence[DraftTree], load: Load, sunk: float = 0.0) -> Cut:
+        """What is worth scoring of each row's tree; trees with probes are left as they are.
 
         Args:
-            trees: one for each row.
+            requests: the rows.
+            trees: one for each.
             load: of the rows.
+            sunk: what the step cost already, in the curve's units: the more, the more is worth scoring in it.
         """
-        chances = [self._chances(tree) for tree in trees]
-        masks = self._worth(chances, load)
-        kept = [part(tree, mask) for tree, mask in zip(trees, masks, strict=True)]
-        expected = sum(float(chance[mask].sum()) for chance, mask in zip(chances, masks, strict=True))
-        return self._cut(kept, trees, expected, load)
+        end = self._enter(requests, trees)
+        plain = self.plain(load)
+        if not end:
+            drafted = sum(map(len, trees))
+            return Cut(list(trees), drafted, load.rows, plain, self._whole(trees, load) if drafted else plain, load)
+        fed = load.fed
+        reading = self.costs.per_pair * np.array(load.cached, np.float64)
+        curve, rate = self._curve(fed + end + 1), self._tokens / self._spent
+        kept, tokens, cost = sheet.choose(self._sheet, end, curve, fed, reading, plain, sunk, self.surcharge, rate)
+        parts = list(trees)
+        for row, tree in enumerate(trees):
+            begin, end = self._places[row]
+            if end > begin:
+                parts[row] = self._part(tree, begin, end) if kept else DraftTree.empty()
+        return Cut(parts, kept, load.rows + tokens, plain, cost, load)
+
+    def _enter(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> int:
+        """Write trees without probes down."""
+        size = sum(map(len, trees))
+        if size > len(self._sheet.tokens):
+            self._sheet = Sheet.allocate(2 * size)
+        self._places, begin = [], 0
+        for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            end = begin if tree.probe is not None else begin + len(tree)
+            if end > begin:
+                said = _UNSAID if tree.probability is None or tree.q is not None else tree.probability
+                deepest = request.max_draft_depth
+                sheet.enter(
+                    self._sheet, self._table, row, begin, tree.tokens, tree.parents, said, deepest, self._vocabulary
+                )
+            self._places.append((begin, end))
+            begin = end
+        return begin
+
+    def _part(self, tree: DraftTree, begin: int, end: int) -> DraftTree:
+        """What is kept of a tree."""
+        tokens, parents = np.empty(end - begin, np.int64), np.empty(end - begin, np.int64)
+        size = sheet.take(self._sheet, begin, end, tokens, parents)
+        if size == len(tree):
+            return tree
+        if not size:
+            return DraftTree.empty()
+        if tree.q is None:
+            return DraftTree(tokens[:size], parents[:size])
+        return tree.select(self._sheet.kept[begin:end] >= 0)
 
     def whole(self, trees: Sequence[DraftTree], load: Load) -> Cut:
         """All of each tree."""
-        chances = [self._chances(tree) for tree in trees]
-        return self._cut(trees, trees, sum(float(chance.sum()) for chance in chances), load)
+        return Cut(list(trees), sum(map(len, trees)), load.rows, self.plain(load), self._whole(trees, load), load)
 
-    def _cut(self, kept: Sequence[DraftTree], proposed: Sequence[DraftTree], expected: float, load: Load) -> Cut:
-        drafted = [len(tree) for tree in kept]
-        plain = self.costs.of(load.pending, load.cached)
-        cost = plain
-        if any(drafted):
-            cost = self.surcharge * self.costs.of(np.add(load.pending, drafted).tolist(), load.cached)
-        return Cut(list(kept), list(proposed), len(kept) + expected, plain, cost, load)
+    def _whole(self, trees: Sequence[DraftTree], load: Load) -> float:
+        tokens = [fed + len(tree) for fed, tree in zip(load.pending, trees, strict=True)]
+        return self.surcharge * self.cost(tokens, load.cached, load.beside)
 
-    def learn(self, proposed: Sequence[DraftTree], outcomes: Sequence[Outcome]) -> int:
-        """Take in what became of trees, row by row, whatever part of them was scored, or none.
+    def learn(self, row: int, outcome: Outcome, drawn: bool) -> int:
+        """Take in what became of a row's tree, whatever part of it was scored, or none.
+
+        Args:
+            row: of the last ``cut``.
+            outcome: of the row.
+            drawn: whether the tree was scored and carries ``q``: what was rejected is not what was chosen instead.
 
         Returns:
             How many nodes came true.
         """
-        if any(map(len, proposed)):
-            self._by_odds.forget()
-            self._by_depth.forget()
-        right = 0
-        for tree, outcome in zip(proposed, outcomes, strict=True):
-            if len(tree) and tree.probe is None:
-                drawn = tree.q is not None
-                tested, came = put_to_the_test(outcome) if drawn else _shown(tree, outcome.verdict.tokens)
-                self._table(tree).count(outcome.tree if drawn else tree, tested, came)
-                right += int(came.sum())
-        return right
+        begin, end = self._places[row]
+        if begin == end:
+            return 0
+        tokens = np.array(outcome.verdict.tokens, np.int64)
+        if drawn:
+            tokens[len(outcome.verdict.path) :] = ROOT
+        return sheet.learn(self._sheet, self._table, begin, end, tokens, drawn)
 
-    def spend(self, cut: Cut, tokens: int) -> None:
-        """A step of this cut gave so many tokens."""
-        self._tokens, self._spent = RECENT * self._tokens + tokens, RECENT * self._spent + cut.cost
+    def end(self, cut: Cut, tokens: int) -> None:
+        """All rows of a step have been learnt from, which gave so many tokens."""
+        if self._places and self._places[-1][1]:
+            settle(self._table)
+            forget(self._table)
+        if cut.load.decoding:
+            self._tokens, self._spent = MEMORY * self._tokens + tokens, MEMORY * self._spent + cut.cost
+
+    def plain(self, load: Load) -> float:
+        """What a pass without trees costs."""
+        return self.cost(load.pending, load.cached, load.beside)
+
+    def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
+        """``CostCurve.of``, quickly; of a pass that reads some tokens of other rows, too."""
+        costs, count = self.costs, sum(tokens) + beside
+        looking = costs.per_cached * sum(cached) + costs.per_row * (len(tokens) - 1)
+        if costs.per_pair:
+            looking += costs.per_pair * sum(map(operator.mul, tokens, cached))
+        return float(self._curve(count + 1)[count]) + looking
 
     def passes(self, load: Load, count: int) -> FloatArray:
         """What passes cost over 1 to ``count`` drafts of each row."""
-        rows = len(load.pending)
-        fixed = self.costs.of(load.pending, load.cached) - self._curve(sum(load.pending) + 1)[sum(load.pending)]
-        sizes = sum(load.pending) + rows * np.arange(1, count + 1)
-        pairs = self.costs.per_pair * sum(load.cached) * np.arange(1, count + 1)
-        return np.asarray(self.surcharge * (fixed + self._curve(int(sizes[-1]) + 1)[sizes] + pairs))
-
-    def _worth(self, chances: Sequence[FloatArray], load: Load) -> list[BoolArray]:
-        """Which nodes of each tree give the most tokens by cost."""
-        ends = list(itertools.accumulate(map(len, chances)))
-        chosen = np.zeros(ends[-1] if ends else 0, np.bool_)
-        if len(chosen):
-            order, tokens, added = self._offers(chances, load)
-            rows, plain, rate = len(load.pending), self.costs.of(load.pending, load.cached), self._tokens / self._spent
-            cost = self.surcharge * (plain + added)
-            if load.decoding:
-                worth, none = (rows + tokens) / cost, rows / plain
-            else:
-                worth, none = tokens - rate * cost, -rate * self.surcharge * plain
-            best = int(worth.argmax())
-            if worth[best] > none:
-                chosen[order[: best + 1]] = True
-        return [chosen[end - len(chance) : end] for end, chance in zip(ends, chances, strict=True)]
-
-    def _offers(self, chances: Sequence[FloatArray], load: Load) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Nodes in the order of their worth, parents first for chances never rise along a path; then, by how many are
-        taken, the tokens that they give and what they add to the cost of the pass."""
-        chance, fed = np.concatenate(chances), sum(load.pending)
-        curve = self._curve(fed + len(chance) + 1)
-        looking = self.costs.per_pair * np.repeat(np.asarray(load.cached, np.float64), list(map(len, chances)))
-        order = np.argsort(self._tokens / self._spent * looking - chance, kind="stable")
-        added = curve[fed + 1 : fed + len(chance) + 1] - curve[fed] + np.cumsum(looking[order])
-        return order, np.cumsum(chance[order]), added
+        fed = load.fed
+        drafts = np.arange(1, count + 1)
+        curve = self._curve(fed + load.rows * count + 1)
+        pairs = self.costs.per_pair * sum(load.cached) * drafts
+        return np.asarray(self.surcharge * (self.plain(load) - curve[fed] + curve[fed + load.rows * drafts] + pairs))
 
     def _curve(self, count: int) -> FloatArray:
         """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, worked out once."""
         if len(self._known) < count:
             self._known = self.costs.passes(np.arange(2 * count))
         return self._known
-
-    def _chances(self, tree: DraftTree) -> FloatArray:
-        """Each node's chance of being accepted; none for trees with probes."""
-        if not len(tree) or tree.probe is not None:
-            return np.empty(0)
-        chance: list[float] = self._table(tree).rates(tree).tolist()
-        for node, parent in enumerate(tree.parents.tolist()):
-            if parent != ROOT:
-                chance[node] *= chance[parent]
-        return np.array(chance)
-
-    def _table(self, tree: DraftTree) -> Calibration:
-        return self._by_depth if tree.probability is None or tree.q is not None else self._by_odds
-
-
-def put_to_the_test(outcome: Outcome) -> tuple[BoolArray, BoolArray]:
-    """Which of the scored nodes were put to the test, and which of them were accepted."""
-    return under(outcome.tree, outcome.verdict.path, len(outcome.verdict.path) < len(outcome.verdict.tokens))
-
-
-def _shown(tree: DraftTree, tokens: Sequence[int]) -> tuple[BoolArray, BoolArray]:
-    """Which nodes the committed tokens speak for or against, and which for."""
-    path, node = [], tree.children.get((ROOT, tokens[0]))
-    while node is not None:
-        path.append(node)
-        node = tree.children.get((node, tokens[len(path)])) if len(path) < len(tokens) else None
-    return under(tree, path, len(path) < len(tokens))
-
-
-def under(tree: DraftTree, path: list[int], further: bool) -> tuple[BoolArray, BoolArray]:
-    """Nodes under the root and a path, and those of the path. Under its end only if what follows is known as well."""
-    came = np.zeros(len(tree) + 1, np.bool_)  # the last entry is the root's
-    came[path] = True
-    above = came.copy()
-    above[ROOT] = True
-    above[path[-1] if path else ROOT] = further
-    return above[tree.parents], came[:-1]
-
-
-def part(tree: DraftTree, keep: BoolArray) -> DraftTree:
-    """The nodes to keep; all of a tree with probes."""
-    return tree if len(keep) != len(tree) or keep.all() else tree.select(keep)

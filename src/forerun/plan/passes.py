@@ -21,11 +21,13 @@ class Passes:
     def __init__(self, like: Passes | None = None, quantile: float = 0.5) -> None:
         self._like, self._quantile = like, quantile
         self._seen: deque[float] = deque(maxlen=RECALL)
+        self._unit: float | None = None
 
     def learn(self, cost: float, seconds: float) -> None:
         """A pass of this cost took so long."""
         if cost > 0 and seconds > 0:
             self._seen.append(seconds / cost)
+            self._unit = None
 
     @property
     def known(self) -> int:
@@ -39,6 +41,11 @@ class Passes:
         A first pass is cold as often as not. So one of the other kind is among them, and the lower of two counts; where
         there is no other kind, nothing is known before the second.
         """
-        other = None if self._like is None else self._like.unit
-        seen = sorted(self._seen if other is None or self.known == RECALL else [*self._seen, other])
-        return seen[int((len(seen) - 1) * self._quantile)] if len(seen) > 1 else other
+        if self._unit is None:
+            other = None if self._like is None else self._like.unit
+            seen = sorted(self._seen if other is None or self.known == RECALL else [*self._seen, other])
+            found = seen[int((len(seen) - 1) * self._quantile)] if len(seen) > 1 else other
+            if self.known < RECALL:
+                return found
+            self._unit = found
+        return self._unit

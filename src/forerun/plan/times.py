@@ -54,6 +54,11 @@ class Times:
         """Seconds of a pass of cost 1 without drafts, as far as it is known."""
         return self.plain.unit or self.drafted.unit
 
+    @property
+    def asking_cost(self) -> float:
+        """What asking for a row's branches takes, in units of a pass of cost 1; 0 where nothing is known of it."""
+        return (self.asking.unit or 0.0) / self.unit if self.unit else 0.0
+
     def due(self, gain: float) -> bool:
         """Whether plain steps have to be seen, for drafts that give ``gain`` times as many tokens a second: they never
         were, or not for so long that it costs less than the share of time that may be lost."""
