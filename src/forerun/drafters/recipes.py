@@ -32,8 +32,9 @@ TRIE_NODES = 16
 """Of a trie's tree, at most, where it drafts for a sparse cache."""
 
 
-SMALL = 0.1
-"""What a pass of a small model is taken to cost, of the target's, until one was seen: little, so that one is."""
+HELPED = 0.1
+"""What drafting a token is taken to cost, of a pass of the target's, until it was seen, where a small model drafts or
+something else helps: little, so that it is seen."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def _auto(settings: Settings) -> Drafter:
     inner = MergedDrafter(trie, _small(settings, settings.gamma1), settings.gamma1) if small else trie
     levels = _triforce(settings, inner, TRIE_NODES)
     budget = settings.cache_budget
-    return Chooser(levels, trees=trie, chains=levels, most=settings.gamma2, reach=budget, beyond=0 if small else budget)
+    beyond = 0 if small else budget
+    return Chooser(levels, trees=trie, chains=levels, most=settings.gamma2, reach=budget, beyond=beyond, nested=True)
 
 
 def _long(
@@ -153,8 +155,9 @@ def _long(
         chains = build(settings)
         if not settings.paced:
             return chains
-        reach, weight = (settings.window, SMALL) if sparse is None else (settings.cache_budget, SMALL if small else 1.0)
-        return Chooser(chains, chains=chains, most=settings.gamma2, reach=reach, weight=weight)
+        reach = settings.window if sparse is None else settings.cache_budget
+        alone = isinstance(chains, ModelDrafter) and not small
+        return Chooser(chains, chains=chains, most=settings.gamma2, reach=reach, weight=1.0 if alone else HELPED)
 
     return Recipe(paced, small, sparse)
 

@@ -15,13 +15,20 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.request import Request
-from forerun.plan.calibration import Table, corrected, count, forget, kind_of, odds_of, settle
+from forerun.plan.calibration import (
+    DOUBT,
+    FIRST_GUESS,
+    MEMORY,
+    Table,
+    corrected,
+    count,
+    forget,
+    kind_of,
+    odds_of,
+    settle,
+)
 from forerun.plan.costs import FloatArray
 
-PRIOR, GUESS = 4.0, 0.8
-"""Drafts that the first guess at an acceptance rate counts for, and the guess where nothing was seen."""
-MEMORY = 0.97
-"""What remains of what was seen after each draft that was put to the test."""
 AGREEING = 0.2
 """A token of probability p is taken to be accepted with probability p to this power at first: where a model is not sure
 either, the target often chooses the same."""
@@ -38,8 +45,8 @@ class Length(NamedTuple):
 class Acceptance:
     """How often drafts are accepted that were put to the test."""
 
-    tested: float = PRIOR
-    accepted: float = PRIOR * GUESS
+    tested: float = DOUBT
+    accepted: float = DOUBT * FIRST_GUESS
 
     @property
     def rate(self) -> float:
@@ -68,7 +75,7 @@ class Chains:
 
     def begin(self, request: Request) -> None:
         """A text of which nothing is known: what other texts accepted, counted as a first guess is."""
-        self._rates[request.id] = Acceptance(PRIOR, PRIOR * self._all.rate)
+        self._rates[request.id] = Acceptance(DOUBT, DOUBT * self._all.rate)
 
     def finish(self, request: Request) -> None:
         """Forget a text."""
