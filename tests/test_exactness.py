@@ -101,11 +101,12 @@ def cells(
     budgets: Sequence[int],
     policies: Sequence[str] = POLICIES,
     dtypes: Sequence[str] = DTYPES,
+    together: Sequence[str] = ("batch",),
 ) -> list[Cell]:
     """Architecture, type, sampling, alone or in a batch, drafter, budget, choice: without two that are the same."""
     return [
         (*where, drafter, *cache)
-        for *where, drafter in itertools.product(architectures, dtypes, SAMPLING, TOGETHER, drafters)
+        for *where, drafter in itertools.product(architectures, dtypes, SAMPLING, together, drafters)
         for cache in caches(drafter, budgets, policies)
     ]
 
@@ -117,7 +118,7 @@ EVERY = [
 ]
 EVERY = list(dict.fromkeys(EVERY))
 """The matrix: every architecture and type with every drafter, and three of them with every budget and choice, too."""
-FEW = pairwise(cells(tuple(ARCHITECTURES), DRAFTERS, BUDGETS))
+FEW = pairwise(cells(tuple(ARCHITECTURES), DRAFTERS, BUDGETS, together=TOGETHER))
 """What is tested each time, of all that can be combined."""
 
 
@@ -181,9 +182,14 @@ def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice() -> None:
     assert len(set(map(name_of, FEW))) == len(FEW)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+PLAIN = list(itertools.product(ARCHITECTURES, SAMPLING, DTYPES))
+FEW_PLAIN = [*pairwise(PLAIN), *((architecture, "greedy", "float64") for architecture in ARCHITECTURES)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sampling", "dtype"),
+    [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW_PLAIN)) for cell in PLAIN],
+)
 def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, sampling: str, dtype: str) -> None:
     """And alone, greedy and in float64, that is what ``transformers`` generates."""
     engine = forerun.Engine(target(architecture, dtype), "none", prefill_block=4)
@@ -210,7 +216,7 @@ def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> Non
     assert request.finish_reason == "eos"
 
 
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sampling", ["greedy", pytest.param("coupled", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_matrix_exercises_acceptance(architecture: str, sampling: str) -> None:
     expected = plain(architecture, "float64", sampling)

@@ -187,16 +187,17 @@ def test_truncating_into_a_block_leaves_its_first_part() -> None:
     assert (read(whole, [9, 9]) - read(part, [9, 9])).abs().max() < 1e-12
 
 
-def test_memory_is_bounded_however_long_the_text() -> None:
+@pytest.mark.parametrize("length", [600, pytest.param(3000, marks=pytest.mark.matrix)])
+def test_memory_is_bounded_however_long_the_text(length: int) -> None:
     scorer, cache = Scorer(tiny("llama")), HeavyHitterCache(16, 8, 8)
     sizes, token = [], np.array([3])
     with torch.inference_mode():
-        for _ in range(3000):  # positions are true and beyond the model's 128, which rotary embedding takes
+        for _ in range(length):  # positions are true and beyond the model's 128, which rotary embedding takes
             block = Block(token, DraftTree.empty(), cache.length)
             token = scorer.score([block], [cache])[0].argmax(-1).numpy()
             cache.commit(block, [])
             sizes.append(cache.nbytes)
-    assert cache.length == 3000 and cache._held <= 32
+    assert cache.length == length and cache._held <= 32
     assert max(sizes) == max(sizes[:100])
     rows = 2 * 2 * 2 * 33 * (2 * 8 + 2) * 8  # two buffers, layers, KV heads; key, value, position and sum
     assert max(sizes) <= rows + 2 * 2 * 2 * 8 * 33 * 8  # and two logs

@@ -50,6 +50,7 @@ def measured(saved: str, out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["bench", "lookahead", "-m", saved, *common, *more])
 
 
+@pytest.mark.matrix
 def test_every_part_is_measured_and_written_in_three_forms_and_no_text_changes(saved: str, tmp_path: Path) -> None:
     done = measured(saved, tmp_path, "-n", "64", "--json")
     assert done.exit_code == 0, done.output

@@ -217,19 +217,20 @@ def test_ragged_rows_in_one_pass_are_as_each_alone() -> None:
                 other.commit(block, [])
 
 
-def test_memory_and_positions_are_bounded_however_long_the_text() -> None:
+@pytest.mark.parametrize("length", [600, pytest.param(3000, marks=pytest.mark.matrix)])
+def test_memory_and_positions_are_bounded_however_long_the_text(length: int) -> None:
     model = tiny("llama")
     scorer, cache = Scorer(model), StreamingCache(20, 4, 16, find_rotation(model))
     sizes, highest, token = set(), 0, np.array([3])
     with torch.inference_mode():
-        for _ in range(3000):
+        for _ in range(length):
             block = Block(token, DraftTree.empty(), cache.length)
             highest = max(highest, int(cache.positions(block).max()))
             token = scorer.score([block], [cache])[0].argmax(-1).numpy()
             cache.commit(block, [])
             if cache.length > 100:
                 sizes.add(cache.nbytes)
-    assert cache.length == 3000
+    assert cache.length == length
     assert highest == 4 + 20 + 16
     per_token = 2 * 2 * 2 * 8 * 8  # layers, keys and values, KV heads, dimensions, bytes
     assert sizes == {2 * (4 + 20 + 16 + 1) * per_token}
