@@ -1,4 +1,4 @@
-"""What is called at every step, with all that it works on given by the addresses of pins."""
+"""The functions that are called at every step. They take addresses of pins, not arrays, which is faster."""
 
 from __future__ import annotations
 

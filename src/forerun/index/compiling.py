@@ -1,8 +1,8 @@
-"""Compilation: machine code that is kept between runs, and thrown away when any source of its package changes.
+"""Compilation. Machine code is kept between runs, and thrown away when any source of its package changes.
 
-A compiled function holds the code of those it calls and the layout of the arrays it reads, from other files. Numba
-looks for changes in the function's own file only, and old machine code over a new layout loops for ever or crashes. So
-the stamp on what is kept is a digest of all of them.
+A compiled function contains the code of the functions it calls and the layout of the arrays it reads. Both come from
+other files, but numba looks for changes in the function's own file only. Old machine code over a new layout loops for
+ever or crashes. So the stamp on what is kept is a digest of all files of the package.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compile on the first call and keep the machine code beside the module, or for the process where none can be.
+    """Compile on the first call.
 
-    With ``NUMBA_DISABLE_JIT`` it stays Python. Without numba's reference counts (``_nrt``), which took more time than
-    the work: such functions allocate nothing.
+    The machine code is kept beside the module; where no file can be written there, for this process. With
+    ``NUMBA_DISABLE_JIT`` the function stays Python. It is compiled without numba's reference counts (``_nrt``), which
+    took more time than the work, so it may not allocate anything.
     """
     if numba.config.DISABLE_JIT:
         return np.errstate(over="ignore")(function)  # hashes are meant to overflow

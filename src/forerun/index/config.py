@@ -16,16 +16,17 @@ class TrieConfig:
 
     Attributes:
         capacity: most bytes of a namespace; when it is reached, the oldest outputs give way.
-        namespaces: most namespaces; of more, the one that was used longest ago gives way, unless a request is live in
-            it. All together take up to ``capacity`` times as many bytes: 4 GiB, by default.
-        prompt_capacity: most tokens of a prompt; of a longer one the latest part is indexed.
-        learning_rate: of the weights of the merged form's evidence; 0 keeps them as they are.
-        form: the draft's: all contexts and both texts merged by estimated probability, or one of the paper's, by
-            frequency behind the longest context: branches merged on shared prefixes, side by side, or the likeliest.
+        namespaces: most namespaces. When there are more, the one used longest ago is dropped, unless a request is live
+            in it. Together they take up to ``namespaces * capacity`` bytes: 4 GiB, by default.
+        prompt_capacity: most tokens of a prompt that are indexed; of a longer prompt it is the end.
+        learning_rate: of the weights in the ``merged`` form; with 0 nothing is learned about evidence.
+        form: how a draft is built. ``merged``: best first by estimated probability, from all contexts of both sources.
+            The paper's forms go by frequency behind the longest context: ``hierarchical`` merges branches on shared
+            prefixes, ``parallel`` has them side by side, and ``single`` is the likeliest branch.
         branch_length: tokens of a branch in the paper's forms, context included (the paper's L_b).
         max_prefix: longest context matched in the paper's forms.
-        min_matches: in the paper's forms, a context that yields fewer nodes is joined by the next shorter one (N_m).
-        prompt_weight: in the paper's forms, what an occurrence in the request's own text counts for, against 1.
+        min_matches: in the paper's forms, the next shorter context is used too while there are fewer nodes (N_m).
+        prompt_weight: in the paper's forms, the weight of a count in the request's own text; in the shared one it is 1.
     """
 
     capacity: int = 1 << 26

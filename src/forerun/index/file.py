@@ -34,8 +34,8 @@ def write(path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArr
     """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
 
     Raises:
-        OSError: for example on a full disk; what ``path`` held before is still there. Or, as the message says then,
-            because the folder cannot be synchronised: ``path`` holds the new trie, until a power cut at least.
+        OSError: if it cannot be written, as on a full disk; ``path`` holds what it held before. Or if the folder cannot
+            be synchronised; ``path`` holds the new trie, but may lose it in a power cut. The message says which.
     """
     path = Path(path)
     sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]

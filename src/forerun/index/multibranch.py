@@ -1,8 +1,8 @@
 """The Lookahead paper's multi-stage retrieval and its forms of a draft (sections 4.2 and 4.3.2), over the same index.
 
-A stage takes a context of one length and adds the branches behind it by weighted frequency, heaviest first; branches
-longer than the index counts go on from their last ``ORDERS`` tokens. A stage that yields too little is followed by
-that of the next shorter context.
+A stage takes the context of one length and adds the branches behind it, those of the largest weighted frequency first.
+A branch that is longer than the index counts goes on from its last ``ORDERS`` tokens. If a stage yields too few nodes,
+the next shorter context has a stage, too.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from forerun.index.place import Place
 from forerun.index.tables import OWN, SHARED
 
 DISCOUNT, DOUBT, FADE = 0.75, 0.5, 0.8
-"""Taken off a weight, added to the context's, and the factor per level: the estimate that ``_chance`` makes."""
+"""Of the estimate in ``_chance``: subtracted from a node's weight, added to its context's, and the factor per level."""
 
 
 @compiled
 def _chance(weight: float, total: float, depth: int) -> float:
     """Estimate that a node of ``weight`` under a context of weight ``total`` is accepted.
 
-    A relative frequency, absolutely discounted and fading with depth; the plain one was three to six times too high.
+    It is the relative frequency with an absolute discount, lower at each level. Without these it was three to six times
+    too high.
     """
     share = max(weight - DISCOUNT, weight * (1 - DISCOUNT))
     return share / (max(total, weight) + DOUBT) * FADE ** (depth - 1)

@@ -1,7 +1,7 @@
 """Named tuples of arrays that compiled code finds by one address.
 
-Numba takes a call's arrays apart one by one, 0.2 us for each. An index, a place, a desk and what was learned are more
-than forty, and looking at them all at each call took as long as a fifth of a draft.
+Numba unpacks the arrays of a call one by one, in 0.2 us each. An index, a place, a mixer and a desk are more than forty
+arrays. Unpacking them at each call took a fifth of the time of a draft.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PINS: WeakValueDictionary[int, Pin[Any]] = WeakValueDictionary()
 
 
 class Pin(Generic[T]):
-    """Where compiled code finds arrays: at an address, the address and the shape of each."""
+    """A block of memory that holds the address and the shape of each array, for compiled code to read."""
 
     def __init__(self) -> None:
         self._arrays: T | None = None
@@ -38,7 +38,7 @@ class Pin(Generic[T]):
         return Pin, ()
 
     def at(self, arrays: T) -> int:
-        """The address of these, which are kept until others are asked for."""
+        """The address of the block for these arrays. They are kept alive until others are asked for."""
         if arrays is not self._arrays:
             self._memory = np.array([number for array in _arrays(arrays) for number in _layout(array)], np.int64)
             self._arrays, self._address = arrays, self._memory.ctypes.data
@@ -62,7 +62,7 @@ def _layout(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 
 def reader(like: NamedTuple) -> Any:
-    """What finds arrays such as these in compiled code, given the address of their ``Pin``."""
+    """A function for compiled code: from the address of a ``Pin`` to its arrays, of the same types as ``like``."""
     if numba.config.DISABLE_JIT:
         return lambda address: _PINS[address]._arrays
     kind = numba.typeof(like)

@@ -1,7 +1,7 @@
 """How a word is spelled where no space stands before it.
 
-What a table says as `` silver``, one token perhaps, JSON says as ``silver`` behind a quote, in other tokens. Trails
-(``trail.py``) follow the one through the other.
+A table may say `` silver`` in one token. JSON says ``silver`` behind a quote, without the space, and that takes other
+tokens. Trails (``trail``) use this table to recognise the word.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forerun.index.compiling import compiled
 from forerun.index.history import UNWRITTEN
 
 LONGEST_WORD = 4
-"""Tokens of a spelling at most; longer ones are not known."""
+"""Most tokens of a spelling; words with longer ones have none."""
 
 SPACES = ("Ġ", "▁")
 """How vocabularies write the space before a word: byte-level, and SentencePiece."""
@@ -28,10 +28,10 @@ QUOTE = '"'
 def spellings(tokenizer: Tokenizer) -> Int32Array:
     """The spelling of each token that starts with a space and a letter or digit, as it is behind a quote.
 
-    The last tables are kept, for a tokenizer does not change.
+    The tables of the last four tokenizers are cached, since a tokenizer does not change.
 
     Returns:
-        int32 ``[vocabulary, LONGEST_WORD]``, filled up with ``UNWRITTEN``; a token without a spelling has a row of it.
+        int32 ``[vocabulary, LONGEST_WORD]``, padded with ``UNWRITTEN``; a token without a spelling has padding only.
     """
     table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
     spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
@@ -48,7 +48,7 @@ def spellings(tokenizer: Tokenizer) -> Int32Array:
 
 @compiled
 def spelled(table: Int32Array, token: int, at: int) -> int:
-    """The token at a place of a token's spelling, or ``UNWRITTEN`` where it ends or there is none."""
+    """Token number ``at`` of a token's spelling, or ``UNWRITTEN`` if the spelling is shorter or there is none."""
     if token < 0 or token >= len(table) or at >= table.shape[1]:
         return UNWRITTEN
     return int(table[token, at])

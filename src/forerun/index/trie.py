@@ -1,10 +1,10 @@
-"""What was generated, and what was asked, drafts what may come: the index behind the trie drafter.
+"""The index behind the trie drafter: it drafts from what was asked and from what was generated before.
 
-Each namespace has one shared index of the outputs generated in it; each live request has an index of its own text,
-prompt included, which no other request reads and which is freed as a whole when the request ends ("branch
-eliminating", Lookahead paper, section 4.3). A namespace that reaches its capacity gives up its oldest outputs, as whole
-requests. What evidence is worth (``mixing``) is learned over all namespaces; it holds no text. Threads take turns: what
-compiled code works on is known to it by addresses, and another thread might exchange arrays in the meantime.
+Each namespace has one shared index of its outputs. When it is full, its oldest outputs go, as whole requests. Each live
+request has an index of its own prompt and output. No other request reads it. It is freed as a whole when the request
+ends ("branch eliminating", Lookahead paper, section 4.3). What evidence is worth (``mixing``) is learned over all
+namespaces; it holds no text. Threads take turns: compiled code is given addresses of arrays, which another thread might
+replace meanwhile. ``docs/index.md`` derives the index from one example.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Tokens = Sequence[int] | IntArray
 
 @dataclass
 class _Live:
-    """A request: its text, where it stands, its length, and the tokens that there is room for."""
+    """A request: its namespace, its own index, where it stands, its length, and how many tokens fit the index."""
 
     namespace: str
     own: Index
@@ -53,7 +53,7 @@ class Trie:
 
     Args:
         config: see ``TrieConfig``.
-        mixer: what evidence is worth, to learn on from; by default what was learned on other texts.
+        mixer: what evidence is worth, to start from; by default what was learned on other texts.
     """
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
@@ -70,7 +70,7 @@ class Trie:
 
     @in_turn
     def spell(self, tokenizer: Tokenizer) -> None:
-        """Tell how words are spelled, for requests from now on: a table's cells are foreseen in JSON then."""
+        """Learn how words are spelled without a space, for requests from now on: trails follow them then."""
         self._spelling = spellings(tokenizer)
 
     @in_turn
@@ -92,9 +92,8 @@ class Trie:
         kept = tokens[-self.config.prompt_capacity :]
         room = len(kept) + min(expected, 4096)
         self._namespace(namespace)
-        own = Index.for_tokens(room)._replace(spelling=self._spelling)
+        own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(len(kept))
         live = _Live(namespace, own, Place.start(), len(tokens), room)
-        live.own = live.own.with_hints(len(kept))
         place.ingest(live.own, live.place, kept)
         self._live[request_id] = live
 
@@ -118,7 +117,7 @@ class Trie:
         live.length += len(new)
 
     def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
-        """Make the room that an extension by so many tokens asked for."""
+        """Make the room that ``calls.extend`` asked for."""
         if needs & OWN_HINTS:
             live.own = live.own.with_hints()
         space.make_room(tokens)
@@ -172,7 +171,7 @@ class Trie:
         )
 
     def _addresses(self, live: _Live, space: Namespace, where: Place) -> tuple[int, int, int, int, int]:
-        """Of what ``calls`` work on."""
+        """Of what the functions of ``calls`` work on: own and shared index, place, mixer, desk."""
         own, place = live.pins
         mixer, desk, aside = self._pins
         stands = (place if where is live.place else aside).at(where)
@@ -264,7 +263,7 @@ class Trie:
         return live
 
     def _moved(self, live: _Live, pending: Tokens) -> Place:
-        """Where the text stands behind tokens that are not taken in."""
+        """Where the text stands behind ``pending``, which is not taken in."""
         if not len(pending):
             return live.place
         space = self._shared.get(live.namespace, self._nothing)
@@ -273,7 +272,7 @@ class Trie:
         return self._aside
 
     def _namespace(self, name: str) -> Namespace:
-        """Made where it is missing; the one used last is the last of all."""
+        """A namespace by name, made if it is missing. They are kept in the order of their last use."""
         space = self._shared.pop(name, None)
         if space is None:
             space = Namespace(self.config.capacity)
@@ -282,7 +281,7 @@ class Trie:
         return space
 
     def _give_way(self) -> None:
-        """Let namespaces go until there is room for one more."""
+        """Drop the namespaces used longest ago, but none with a live request, until there is room for one more."""
         live = {each.namespace for each in self._live.values()}
         idle = [name for name in self._shared if name not in live]
         for name in idle[: max(0, len(self._shared) + 1 - self.config.namespaces)]:
