@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from forerun.drafters import recipes
+from forerun.drafters.chooser import Chooser
 from forerun.model import exactness
 from forerun.plan.costs import CostCurve
 
@@ -43,5 +42,5 @@ def fixed_costs():
         patch.setattr("forerun.model.timing.measure", lambda scorer: CostCurve.linear(24))
         patch.setattr("forerun.decoding.engine.probe", probe)
         patch.setattr("forerun.drafters.hierarchy.time", SimpleNamespace(perf_counter=ticks))
-        patch.setattr(recipes, "Chooser", functools.partial(recipes.Chooser, clock=ticks))
+        patch.setitem(Chooser.__init__.__kwdefaults__, "clock", ticks)
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ LONG = Settings(cache_budget=16, chunk=4, gamma1=2, gamma2=4, paced=False, draft
 
 
 def engine(drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
-    model = tiny("llama").to(dtype)
+    model = copy.deepcopy(tiny("llama")).to(dtype)
     return Engine(model, drafter, settings=LONG, cut=False, prefill_block=CHUNK, **options)
 
 
@@ -194,7 +195,7 @@ class Full(FullCache):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("most", [6, 25, 33])
 def test_a_cache_that_has_no_room_ends_its_row(architecture: str, most: int) -> None:
-    one = Engine(tiny(architecture).float(), "none", cut=False, prefill_block=CHUNK)
+    one = Engine(copy.deepcopy(tiny(architecture)).float(), "none", cut=False, prefill_block=CHUNK)
     wanted = one.generate([prompt(30)], max_new_tokens=12).generated[0]
     good, poor = sampled(one, prompt(30), 0), sampled(one, prompt(30), 0)
     with one.batch() as batch:

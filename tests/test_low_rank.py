@@ -183,7 +183,7 @@ def test_a_query_sees_more_of_a_longer_text_up_to_the_budget(budget: int, length
 
 
 def test_short_keys_cost_a_twenty_first_of_the_full_cache() -> None:
-    length = 5000
+    length = 20000
     full = text(length, dim=64)
     cache = LowRankCache(full, LowRankConfig())
     cache.sync()
