@@ -33,7 +33,7 @@ from forerun.model.implementations import switched
 from forerun.model.inputs import position_limit
 from forerun.model.scorer import Scorer
 
-NEW_TOKENS = 28
+WHOLE = {"max_new_tokens": 36, "do_sample": False, "eos_token_id": None}
 FEW = ("none", "trie", "lookup", "triforce-trie", "low-rank")
 ALL_DRAFTERS = ("gpt_oss", "deepseek_v3", "deepseek_v2")
 """What caches have to know of: sinks, and keys and values of different width."""
@@ -51,7 +51,7 @@ def plain(name: str) -> list[list[int]]:
     with switched(model, experts="eager"):
         for prompt in PROMPTS:
             ids = torch.tensor([prompt])
-            options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+            options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **WHOLE}
             texts.append(model.generate(ids, **options)[0].tolist())
     return texts
 
@@ -74,7 +74,7 @@ def test_output_equals_transformers(name: str, drafter: str) -> None:
     engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, cut=False)
     if drafter in LEARNING:
         engine.warm(plain(name)[1:])
-    batch = engine.generate([list(prompt) for prompt in PROMPTS], max_new_tokens=NEW_TOKENS, do_sample=False)
+    batch = engine.generate([list(prompt) for prompt in PROMPTS], **WHOLE)
     assert [request.tokens.tolist() for request in batch.requests] == plain(name)
     if drafter != "none":
         some_were_accepted(batch.requests)
