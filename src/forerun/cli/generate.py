@@ -12,7 +12,6 @@ import typer
 
 from forerun import __version__
 from forerun.cli.chat_options import ChatOptions
-from forerun.cli.detokenize import Detokenizer
 from forerun.cli.errors import INTERRUPTED
 from forerun.cli.models import settings
 from forerun.cli.options import GenerateOptions
@@ -22,6 +21,7 @@ from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.core.request import Request
 from forerun.decoding.engine import BUDGET, Engine
 from forerun.drafters.recipes import check_drafter
+from forerun.model.detokenize import Detokenizer
 from forerun.model.load import load, quiet
 from forerun.model.messages import has_template
 from forerun.model.prompts import Prompts, encode
