@@ -52,12 +52,12 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     What the client has sent is not repeated but for the names of its fields.
     """
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
-    param = ".".join(place) or None
-    told = "the body is not JSON" if first["type"] == "json_invalid" else _told(first)
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not JSON", "invalid_json")
+    param = ".".join(str(part) for part in first["loc"] if part != "body") or None
     more = f" ({len(errors) - 1} more fields are wrong)" if len(errors) > 1 else ""
     code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
-    return ApiError(400, f"{param}: {told}{more}" if param and first["type"] != "json_invalid" else told, code, param)
+    return ApiError(400, f"{param}: {_told(first)}{more}" if param else f"{_told(first)}{more}", code, param)
 
 
 def _told(error: Any) -> str:
