@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import logging
-import math
 import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -64,10 +63,9 @@ def _engine(told: ServerSettings) -> Engine:
 
 
 def _serve(engine: Engine, told: ServerSettings) -> None:
-    """Run uvicorn. When it is told to end, requests that run have ``drain`` seconds to end by themselves."""
-    import uvicorn
-
+    """Serve until a signal comes."""
     from forerun.server.app import create_app
+    from forerun.server.drain import DrainingServer
 
     limits = told.limits(engine.target.device)
     log.info(
@@ -75,15 +73,7 @@ def _serve(engine: Engine, told: ServerSettings) -> None:
     )
     if not told.api_keys and not _loopback(told.host):
         log.warning("%s is open to other computers, and there are no API keys: anybody may use it", told.host)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(engine, told, limits),
-            host=told.host,
-            port=told.port,
-            access_log=False,
-            timeout_graceful_shutdown=math.ceil(told.drain),
-        )
-    )
+    server = DrainingServer(create_app(engine, told, limits), told.host, told.port, told.drain)
     # uvicorn ends by itself, and then raises the signal again for those who were there before it
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:

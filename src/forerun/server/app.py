@@ -30,6 +30,8 @@ from forerun.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that keep what lies between from collecting a stream."""
+CANCELLED = ApiError(503, "the server is closing, and has cancelled the request", "closing")
+"""What a client is told that did not cancel by itself; one that did does not listen."""
 REPLIES: dict[int | str, dict[str, Any]] = {200: {"model": Reply}}
 
 
@@ -90,7 +92,7 @@ async def _answer(
     try:
         deltas = [delta async for delta in call]
     except ClientGoneError:
-        return ApiError(503, "the request was cancelled", "cancelled").response()
+        return CANCELLED.response()
     finally:
         call.cancel()
         watching.cancel()
@@ -111,7 +113,7 @@ async def _events(call: Call, form: Form, watching: asyncio.Task[None], prompts:
     except ApiError as error:
         yield event(error.body)
     except ClientGoneError:
-        return
+        yield event(CANCELLED.body)
     finally:
         call.cancel()
         watching.cancel()

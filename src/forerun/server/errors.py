@@ -54,6 +54,8 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", "invalid_json")
+    if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "missing"):
+        return ApiError(400, "the body must be a JSON object, sent as application/json", "invalid_json")
     param = ".".join(str(part) for part in first["loc"] if part != "body") or None
     more = f" ({len(errors) - 1} more fields are wrong)" if len(errors) > 1 else ""
     code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"

@@ -24,6 +24,8 @@ from pydantic_core import PydanticCustomError
 MOST_CHOICES = 128
 """Texts for one prompt, at most; as OpenAI has it."""
 SEEDS = 2**63
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by less may not fit into a float32."""
 
 
 def _only(*neutral: Any) -> Callable[[Any], Any]:
@@ -46,6 +48,20 @@ def _at_most_four(stop: Any) -> Any:
     return stop
 
 
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "must be valid text; it has half of a surrogate pair") from None
+    return text
+
+
+def _not_tiny(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise PydanticCustomError("temperature", "must be 0, which is greedy, or at least a millionth")
+    return temperature
+
+
 def _says(message: str) -> WrapValidator:
     """One error for a field of several kinds, instead of one for each kind."""
 
@@ -65,12 +81,14 @@ TextFormat = Annotated[Any, AfterValidator(_only(None, {"type": "text"}))]
 One = Annotated[Any, AfterValidator(_only(None, 1))]
 Stop = Annotated[str | list[str] | None, _says("must be a string or a list of strings"), AfterValidator(_at_most_four)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, AfterValidator(_unicode)]
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_tiny)]
 Prompt = Annotated[
-    str
-    | Annotated[list[str], Field(min_length=1, max_length=MOST_CHOICES)]
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
     | Annotated[list[Token], Field(min_length=1)]
     | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)],
-    _says(f"must be text, token ids, or a list of up to {MOST_CHOICES} of either, none of them empty"),
+    _says(f"must be valid text, token ids, or a list of up to {MOST_CHOICES} of either, none of them empty"),
 ]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 
@@ -98,7 +116,7 @@ class Asked(Strict):
     """What both kinds of requests have."""
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
     stop: Stop = None
@@ -152,10 +170,10 @@ class Part(Strict):
     """A part of a message; texts only."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
-Content = Annotated[str | list[Part] | None, _says("must be text, or a list of parts of type text")]
+Content = Annotated[Text | list[Part] | None, _says("must be valid text, or a list of parts of type text")]
 
 
 class Message(Strict):

@@ -80,6 +80,10 @@ class Service:
             prompts = self._encode(asked)
         namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
         default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
+        most = self.scheduler.limits.rows + self.scheduler.limits.waiting
+        if len(prompts) * (asked.n or 1) > most:
+            told = f"the request asks for {len(prompts) * (asked.n or 1)} texts; this server has places for {most}"
+            raise ApiError(400, told, "too_many_texts", "n")
         built = []
         for ids in prompts:
             tokens = self._tokens(len(ids), asked.limit, default)
