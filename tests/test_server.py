@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -334,8 +335,10 @@ def test_neutral_values_of_what_is_not_supported_are_taken(house: House) -> None
     ("change", "param"),
     [
         ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": [1, "x"]}, "prompt"),
-        ({"prompt": [10**30]}, "prompt"), ({"temperature": 2.5}, "temperature"), ({"temperature": 1e-300}, "temperature"), ({"temperature": "1"}, "temperature"),
-        ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 10**6}, "n"), ({"n": 100, "prompt": ["a", "b"]}, "n"), ({"max_tokens": 0}, "max_tokens"),
+        ({"prompt": [10**30]}, "prompt"), ({"temperature": 2.5}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"), ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 10**6}, "n"), ({"n": 100, "prompt": ["a", "b"]}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"), ({"seed": 2**64}, "seed"),
         ({"stream_options": {"include_usage": True}}, None), ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"),
         ({"max_tokens": 65}, "max_tokens"), ({"prompt": ""}, None), ({"prompt": [2**31 - 1]}, None),
@@ -347,7 +350,7 @@ def test_wrong_values_are_named(house: House, change: Json, param: str | None) -
     answer = house.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     error = error_of(answer, 400)
     assert error["param"] == param
-    assert param is None or param.split(".")[-1] in error["message"]
+    assert param is None or re.search(rf"\b{param.split('.')[-1]}\b", error["message"])
     assert "TextEncodeInput" not in error["message"]
 
 

@@ -81,8 +81,9 @@ class Service:
         namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
         default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
         most = self.scheduler.limits.rows + self.scheduler.limits.waiting
-        if len(prompts) * (asked.n or 1) > most:
-            told = f"the request asks for {len(prompts) * (asked.n or 1)} texts; this server has places for {most}"
+        texts = len(prompts) * (asked.n or 1)
+        if texts > most:
+            told = f"the prompts and n ask for {texts} texts; this server has places for {most}"
             raise ApiError(400, told, "too_many_texts", "n")
         built = []
         for ids in prompts:
