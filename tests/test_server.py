@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import openai
 import pytest
 import uvicorn
 
+import forerun
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
 from forerun.decoding.engine import Engine
@@ -566,6 +568,22 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     assert "secret" not in str(wrong.value)
     with pytest.raises(FileNotFoundError):
         read_settings({}, tmp_path / "none.toml")
+
+
+def test_the_page_names_every_setting_and_each_is_a_flag() -> None:
+    page = (Path(forerun.__file__).parents[2] / "docs/serving.md").read_text()
+    flags = {field.name for field in fields(ServeOptions)}
+    for name in ServerSettings.model_fields:
+        assert f"`{name}`" in page, name
+        assert {"api_keys": "api_key"}.get(name, name) in flags
+    assert ServeOptions(port=3, api_key=["a"]).flags() == {"port": 3, "api_keys": ["a"]}
+
+
+def test_the_pages_example_runs(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(forerun.__file__).parents[2] / "docs/serving.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example.replace(":8000/", f":{house.port}/"), "docs/serving.md", "exec"), {})
+    assert "mean_acceptance_length" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

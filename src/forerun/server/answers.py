@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from forerun.core.request import FinishReason
-from forerun.model.detokenize import Detokenizer
+from forerun.core.request import FinishReason, Request
+from forerun.model.detokenize import CONTEXT, Detokenizer
 
 Finish = Literal["stop", "length"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -79,12 +79,12 @@ class Writer:
 
     Args:
         tokenizer: of the model.
-        prompt: token ids before the text.
+        request: whose text it is.
         stops: strings that end the text.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+    def __init__(self, tokenizer: Any, request: Request, stops: Sequence[str]) -> None:
+        self._detokenizer = Detokenizer(tokenizer, request.prompt[-CONTEXT:].tolist())
         self._stops = StopStrings(stops)
 
     @property

@@ -63,7 +63,7 @@ class Service:
         rows = [
             Row(
                 request,
-                Writer(self.engine.tokenizer, request.prompt.tolist(), asked.stops),
+                Writer(self.engine.tokenizer, request, asked.stops),
                 Meter(self.metrics, request, arrived),
             )
             for request in requests
@@ -119,9 +119,7 @@ class Service:
 
     def _stopping(self, request: Request, stops: list[str]) -> Request:
         if stops:
-            request.stopping = _both(
-                request.stopping, StopWatch(Writer(self.engine.tokenizer, request.prompt.tolist(), stops))
-            )
+            request.stopping = _both(request.stopping, StopWatch(Writer(self.engine.tokenizer, request, stops)))
         return request
 
 
