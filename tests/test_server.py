@@ -22,6 +22,8 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import forerun
 from forerun.cli import serve
@@ -32,6 +34,7 @@ from forerun.server.answers import StopStrings
 from forerun.server.app import create_app
 from forerun.server.keys import Keys
 from forerun.server.scheduler import Limits, Scheduler
+from forerun.server.schema import ChatRequest, CompletionRequest
 from forerun.server.settings import ServerSettings, read_settings
 
 PATIENCE = 120.0
@@ -360,6 +363,26 @@ def test_wrong_values_are_named(house: House, change: Json, param: str | None) -
 def test_what_is_no_request_is_refused(house: House, body: bytes) -> None:
     answer = house.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert error_of(answer, 400)["type"] == "invalid_request_error"
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields} - {"max_tokens", "max_completion_tokens"})
+
+
+@given(change=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), ANY, max_size=2), chat=st.booleans())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_request_breaks_the_server(house: House, change: Json, chat: bool) -> None:
+    body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+    told = json.dumps({"model": "bundled", "max_tokens": 2, **body, **change})
+    address = "/v1/chat/completions" if chat else "/v1/completions"
+    answer = house.http.post(address, content=told, headers={"content-type": "application/json"})
+    if answer.status_code != 200:
+        assert error_of(answer, answer.status_code)
+        assert answer.status_code in (400, 404)
 
 
 def test_errors_reach_the_client_as_its_own(house: House) -> None:
