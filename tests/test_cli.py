@@ -22,7 +22,6 @@ from typer.testing import CliRunner, Result
 import forerun
 import forerun.decoding.step
 from forerun.cli import app, demo
-from forerun.cli.detokenize import Detokenizer
 from forerun.cli.terminal import printable
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
@@ -30,6 +29,7 @@ from forerun.core.verify import Verdict, verify
 from forerun.decoding.commit import Commit
 from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
+from forerun.model.detokenize import Detokenizer
 from forerun.model.load import load
 from forerun.reference import bundled, demo_prompts
 

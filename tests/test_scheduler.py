@@ -195,6 +195,18 @@ def test_a_client_that_cannot_take_its_tokens_stops_nobody(houses: list[House]) 
     assert (ended.wait(), good.wait()) == ("cancelled", "finished")
 
 
+def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(houses: list[House]) -> None:
+    one, good = house(houses, rows=1), Client()
+
+    def broken(how: Ending) -> None:
+        raise ConnectionResetError("gone")
+
+    ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, broken)
+    one.submit(good)
+    assert good.wait() == "finished" and ticket.ending == "finished"
+    assert one.scheduler.ready
+
+
 def test_a_step_that_fails_ends_what_ran_and_nothing_else(houses: list[House]) -> None:
     class Broken(NoDrafter):
         broken = True

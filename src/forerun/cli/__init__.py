@@ -13,6 +13,7 @@ from forerun.cli.long_options import AnalyseOptions, TriforceOptions
 from forerun.cli.lookahead_options import LookaheadOptions
 from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
 from forerun.cli.passes_options import PassesOptions
+from forerun.cli.serve_options import ServeOptions
 
 app = typer.Typer(
     name="forerun",
@@ -41,6 +42,7 @@ def _forerun(
 
 command(app, "generate", GenerateOptions)
 command(app, "chat", ChatOptions)
+command(app, "serve", ServeOptions)
 command(app, "audit", AuditOptions)
 command(app, "demo", DemoOptions)
 command(app, "replay", ReplayOptions)

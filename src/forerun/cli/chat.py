@@ -13,7 +13,6 @@ import typer
 
 from forerun import __version__
 from forerun.cli.chat_options import ChatOptions
-from forerun.cli.detokenize import Detokenizer
 from forerun.cli.errors import one_line
 from forerun.cli.generate import Output, build_engine, nothing, sampling, seed_of
 from forerun.cli.prompts import check_text
@@ -21,6 +20,7 @@ from forerun.cli.tables import stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
 from forerun.decoding.conversation import Conversation, Turn
 from forerun.drafters.recipes import check_drafter
+from forerun.model.detokenize import Detokenizer
 from forerun.model.load import quiet
 
 PROMPT = "> "

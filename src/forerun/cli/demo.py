@@ -15,13 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun import __version__
 from forerun.cli.demo_view import Pair, Timed, show_prompt, show_summary
-from forerun.cli.detokenize import Detokenizer, Piece
 from forerun.cli.options import DemoOptions
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.core.request import Request
 from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
 from forerun.drafters.trie import TrieDrafter
+from forerun.model.detokenize import Detokenizer, Piece
 from forerun.model.load import BUNDLED, load, quiet
 from forerun.reference import DemoPrompt, demo_prompts
 

@@ -11,8 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from forerun.cli.detokenize import Piece
 from forerun.cli.terminal import DRAFTED, printable
+from forerun.model.detokenize import Piece
 from forerun.reference import DemoPrompt
 
 WIDE = 96

@@ -12,7 +12,6 @@ import typer
 
 from forerun import __version__
 from forerun.cli.chat_options import ChatOptions
-from forerun.cli.detokenize import Detokenizer
 from forerun.cli.errors import INTERRUPTED
 from forerun.cli.models import settings
 from forerun.cli.options import GenerateOptions
@@ -23,6 +22,7 @@ from forerun.core.request import Request
 from forerun.decoding.engine import BUDGET, Engine
 from forerun.drafters.base import Drafter
 from forerun.drafters.recipes import check_drafter, trie_of
+from forerun.model.detokenize import Detokenizer
 from forerun.model.load import load, quiet
 from forerun.model.messages import has_template
 from forerun.model.prompts import Prompts, encode

@@ -43,8 +43,17 @@ def check_messages(messages: Messages) -> None:
         raise ValueError(f"the last message is the {ANSWERER}'s; the last one must be another's, which it answers")
 
 
-def apply_template(messages: Messages, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+def apply_template(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
+
+    Args:
+        messages: the turns, oldest first.
+        tokenizer: has the chat template.
+        tools: descriptions of functions, as JSON, that the template tells the model of; None for none.
 
     Raises:
         ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.
@@ -56,7 +65,11 @@ def apply_template(messages: Messages, tokenizer: PreTrainedTokenizerBase | None
     if not has_template(tokenizer):
         raise ValueError("the prompt is messages and the tokenizer has no chat template; give text instead")
     try:
-        told = tokenizer.apply_chat_template([dict(message) for message in messages], add_generation_prompt=True)
+        told = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            add_generation_prompt=True,
+        )
     except Exception as error:  # a template is a program, and may raise anything
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     return [int(token) for token in told["input_ids"]]

@@ -64,7 +64,7 @@ class Scheduler:
         self._batch: Batch = engine.batch(limits.step)
         self._waiting = Waiting()
         self._running: dict[int, Ticket] = {}
-        self._cancelled: list[Ticket] = []
+        self._cancelled: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._durations: deque[float] = deque(maxlen=RECENT)
@@ -106,10 +106,17 @@ class Scheduler:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a request, wherever it is; one that has ended stays as it is."""
-        with self._changed:
-            self._cancelled.append(ticket)
-            self._changed.notify()
+        """End a request, wherever it is; one that has ended stays as it is.
+
+        It waits for no lock, so that an event loop may call it: if the thread holds the lock, it looks here before it
+        sleeps, unless nobody runs or waits, and then there is nothing to end.
+        """
+        self._cancelled.append(ticket)
+        if self._changed.acquire(blocking=False):
+            try:
+                self._changed.notify()
+            finally:
+                self._changed.release()
 
     def close(self, patience: float = 0.0) -> None:
         """Take no more requests, and end those that are there.
@@ -127,6 +134,11 @@ class Scheduler:
             self._cancelled += [*self._running.values(), *self._waiting]
             self._changed.notify()
         self._thread.join()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes requests."""
+        return self._thread.is_alive() and not self._closing
 
     @property
     def busy(self) -> bool:
@@ -174,9 +186,8 @@ class Scheduler:
                 self._step()
 
     def _end_cancelled(self) -> None:
-        for ticket in self._cancelled:
-            self._end(ticket, "cancelled")
-        self._cancelled.clear()
+        while self._cancelled:
+            self._end(self._cancelled.popleft(), "cancelled")
 
     def _end_late(self) -> None:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Literal
 
 from forerun.core.request import Request
 from forerun.decoding.commit import Commit
+
+log = logging.getLogger(__name__)
 
 Ending = Literal["finished", "cancelled", "deadline", "error"]
 
@@ -42,7 +45,10 @@ class Ticket:
     ending: Ending | None = None
 
     def end(self, how: Ending) -> None:
-        """Tell its client, once."""
+        """Tell its client, once; one that fails must not stop the others."""
         if self.ending is None:
             self.ending, self.ended = how, time.monotonic()
-            self.on_end(how)
+            try:
+                self.on_end(how)
+            except Exception:
+                log.exception("a client cannot be told that its request has ended")

@@ -1,0 +1,90 @@
+"""``forerun serve``: an OpenAI-compatible server, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import logging
+import signal
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from forerun.cli.models import settings
+from forerun.cli.options import LongOptions
+from forerun.cli.serve_options import ServeOptions
+from forerun.cli.terminal import stderr, working
+from forerun.decoding.engine import BUDGET, Engine
+from forerun.drafters.recipes import check_drafter
+from forerun.model.load import load, quiet
+
+if TYPE_CHECKING:
+    from forerun.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings")
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until told to end.
+
+    Raises:
+        ValueError: for wrong settings, or if what a server needs is not installed.
+    """
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: pip install 'forerun[serve]'")
+    from forerun.server.settings import read_settings
+
+    told = read_settings(options.flags(), options.config)
+    check_drafter(told.drafter)
+    with quiet():
+        _serve(_engine(told), told)
+
+
+def _engine(told: ServerSettings) -> Engine:
+    with working(stderr(), f"loading {told.model}"):
+        model, tokenizer = load(told.model, told.dtype, device=told.device, trust_remote_code=told.trust_remote_code)
+        built = settings(
+            LongOptions(draft_model=told.draft_model),
+            told.model,
+            [told.drafter],
+            model,
+            tokenizer,
+            told.trust_remote_code,
+        )
+        return Engine(
+            model,
+            told.drafter,
+            settings=built,
+            tokenizer=tokenizer,
+            budget=BUDGET if told.budget is None else told.budget,
+            prefix_cache=int(told.prefix_cache),
+        )
+
+
+def _serve(engine: Engine, told: ServerSettings) -> None:
+    """Serve until a signal comes."""
+    from forerun.server.app import create_app
+    from forerun.server.drain import DrainingServer
+
+    limits = told.limits(engine.target.device)
+    log.info(
+        "%s as %r: %s rows, %s bytes for keys and values", told.model, told.served_name, limits.rows, limits.memory
+    )
+    if not told.api_keys and not _loopback(told.host):
+        log.warning("%s is open to other computers, and there are no API keys: anybody may use it", told.host)
+    server = DrainingServer(create_app(engine, told, limits), told.host, told.port, told.drain)
+    # uvicorn ends by itself, and then raises the signal again for those who were there before it
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with suppress(KeyboardInterrupt):
+            server.run()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,73 @@
+"""Options of ``forerun serve``. What is not given is looked up in the environment and in the settings file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from forerun.cli.options import _DRAFTER, _MODEL, _SOURCE, Budget, Debug, Dtype
+from forerun.cli.options import _option as option
+
+_WHO, _MUCH = "Where and for whom", "How much"
+_SIZE = "in bytes, or such as 4GiB."
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Serve a model to many clients at once, as OpenAI's API does: completions, chat, metrics.
+
+    Each text is the one that its request would get alone. Every option may be set by FORERUN_NAME in the environment or
+    by name in a TOML file; flags come first, then the environment. See docs/serving.md.
+    """
+
+    config: Annotated[
+        Path | None, option("--config", panel=_WHO, help="Settings in TOML.", metavar="FILE", envvar="FORERUN_CONFIG")
+    ] = None
+    model: Annotated[str | None, option("--model", "-m", panel=_MODEL, help=_SOURCE, metavar="PATH|NAME")] = None
+    name: Annotated[
+        str | None, option("--name", panel=_MODEL, help="What clients call it; else the end of its path.")
+    ] = None
+    drafter: Annotated[str | None, option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = None
+    draft_model: Annotated[
+        str | None,
+        option("--draft-model", panel=_MODEL, help="The small model of triforce; with bundled, the bundled."),
+    ] = None
+    budget: Budget = None
+    dtype: Annotated[Dtype | None, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")] = None
+    device: Annotated[str | None, option("--device", panel=_MODEL, help="auto, cpu, cuda, cuda:1, ...")] = None
+    trust_remote_code: Annotated[
+        bool | None, option("--trust-remote-code", panel=_MODEL, help="Run code that comes with the model.")
+    ] = None
+    host: Annotated[str | None, option("--host", panel=_WHO, help="Where to listen; this computer alone.")] = None
+    port: Annotated[int | None, option("--port", panel=_WHO, help="8000 if nothing is set.", min=0, max=65535)] = None
+    api_key: Annotated[
+        list[str] | None,
+        option("--api-key", panel=_WHO, help="A tenant's; may be repeated. Others see it: better FORERUN_API_KEYS."),
+    ] = None
+    rows: Annotated[int | None, option("--rows", panel=_MUCH, help="Texts decoded at once.", min=1)] = None
+    waiting: Annotated[int | None, option("--waiting", panel=_MUCH, help="Texts that may wait.", min=0)] = None
+    step: Annotated[int | None, option("--step", panel=_MUCH, help="Tokens of prompts read in a step.", min=1)] = None
+    kv_memory: Annotated[
+        str | None, option("--kv-memory", panel=_MUCH, help=f"For keys and values: half of what is free, or {_SIZE}")
+    ] = None
+    prefix_cache: Annotated[
+        str | None,
+        option("--prefix-cache", panel=_MUCH, help=f"For beginnings of prompts, kept for later ones; {_SIZE}"),
+    ] = None
+    request_bytes: Annotated[
+        str | None, option("--request-bytes", panel=_MUCH, help=f"The largest request, {_SIZE}")
+    ] = None
+    max_tokens: Annotated[int | None, option("--max-tokens", panel=_MUCH, help="The longest answer.", min=1)] = None
+    namespaces: Annotated[int | None, option("--namespaces", panel=_MUCH, help="Of a tenant, at most.", min=1)] = None
+    timeout: Annotated[float | None, option("--timeout", panel=_MUCH, help="Seconds that a request may take.")] = None
+    drain: Annotated[
+        float | None, option("--drain", panel=_MUCH, help="Seconds for running requests at the end.", min=0)
+    ] = None
+    debug: Debug = False
+
+    def flags(self) -> dict[str, Any]:
+        """The settings that were given, by their names there."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given["api_keys"] = given.pop("api_key") or None
+        return {name: value for name, value in given.items() if value is not None and name not in ("config", "debug")}

@@ -1,0 +1,71 @@
+"""Who asks: tenants by their API keys, and the namespaces inside each."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+ALL = "default"
+"""The only tenant of a server without keys."""
+
+
+class Keys:
+    """Knows tenants by their keys, which it does not keep, and never says.
+
+    Args:
+        keys: one for each tenant; none lets everybody in, as one tenant.
+
+    Raises:
+        ValueError: for an empty key, one that a header cannot carry, or one given twice.
+    """
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        for number, key in enumerate(keys, start=1):
+            if not key or not all("!" <= character <= "~" for character in key):
+                raise ValueError(f"API key {number} is empty, or has characters other than ASCII without spaces")
+        if len(set(keys)) < len(keys):
+            raise ValueError("an API key is given twice; each tenant has its own")
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def tenant(self, authorization: bytes | None) -> str | None:
+        """The tenant of an ``Authorization`` header; None if nobody has its key.
+
+        It takes as long whichever key is right.
+        """
+        if not self._digests:
+            return ALL
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given, found = _digest(key.strip()), None
+        for digest in self._digests:
+            if hmac.compare_digest(digest, given):
+                found = "key-" + digest.hex()[:16]
+        return found if scheme.lower() == b"bearer" else None
+
+
+class Namespaces:
+    """The names that each tenant has used, up to so many: each has an index of its own.
+
+    Args:
+        limit: names of a tenant, at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._names: dict[str, set[str]] = {}
+
+    def inside(self, tenant: str, name: str) -> str:
+        """A name inside a tenant's own.
+
+        Raises:
+            ValueError: if it is new, and the tenant has as many as it may.
+        """
+        names = self._names.setdefault(tenant, set())
+        if name not in names and len(names) >= self._limit:
+            raise ValueError(f"there are {len(names)} namespaces already, as many as may be; use one of them")
+        names.add(name)
+        return f"{tenant}/{name}"
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=32, person=b"forerun tenant").digest()

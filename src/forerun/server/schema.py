@@ -1,0 +1,227 @@
+"""What clients ask: OpenAI's ``/v1/completions`` and ``/v1/chat/completions``, as far as Forerun does them.
+
+What is not done yet is refused unless it has its neutral value; unknown fields are refused too. So no request means
+more than it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+MOST_CHOICES = 128
+"""Texts for one prompt, at most; as OpenAI has it."""
+SEEDS = 2**63
+LEAST_TEMPERATURE = 1e-6
+"""Logits divided by less may not fit into a float32."""
+
+
+def _only(*neutral: Any) -> Callable[[Any], Any]:
+    """A check for a field that is not supported: it may be left out, or say that it wants nothing."""
+
+    def check(value: Any) -> Any:
+        if any(type(value) is type(each) and value == each for each in neutral):
+            return value
+        raise PydanticCustomError("unsupported", "is not supported yet; leave it out")
+
+    return check
+
+
+def _at_most_four(stop: Any) -> Any:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if len(strings) > 4:
+        raise PydanticCustomError("stop", "there may be four strings at most")
+    if "" in strings:
+        raise PydanticCustomError("stop", "an empty string would stop everywhere")
+    return stop
+
+
+def _unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("text", "must be valid text; it has half of a surrogate pair") from None
+    return text
+
+
+def _not_tiny(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise PydanticCustomError("temperature", "must be 0, which is greedy, or at least a millionth")
+    return temperature
+
+
+def _says(message: str) -> WrapValidator:
+    """One error for a field of several kinds, instead of one for each kind."""
+
+    def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("kind", message) from None
+
+    return WrapValidator(check)
+
+
+Off = Annotated[Any, AfterValidator(_only(None, False))]
+Zero = Annotated[Any, AfterValidator(_only(None, 0, 0.0))]
+Nothing = Annotated[Any, AfterValidator(_only(None, {}, "", []))]
+TextFormat = Annotated[Any, AfterValidator(_only(None, {"type": "text"}))]
+One = Annotated[Any, AfterValidator(_only(None, 1))]
+Stop = Annotated[str | list[str] | None, _says("must be a string or a list of strings"), AfterValidator(_at_most_four)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, AfterValidator(_unicode)]
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_tiny)]
+Prompt = Annotated[
+    Text
+    | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
+    | Annotated[list[Token], Field(min_length=1)]
+    | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)],
+    _says(f"must be valid text, token ids, or a list of up to {MOST_CHOICES} of either, none of them empty"),
+]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class Strict(BaseModel):
+    """Takes no unknown field, and converts nothing."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """``include_usage``: a last chunk says what was used."""
+
+    include_usage: bool = False
+    include_obfuscation: Off = None
+
+
+class Extension(Strict):
+    """Forerun's own. ``namespace``: texts are drafted from those of the same namespace, inside the tenant's own."""
+
+    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+
+
+class Asked(Strict):
+    """What both kinds of requests have."""
+
+    model: str
+    temperature: Temperature | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-SEEDS, lt=SEEDS)] | None = None
+    stop: Stop = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    max_tokens: Count | None = None
+    forerun: Extension = Extension()
+    logprobs: Off = None
+    logit_bias: Nothing = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of an answer, at most, as far as the request says."""
+        return self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """Strings that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Asked:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("stream_options", "stream_options is for streams; add stream: true")
+        return self
+
+
+class CompletionRequest(Asked):
+    """To ``/v1/completions``. ``prompt``: text, token ids, or several of either."""
+
+    prompt: Prompt
+    suffix: Nothing = None
+    echo: Off = None
+    best_of: One = None
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry for each prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+
+class Part(Strict):
+    """A part of a message; texts only."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Annotated[Text | list[Part] | None, _says("must be valid text, or a list of parts of type text")]
+
+
+class Message(Strict):
+    """A turn of a conversation. ``tool_calls`` and what belongs to them go to the chat template as they are."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: Nothing = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("content", "a message needs content")
+        return self
+
+    def told(self) -> dict[str, Any]:
+        """As a chat template takes it."""
+        parts = self.content or ""
+        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
+        more = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": content} | {key: value for key, value in more.items() if value}
+
+
+class ChatRequest(Asked):
+    """To ``/v1/chat/completions``. With ``tool_choice: "none"`` the template is told of no tools."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, AfterValidator(_only(None, "auto", "none"))] = None
+    response_format: TextFormat = None
+    top_logprobs: Zero = None
+
+    @property
+    def limit(self) -> int | None:
+        """``max_completion_tokens``, or the older name."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """What the chat template is told of."""
+        return None if self.tool_choice == "none" else self.tools or None
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ChatRequest:
+        if self.max_completion_tokens and self.max_tokens and self.max_completion_tokens != self.max_tokens:
+            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one")
+        return self

@@ -1,0 +1,143 @@
+"""From what a client asks to a running call: prompts, limits, requests of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from typing import Any
+
+import torch
+
+from forerun.core.request import Request, Stopping
+from forerun.decoding.engine import Engine
+from forerun.model.inputs import position_limit
+from forerun.model.messages import apply_template
+from forerun.model.prompts import encode
+from forerun.server.answers import StopWatch, Writer
+from forerun.server.calls import Call, Row
+from forerun.server.errors import ApiError
+from forerun.server.keys import Namespaces
+from forerun.server.metrics import Meter, Metrics
+from forerun.server.scheduler import Limits, Scheduler
+from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.settings import ServerSettings
+
+DEFAULT_TOKENS = 16
+"""Tokens of a completion whose request names no number, as OpenAI has it. A chat's answer may be as long as may be."""
+
+
+class Service:
+    """One engine for many clients.
+
+    Args:
+        engine: decodes; it has a tokenizer.
+        settings: what is taken on.
+        limits: of the scheduler.
+    """
+
+    def __init__(self, engine: Engine, settings: ServerSettings, limits: Limits) -> None:
+        self.engine, self.settings = engine, settings
+        self.scheduler = Scheduler(engine, limits)
+        self.metrics = Metrics(engine, self.scheduler)
+        self.created = int(time.time())
+        self._namespaces = Namespaces(settings.namespaces)
+        self._positions = position_limit(engine.target.model)
+        self._encoding = threading.Lock()
+
+    async def call(self, asked: CompletionRequest | ChatRequest, tenant: str) -> Call:
+        """Start answering. Nothing of it holds up the event loop.
+
+        Raises:
+            ApiError: says what is refused, and why.
+        """
+        arrived = time.monotonic()
+        if asked.model != self.settings.served_name:
+            told = f"there is no model {asked.model!r} here; there is {self.settings.served_name!r}"
+            raise ApiError(404, told, "model_not_found", "model")
+        try:
+            requests = await asyncio.to_thread(self._requests, asked, tenant)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ApiError(400, str(error), "invalid_value") from error
+        rows = [
+            Row(
+                request,
+                Writer(self.engine.tokenizer, request, asked.stops),
+                Meter(self.metrics, request, arrived),
+            )
+            for request in requests
+        ]
+        return Call(self.scheduler, rows, uuid.uuid4().hex)
+
+    def deadline(self) -> float | None:
+        """When a call that starts now is over, by ``time.monotonic``."""
+        return None if self.settings.timeout is None else time.monotonic() + self.settings.timeout
+
+    def _requests(self, asked: CompletionRequest | ChatRequest, tenant: str) -> list[Request]:
+        """``n`` requests for each prompt, one prompt after the other."""
+        with self._encoding:  # a tokenizer may change its own settings while it encodes
+            prompts = self._encode(asked)
+        namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
+        default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
+        most = self.scheduler.limits.rows + self.scheduler.limits.waiting
+        texts = len(prompts) * (asked.n or 1)
+        if texts > most:
+            told = f"the prompts and n ask for {texts} texts; this server has places for {most}"
+            raise ApiError(400, told, "too_many_texts", "n")
+        built = []
+        for ids in prompts:
+            tokens = self._tokens(len(ids), asked.limit, default)
+            for choice in range(asked.n or 1):
+                options = _sampling(asked, choice)
+                (request,) = self.engine.requests([ids], max_new_tokens=tokens, namespace=namespace, **options)
+                built.append(self._stopping(request, asked.stops))
+        return built
+
+    def _encode(self, asked: CompletionRequest | ChatRequest) -> list[list[int]]:
+        tokenizer = self.engine.tokenizer
+        if isinstance(asked, CompletionRequest):
+            return encode(asked.prompts, tokenizer)
+        return [apply_template([message.told() for message in asked.messages], tokenizer, asked.shown_tools)]
+
+    def _tokens(self, prompt: int, asked: int | None, default: int) -> int:
+        """Tokens that an answer to a prompt of so many may have.
+
+        Raises:
+            ApiError: for more than the server allows or the model can take.
+        """
+        if asked is not None and asked > self.settings.max_tokens:
+            told = f"max_tokens is {asked}; this server allows {self.settings.max_tokens}"
+            raise ApiError(400, told, "max_tokens_exceeded", "max_tokens")
+        if self._positions is None:
+            return asked or default
+        room = self._positions - prompt
+        if room < (asked or 1):
+            told = f"the prompt has {prompt} tokens, the answer up to {asked or 1}; the model takes {self._positions}"
+            raise ApiError(400, told, "context_length_exceeded")
+        return asked or min(default, room)
+
+    def _stopping(self, request: Request, stops: list[str]) -> Request:
+        if stops:
+            request.stopping = _both(request.stopping, StopWatch(Writer(self.engine.tokenizer, request, stops)))
+        return request
+
+
+def _sampling(asked: CompletionRequest | ChatRequest, choice: int) -> dict[str, Any]:
+    """Options for the engine. Choices of one prompt have consecutive seeds, as with ``num_return_sequences``."""
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    if temperature == 0:
+        return {"do_sample": False}
+    seed = None if asked.seed is None else asked.seed + choice
+    top_p = 1.0 if asked.top_p is None else asked.top_p
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "seed": seed}
+
+
+def _both(first: Stopping | None, second: Stopping) -> Stopping:
+    """Stop when either says so; both hear every token."""
+
+    def stopping(ids: torch.Tensor) -> bool:
+        stopped = second(ids)
+        return stopped if first is None else first(ids) or stopped
+
+    return stopping

@@ -1,0 +1,115 @@
+"""What a server is told by flags, by the environment (``FORERUN_*``) and by a TOML file; the first of them counts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from forerun.server.scheduler import Limits
+
+PREFIX = "FORERUN_"
+SHARE = 0.5
+"""Part of the memory that is free at the start that keys and values may take by default. The rest is for indexes, for
+texts that are kept, and for other programs."""
+MIB = 1 << 20
+
+
+class ServerSettings(BaseSettings):
+    """All settings of ``forerun serve``; docs/serving.md explains them."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+
+    model: str = "bundled"
+    name: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    drafter: str = "trie"
+    draft_model: str | None = None
+    budget: Annotated[int, Field(ge=1)] | None = None
+    trust_remote_code: bool = False
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    rows: Annotated[int, Field(ge=1)] = 16
+    waiting: Annotated[int, Field(ge=0)] = 128
+    step: Annotated[int, Field(ge=1)] = 256
+    kv_memory: Annotated[ByteSize, Field(ge=1)] | None = None
+    prefix_cache: Annotated[ByteSize, Field(ge=0)] = ByteSize(256 * MIB)
+    request_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(8 * MIB)
+    max_tokens: Annotated[int, Field(ge=1)] = 4096
+    namespaces: Annotated[int, Field(ge=1)] = 64
+    timeout: Annotated[float, Field(gt=0)] | None = 600.0
+    drain: Annotated[float, Field(ge=0)] = 5.0
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _split(cls, keys: Any) -> Any:
+        """The environment has them with commas between."""
+        return [key.strip() for key in keys.split(",") if key.strip()] if isinstance(keys, str) else keys
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model: ``name``, or the last part of its path."""
+        return self.name or Path(self.model).name
+
+    def limits(self, device: torch.device) -> Limits:
+        """Of the scheduler; memory that is not named is a share of what is free on the device."""
+        memory = self.kv_memory or int(SHARE * free_memory(device))
+        return Limits(int(memory), self.rows, self.waiting, self.step)
+
+
+def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
+    """Settings from flags, the environment and a file, in this order.
+
+    Args:
+        flags: those that were given.
+        file: in TOML; None for none.
+
+    Raises:
+        ValueError: names each wrong setting, without the value, which may be a key; or for a file that is not TOML.
+        FileNotFoundError: if there is no such file.
+    """
+    if file is not None and not file.is_file():
+        raise FileNotFoundError(2, "there is no such settings file", str(file))
+
+    class Sourced(ServerSettings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            told = () if file is None else (TomlConfigSettingsSource(settings_cls, file),)
+            return init_settings, env_settings, *told
+
+    try:
+        return Sourced(**flags)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_input=False)]
+        raise ValueError(f"settings: {'; '.join(wrong)}") from None
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on a device; in host memory, those that can be had without swapping."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
