@@ -15,7 +15,7 @@ import pytest
 import forerun
 
 ROOT = Path(forerun.__file__).parents[2]
-PAGES = ["README.md", "docs/usage.md", "docs/lossless.md", "docs/benchmarks.md", "docs/LOG.md"]
+PAGES = ["README.md", "docs/usage.md", "docs/lossless.md", "docs/benchmarks.md", "docs/how-it-works.md", "docs/LOG.md"]
 README = (ROOT / "README.md").read_text()
 
 
