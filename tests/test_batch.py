@@ -291,6 +291,17 @@ def no_room(*_: Any) -> Any:
     raise MemoryError("no room")
 
 
+def test_rows_read_for_themselves_where_there_is_no_memory_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("none", prefix_cache=1 << 20)
+    wanted = one.generate([prompt(50)], max_new_tokens=6).generated[0]
+    one.prefixes.clear()
+    monkeypatch.setattr("forerun.caches.beginning._nameless", no_room)
+    requests = [sampled(one, prompt(50), 0, 6) for _ in range(3)]
+    finish_all(one, requests)
+    assert [request.generated.tolist() for request in requests] == [wanted] * 3
+    assert len(one.prefixes) == 0
+
+
 @pytest.mark.parametrize("end", ["cancel", "error"])
 def test_a_row_whose_leader_goes_reads_on_where_that_was(end: str) -> None:
     one = engine("none")

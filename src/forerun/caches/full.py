@@ -146,9 +146,10 @@ class FullCache(Cache):
 
     def begin_with(self, beginning: Beginning, length: int) -> None:
         """Hold the first ``length`` tokens of a beginning, and nothing else."""
-        self._capacity = max(self._capacity, length)
-        self._beginning, self._begun, self._store = beginning, length, None
-        self._layers = beginning.layers(self._capacity)
+        capacity = max(self._capacity, length)
+        self._layers = beginning.layers(capacity)  # if there is no memory for it, all stays as it was
+        self._capacity, self._store = capacity, None
+        self._beginning, self._begun = beginning, length
         self.length, self.queries = length, {}
         if self._uniform():
             first = self._layers[0][0]

@@ -25,7 +25,7 @@ from forerun.core.settings import Policy
 from forerun.kernels.attention import AttentionSpec, attend, merge
 
 PIECE = 8192
-"""Tokens whose means are found at a time, at least: it takes about as long as a pass over one token."""
+"""Tokens whose means are found at a time, at least: as many as the low-rank cache looks at at once (not tuned)."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from forerun.decoding.prefixes import Keys, PrefixCache, common, keys_of
 from forerun.decoding.row import Row
+
+log = logging.getLogger(__name__)
 
 
 class Following:
@@ -37,7 +41,10 @@ class Following:
                 self._begin(follower, row, count)
         keys = self._keys.get(row, ())
         if not row.reading and 0 < len(keys) * row.chunk * row.cache.token_bytes <= self._prefixes.limit:
-            self._prefixes.keep(keys, row.cache.share(len(keys) * row.chunk))
+            try:
+                self._prefixes.keep(keys, row.cache.share(len(keys) * row.chunk))
+            except (OSError, MemoryError) as error:
+                log.warning("there is no memory to keep a prompt's beginning: %s", error)
 
     def leave(self, row: Row) -> None:
         """A row ends. Those that follow it take what it has read, and look for another."""
@@ -66,4 +73,7 @@ class Following:
     def _begin(self, row: Row, leader: Row, count: int) -> None:
         self._leaders.pop(row, None)
         if count * row.chunk > row.cache.length:
-            row.begin_with(leader.cache.share(count * row.chunk), count * row.chunk)
+            try:
+                row.begin_with(leader.cache.share(count * row.chunk), count * row.chunk)
+            except (OSError, MemoryError) as error:
+                log.warning("there is no memory to share a beginning (%s); the row reads it itself", error)
