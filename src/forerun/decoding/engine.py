@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,15 +19,18 @@ from forerun.core.settings import Settings
 from forerun.core.turns import Turns
 from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit, feed
+from forerun.decoding.following import CHUNK, Following
 from forerun.decoding.prefixes import PrefixCache
 from forerun.decoding.result import GenerationInterrupted, GenerationResult
 from forerun.decoding.step import Step
+from forerun.decoding.store import KVStore
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate
 from forerun.model.exactness import probe
+from forerun.model.fingerprint import fingerprint
 from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
@@ -58,10 +62,15 @@ class Engine:
         prefill_block: prompt tokens in one pass.
         prefix_cache: bytes of prompts' keys and values that are kept for later prompts that begin alike, at most. Those
             of one ``generate`` share what they begin with in any case.
+        kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
+        kv_store_limit: bytes on disk, at most; by default a quarter of what is free or taken by the store. What was
+            used least recently goes first.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
-        ValueError: for a wrong setting, or a tokenizer with more tokens than the model.
+        ValueError: for a wrong setting, a tokenizer with more tokens than the model, or a model whose keys and values
+            cannot be kept on disk.
+        OSError: if the store's folder cannot be made or written.
     """
 
     def __init__(
@@ -75,10 +84,14 @@ class Engine:
         cut: bool = True,
         prefill_block: int = PREFILL_BLOCK,
         prefix_cache: int = 0,
+        kv_store: str | Path | None = None,
+        kv_store_limit: int | None = None,
     ) -> None:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if kv_store is None and kv_store_limit is not None:
+            raise ValueError(f"kv_store_limit is {kv_store_limit}, and there is no kv_store")
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
         self.target = gate.admit(model)
@@ -88,6 +101,8 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
+        self.store = None if kv_store is None else self._open(kv_store, kv_store_limit)
+        """What is kept of prompts on disk."""
         self._tokenizer = tokenizer
         self._turns = Turns()
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
@@ -96,6 +111,9 @@ class Engine:
         self.cut = cut
         self.use(chosen)
         self.prefill_block = prefill_block
+
+    def _open(self, folder: str | Path, limit: int | None) -> KVStore:
+        return KVStore(folder, fingerprint(self.target, self.exactly), limit)
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on.
@@ -249,7 +267,20 @@ class Engine:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         step = Step(self.target, self.drafter, self.budget)
-        return Batch(step, self._turns, self.prefill_block, limit, self.prefixes)
+        chunk = min(self.prefill_block, limit)
+        shared = min(CHUNK, chunk) if self.exactness == "bitwise" else chunk
+        return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared))
+
+    def flush(self) -> None:
+        """Wait until the store has all that it is to keep of the texts that have ended."""
+        if self.store is not None:
+            self.store.flush()
+
+    def close(self) -> None:
+        """Write what the store is to keep, and keep nothing more; without a store there is nothing to do. A program
+        that ends without it waits for the same."""
+        if self.store is not None:
+            self.store.close()
 
     def _pad_token_id(self) -> int:
         config = self.target.model.generation_config
