@@ -2,10 +2,10 @@
 
     python benchmarks/second_question.py --text Middlemarch.txt --contexts 16000,60000 --drafters trie,triforce
 
-For each context and drafter one process reads the book and asks two questions, and another one asks the second and then
-the first. Starting a process and loading the model are not counted. The first question's text was read without help, so
-its answer must come again from the store, token for token. The last line printed is one JSON object; exit status 1 if an
-answer differs.
+For each context and drafter one process reads the book and asks two questions, and another one asks the second and
+then the first. Starting a process and loading the model are not counted. The first question was read without help, so
+its answer must come again from the store, token for token. The last line printed is one JSON object; exit status 1 if
+an answer differs.
 """
 
 from __future__ import annotations
