@@ -59,7 +59,8 @@ class Shelf:
         with self._alone():
             self._sweep()
             self._make_room(size)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in reversed(Path(name).parents[:-1]):  # a mode does not hold for the parents of what is made
+                (self.folder / folder).mkdir(mode=0o700, exist_ok=True)
             file, temporary = tempfile.mkstemp(UNFINISHED, ".", path.parent)
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
