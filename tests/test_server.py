@@ -578,8 +578,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     )
     monkeypatch.setenv("FORERUN_PORT", "2")
     monkeypatch.setenv("FORERUN_ROWS", "2")
+    monkeypatch.setenv("FORERUN_KV_STORE", "kept")
     told = read_settings({"port": 3}, file)
     assert (told.port, told.rows, told.waiting, told.kv_memory) == (3, 2, 1, 4 << 30)
+    assert (told.kv_store, told.kv_store_limit) == (Path("kept"), None)
     assert told.served_name == "small" and "x" not in str(told.api_keys)
     monkeypatch.setenv("FORERUN_API_KEYS", "a, b")
     assert [key.get_secret_value() for key in read_settings({}, file).api_keys] == ["a", "b"]
