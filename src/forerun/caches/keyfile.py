@@ -113,6 +113,12 @@ def write(file: int, areas: Sequence[Area], told: Mapping[str, str]) -> None:
     _put_bytes(file, memoryview(_header(areas, told, sums)), 0)
 
 
+def place_of(file: int) -> tuple[int, int]:
+    """Device and number of an open file."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
 def _header(areas: Sequence[Area], told: Mapping[str, str], runs: Sequence[tuple[int, int, int]]) -> bytes:
     """As long whatever the checksums are."""
     checked = ",".join(f"{at}:{size}:{found:08x}" for at, size, found in runs)
@@ -183,15 +189,15 @@ class KeyFile:
         if mark != MARK or f"{zlib.crc32(json.dumps([shapes, told, checked]).encode()):08x}" != own:
             raise ValueError("its checksum does not match")
         runs = [run.split(":") for run in checked.split(",")]
+        self._own: str = own
         self.told: dict[str, str] = told
         self._shapes: dict[str, Any] = shapes
         self._runs = [(int(place), int(size), int(found, 16)) for place, size, found in runs]
 
     @property
-    def identity(self) -> tuple[int, int]:
-        """Of the file, as long as it is open or has a name."""
-        found = os.fstat(self._file)
-        return found.st_dev, found.st_ino
+    def identity(self) -> tuple[int, int, str]:
+        """Of the file, and of what was written there: its place may be given to another one when it is gone."""
+        return *place_of(self._file), self._own
 
     def verify(self) -> None:
         """Compare all data with their checksums, on as many threads as torch uses.

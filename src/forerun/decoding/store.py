@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from forerun.caches.beginning import Beginning, Tensors
 from forerun.caches.full import FullCache
-from forerun.caches.keyfile import Area, DamagedFileError, KeyFile, tensor_areas, text_areas, write
+from forerun.caches.keyfile import Area, DamagedFileError, KeyFile, place_of, tensor_areas, text_areas, write
 from forerun.caches.rows import Rows
 from forerun.caches.shelf import SUFFIX, Shelf
 from forerun.decoding.prefixes import DIGEST, Keys, common
@@ -79,7 +79,7 @@ class KVStore:
             self._shelf.limit = int(SHARE * (shutil.disk_usage(folder).free + self._shelf.nbytes))
         self._mark = mark
         self._texts: dict[str, Keys] = {}  # of the files whose headers were read
-        self._verified: set[tuple[int, int]] = set()
+        self._verified: set[tuple[int, int, str]] = set()  # by this process, or written by it
         self._waiting: dict[str, _Waiting] = {}
         self._jobs: set[Future[None]] = set()
         self._lock = threading.Lock()
@@ -232,9 +232,16 @@ class KVStore:
     def _put(self, name: str, areas: Sequence[Area], told: dict[str, str], after: str | None = None) -> None:
         if after is not None and not (self._shelf.folder / after).exists():
             return
-        size = sum(area.tensor.nbytes for area in areas)
-        if not self._shelf.put(name, size, lambda file: write(file, areas, told)):
+        size, places = sum(area.tensor.nbytes for area in areas), []
+
+        def fill(file: int) -> None:
+            write(file, areas, told)
+            places.append(place_of(file))
+
+        if not self._shelf.put(name, size, fill):
             log.warning("a text of %s bytes is not kept: the store's limit is %s", f"{size:,}", f"{self.limit:,}")
+        elif (file := self._read(name)) is not None and file.identity[:2] in places:
+            self._verified.add(file.identity)
 
     def _write(self, job: Callable[[], None]) -> bool:
         """Whether there is room for a job."""
