@@ -95,6 +95,33 @@ class DraftTree:
                 parents.append(above)
         return DraftTree(np.array(tokens[:budget], np.int64), np.array(parents[:budget], np.int64))
 
+    def under(self, tokens: Sequence[int]) -> DraftTree:
+        """A chain of certain tokens, with this tree under its last one; nodes of this tree come after the chain's."""
+        if not tokens:
+            return self
+        chain = DraftTree.chain(tokens)
+        if not len(self):
+            return chain
+        return DraftTree(
+            np.concatenate([chain.tokens, self.tokens]),
+            np.concatenate([chain.parents, self.parents + len(chain)]),
+            q=None if self.q is None else torch.cat([_certain(tokens, self.q), self.q]),
+            probe=None if self.probe is None else np.concatenate([np.zeros(len(chain), np.bool_), self.probe]),
+            probability=None
+            if self.probability is None
+            else np.concatenate([np.ones(len(chain)), self.probability]),
+        )
+
+    def behind(self, count: int) -> DraftTree:
+        """The tree under a chain of its first ``count`` nodes: undoes ``under``."""
+        return DraftTree(
+            self.tokens[count:],
+            self.parents[count:] - count,
+            q=None if self.q is None else self.q[count:],
+            probe=None if self.probe is None else self.probe[count:],
+            probability=None if self.probability is None else self.probability[count:],
+        )
+
     def __len__(self) -> int:
         return len(self.tokens)
 
@@ -169,6 +196,13 @@ class DraftTree:
         if unknown.any():
             keep &= ~(self.ancestors & unknown).any(1)
         return self if keep.all() else self.select(keep)
+
+
+def _certain(tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Distributions that give each token all weight, ``[n, vocabulary]``."""
+    return torch.zeros(len(tokens), like.shape[-1], dtype=like.dtype, device=like.device).scatter_(
+        1, torch.tensor(tokens, device=like.device)[:, None], 1.0
+    )
 
 
 def _check(tree: DraftTree) -> None:

@@ -65,7 +65,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
 
 def _chooser(logits: torch.Tensor, request: Request) -> Callable[[int], int]:
     """A function from a node to the token chosen there; called along the walked path only."""
-    if request.sampler.method == "greedy" and request.sampler.processor is None:
+    if request.sampler.takes_best:
         rounded = logits.float() if logits.dtype == torch.float64 else logits
         best: list[int] = rounded.argmax(-1).tolist()
         return lambda node: best[node + 1]

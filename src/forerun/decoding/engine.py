@@ -21,12 +21,14 @@ from forerun.decoding.commit import Commit, feed
 from forerun.decoding.prefixes import PrefixCache
 from forerun.decoding.result import GenerationInterrupted, GenerationResult
 from forerun.decoding.step import Step
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, NoDrafter
 from forerun.drafters.chooser import Chooser
+from forerun.drafters.forced import ForcedDrafter
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate
 from forerun.model.exactness import probe
+from forerun.model.grammar import Grammars, ResponseFormat
 from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
@@ -89,6 +91,7 @@ class Engine:
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
         self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
         self._turns = Turns()
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         attention.warm_up(self.target.device, self.target.model.dtype)
@@ -124,8 +127,17 @@ class Engine:
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is not self._tokenizer:
-            self._tokenizer = tokenizer
+            self._tokenizer, self._grammars = tokenizer, None
             self._spell()
+
+    @property
+    def grammars(self) -> Grammars:
+        """What ``response_format`` is made of; made at first use."""
+        if self._grammars is None:
+            eos = self.target.model.generation_config.eos_token_id
+            ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            self._grammars = Grammars(self._tokenizer, self.target.vocabulary, ends)
+        return self._grammars
 
     def _spell(self) -> None:
         if isinstance(self._tokenizer, PreTrainedTokenizerFast):
@@ -138,8 +150,9 @@ class Engine:
             prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
                 or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
             streamer: a transformers streamer; for one sequence only.
-            options: ``seed``, ``verification`` and ``namespace`` (see ``RowOptions``), and everything that
-                ``model.generate`` takes: ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
+            options: ``seed``, ``verification``, ``namespace`` and ``logprobs`` (see ``RowOptions``),
+                ``response_format`` (see ``Grammars``), and everything that ``model.generate`` takes:
+                ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
 
         Raises:
             GenerationInterrupted: on Ctrl-C, with the result so far.
@@ -176,10 +189,13 @@ class Engine:
         seed: int | None = None,
         verification: Method = "coupled",
         namespace: str = "default",
+        logprobs: int | None = None,
+        response_format: ResponseFormat | None = None,
         **options: Any,
     ) -> list[Request]:
         """The checked requests that ``generate`` runs; options as there."""
-        row_options = RowOptions(seed, verification, namespace)
+        grammar = None if response_format is None else self.grammars.of(response_format, namespace)
+        row_options = RowOptions(seed, verification, namespace, logprobs, grammar)
         rows = encode(prompts, self.tokenizer, attention_mask)
         built = [
             build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)
@@ -248,7 +264,8 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step = Step(self.target, self.drafter, self.budget)
+        plain = isinstance(self.drafter, NoDrafter)
+        step = Step(self.target, self.drafter if plain else ForcedDrafter(self.drafter), self.budget)
         return Batch(step, self._turns, self.prefill_block, limit, self.prefixes)
 
     def _pad_token_id(self) -> int:

@@ -100,6 +100,7 @@ class Step:
         try:
             verdict = verify(block.tree, logits, row.request)
             row.commit(block, verdict)
+            row.request.keep_logprobs(verdict.tokens, logits, [0, *(node + 1 for node in verdict.path)])
             outcome = Outcome(block.tree, verdict, logits)
             self.drafter.observe(row.request, outcome)
         except Exception as error:
