@@ -107,9 +107,7 @@ class DraftTree:
             np.concatenate([chain.parents, self.parents + len(chain)]),
             q=None if self.q is None else torch.cat([_certain(tokens, self.q), self.q]),
             probe=None if self.probe is None else np.concatenate([np.zeros(len(chain), np.bool_), self.probe]),
-            probability=None
-            if self.probability is None
-            else np.concatenate([np.ones(len(chain)), self.probability]),
+            probability=None if self.probability is None else np.concatenate([np.ones(len(chain)), self.probability]),
         )
 
     def behind(self, count: int) -> DraftTree:

@@ -25,12 +25,13 @@ from forerun.core.tree import IntArray
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 ResponseFormat = Mapping[str, Any]
 """As OpenAI has it: ``{"type": "text"}``, ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
 {"name": ..., "schema": {...}}}``."""
 TYPES = ("text", "json_object", "json_schema")
-WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WRITING: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is written, in llguidance's words."""
 KEPT = 64
 """Grammars that are kept, those used last: an application has a handful of schemas, and each takes kilobytes."""

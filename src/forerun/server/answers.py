@@ -10,6 +10,7 @@ import torch
 
 from forerun.core.request import FinishReason, Request
 from forerun.model.detokenize import CONTEXT, Detokenizer
+from forerun.server.likelihood import Told
 
 Finish = Literal["stop", "length"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -18,11 +19,15 @@ FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of one of a request's texts; with ``finish_reason`` there comes no more."""
+    """What is new of one of a request's texts; with ``finish_reason`` there comes no more.
+
+    ``told``: the tokens that begin in it, where their log-probabilities are asked for.
+    """
 
     index: int
     text: str
     finish_reason: Finish | None = None
+    told: Sequence[Told] | None = None
 
 
 class StopStrings:

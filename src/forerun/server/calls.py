@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from forerun.core.request import Request
 from forerun.decoding.commit import Commit
-from forerun.server.answers import FINISH, Delta, Writer
+from forerun.server.answers import FINISH, Delta, Finish, Writer
 from forerun.server.errors import ApiError
+from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter
 from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending, Ticket
@@ -24,11 +25,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Row:
-    """One text of a call."""
+    """One text of a call; with a teller, its tokens' log-probabilities are told, too."""
 
     request: Request
     writer: Writer
     meter: Meter
+    teller: Teller | None = None
+
+    def delta(self, index: int, text: str, finish: Finish | None = None) -> Delta:
+        """What is new, as it is sent."""
+        if self.teller is None:
+            return Delta(index, text, finish)
+        rest = finish is not None and not self.writer.stopped
+        return Delta(index, text, finish, self.teller.tell(len(text), rest))
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Call:
             if isinstance(news.what, Commit):
                 text = row.writer.add(news.what.tokens)
                 if text:
-                    yield Delta(news.index, text)
+                    yield row.delta(news.index, text)
                 continue
             left -= 1
             yield self._end(news.index, news.what)
@@ -101,7 +110,7 @@ class Call:
     def _end(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
         if how == "finished" and row.request.finish_reason in FINISH:
-            return Delta(index, row.writer.end(), FINISH[row.request.finish_reason])
+            return row.delta(index, row.writer.end(), FINISH[row.request.finish_reason])
         if how == "cancelled":
             raise ClientGoneError
         if how == "deadline":

@@ -77,7 +77,6 @@ def _says(message: str) -> WrapValidator:
 Off = Annotated[Any, AfterValidator(_only(None, False))]
 Zero = Annotated[Any, AfterValidator(_only(None, 0, 0.0))]
 Nothing = Annotated[Any, AfterValidator(_only(None, {}, "", []))]
-TextFormat = Annotated[Any, AfterValidator(_only(None, {"type": "text"}))]
 One = Annotated[Any, AfterValidator(_only(None, 1))]
 Stop = Annotated[str | list[str] | None, _says("must be a string or a list of strings"), AfterValidator(_at_most_four)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -112,6 +111,34 @@ class Extension(Strict):
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
 
 
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema. It is always kept to, whatever ``strict`` says; ``name`` and ``description`` change nothing."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class SchemaFormat(Strict):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
 class Asked(Strict):
     """What both kinds of requests have."""
 
@@ -126,7 +153,7 @@ class Asked(Strict):
     user: str | None = None
     max_tokens: Count | None = None
     forerun: Extension = Extension()
-    logprobs: Off = None
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     logit_bias: Nothing = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
@@ -135,6 +162,16 @@ class Asked(Strict):
     def limit(self) -> int | None:
         """Tokens of an answer, at most, as far as the request says."""
         return self.max_tokens
+
+    @property
+    def format(self) -> dict[str, Any] | None:
+        """What the answer must be, as the engine takes it; None for any text."""
+        return None if self.response_format is None else self.response_format.model_dump(by_alias=True)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to tell of at each place; None if log-probabilities are not wanted."""
+        return None
 
     @property
     def stops(self) -> list[str]:
@@ -152,9 +189,15 @@ class CompletionRequest(Asked):
     """To ``/v1/completions``. ``prompt``: text, token ids, or several of either."""
 
     prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     suffix: Nothing = None
     echo: Off = None
     best_of: One = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """See ``Asked.likeliest``."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -207,13 +250,18 @@ class ChatRequest(Asked):
     max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[Any, AfterValidator(_only(None, "auto", "none"))] = None
-    response_format: TextFormat = None
-    top_logprobs: Zero = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
     def limit(self) -> int | None:
         """``max_completion_tokens``, or the older name."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """See ``Asked.likeliest``."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
@@ -224,4 +272,6 @@ class ChatRequest(Asked):
     def _check_limits(self) -> ChatRequest:
         if self.max_completion_tokens and self.max_tokens and self.max_completion_tokens != self.max_tokens:
             raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         return self
