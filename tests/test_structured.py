@@ -165,7 +165,7 @@ for _ in range(200):
     [
         {"type": "strin"}, {"properties": 3}, {"$ref": "https://example.org/x"}, {"type": "string", "format": "odd"},
         {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "string", "pattern": "(?=a)b"}, {"enum": []},
-        {"type": "array", "uniqueItems": True}, NESTED, {"const": "x" * 70_000},
+        {"type": "array", "uniqueItems": True}, NESTED, {"const": "x" * 70_000}, {"$ref": "#"},
     ],
 )  # fmt: skip
 def test_a_schema_that_cannot_be_met_is_refused(house: House, schema: Json) -> None:
@@ -227,10 +227,13 @@ def test_a_text_that_leaves_its_grammar_ends_alone(plain: Engine, drafter: str) 
     assert plain.tokenizer.decode(good.generated) == wanted
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, sampled(1)])
 @pytest.mark.parametrize(
-    "name", ["trie", "lookup", "jacobi", "auto", "triforce", "triforce-trie", "retrieval", "streaming"]
-)
+    ("name", "options"),
+    [
+        ("trie", {}), ("lookup", sampled(1)), ("jacobi", {}), ("auto", sampled(1)), ("triforce", sampled(1)),
+        ("triforce-trie", {}), ("retrieval", sampled(1)), ("streaming", {}),
+    ],
+)  # fmt: skip
 def test_forced_tokens_are_drafted_before_any_drafters_tree(plain: Engine, name: str, options: Json) -> None:
     settings = Settings(
         plain.target.model, gamma1=2, gamma2=5, cache_budget=16, chunk=2, sinks=1, window=4, paced=False

@@ -242,7 +242,9 @@ def _compile(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        raise SchemaError(f"the schema cannot be used: {_first_line(matcher.get_error())}")
+        told = _first_line(matcher.get_error())
+        told = "no text fits it" if told.startswith("NoExtension") else told
+        raise SchemaError(f"the schema cannot be used: {told}")
     return matcher
 
 
