@@ -209,8 +209,10 @@ class Chooser(OuterDrafter):
         if best([1.0] * rows, draft, passes).rate <= rate:  # not even if all of it were accepted
             return 0
         found = self._grown.best(requests, draft, passes)
-        if self._times.due(found.rate * (sunk + cut.plain) / rows):
+        if self._times.due((found.rate if self._times.settled else rate) * (sunk + cut.plain) / rows):
             return None
+        if not self._times.settled:
+            return 0
         each = draft + (float(passes[-1]) - float(passes[0])) / max(most - 1, 1)
         pays, may_try = found.rate > rate, self._account.untouched
         self._grown.open(requests, found.rate * each / rows if pays else 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.plan.account import SHARE
+from forerun.plan.account import SHARE, START
 from forerun.plan.passes import Passes
 
 SETTLED = 2
@@ -18,7 +18,7 @@ class Times:
 
     def __init__(self) -> None:
         self.plain, self.asking = Passes(quantile=ALONE), Passes()
-        self.drafted, self.drafting = Passes(self.plain), Passes(self.plain)
+        self.drafted, self.drafting = Passes(self.plain), Passes(self.plain, quantile=ALONE)
         self._since = 0
         self._before_plain = False
 
@@ -62,7 +62,9 @@ class Times:
     def due(self, gain: float) -> bool:
         """Whether plain steps have to be seen, for drafts that give ``gain`` times as many tokens a second: they never
         were, or not for so long that it costs less than the share of time that may be lost."""
-        return not self.settled or self._since * SHARE > SETTLED * max(gain, 1.0)
+        if not self.settled:
+            return gain - 1.0 <= START
+        return self._since * SHARE > SETTLED * max(gain, 1.0)
 
     def share(self, of: Passes, cost: float, plain: float) -> float:
         """What something of this cost takes, in plain steps of cost ``plain``; 0 where nothing is known of it."""
