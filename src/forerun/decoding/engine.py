@@ -69,7 +69,7 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: Drafter | str = "trie",
+        drafter: Drafter | str = "auto",
         *,
         settings: Settings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,

@@ -35,7 +35,7 @@ class ServerSettings(BaseSettings):
     name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    drafter: str = "trie"
+    drafter: str = "auto"
     draft_model: str | None = None
     budget: Annotated[int, Field(ge=1)] | None = None
     trust_remote_code: bool = False
