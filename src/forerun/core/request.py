@@ -30,10 +30,12 @@ class Request:
         sampler: how tokens are chosen.
         stopping: called with the ids ``[1, t]`` after every token; true ends the text.
         namespace: requests draft from earlier outputs of the same namespace only.
+        budget: nodes of a draft, at most, if that is less than the engine's; with 0 nothing is drafted, and no drafter
+            hears of the request. It changes the speed, never the text.
         padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
 
     Raises:
-        ValueError: for an empty prompt or no room to generate.
+        ValueError: for an empty prompt, no room to generate, or a budget under 0.
     """
 
     def __init__(
@@ -45,12 +47,15 @@ class Request:
         sampler: Sampler | None = None,
         stopping: Stopping | None = None,
         namespace: str = "default",
+        budget: int | None = None,
         padding: Sequence[int] = (),
     ) -> None:
         if not len(prompt):
             raise ValueError("the prompt is empty; at least one token is needed")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        if budget is not None and budget < 0:
+            raise ValueError(f"budget is {budget}; it must be 0 or more")
         self.id = next(_ids)
         self.prompt_length = len(prompt)
         self.max_new_tokens = max_new_tokens
@@ -58,6 +63,7 @@ class Request:
         self.sampler = sampler or Sampler()
         self.stopping = stopping
         self.namespace = namespace
+        self.budget = budget
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         """What ended the text, where that was an error of its own."""

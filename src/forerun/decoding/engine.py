@@ -23,6 +23,7 @@ from forerun.decoding.result import GenerationInterrupted, GenerationResult
 from forerun.decoding.step import Step
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
+from forerun.drafters.limited import LimitedDrafter
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate
@@ -138,7 +139,7 @@ class Engine:
             prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
                 or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
             streamer: a transformers streamer; for one sequence only.
-            options: ``seed``, ``verification`` and ``namespace`` (see ``RowOptions``), and everything that
+            options: ``seed``, ``verification``, ``namespace`` and ``budget`` (see ``RowOptions``), and everything that
                 ``model.generate`` takes: ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
 
         Raises:
@@ -176,10 +177,11 @@ class Engine:
         seed: int | None = None,
         verification: Method = "coupled",
         namespace: str = "default",
+        budget: int | None = None,
         **options: Any,
     ) -> list[Request]:
         """The checked requests that ``generate`` runs; options as there."""
-        row_options = RowOptions(seed, verification, namespace)
+        row_options = RowOptions(seed, verification, namespace, budget)
         rows = encode(prompts, self.tokenizer, attention_mask)
         built = [
             build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)
@@ -248,7 +250,7 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step = Step(self.target, self.drafter, self.budget)
+        step = Step(self.target, LimitedDrafter(self.drafter), self.budget)
         return Batch(step, self._turns, self.prefill_block, limit, self.prefixes)
 
     def _pad_token_id(self) -> int:

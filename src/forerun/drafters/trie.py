@@ -60,7 +60,7 @@ class TrieDrafter(Drafter):
         """The likeliest branches, merged, at most ``budget`` nodes."""
         pending = request.tokens[self.trie.length(request.id) :]
         draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, pending)
-        return DraftTree(draft.tokens, draft.parents, probability=draft.probability)
+        return DraftTree(draft.tokens, draft.parents, probability=draft.probability, origins=draft.origins)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Index what was committed."""

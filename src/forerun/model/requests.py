@@ -54,11 +54,13 @@ class RowOptions:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
         namespace: this text is drafted from earlier outputs of the same namespace only.
+        budget: nodes of a draft, at most, if that is less than the engine's; 0 for no drafts, and nothing learned.
     """
 
     seed: int | None = None
     verification: Method = "coupled"
     namespace: str = "default"
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         if self.verification not in ("coupled", "rejection"):
@@ -149,6 +151,7 @@ def make_request(
         sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor),
         stopping=stopping,
         namespace=options.namespace,
+        budget=options.budget,
         padding=padding,
     )
 
