@@ -17,6 +17,7 @@ from forerun.server.errors import ApiError
 from forerun.server.metrics import Meter
 from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending, Ticket
+from forerun.server.trace import trace_of
 from forerun.server.waiting import QueueFullError
 
 log = logging.getLogger(__name__)
@@ -49,10 +50,12 @@ class Call:
         scheduler: runs them.
         rows: the texts, in order.
         number: names the call in the log.
+        trace: whether to say of each step who drafted its tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str) -> None:
+    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str, trace: bool = False) -> None:
         self.rows, self.number = rows, number
+        self._trace = trace
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[_News] = asyncio.Queue()
@@ -91,9 +94,10 @@ class Call:
             news = await self._news.get()
             row = self.rows[news.index]
             if isinstance(news.what, Commit):
-                text = row.writer.add(news.what.tokens)
-                if text:
-                    yield Delta(news.index, text)
+                texts = row.writer.add(news.what.tokens)
+                trace = trace_of(news.what, texts) if self._trace and texts else None
+                if trace or any(texts):
+                    yield Delta(news.index, "".join(texts), trace=trace)
                 continue
             left -= 1
             yield self._end(news.index, news.what)

@@ -13,7 +13,7 @@ import torch
 from forerun.core.request import Request, Stopping
 from forerun.decoding.engine import Engine
 from forerun.model.inputs import position_limit
-from forerun.model.messages import apply_template
+from forerun.model.messages import apply_template, has_template
 from forerun.model.prompts import encode
 from forerun.server.answers import StopWatch, Writer
 from forerun.server.calls import Call, Row
@@ -21,11 +21,14 @@ from forerun.server.errors import ApiError
 from forerun.server.keys import Namespaces
 from forerun.server.metrics import Meter, Metrics
 from forerun.server.scheduler import Limits, Scheduler
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
 
 DEFAULT_TOKENS = 16
 """Tokens of a completion whose request names no number, as OpenAI has it. A chat's answer may be as long as may be."""
+
+NO_DRAFTER = "none"
+"""The drafter that a request names to get its text without drafts."""
 
 
 class Service:
@@ -68,7 +71,19 @@ class Service:
             )
             for request in requests
         ]
-        return Call(self.scheduler, rows, uuid.uuid4().hex)
+        return Call(self.scheduler, rows, uuid.uuid4().hex, asked.forerun.trace)
+
+    @property
+    def offer(self) -> dict[str, Any]:
+        """What a client may ask for beyond OpenAI's API: drafters, tokens of a draft and of an answer, chats; and
+        whether texts are bit for bit those without drafts."""
+        return {
+            "drafters": list(dict.fromkeys((self.settings.drafter, NO_DRAFTER))),
+            "budget": self.engine.budget,
+            "max_tokens": self.settings.max_tokens,
+            "chat": has_template(self.engine.tokenizer),
+            "exactness": self.engine.exactness,
+        }
 
     def deadline(self) -> float | None:
         """When a call that starts now is over, by ``time.monotonic``."""
@@ -79,6 +94,7 @@ class Service:
         with self._encoding:  # a tokenizer may change its own settings while it encodes
             prompts = self._encode(asked)
         namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
+        budget = self._budget(asked.forerun)
         default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
         most = self.scheduler.limits.rows + self.scheduler.limits.waiting
         texts = len(prompts) * (asked.n or 1)
@@ -90,9 +106,22 @@ class Service:
             tokens = self._tokens(len(ids), asked.limit, default)
             for choice in range(asked.n or 1):
                 options = _sampling(asked, choice)
-                (request,) = self.engine.requests([ids], max_new_tokens=tokens, namespace=namespace, **options)
+                (request,) = self.engine.requests(
+                    [ids], max_new_tokens=tokens, namespace=namespace, budget=budget, **options
+                )
                 built.append(self._stopping(request, asked.stops))
         return built
+
+    def _budget(self, wanted: Extension) -> int | None:
+        """Tokens of a draft, at most; None for as many as the server's."""
+        offer = self.offer
+        if wanted.drafter not in (None, *offer["drafters"]):
+            told = f"forerun.drafter is {wanted.drafter!r}; here there are {', '.join(offer['drafters'])}"
+            raise ApiError(400, told, "invalid_value", "forerun.drafter")
+        if wanted.budget is not None and wanted.budget > offer["budget"]:
+            told = f"forerun.budget is {wanted.budget}; this server drafts {offer['budget']} tokens at most"
+            raise ApiError(400, told, "invalid_value", "forerun.budget")
+        return 0 if wanted.drafter == NO_DRAFTER else wanted.budget
 
     def _encode(self, asked: CompletionRequest | ChatRequest) -> list[list[int]]:
         tokenizer = self.engine.tokenizer
