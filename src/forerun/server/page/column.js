@@ -6,7 +6,7 @@ const HIGHEST = 12; // tokens of a step from which its bar grows no more
 export class Column {
   constructor(element) {
     this.element = element;
-    this.text = element.querySelector(".text");
+    this.text = element.querySelector(".answer");
     this.steps = element.querySelector(".steps");
     this.figures = Object.fromEntries(
       [...element.querySelectorAll("[data-figure]")].map((each) => [each.dataset.figure, each]),

@@ -14,8 +14,10 @@ let turns = []; // of the conversation
 const chatting = () => $("chat").checked;
 const number = (id) => Number($(id).value);
 
-function say(text) {
+/** Tell how things stand; what the page shows anyhow is for screen readers alone. */
+function say(text, shown = false) {
   $("status").textContent = text;
+  $("status").classList.toggle("unseen", shown);
 }
 
 function complain(error) {
@@ -113,12 +115,13 @@ async function start() {
   if (!served) await greet(true);
   if (!served) return;
   for (const column of [plain, fast]) column.clear();
-  $("verdict").hidden = true;
-  mark();
+  judge("", "Are both texts equal?", "–");
+  for (const show of [mark, race]) show();
   running = new AbortController();
   showRunning();
   const asked = question();
   const together = $("order").value === "together";
+  $("race").hidden = together;
   const run = (column, name, drafter) => fill(column, name, drafter, asked, running.signal);
   try {
     const first = run(plain, "Plain", "none");
@@ -133,7 +136,6 @@ async function start() {
   } finally {
     running = null;
     showRunning();
-    mark();
   }
 }
 
@@ -161,33 +163,34 @@ function mark() {
   }
 }
 
+/** The seconds of decoding so far, as bars; both have the same scale. */
+function race() {
+  const longest = Math.max(plain.seconds, fast.seconds) || 1;
+  for (const [name, column] of [["plain", plain], ["fast", fast]]) {
+    $(`lane-${name}`).style.width = `${(100 * column.seconds) / longest}%`;
+    $(`time-${name}`).textContent = column.passes ? inSeconds(column.seconds) : "–";
+  }
+}
+
 /** Compare both texts, token for token, and say what it took. */
 function conclude(together) {
   const different = plain.ids.findIndex((id, place) => id !== fast.ids[place]);
   const equal = different < 0 && plain.ids.length === fast.ids.length && plain.finish === fast.finish;
-  const place = different < 0 ? Math.min(plain.ids.length, fast.ids.length) : different;
-  const title = equal
-    ? `Both texts are equal, token for token.`
-    : `The texts differ from token ${place + 1} on.`;
-  const ratio = plain.speed && fast.speed ? fast.speed / plain.speed : 0;
+  const place = different < 0 ? plain.ids.length : different;
+  const title = equal ? "Both texts are equal, token for token." : `The texts differ from token ${place + 1} on.`;
+  const ratio = !together && plain.speed && fast.speed ? fast.speed / plain.speed : 0;
   const times = ratio ? `${ratio.toFixed(2)} times as fast` : "";
-  const passes = `${plain.passes} passes of the model against ${fast.passes}.`;
-  $("verdict").classList.toggle("different", !equal);
+  const limits = equal || served.forerun.exactness === "bitwise" ? "" : " This server's texts are equal within rounding.";
+  const shared = together ? " They shared passes; compare tokens a step." : " Decoding only, without the reading of the prompt.";
+  judge(equal ? "equal" : "different", title, times || "–");
+  $("verdict-note").textContent = `${plain.passes} passes of the model against ${fast.passes}.${shared}${limits}`;
+  say(times ? `${title} ${times}.` : title, true);
+}
+
+function judge(kind, title, times) {
+  $("verdict").className = `verdict ${kind}`;
   $("verdict-title").textContent = title;
-  $("verdict-times").textContent = together ? "" : times;
-  document.querySelector(".race").hidden = together;
-  const longest = Math.max(plain.seconds, fast.seconds) || 1;
-  for (const [name, column] of [["plain", plain], ["fast", fast]]) {
-    $(`lane-${name}`).style.width = `${(100 * column.seconds) / longest}%`;
-    $(`time-${name}`).textContent = inSeconds(column.seconds);
-  }
-  $("verdict-note").textContent = together
-    ? `${passes} They shared their passes, so their times compare nothing.`
-    : `${passes} Decoding only, without the reading of the prompt.`;
-  if (!equal && served.forerun.exactness !== "bitwise")
-    $("verdict-note").textContent += " On this server texts are equal within rounding only.";
-  $("verdict").hidden = false;
-  say([title, together ? "" : times && `${times}.`].join(" ").trim());
+  $("verdict-times").textContent = times;
 }
 
 $("form").addEventListener("submit", (event) => {
@@ -196,6 +199,7 @@ $("form").addEventListener("submit", (event) => {
 });
 $("stop").addEventListener("click", stop);
 $("fast").addEventListener("figures", mark);
+for (const column of [plain, fast]) column.element.addEventListener("figures", race);
 $("key").addEventListener("change", () => greet());
 $("fresh").addEventListener("click", () => {
   turns = [];
