@@ -27,7 +27,7 @@ browsing = pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MIS
 
 PROMPT = "one two three four five six\n" * 4
 LENGTH = 40
-FILES_OF_PAGE = Path(forerun.__file__).parent / "server" / "page"
+FILES_OF_PAGE = Path(forerun.__file__).parent / "server" / "static"
 
 
 @pytest.fixture(scope="module")

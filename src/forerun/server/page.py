@@ -10,7 +10,7 @@ from starlette.responses import FileResponse, Response
 
 import forerun.reference
 
-_HERE = Path(__file__).parent / "page"
+_HERE = Path(__file__).parent / "static"
 FILES = {
     "/": _HERE / "index.html",
     "/page/page.css": _HERE / "page.css",
