@@ -31,12 +31,14 @@ class Request:
         sampler: how tokens are chosen.
         stopping: called with the ids ``[1, t]`` after every token; true ends the text.
         namespace: requests draft from earlier outputs of the same namespace only.
+        budget: nodes of a draft, at most, if that is less than the engine's; with 0 nothing is drafted, and no drafter
+            hears of the request. It changes the speed, never the text.
         padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
         top_logprobs: tokens whose log-probabilities are kept at each place of the text, beside the one that came; None
             keeps none at all.
 
     Raises:
-        ValueError: for an empty prompt or no room to generate.
+        ValueError: for an empty prompt, no room to generate, or a budget under 0.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Request:
         sampler: Sampler | None = None,
         stopping: Stopping | None = None,
         namespace: str = "default",
+        budget: int | None = None,
         padding: Sequence[int] = (),
         top_logprobs: int | None = None,
     ) -> None:
@@ -55,6 +58,8 @@ class Request:
             raise ValueError("the prompt is empty; at least one token is needed")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        if budget is not None and budget < 0:
+            raise ValueError(f"budget is {budget}; it must be 0 or more")
         self.id = next(_ids)
         self.prompt_length = len(prompt)
         self.max_new_tokens = max_new_tokens
@@ -62,6 +67,7 @@ class Request:
         self.sampler = sampler or Sampler()
         self.stopping = stopping
         self.namespace = namespace
+        self.budget = budget
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         """What ended the text, where that was an error of its own."""
@@ -115,6 +121,10 @@ class Request:
         end = self._end + len(after)
         self._buffer[self._end : end] = after
         return self.sampler.scores(self._ids[:end], logits)
+
+    def allowed(self, budget: int) -> int:
+        """Nodes of a draft, at most, where the engine allows ``budget``."""
+        return budget if self.budget is None else min(budget, self.budget)
 
     def forced(self, most: int) -> list[int]:
         """Tokens that follow for certain, because the sampler's constraint allows no others; ``most`` at most."""

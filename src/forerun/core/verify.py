@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
 from forerun.core.tree import ROOT, DraftTree
@@ -45,6 +46,12 @@ class Outcome:
     tree: DraftTree
     verdict: Verdict
     logits: torch.Tensor
+
+    @property
+    def origins(self) -> list[int]:
+        """The ``Origin`` of each committed token."""
+        drafted: list[int] = self.tree.sources[self.verdict.path].tolist()
+        return drafted + [int(Origin.TARGET)] * (len(self.verdict.tokens) - len(drafted))
 
 
 def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:

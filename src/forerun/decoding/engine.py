@@ -24,6 +24,7 @@ from forerun.decoding.step import Step
 from forerun.drafters.base import Drafter, NoDrafter
 from forerun.drafters.chooser import Chooser
 from forerun.drafters.forced import ForcedDrafter
+from forerun.drafters.limited import LimitedDrafter
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate
@@ -150,7 +151,7 @@ class Engine:
             prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
                 or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
             streamer: a transformers streamer; for one sequence only.
-            options: ``seed``, ``verification``, ``namespace`` and ``logprobs`` (see ``RowOptions``),
+            options: ``seed``, ``verification``, ``namespace``, ``budget`` and ``logprobs`` (see ``RowOptions``),
                 ``response_format`` (see ``Grammars``), and everything that ``model.generate`` takes:
                 ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
 
@@ -189,13 +190,14 @@ class Engine:
         seed: int | None = None,
         verification: Method = "coupled",
         namespace: str = "default",
+        budget: int | None = None,
         logprobs: int | None = None,
         response_format: ResponseFormat | None = None,
         **options: Any,
     ) -> list[Request]:
         """The checked requests that ``generate`` runs; options as there."""
         grammar = None if response_format is None else self.grammars.of(response_format, namespace)
-        row_options = RowOptions(seed, verification, namespace, logprobs, grammar)
+        row_options = RowOptions(seed, verification, namespace, budget, logprobs, grammar)
         rows = encode(prompts, self.tokenizer, attention_mask)
         built = [
             build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)
@@ -265,7 +267,8 @@ class Engine:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         plain = isinstance(self.drafter, NoDrafter)
-        step = Step(self.target, self.drafter if plain else ForcedDrafter(self.drafter), self.budget)
+        drafter = self.drafter if plain else ForcedDrafter(LimitedDrafter(self.drafter))
+        step = Step(self.target, drafter, self.budget)
         return Batch(step, self._turns, self.prefill_block, limit, self.prefixes)
 
     def _pad_token_id(self) -> int:

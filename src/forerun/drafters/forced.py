@@ -34,7 +34,7 @@ class ForcedDrafter(OuterDrafter):
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """One tree for each row. Chains, of ``budget`` tokens at most, come on top of the inner drafter's budget: they
         take places in the cache that the text takes in any case."""
-        chains = [request.forced(min(budget, request.max_draft_depth)) for request in requests]
+        chains = [request.forced(min(request.allowed(budget), request.max_draft_depth)) for request in requests]
         self._chains |= {request.id: len(chain) for request, chain in zip(requests, chains, strict=True) if chain}
         texts = [_extended(request, chain) for request, chain in zip(requests, chains, strict=True)]
         unended = [row for row, text in enumerate(texts) if text.finish_reason is None]

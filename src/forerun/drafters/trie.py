@@ -59,7 +59,7 @@ class TrieDrafter(Drafter):
     def propose(self, request: Request, budget: int) -> DraftTree:
         """The likeliest branches, merged, at most ``budget`` nodes."""
         draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, self._pending(request))
-        return DraftTree(draft.tokens, draft.parents, probability=draft.probability)
+        return DraftTree(draft.tokens, draft.parents, probability=draft.probability, origins=draft.origins)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Index what was committed."""

@@ -55,6 +55,7 @@ class RowOptions:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
         namespace: this text is drafted from earlier outputs of the same namespace only.
+        budget: nodes of a draft, at most, if that is less than the engine's; 0 for no drafts, and nothing learned.
         logprobs: keep how likely the model found each token, and so many of the likeliest tokens at its place; None
             keeps nothing.
         grammar: what the text must follow.
@@ -66,6 +67,7 @@ class RowOptions:
     seed: int | None = None
     verification: Method = "coupled"
     namespace: str = "default"
+    budget: int | None = None
     logprobs: int | None = None
     grammar: Grammar | None = None
 
@@ -161,6 +163,7 @@ def make_request(
         sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor, constraint),
         stopping=stopping,
         namespace=options.namespace,
+        budget=options.budget,
         padding=padding,
         top_logprobs=options.logprobs,
     )

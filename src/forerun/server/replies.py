@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from forerun.core.request import Request
 from forerun.server.answers import Delta, Finish
 from forerun.server.likelihood import ChatLogprobs, TextLogprobs, Told, of_chat, of_text
+from forerun.server.trace import Trace
 
 
 class Speculation(BaseModel):
@@ -79,7 +80,7 @@ Choices = list[TextChoice] | list[ChatChoice] | list[ChatChunkChoice]
 
 
 class Reply(BaseModel):
-    """A whole answer, or a chunk of a stream."""
+    """A whole answer, or a chunk of a stream; ``forerun`` tells of the step behind a chunk, if the request asks so."""
 
     id: str
     object: str
@@ -87,6 +88,7 @@ class Reply(BaseModel):
     model: str
     choices: Choices
     usage: Usage | None = None
+    forerun: Trace | None = None
 
 
 class Form(ABC):
@@ -119,7 +121,7 @@ class Form(ABC):
 
     def chunk(self, delta: Delta) -> str:
         """An event with what is new of one text."""
-        return self._event([self._new(delta)], None)
+        return self._event([self._new(delta)], None, delta.trace)
 
     def last(self, usage: Usage) -> str:
         """The event that says what was used."""
@@ -138,8 +140,9 @@ class Form(ABC):
         choices = [self._choice(i, "".join(parts[i]), finish[i], told[i]) for i in range(texts)]
         return self._dump(self.whole, choices, {"usage": usage})
 
-    def _event(self, choices: Any, usage: Usage | None) -> str:
-        return event(self._dump(self.part, choices, {"usage": usage} if self.usage else {}))
+    def _event(self, choices: Any, usage: Usage | None, trace: Trace | None = None) -> str:
+        more = ({"usage": usage} if self.usage else {}) | ({"forerun": trace} if trace else {})
+        return event(self._dump(self.part, choices, more))
 
     def _dump(self, kind: str, choices: Any, more: dict[str, Any]) -> dict[str, Any]:
         reply = Reply(object=kind, choices=choices, **self._head, **more)

@@ -106,9 +106,16 @@ class StreamOptions(Strict):
 
 
 class Extension(Strict):
-    """Forerun's own. ``namespace``: texts are drafted from those of the same namespace, inside the tenant's own."""
+    """Forerun's own; none of it changes a text.
+
+    ``namespace``: texts are drafted from those of the same namespace, inside the tenant's own. ``drafter``: the
+    server's, or ``none``. ``budget``: tokens of a draft, at most. ``trace``: a stream says who drafted each token.
+    """
 
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+    drafter: str | None = None
+    budget: Annotated[int, Field(ge=0)] | None = None
+    trace: bool = False
 
 
 class TextFormat(Strict):
@@ -179,9 +186,11 @@ class Asked(Strict):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Asked:
+    def _check_streamed(self) -> Asked:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options is for streams; add stream: true")
+        if self.forerun.trace and not self.stream:
+            raise PydanticCustomError("trace", "forerun.trace is for streams; add stream: true")
         return self
 
 

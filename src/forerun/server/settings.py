@@ -52,6 +52,7 @@ class ServerSettings(BaseSettings):
     namespaces: Annotated[int, Field(ge=1)] = 64
     timeout: Annotated[float, Field(gt=0)] | None = 600.0
     drain: Annotated[float, Field(ge=0)] = 5.0
+    page: bool = True
 
     @field_validator("api_keys", mode="before")
     @classmethod
