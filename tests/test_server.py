@@ -10,9 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import uvicorn
+from house import PATIENCE, TEMPLATE, Held, House, free_socket, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,14 +30,11 @@ from forerun.cli.serve_options import ServeOptions
 from forerun.decoding.engine import Engine
 from forerun.model.load import load
 from forerun.server.answers import StopStrings
-from forerun.server.app import create_app
 from forerun.server.keys import Keys
-from forerun.server.scheduler import Limits, Scheduler
+from forerun.server.scheduler import Limits
 from forerun.server.schema import ChatRequest, CompletionRequest
 from forerun.server.settings import ServerSettings, read_settings
 
-PATIENCE = 120.0
-"""Seconds after which a test that hangs fails."""
 NEW = 16
 PROMPTS = [
     "def add(a, b):",
@@ -50,88 +46,7 @@ PROMPTS = [
     "She said",
     "A, B, C,",
 ]
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 Json = dict[str, Any]
-
-
-class Held:
-    """An engine whose steps wait at a gate, open at first, and can fail."""
-
-    broken = False
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.gate = engine, threading.Event()
-        self.gate.set()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    def batch(self, limit: int | None = None) -> Any:
-        batch = self.engine.batch(limit)
-        step = batch.step
-
-        def held() -> Any:
-            assert self.gate.wait(PATIENCE)
-            if self.broken:
-                raise LookupError("broken in the test")
-            return step()
-
-        batch.step = held
-        return batch
-
-
-class House:
-    """A server in a thread, on a free port."""
-
-    def __init__(self, engine: Any, limits: Limits | None = None, **told: Any) -> None:
-        self.app = create_app(engine, ServerSettings(**told), limits or Limits(1 << 30))
-        self.scheduler: Scheduler = self.app.state.service.scheduler
-        self.socket = free_socket()
-        self.port = self.socket.getsockname()[1]
-        config = uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
-        self.thread.start()
-        until(lambda: self.server.started)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE)
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
-
-    def post(self, body: Any, address: str = "completions", **more: Any) -> httpx.Response:
-        return self.http.post(f"/v1/{address}", json=body, **more)
-
-    def metric(self, name: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
-
-    def close(self) -> None:
-        self.http.close()
-        self.server.should_exit = True
-        self.thread.join(PATIENCE)
-        assert not self.thread.is_alive()
-
-
-def free_socket() -> socket.socket:
-    for port in range(20200 + os.getpid() % 5000, 60000):
-        one = socket.socket()
-        try:
-            one.bind(("127.0.0.1", port))
-            return one
-        except OSError:
-            one.close()
-    raise OSError("no free port")
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -310,9 +225,8 @@ def error_of(answer: httpx.Response, status: int) -> Json:
 @pytest.mark.parametrize(
     ("field", "value", "chat"),
     [
-        ("logprobs", 0, False), ("logprobs", True, True), ("top_logprobs", 2, True), ("echo", True, False),
-        ("best_of", 3, False), ("suffix", "x", False), ("logit_bias", {"3": 1}, False), ("presence_penalty", 0.5, True),
-        ("response_format", {"type": "json_object"}, True), ("tool_choice", "required", True), ("top_k", 3, False),
+        ("echo", True, False), ("best_of", 3, False), ("suffix", "x", False), ("logit_bias", {"3": 1}, False),
+        ("presence_penalty", 0.5, True), ("tool_choice", "required", True), ("top_k", 3, False),
         ("functions", [], True), ("messages", [{"role": "user", "content": "x"}], False),
     ],
 )  # fmt: skip

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.core.origin import Origin
 from forerun.core.tree import ROOT, DraftTree
 
 
 @st.composite
 def trees(draw: st.DrawFn, max_size: int = 12) -> DraftTree:
-    """Any tree over four tokens, with ``q``, ``probe`` and ``probability`` that tell its nodes apart, or without."""
+    """Any tree over four tokens, with ``q``, ``probe`` and so on that tell its nodes apart, or without."""
     n = draw(st.integers(0, max_size))
     parents = [draw(st.integers(ROOT, i - 1)) for i in range(n)]
     tokens = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
@@ -27,6 +28,7 @@ def trees(draw: st.DrawFn, max_size: int = 12) -> DraftTree:
         q=torch.arange(4 * n, dtype=torch.float64).reshape(n, 4),
         probe=np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)), np.bool_),
         probability=np.arange(n) / 16,
+        origins=np.arange(n, dtype=np.int8) % 7,
     )
 
 
@@ -47,7 +49,7 @@ def assert_same_nodes(part: DraftTree, whole: DraftTree, nodes: list[int]) -> No
     """``part`` consists of the ``nodes`` of ``whole``, in order, with everything known of them."""
     assert part.tokens.tolist() == [whole.tokens[i] for i in nodes]
     assert [path_to(part, i) for i in range(len(part))] == [[nodes.index(j) for j in path_to(whole, i)] for i in nodes]
-    for name in ("q", "probe", "probability"):
+    for name in ("q", "probe", "probability", "origins"):
         value, all_values = getattr(part, name), getattr(whole, name)
         assert (value is None) == (all_values is None)
         if all_values is not None:
@@ -120,6 +122,23 @@ def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -
 
 
 @settings(deadline=None)
+@given(trees(), st.integers(0, 6))
+def test_the_first_nodes_are_those_that_may_be_accepted_with_the_probes_under_them(tree: DraftTree, count: int) -> None:
+    counted = [i for i in range(len(tree)) if not is_probe(tree, i)]
+    gone = set(counted[count:])
+    assert_same_nodes(tree.first(count), tree, [i for i in range(len(tree)) if not gone & set(path_to(tree, i))])
+
+
+def test_merged_trees_keep_the_origins_of_both() -> None:
+    model = DraftTree.chain([1, 2]).by(Origin.MODEL)
+    text = DraftTree.from_branches([[1, 3], [4]], 8).by(Origin.TEXT)
+    both = model.merged(text, 3)
+    assert both.tokens.tolist() == [1, 2, 3]
+    assert both.sources.tolist() == [Origin.MODEL, Origin.MODEL, Origin.TEXT]
+    assert model.merged(DraftTree.chain([7]), 3).sources.tolist() == [Origin.MODEL, Origin.MODEL, Origin.DRAFTER]
+
+
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.integers(0, 12))
 def test_from_branches_shares_prefixes_until_the_budget_is_used(branches: list[list[int]], budget: int) -> None:
     prefixes = dict.fromkeys(tuple(b[:k]) for b in branches for k in range(1, len(b) + 1))
@@ -174,9 +193,17 @@ def test_malformed_parents_are_refused(tokens: list[int], parents: list[int], me
         DraftTree(np.array(tokens), np.array(parents))
 
 
-@pytest.mark.parametrize("name", ["q", "probe", "probability"])
+KINDS = {"probe": np.bool_, "probability": np.float64, "origins": np.int8}
+
+
+@pytest.mark.parametrize("name", ["q", *KINDS])
 def test_per_node_values_must_match_the_nodes(name: str) -> None:
-    values = {"q": torch.ones(3, 5), "probe": np.zeros(3, np.bool_), "probability": np.zeros(3)}
+    values = {
+        "q": torch.ones(3, 5),
+        "probe": np.zeros(3, np.bool_),
+        "probability": np.zeros(3),
+        "origins": np.zeros(3, np.int8),
+    }
     with pytest.raises(ValueError, match=f"^{name} has 3 rows for 2 nodes$"):
         DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: values[name]})
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forerun.decoding.result import GenerationInterrupted, GenerationResult
     from forerun.drafters.base import Drafter, NoDrafter
     from forerun.model.gate import UnsupportedModelError
+    from forerun.model.grammar import SchemaError
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOMES = {
     "GenerationInterrupted": "decoding.result",
     "GenerationResult": "decoding.result",
     "NoDrafter": "drafters.base",
+    "SchemaError": "model.grammar",
     "Settings": "core.settings",
     "Stats": "core.stats",
     "UnsupportedModelError": "model.gate",
@@ -52,6 +54,7 @@ __all__ = [
     "GenerationInterrupted",
     "GenerationResult",
     "NoDrafter",
+    "SchemaError",
     "Settings",
     "Stats",
     "UnsupportedModelError",

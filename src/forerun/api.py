@@ -42,7 +42,7 @@ def generate(
     model: PreTrainedModel,
     prompts: Prompts,
     *,
-    drafter: Drafter | str = "trie",
+    drafter: Drafter | str = "auto",
     settings: Settings | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     budget: int = BUDGET,
@@ -87,7 +87,7 @@ def custom_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     *,
-    forerun_drafter: Drafter | str = "trie",
+    forerun_drafter: Drafter | str = "auto",
     forerun_settings: Settings | None = None,
     forerun_seed: int | None = None,
     forerun_verification: Method = "coupled",
@@ -96,7 +96,7 @@ def custom_generate(
     forerun_streamer: BaseStreamer | None = None,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateForerunOutput:
-    """For ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="trie")``.
+    """For ``model.generate(..., custom_generate=forerun.custom_generate, forerun_drafter="auto")``.
 
     transformers does not pass ``streamer=`` and ``tokenizer=`` on to a custom generate. Use ``forerun_streamer=``
     instead of the first; for stop strings, put a ``StopStringCriteria`` into ``stopping_criteria``. Without

@@ -23,6 +23,10 @@ GROWTH = 256
 """The cache grows by at least this many tokens."""
 
 
+SAMPLED = 128
+"""Queries of a text that are kept, at most: as many as a wide head has dimensions."""
+
+
 class FullCache(Cache):
     """A preallocated buffer that grows in blocks; accepted rows are compacted in place.
 
@@ -38,6 +42,9 @@ class FullCache(Cache):
         self.queries: dict[int, torch.Tensor] = {}
         """Queries of the last pass by layer, ``[1, H, n, d]``; sparse caches choose keys by them. Empty if the tokens
         of that pass were truncated."""
+        self.sample: dict[int, torch.Tensor] = {}
+        """Up to ``SAMPLED`` queries of the longest pass so far by layer, ``[1, H, n, d]``: what the text asks of its
+        keys. Truncating leaves them."""
         self.specs: dict[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
@@ -50,8 +57,16 @@ class FullCache(Cache):
     ) -> torch.Tensor:
         """See ``Cache.attend``."""
         rows = self.append(layer, k, v)
-        self.queries[layer], self.specs[layer] = q, spec
+        self.asked(layer, q, spec)
         return merge(*attend_in_order(q, rows, self.length, block, spec), sinks=spec.sinks)
+
+    def asked(self, layer: int, q: torch.Tensor, spec: AttentionSpec | None = None) -> None:
+        """Keep a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
+        self.queries[layer] = q
+        if spec is not None:
+            self.specs[layer] = spec
+        if layer not in self.sample or self.sample[layer].shape[2] < min(q.shape[2], SAMPLED):
+            self.sample[layer] = q[:, :, :: -(-q.shape[2] // SAMPLED)].clone()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""

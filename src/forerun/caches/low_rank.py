@@ -21,7 +21,7 @@ from forerun.caches.beginning import Tensors
 from forerun.caches.bounded import SLACK
 from forerun.caches.full import FullCache
 from forerun.caches.rows import attend_in_order, compact
-from forerun.caches.short_keys import GROUPS, SAMPLE, ShortKeys
+from forerun.caches.short_keys import GROUPS, ShortKeys
 from forerun.caches.view import View
 from forerun.core.block import Block
 from forerun.kernels.attention import AttentionSpec, attend, attend_chosen, merge
@@ -32,6 +32,8 @@ SHARE, LONG = 4, 60
 own pass is so slow that drafts may cost more. Every query of a group sees what any of them chose."""
 ROOM = 64
 """The buffer of recent tokens grows by at least this many."""
+PIECE = 8192
+"""Keys that are indexed at a time, at least: that takes as long as a pass or two of a small model over a long text."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,8 @@ class LowRankCache(View):
 
     @property
     def ready(self) -> bool:
-        """See ``View.ready``. Finding the dimensions takes the queries of a pass."""
-        return bool(self.source.specs and (self._indexes or self.source.queries))
+        """See ``View.ready``. Finding the dimensions takes queries."""
+        return bool(self.source.specs and (self._indexes or self.source.sample))
 
     @property
     def whole(self) -> bool:
@@ -98,8 +100,8 @@ class LowRankCache(View):
         return self.source.length <= self.config.budget
 
     def prepare(self, tokens: int) -> bool:
-        """See ``View.prepare``: a piece is no smaller than what the dimensions are found by."""
-        end, piece, done = self._far(self.source.length), max(tokens, SAMPLE), True
+        """See ``View.prepare``."""
+        end, piece, done = self._far(self.source.length), max(tokens, PIECE), True
         for layer in self.source.layers:
             if self.source.specs[layer].window is None:
                 index = self._index(layer)
@@ -140,7 +142,7 @@ class LowRankCache(View):
         """A layer's index, made at the first call."""
         if layer not in self._indexes:
             keys = self.source.read(layer, 0, self.source.length)[0]
-            self._indexes[layer] = ShortKeys.of(keys[0], self.source.queries[layer][0], self.config.rank)
+            self._indexes[layer] = ShortKeys.of(keys[0], self.source.sample[layer][0], self.config.rank)
         return self._indexes[layer]
 
     def attend(

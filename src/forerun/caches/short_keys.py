@@ -9,7 +9,7 @@ from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
 GROUPS = 8
 """An index grows by at least this many groups of chunks."""
-SAMPLE = 8192
+SAMPLE = 2048
 """The dimensions are found from at most this many keys."""
 
 

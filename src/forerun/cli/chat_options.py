@@ -42,7 +42,7 @@ class ChatOptions(LongOptions):
     """
 
     model: Model = ""
-    drafter: Drafter = "trie"
+    drafter: Drafter = "auto"
     budget: Budget = None
     dtype: AnyDtype = "auto"
     device: Device = "auto"

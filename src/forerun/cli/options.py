@@ -105,7 +105,7 @@ class GenerateOptions(LongOptions):
     """
 
     model: Model = "bundled"
-    drafter: Drafter = "trie"
+    drafter: Drafter = "auto"
     budget: Budget = None
     dtype: AnyDtype = "auto"
     device: Device = "auto"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forerun.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings")
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
 
 
 def run(options: ServeOptions) -> None:

@@ -72,6 +72,9 @@ class ServeOptions:
     drain: Annotated[
         float | None, option("--drain", panel=_MUCH, help="Seconds for running requests at the end.", min=0)
     ] = None
+    page: Annotated[
+        bool | None, option("--page/--no-page", panel=_WHO, help="Show a page to try the model at /; shown by default.")
+    ] = None
     debug: Debug = False
 
     def flags(self) -> dict[str, Any]:

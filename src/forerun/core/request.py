@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from forerun.core.logprobs import Logprob, logprob_of
 from forerun.core.sampling import Sampler
 from forerun.core.stats import Stats
 from forerun.core.tree import IntArray
@@ -30,10 +31,14 @@ class Request:
         sampler: how tokens are chosen.
         stopping: called with the ids ``[1, t]`` after every token; true ends the text.
         namespace: requests draft from earlier outputs of the same namespace only.
+        budget: nodes of a draft, at most, if that is less than the engine's; with 0 nothing is drafted, and no drafter
+            hears of the request. It changes the speed, never the text.
         padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
+        top_logprobs: tokens whose log-probabilities are kept at each place of the text, beside the one that came; None
+            keeps none at all.
 
     Raises:
-        ValueError: for an empty prompt or no room to generate.
+        ValueError: for an empty prompt, no room to generate, or a budget under 0.
     """
 
     def __init__(
@@ -45,12 +50,16 @@ class Request:
         sampler: Sampler | None = None,
         stopping: Stopping | None = None,
         namespace: str = "default",
+        budget: int | None = None,
         padding: Sequence[int] = (),
+        top_logprobs: int | None = None,
     ) -> None:
         if not len(prompt):
             raise ValueError("the prompt is empty; at least one token is needed")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+        if budget is not None and budget < 0:
+            raise ValueError(f"budget is {budget}; it must be 0 or more")
         self.id = next(_ids)
         self.prompt_length = len(prompt)
         self.max_new_tokens = max_new_tokens
@@ -58,10 +67,14 @@ class Request:
         self.sampler = sampler or Sampler()
         self.stopping = stopping
         self.namespace = namespace
+        self.budget = budget
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         """What ended the text, where that was an error of its own."""
         self.stats = Stats()
+        self.top_logprobs = top_logprobs
+        self.logprobs: list[Logprob] = []
+        """One for each generated token, if they are kept."""
         self.unread = 1
         """Committed tokens that the target's next pass reads, besides the drafts."""
         self._padding = len(padding)
@@ -109,6 +122,21 @@ class Request:
         self._buffer[self._end : end] = after
         return self.sampler.scores(self._ids[:end], logits)
 
+    def allowed(self, budget: int) -> int:
+        """Nodes of a draft, at most, where the engine allows ``budget``."""
+        return budget if self.budget is None else min(budget, self.budget)
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens that follow for certain, because the sampler's constraint allows no others; ``most`` at most."""
+        constraint = self.sampler.constraint
+        return [] if constraint is None else constraint.forced(self._ids[: self._end], most)
+
+    def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, rows: Sequence[int]) -> None:
+        """Note how likely committed tokens were, if that is wanted, by the rows of logits ``[n, V]`` they follow."""
+        if self.top_logprobs is not None:
+            for token, row in zip(tokens, rows, strict=False):
+                self.logprobs.append(logprob_of(logits[row], token, self.top_logprobs))
+
     def fork(self) -> Request:
         """A copy that a drafter may continue speculatively.
 
@@ -127,11 +155,15 @@ class Request:
         self._end += 1
         if token in self.eos_token_ids:
             self.finish_reason = "eos"
-        elif self.stopping is not None and self.stopping(self._ids[None, : self._end]):
+        elif self._complete() or (self.stopping is not None and self.stopping(self._ids[None, : self._end])):
             self.finish_reason = "stop"
         elif self.remaining == 0:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def _complete(self) -> bool:
+        constraint = self.sampler.constraint
+        return constraint is not None and constraint.complete(self._ids[: self._end])
 
     def fail(self, error: Exception) -> None:
         """End the text by an error; its tokens so far stay."""

@@ -14,6 +14,8 @@ from typing import Literal
 
 import torch
 
+from forerun.core.constraint import Constraint
+
 Method = Literal["greedy", "coupled", "rejection"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What ``transformers`` calls a logits processor: (ids ``[1, t]``, scores ``[1, V]``) -> scores ``[1, V]``."""
@@ -55,19 +57,28 @@ class Sampler:
             Leviathan's test.
         seed: seeds the noise; any integer.
         processor: runs on a node's logits, with the ids that lead to the node; or None.
+        constraint: leaves out the tokens that may not come, before the processor runs; or None.
     """
 
     method: Method = "greedy"
     seed: int = 0
     processor: Processor | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if self.method not in ("greedy", "coupled", "rejection"):
             raise ValueError(f"method is {self.method!r}; allowed are 'greedy', 'coupled' and 'rejection'")
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the token is the best by the logits themselves."""
+        return self.method == "greedy" and self.processor is None and self.constraint is None
+
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores ``[V]`` in float32, as in ``transformers``, from logits ``[V]`` that follow ids ``[t]``."""
         scores = logits.to(torch.float32, copy=self.processor is not None)
+        if self.constraint is not None:
+            scores = self.constraint.mask(ids, scores)
         if self.processor is None:
             return scores
         return self.processor(ids[None].to(scores.device), scores[None])[0]
@@ -77,10 +88,9 @@ class Sampler:
         return int(self._noisy(scores, position, salt).argmax())
 
     def candidates(self, scores: torch.Tensor, position: int, count: int) -> list[int]:
-        """The ``count`` best tokens, best first; the first is the one that ``choose`` takes."""
-        found: list[int] = (
-            self._noisy(scores, position, Salt.TARGET).topk(min(count, scores.shape[-1])).indices.tolist()
-        )
+        """The ``count`` best tokens, best first, or as many as can come; the first is the one that ``choose`` takes."""
+        best = self._noisy(scores, position, Salt.TARGET).topk(min(count, scores.shape[-1]))
+        found: list[int] = best.indices[best.values > -torch.inf].tolist()
         return found
 
     def _noisy(self, scores: torch.Tensor, position: int, salt: Salt) -> torch.Tensor:
@@ -96,7 +106,8 @@ class Sampler:
         """
         seed = _mix(self.seed & _MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
-        return replace(self, seed=seed, processor=processor)
+        constraint = None if self.constraint is None else self.constraint.on_trial()
+        return replace(self, seed=seed, processor=processor, constraint=constraint)
 
     def draft_salt(self) -> Salt:
         """The salt that drafts draw with: the target's when coupled, another one for the rejection test."""

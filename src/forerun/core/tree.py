@@ -8,18 +8,21 @@ multi-branch draft (section 4.2.2) is such a tree; its parallel form is one whos
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from forerun.core.origin import Origin
+
 ROOT = -1
 """Parent index of nodes that directly follow the last committed token."""
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+Int8Array = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +35,7 @@ class DraftTree:
         q: distribution that each node was drawn from, ``[n, vocabulary]``; only rejection sampling reads it.
         probe: bool ``[n]``; verification skips these nodes. Only ``Drafter.observe`` gets their logits.
         probability: the drafter's estimate that a node will be accepted, float64 ``[n]``.
+        origins: the ``Origin`` of each node, int8 ``[n]``; None if the drafter does not say.
     """
 
     tokens: IntArray
@@ -39,6 +43,7 @@ class DraftTree:
     q: torch.Tensor | None = None
     probe: BoolArray | None = None
     probability: npt.NDArray[np.float64] | None = None
+    origins: Int8Array | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tokens", np.ascontiguousarray(self.tokens, dtype=np.int64))
@@ -51,9 +56,11 @@ class DraftTree:
         return _EMPTY
 
     @classmethod
-    def chain(cls, tokens: Sequence[int] | IntArray, q: torch.Tensor | None = None) -> DraftTree:
+    def chain(
+        cls, tokens: Sequence[int] | IntArray, q: torch.Tensor | None = None, origins: Int8Array | None = None
+    ) -> DraftTree:
         """A single branch."""
-        return cls(np.asarray(tokens, np.int64), np.arange(-1, len(tokens) - 1), q=q)
+        return cls(np.asarray(tokens, np.int64), np.arange(-1, len(tokens) - 1), q=q, origins=origins)
 
     @classmethod
     def from_branches(cls, branches: Iterable[Sequence[int]], budget: int) -> DraftTree:
@@ -82,7 +89,7 @@ class DraftTree:
         """
         if self.probe is not None or other.probe is not None:
             raise ValueError("trees with probes cannot be merged")
-        tokens, parents = self.tokens.tolist(), self.parents.tolist()
+        tokens, parents, origins = self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
         index = {ROOT: ROOT}
         for node, (parent, token) in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True)):
             if (above := index.get(parent)) is None:
@@ -93,7 +100,43 @@ class DraftTree:
                 index[node] = len(tokens)
                 tokens.append(token)
                 parents.append(above)
-        return DraftTree(np.array(tokens[:budget], np.int64), np.array(parents[:budget], np.int64))
+                origins.append(int(other.sources[node]))
+        return DraftTree(
+            np.array(tokens[:budget], np.int64),
+            np.array(parents[:budget], np.int64),
+            origins=np.array(origins[:budget], np.int8),
+        )
+
+    def by(self, origin: Origin) -> DraftTree:
+        """The tree with one origin for all its nodes."""
+        return replace(self, origins=np.full(len(self), origin, np.int8))
+
+    def under(self, tokens: Sequence[int]) -> DraftTree:
+        """A chain of certain tokens, with this tree under its last one; nodes of this tree come after the chain's."""
+        if not tokens:
+            return self
+        chain = DraftTree.chain(tokens).by(Origin.FORCED)
+        if not len(self):
+            return chain
+        return DraftTree(
+            np.concatenate([chain.tokens, self.tokens]),
+            np.concatenate([chain.parents, self.parents + len(chain)]),
+            q=None if self.q is None else torch.cat([_certain(tokens, self.q), self.q]),
+            probe=None if self.probe is None else np.concatenate([np.zeros(len(chain), np.bool_), self.probe]),
+            probability=None if self.probability is None else np.concatenate([np.ones(len(chain)), self.probability]),
+            origins=np.concatenate([chain.sources, self.sources]),
+        )
+
+    def behind(self, count: int) -> DraftTree:
+        """The tree under a chain of its first ``count`` nodes: undoes ``under``."""
+        return DraftTree(
+            self.tokens[count:],
+            self.parents[count:] - count,
+            q=None if self.q is None else self.q[count:],
+            probe=None if self.probe is None else self.probe[count:],
+            probability=None if self.probability is None else self.probability[count:],
+            origins=None if self.origins is None else self.origins[count:],
+        )
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -115,6 +158,11 @@ class DraftTree:
         above = np.append(self.probability, 1.0)[self.parents]
         odds = np.minimum(np.maximum(self.probability / np.maximum(above, 1e-12), 6e-6), 1 - 6e-6)
         return np.asarray(np.log(odds / (1 - odds)))
+
+    @cached_property
+    def sources(self) -> Int8Array:
+        """``origins``, or ``Origin.DRAFTER`` for each node of a drafter that does not say; int8 ``[n]``."""
+        return np.full(len(self), Origin.DRAFTER, np.int8) if self.origins is None else self.origins
 
     @property
     def drafted(self) -> int:
@@ -158,7 +206,17 @@ class DraftTree:
             q=None if self.q is None else self.q[torch.from_numpy(keep)],
             probe=None if self.probe is None else self.probe[keep],
             probability=None if self.probability is None else self.probability[keep],
+            origins=None if self.origins is None else self.origins[keep],
         )
+
+    def first(self, count: int) -> DraftTree:
+        """The tree of the first ``count`` nodes that may be accepted, and of the probes that hang under none else."""
+        if self.drafted <= count:
+            return self
+        free = np.ones(len(self), np.bool_) if self.probe is None else ~self.probe
+        gone = free & (np.cumsum(free) > count)
+        keep: BoolArray = ~np.any(self.ancestors & gone, axis=1)
+        return self.select(keep)
 
     def trim(self, max_depth: int, vocabulary: int) -> DraftTree:
         """The tree without nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and nodes under these."""
@@ -171,13 +229,21 @@ class DraftTree:
         return self if keep.all() else self.select(keep)
 
 
+def _certain(tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Distributions that give each token all weight, ``[n, vocabulary]``."""
+    return torch.zeros(len(tokens), like.shape[-1], dtype=like.dtype, device=like.device).scatter_(
+        1, torch.tensor(tokens, device=like.device)[:, None], 1.0
+    )
+
+
 def _check(tree: DraftTree) -> None:
     n = len(tree.tokens)
     if tree.tokens.ndim != 1 or tree.parents.shape != tree.tokens.shape:
         raise ValueError(f"tokens {tree.tokens.shape} and parents {tree.parents.shape} must be equally long vectors")
     if np.count_nonzero((tree.parents - ROOT).view(np.uint64) > np.arange(n, dtype=np.uint64)):
         raise ValueError("parents must be ROOT (-1) or the index of an earlier node")
-    for name, value in (("q", tree.q), ("probe", tree.probe), ("probability", tree.probability)):
+    for name in ("q", "probe", "probability", "origins"):
+        value = getattr(tree, name)
         if value is not None and len(value) != n:
             raise ValueError(f"{name} has {len(value)} rows for {n} nodes")
 

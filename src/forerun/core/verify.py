@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
 from forerun.core.tree import ROOT, DraftTree
@@ -46,6 +47,12 @@ class Outcome:
     verdict: Verdict
     logits: torch.Tensor
 
+    @property
+    def origins(self) -> list[int]:
+        """The ``Origin`` of each committed token."""
+        drafted: list[int] = self.tree.sources[self.verdict.path].tolist()
+        return drafted + [int(Origin.TARGET)] * (len(self.verdict.tokens) - len(drafted))
+
 
 def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
     """Commit the accepted path of ``tree``, and the token after it, to ``request``.
@@ -65,7 +72,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
 
 def _chooser(logits: torch.Tensor, request: Request) -> Callable[[int], int]:
     """A function from a node to the token chosen there; called along the walked path only."""
-    if request.sampler.method == "greedy" and request.sampler.processor is None:
+    if request.sampler.takes_best:
         rounded = logits.float() if logits.dtype == torch.float64 else logits
         best: list[int] = rounded.argmax(-1).tolist()
         return lambda node: best[node + 1]

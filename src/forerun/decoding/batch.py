@@ -96,7 +96,8 @@ class Batch:
         """Bytes of keys and values that a request takes, at most, once it is admitted: those of the target and of all
         draft levels. What it shares with others is counted as if it were alone."""
         tokens = self.tokens(request)
-        return FullCache(tokens).needs(self._step.target.kv, tokens) + self._step.drafter.needs(tokens)
+        drafting = 0 if request.budget == 0 else self._step.drafter.needs(tokens)
+        return FullCache(tokens).needs(self._step.target.kv, tokens) + drafting
 
     def step(self) -> list[Commit]:
         """One pass over all rows; what it adds to each.

@@ -26,11 +26,13 @@ from forerun.decoding.step import Step
 from forerun.decoding.store import KVStore
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
+from forerun.drafters.forced import by_request
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate
 from forerun.model.exactness import probe
 from forerun.model.fingerprint import fingerprint
+from forerun.model.grammar import Grammars, ResponseFormat
 from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
@@ -76,7 +78,7 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        drafter: Drafter | str = "trie",
+        drafter: Drafter | str = "auto",
         *,
         settings: Settings | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -101,9 +103,12 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
-        self.store = None if kv_store is None else self._open(kv_store, kv_store_limit)
+        self.store: KVStore | None = None
         """What is kept of prompts on disk."""
+        if kv_store is not None:
+            self.store = KVStore(kv_store, fingerprint(self.target, self.exactly), kv_store_limit)
         self._tokenizer = tokenizer
+        self._grammars: Grammars | None = None
         self._turns = Turns()
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         attention.warm_up(self.target.device, self.target.model.dtype)
@@ -111,9 +116,6 @@ class Engine:
         self.cut = cut
         self.use(chosen)
         self.prefill_block = prefill_block
-
-    def _open(self, folder: str | Path, limit: int | None) -> KVStore:
-        return KVStore(folder, fingerprint(self.target, self.exactly), limit)
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on.
@@ -142,8 +144,17 @@ class Engine:
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is not self._tokenizer:
-            self._tokenizer = tokenizer
+            self._tokenizer, self._grammars = tokenizer, None
             self._spell()
+
+    @property
+    def grammars(self) -> Grammars:
+        """What ``response_format`` is made of; made at first use."""
+        if self._grammars is None:
+            eos = self.target.model.generation_config.eos_token_id
+            ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
+            self._grammars = Grammars(self._tokenizer, self.target.vocabulary, ends)
+        return self._grammars
 
     def _spell(self) -> None:
         if isinstance(self._tokenizer, PreTrainedTokenizerFast):
@@ -156,8 +167,9 @@ class Engine:
             prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
                 or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
             streamer: a transformers streamer; for one sequence only.
-            options: ``seed``, ``verification`` and ``namespace`` (see ``RowOptions``), and everything that
-                ``model.generate`` takes: ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
+            options: ``seed``, ``verification``, ``namespace``, ``budget`` and ``logprobs`` (see ``RowOptions``),
+                ``response_format`` (see ``Grammars``), and everything that ``model.generate`` takes:
+                ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
 
         Raises:
             GenerationInterrupted: on Ctrl-C, with the result so far.
@@ -194,10 +206,14 @@ class Engine:
         seed: int | None = None,
         verification: Method = "coupled",
         namespace: str = "default",
+        budget: int | None = None,
+        logprobs: int | None = None,
+        response_format: ResponseFormat | None = None,
         **options: Any,
     ) -> list[Request]:
         """The checked requests that ``generate`` runs; options as there."""
-        row_options = RowOptions(seed, verification, namespace)
+        grammar = None if response_format is None else self.grammars.of(response_format, namespace)
+        row_options = RowOptions(seed, verification, namespace, budget, logprobs, grammar)
         rows = encode(prompts, self.tokenizer, attention_mask)
         built = [
             build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)
@@ -266,7 +282,7 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step = Step(self.target, self.drafter, self.budget)
+        step = Step(self.target, by_request(self.drafter), self.budget)
         chunk = min(self.prefill_block, limit)
         shared = min(CHUNK, chunk) if self.exactness == "bitwise" else chunk
         return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared))
@@ -277,8 +293,7 @@ class Engine:
             self.store.flush()
 
     def close(self) -> None:
-        """Write what the store is to keep, and keep nothing more; without a store there is nothing to do. A program
-        that ends without it waits for the same."""
+        """Write what the store is to keep, and keep nothing more. A program that ends without it waits for the same."""
         if self.store is not None:
             self.store.close()
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from forerun.core.logprobs import Logprob
 from forerun.core.request import FinishReason, Request
 from forerun.core.stats import Stats
 
@@ -54,6 +55,11 @@ class GenerationResult:
     def stats(self) -> list[Stats]:
         """Steps and times of each sequence."""
         return [request.stats for request in self.requests]
+
+    @property
+    def logprobs(self) -> list[list[Logprob]]:
+        """How likely the model found each new token of each sequence; empty lists unless ``logprobs`` was asked for."""
+        return [request.logprobs for request in self.requests]
 
     @property
     def seeds(self) -> list[int | None]:

@@ -16,7 +16,7 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.decoding.commit import Commit
+from forerun.decoding.commit import Commit, committed
 from forerun.decoding.row import Row
 from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
@@ -64,10 +64,9 @@ class Step:
         for row, outcome in zip(decoding, outcomes, strict=True):
             if outcome is not None:
                 row.record_times(proposed - began, scored - proposed, verified - scored)
-        paths = [0 if outcome is None else len(outcome.verdict.path) for outcome in outcomes] + [0] * len(reading)
         commits = [
-            Commit(row.request, row.request.tokens[length:].tolist(), drafted)
-            for row, length, drafted in zip(rows, lengths, paths, strict=True)
+            committed(row.request, length, outcome, verified - began)
+            for row, length, outcome in zip(rows, lengths, [*outcomes, *[None] * len(reading)], strict=True)
         ]
         return [commit for commit in commits if commit.tokens or commit.request.error is not None]
 
@@ -100,6 +99,7 @@ class Step:
         try:
             verdict = verify(block.tree, logits, row.request)
             row.commit(block, verdict)
+            row.request.keep_logprobs(verdict.tokens, logits, [0, *(node + 1 for node in verdict.path)])
             outcome = Outcome(block.tree, verdict, logits)
             self.drafter.observe(row.request, outcome)
         except Exception as error:

@@ -26,6 +26,7 @@ from forerun.plan.account import Account, Source
 from forerun.plan.chains import Chains, best
 from forerun.plan.costs import CostCurve
 from forerun.plan.cutting import Cut, Cutter, Load
+from forerun.plan.passes import Line
 from forerun.plan.times import Times
 
 LEAST, GROWTH = 8, 4
@@ -48,8 +49,6 @@ class _Step:
     """Seconds until there were branches; 0 where none were asked for."""
     drafting: float
     """Seconds of the chains' passes."""
-    expected: float
-    """Tokens of a row that the branches promised, where chains were drafted instead."""
     ended: float
     """When drafting was over."""
     seconds: float = 0.0
@@ -70,7 +69,6 @@ class Chooser(OuterDrafter):
         most: tokens of a chain, at most.
         reach: cached tokens that such a pass looks back on, at most; None for all.
         beyond: cached tokens up to which such a pass would be the target's own.
-        nested: whether the trees help to draft chains, so that such a pass gives as many tokens as the target's would.
         weight: what such a pass costs, until it was seen, where one of the target's over as many cached tokens costs 1.
         costs: of the target's passes; measured where none are given.
         clock: seconds.
@@ -87,14 +85,13 @@ class Chooser(OuterDrafter):
         most: int = 1,
         reach: int | None = None,
         beyond: int = 0,
-        nested: bool = False,
         weight: float = 1.0,
         costs: CostCurve | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(inner)
         self.trees, self.chains = trees, chains
-        self.most, self.reach, self.beyond, self.nested, self.weight = most, reach, beyond, nested, weight
+        self.most, self.reach, self.beyond, self.weight = most, reach, beyond, weight
         self._clock, self._costs = clock, costs
         self._prompts: dict[int, Cache] = {}
         self._behind: set[int] = set()
@@ -135,7 +132,7 @@ class Chooser(OuterDrafter):
         if max(load.cached) < self.beyond or most < 1:
             return False
         passes = self._cutter.passes(load, most)
-        return best([1.0] * load.rows, self._draft_cost(load, 1.0), passes).rate > load.rows / self._cutter.plain(load)
+        return best([1.0] * load.rows, self._draft_cost(load), passes).rate > load.rows / self._cutter.plain(load)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -176,12 +173,10 @@ class Chooser(OuterDrafter):
         cut = self._cutter.cut(requests, proposed, load, sunk)
         self._nodes = max(LEAST, self._nodes // 2, GROWTH * max(map(len, cut.trees)))
         asked = ended = self._clock()
-        foreseen = 1.0
         length = self._length(requests, cut, sunk, budget)
         if length and not self._prepared(requests):
             length = 0
         if length != 0:
-            foreseen = cut.tokens / len(requests)
             cut = self._cutter.whole(_ask(self.chains if length else None, requests, length or 0), load)
             ended = self._clock()
         self._step = _Step(
@@ -191,7 +186,6 @@ class Chooser(OuterDrafter):
             "chain" if length else "tree" if trees else None,
             asked - began if trees else 0.0,
             ended - asked if length else 0.0,
-            foreseen,
             ended,
         )
         return cut.trees
@@ -205,30 +199,31 @@ class Chooser(OuterDrafter):
         most = min(self.most, budget, max(request.max_draft_depth for request in requests))
         if most < 1:
             return 0
-        draft, passes = self._draft_cost(load, cut.tokens / rows), sunk + self._cutter.passes(load, most)
+        draft, passes = self._draft_cost(load), sunk + self._cutter.passes(load, most)
         if best([1.0] * rows, draft, passes).rate <= rate:  # not even if all of it were accepted
             return 0
         found = self._grown.best(requests, draft, passes)
-        if self._times.due(found.rate * (sunk + cut.plain) / rows):
+        if self._times.due((found.rate if self._times.settled else rate) * (sunk + cut.plain) / rows):
             return None
-        each = draft + (float(passes[-1]) - float(passes[0])) / max(most - 1, 1)
+        if not self._times.settled:
+            return 0
+        each = draft.each + (float(passes[-1]) - float(passes[0])) / max(most - 1, 1)
         pays, may_try = found.rate > rate, self._account.untouched
         self._grown.open(requests, found.rate * each / rows if pays else 0.0)
         if pays:
-            affordable = max(int(self._account.left("chain") * cut.plain / each), int(may_try))
+            affordable = max(int((self._account.left("chain") * cut.plain - draft.start) / each), int(may_try))
             return min(most if self._grown.asked else found.tokens, affordable)
         return int(not cut.nodes and may_try)
 
-    def _draft_cost(self, load: Load, foreseen: float) -> float:
-        """What drafting a token for every row costs, in the curve's units."""
-        unit, drafting = self._times.plain.unit, self._times.drafting.unit
-        return self._draft_size(load, foreseen) * (drafting / unit if unit and drafting else 1.0)
+    def _draft_cost(self, load: Load) -> Line:
+        """What drafting chains for every row costs by their tokens, in the curve's units."""
+        start, each = self._times.drafting_cost
+        return Line(start, each * self._draft_size(load))
 
-    def _draft_size(self, load: Load, foreseen: float) -> float:
-        """What it costs going by the size of such a pass, where a pass of the target would give a row so many tokens by
-        the trees."""
+    def _draft_size(self, load: Load) -> float:
+        """What a drafting pass costs, going by what it reads."""
         seen = [length if self.reach is None else min(length, self.reach) for length in load.cached]
-        return self.weight * self._cutter.cost([1] * len(seen), seen) / (foreseen if self.nested else 1.0)
+        return self.weight * self._cutter.cost([1] * len(seen), seen)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Learn how long the step took, and what was accepted."""
@@ -265,13 +260,14 @@ class Chooser(OuterDrafter):
         self._cutter.end(cut, step.tokens)
         if not cut.load.decoding:
             return
-        size = self._draft_size(cut.load, step.expected) * cut.nodes / len(cut.trees) if step.drafting else 0.0
+        size = self._draft_size(cut.load) * cut.nodes / len(cut.trees) if step.drafting else 0.0
         times.step(cut.cost / self._cutter.surcharge if cut.nodes else cut.cost, step.seconds, not cut.nodes)
         times.asking.learn(len(cut.trees), step.asking)
         times.drafting.learn(size, step.drafting)
         self._cutter.surcharge = times.surcharge
-        asking = times.share(times.asking, len(cut.trees), cut.plain) if step.asking else 0.0
-        took = cut.cost / cut.plain + times.share(times.drafting, size, cut.plain)
+        asking = len(cut.trees) * times.asking_cost / cut.plain if step.asking else 0.0
+        drafting = times.drafting_cost.at(size) if size else 0.0
+        took = (cut.cost + drafting) / cut.plain
         self._account.pass_by(took + asking)
         self._account.enter("tree", (step.foreseen - step.accepted) / rows - asking)
         if cut.nodes:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Cache
+from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
@@ -118,7 +119,8 @@ class HierarchyDrafter(OuterDrafter):
 
     def _draft(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """Chains that the middle level has verified."""
-        drafts = [_Draft(request, min(self.gamma2, budget, request.max_draft_depth)) for request in requests]
+        own = Origin.SELF if self.middle is None else Origin.MODEL
+        drafts = [_Draft(request, min(self.gamma2, budget, request.max_draft_depth), own) for request in requests]
         for draft in drafts:
             draft.wanted = min(draft.wanted, self._level.room(draft.twin))
             if draft.missing > 0:
@@ -192,13 +194,15 @@ def _decoding(requests: Sequence[Request]) -> Load:
 
 
 class _Draft:
-    """A chain under way."""
+    """A chain under way; ``own`` is the origin of tokens that the middle level chose itself."""
 
-    def __init__(self, request: Request, wanted: int) -> None:
+    def __init__(self, request: Request, wanted: int, own: Origin) -> None:
         self.twin = request.fork()
         self.twin.stats = request.stats.inner()
         self.wanted = wanted
+        self._own = own
         self._tokens: list[int] = []
+        self._origins: list[int] = []
         self._q: list[torch.Tensor] = []
 
     @property
@@ -215,13 +219,15 @@ class _Draft:
             self._q += distributions(verdict, logits, before)
         self.twin.stats.record(tree.drafted, len(verdict.path), len(verdict.tokens))
         self._tokens += verdict.tokens
+        self._origins += Outcome(tree, verdict, logits).origins
         if self.twin.finish_reason is not None:
             self.wanted = 0
         return verdict
 
     def tree(self) -> DraftTree:
         """What was verified."""
-        return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None)
+        origins = np.array([origin or self._own for origin in self._origins], np.int8)
+        return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None, origins)
 
 
 def likely(verdict: Verdict, logits: torch.Tensor) -> list[float]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree, IntArray
@@ -112,7 +113,7 @@ class JacobiDrafter(Drafter):
         if budget < 1:
             return DraftTree.empty()
         branches = state.pool.branches(int(request.tokens[-1]), request.max_draft_depth)
-        tree = DraftTree.from_branches(branches, budget)
+        tree = DraftTree.from_branches(branches, budget).by(Origin.JACOBI)
         if sum(state.levels.shape) - 2 > request.max_draft_depth:
             return tree
         state.sent = True
@@ -185,6 +186,7 @@ def _join(branches: DraftTree, levels: IntArray) -> DraftTree:
         np.concatenate([branches.tokens, tokens]),
         np.concatenate([branches.parents, parents]),
         probe=np.arange(len(branches) + len(tokens)) >= len(branches),
+        origins=np.full(len(branches) + len(tokens), Origin.JACOBI, np.int8),
     )
 
 

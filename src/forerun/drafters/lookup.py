@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
@@ -61,7 +62,7 @@ class LookupDrafter(Drafter):
         start = self._occurrences[request.id].find(request.tokens)
         if start is None:
             return DraftTree.empty()
-        return DraftTree.chain(np.resize(request.tokens[start : start + length], length))
+        return DraftTree.chain(np.resize(request.tokens[start : start + length], length)).by(Origin.TEXT)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Index what was committed."""

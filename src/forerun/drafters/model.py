@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Cache
+from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.shape import Shape
 from forerun.core.tree import ROOT, DraftTree
@@ -78,7 +79,8 @@ class ModelDrafter(Drafter):
                 draft.extend(logits)
                 if self.enough is not None and isinstance(draft, _Chain):
                     draft.ended = self.enough(draft.twin, float(logits[0].softmax(-1)[draft.last]))
-        return [draft.tree() for draft in drafts]
+        origin = Origin.SELF if self.draft is None else Origin.MODEL
+        return [draft.tree().by(origin) for draft in drafts]
 
     def _begin(self, request: Request, budget: int) -> _Draft:
         twin = request.fork()

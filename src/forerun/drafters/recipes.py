@@ -141,7 +141,7 @@ def _auto(settings: Settings) -> Drafter:
     levels = _triforce(settings, inner, TRIE_NODES)
     budget = settings.cache_budget
     beyond = 0 if small else budget
-    return Chooser(levels, trees=trie, chains=levels, most=settings.gamma2, reach=budget, beyond=beyond, nested=True)
+    return Chooser(levels, trees=trie, chains=levels, most=settings.gamma2, reach=budget, beyond=beyond)
 
 
 def _long(

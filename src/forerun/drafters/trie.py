@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 
 from forerun.core.request import Request
-from forerun.core.tree import DraftTree
+from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
 from forerun.index.trie import Trie, TrieConfig
@@ -58,13 +58,16 @@ class TrieDrafter(Drafter):
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         """The likeliest branches, merged, at most ``budget`` nodes."""
-        pending = request.tokens[self.trie.length(request.id) :]
-        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, pending)
-        return DraftTree(draft.tokens, draft.parents, probability=draft.probability)
+        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, self._pending(request))
+        return DraftTree(draft.tokens, draft.parents, probability=draft.probability, origins=draft.origins)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Index what was committed."""
-        self.trie.extend(request.id, outcome.verdict.tokens)
+        self.trie.extend(request.id, self._pending(request))
+
+    def _pending(self, request: Request) -> IntArray:
+        """The end of a text that the trie does not have."""
+        return request.tokens[self.trie.length(request.id) :]
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""

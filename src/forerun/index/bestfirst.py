@@ -14,7 +14,17 @@ from forerun.index.board import NONE, UNIGRAM, Board, candidate, clear
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, hear, look, stand
 from forerun.index.evidence import ENOUGH, complete, gather, gather_recent
-from forerun.index.frontier import above_of, empty, least, offer, own_order_of, packed, shared_order_of, token_of
+from forerun.index.frontier import (
+    above_of,
+    empty,
+    least,
+    offer,
+    origin_of,
+    own_order_of,
+    packed,
+    shared_order_of,
+    token_of,
+)
 from forerun.index.mixing import Mixer, corrected, odds_unmatched, weigh
 from forerun.index.place import Place, follow_copy
 from forerun.index.tables import OWN, SHARED
@@ -109,6 +119,7 @@ def grow(own: Index, shared: Index, place: Place, mixer: Mixer, desk: Desk, draf
         span.head += 1
         above = above_of(entry)
         draft.tokens[size], draft.parents[size], draft.probability[size] = token_of(entry), above - 1, chance
+        draft.origins[size] = origin_of(entry)
         size += 1
         if size < budget and desk.depths[above] + 1 < deepest:
             bar = least(frontier, budget - size) / chance

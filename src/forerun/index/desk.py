@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from forerun.core.tree import IntArray
+from forerun.core.tree import Int8Array, IntArray
 from forerun.index.arrays import ORDERS, HashArray, Index, Int32Array, find
 from forerun.index.board import Board, Facts
 from forerun.index.compiling import compiled
@@ -66,11 +66,22 @@ class Desk(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """The draft: int64, int64 and float64, ``[budget]``. The parent ``ROOT`` marks what follows the text directly."""
+    """The draft: int64, int64, float64 and ``Origin`` int8, ``[budget]``. The parent ``ROOT`` marks what follows the
+    text directly."""
 
     tokens: IntArray
     parents: IntArray
     probability: npt.NDArray[np.float64]
+    origins: Int8Array
+
+    @classmethod
+    def allocate(cls, budget: int) -> Draft:
+        """Room for so many nodes."""
+        return cls(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget), np.empty(budget, np.int8))
+
+    def cut(self, size: int) -> Draft:
+        """The first nodes."""
+        return Draft(self.tokens[:size], self.parents[:size], self.probability[:size], self.origins[:size])
 
 
 @compiled

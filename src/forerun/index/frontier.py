@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.origin import Origin
 from forerun.core.tree import IntArray
 from forerun.index.arrays import FloatArray
 from forerun.index.compiling import compiled
@@ -19,6 +20,8 @@ ORDER_BITS, NODE_BITS = 3, 20
 
 ORDERS_BITS = 2 * ORDER_BITS
 TOKEN_START = ORDERS_BITS + NODE_BITS
+
+TEXT, EARLIER = int(Origin.TEXT), int(Origin.EARLIER)
 
 
 class Frontier(NamedTuple):
@@ -68,6 +71,12 @@ def own_order_of(entry: int) -> int:
 def shared_order_of(entry: int) -> int:
     """Tokens of the longest context that it followed in the namespace's texts."""
     return entry & ((1 << ORDER_BITS) - 1)
+
+
+@compiled
+def origin_of(entry: int) -> int:
+    """The source in which the longer context was found: the request's own text, or else earlier ones."""
+    return EARLIER if shared_order_of(entry) > own_order_of(entry) else TEXT
 
 
 @compiled

@@ -15,7 +15,7 @@ from forerun.index.board import NONE, Board, candidate, clear
 from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, stand
 from forerun.index.evidence import WIDTH
-from forerun.index.frontier import above_of, empty, offer, packed, token_of
+from forerun.index.frontier import above_of, empty, offer, origin_of, packed, token_of
 from forerun.index.place import Place
 from forerun.index.tables import OWN, SHARED
 
@@ -35,8 +35,9 @@ def _chance(weight: float, total: float, depth: int) -> float:
 
 
 @compiled
-def _followers(index: Index, slot: int, factor: float, found: Board) -> float:
-    """Add ``factor`` times the counts of a context's followers to their ``odds``; ``factor`` times its total."""
+def _followers(index: Index, slot: int, source: int, factor: float, found: Board) -> float:
+    """Add ``factor`` times the counts of a context's followers to their ``odds``, and note the source; ``factor`` times
+    its total."""
     if slot == 0:
         return 0.0
     value, total = index.slots[slot].value, index.slots[slot].total
@@ -49,6 +50,7 @@ def _followers(index: Index, slot: int, factor: float, found: Board) -> float:
             weight = 0.0 if number == before else found.candidates[number].odds
             count = total if value >= 0 else index.blocks[block + entry].count
             found.candidates[number].odds = weight + factor * count
+            found.candidates[number].longest[source] = 1
     return float(factor * total)
 
 
@@ -60,13 +62,14 @@ def _expand(own: Index, shared: Index, weight: float, desk: Desk, node: int, ord
     """
     found, frontier = desk.found, desk.frontier
     clear(found)
-    total = _followers(own, find(own, desk.hashes[node, OWN, order]), weight, found)
-    total += _followers(shared, find(shared, desk.hashes[node, SHARED, order]), 1.0, found)
+    total = _followers(own, find(own, desk.hashes[node, OWN, order]), OWN, weight, found)
+    total += _followers(shared, find(shared, desk.hashes[node, SHARED, order]), SHARED, 1.0, found)
     factor = chance / total if chance > 0 else 1.0
     bound = len(frontier.chances) // 2
     for number in range(found.size[0]):
         offered = found.candidates[number]
-        offer(frontier, bound, factor * offered.odds, packed(offered.token, node, 0, 0))
+        entry = packed(offered.token, node, offered.longest[OWN], offered.longest[SHARED])
+        offer(frontier, bound, factor * offered.odds, entry)
     return total
 
 
@@ -116,7 +119,7 @@ def _stage(
         if node == ROOT:
             node = size
             size += 1
-            draft.tokens[node], draft.parents[node] = token, above - 1
+            draft.tokens[node], draft.parents[node], draft.origins[node] = token, above - 1, origin_of(entry)
             limit = 1.0 if above == 0 else draft.probability[above - 1]
             draft.probability[node] = min(_chance(heavy, total, depth), limit)
             _enter(desk, above, node + 1, token)
@@ -172,7 +175,7 @@ def retrieve(
 
 def unmerge(draft: Draft, budget: int) -> Draft:
     """The draft's branches side by side, likeliest leaf first, as far as the budget goes (section 4.2.1)."""
-    tokens, parents, probability = (part.tolist() for part in draft)
+    tokens, parents, probability, _ = (part.tolist() for part in draft)
     leaves = sorted(set(range(len(tokens))) - set(parents), key=lambda leaf: -probability[leaf])
     copied: list[int] = []
     above: list[int] = []
@@ -185,4 +188,4 @@ def unmerge(draft: Draft, budget: int) -> Draft:
         above += [ROOT if step == 0 else len(copied) + step - 1 for step in range(min(len(path), room))]
         copied += path[::-1][:room]
     order = np.array(copied, np.int64)
-    return Draft(draft.tokens[order], np.array(above, np.int64), draft.probability[order])
+    return Draft(draft.tokens[order], np.array(above, np.int64), draft.probability[order], draft.origins[order])

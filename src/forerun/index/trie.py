@@ -134,21 +134,21 @@ class Trie:
 
         Returns:
             Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
-            ``[n]`` and estimated probability of acceptance float64 ``[n]``.
+            ``[n]``, estimated probability of acceptance float64 ``[n]``, and ``Origin`` int8 ``[n]``.
 
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31).
         """
         live = self._of(request_id)
         budget = max(budget, 0)
-        draft = Draft(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget, np.float64))
+        draft = Draft.allocate(budget)
         size = 0
         if budget and max_depth >= 1:
             if not self._desk.holds(budget):
                 self._desk = Desk.allocate(budget)
             size = self._fill(live, self._moved(live, pending), draft, max_depth)
         if size < budget:
-            draft = Draft(draft.tokens[:size], draft.parents[:size], draft.probability[:size])
+            draft = draft.cut(size)
         return multibranch.unmerge(draft, budget) if self.config.form == "parallel" else draft
 
     def _fill(self, live: _Live, where: Place, draft: Draft, max_depth: int) -> int:

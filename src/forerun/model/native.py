@@ -116,7 +116,8 @@ class NativeScorer(Scorer):
             if self.keeps_queries:  # a copy, as the next pass overwrites them
                 turned = written.mixed[:, first : first + count, : heads.heads * heads.dim].clone()
                 parted = turned.view(*turned.shape[:2], heads.heads, heads.dim).transpose(1, 2)
-                cache.queries = {i: queries[None] for i, queries in enumerate(parted)}
+                for layer, queries in enumerate(parted):
+                    cache.asked(layer, queries[None])
             first += count
 
 

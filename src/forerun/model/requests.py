@@ -29,6 +29,7 @@ from transformers.generation import (
 
 from forerun.core.request import Request, Stopping
 from forerun.core.sampling import Method, Sampler
+from forerun.model.grammar import Grammar
 from forerun.model.inputs import check_inputs, check_length, check_prompt
 from forerun.model.processors import of_row
 
@@ -54,13 +55,25 @@ class RowOptions:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
         namespace: this text is drafted from earlier outputs of the same namespace only.
+        budget: nodes of a draft, at most, if that is less than the engine's; 0 for no drafts, and nothing learned.
+        logprobs: keep how likely the model found each token, and so many of the likeliest tokens at its place; None
+            keeps nothing.
+        grammar: what the text must follow.
+
+    Raises:
+        ValueError: for a wrong verification, or ``logprobs`` below 0.
     """
 
     seed: int | None = None
     verification: Method = "coupled"
     namespace: str = "default"
+    budget: int | None = None
+    logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs is {self.logprobs}; it must be 0 or more, or None")
         if self.verification not in ("coupled", "rejection"):
             raise ValueError(f"verification is {self.verification!r}; allowed are 'coupled' and 'rejection'")
 
@@ -142,14 +155,17 @@ def make_request(
     check_length(model, len(prompt), max_new_tokens)
     processor = of_row(prepared.processors, model, place.row, place.rows, place.prepared)
     seed = draw_seed() if options.seed is None else options.seed
+    constraint = None if options.grammar is None else options.grammar.follow(len(padding) + len(prompt))
     return Request(
         prompt,
         max_new_tokens,
         eos_token_ids=eos,
-        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor),
+        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor, constraint),
         stopping=stopping,
         namespace=options.namespace,
+        budget=options.budget,
         padding=padding,
+        top_logprobs=options.logprobs,
     )
 
 

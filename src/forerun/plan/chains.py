@@ -28,6 +28,7 @@ from forerun.plan.calibration import (
     settle,
 )
 from forerun.plan.costs import FloatArray
+from forerun.plan.passes import Line
 
 AGREEING = 0.2
 """A token of probability p is taken to be accepted with probability p to this power at first: where a model is not sure
@@ -81,12 +82,12 @@ class Chains:
         """Forget a text."""
         self._rates.pop(request.id, None)
 
-    def best(self, requests: Sequence[Request], draft: float, passes: FloatArray) -> Length:
+    def best(self, requests: Sequence[Request], draft: Line, passes: FloatArray) -> Length:
         """The length that gives the most tokens by cost, going by what was accepted.
 
         Args:
             requests: the rows.
-            draft: what drafting a token for all rows costs.
+            draft: what drafting chains for all rows costs, by their tokens.
             passes: what verifying 1, 2, ... drafts of each row costs.
         """
         return best([self._rates[request.id].rate for request in requests], draft, passes)
@@ -117,10 +118,10 @@ class Chains:
             settle(self._table)
 
 
-def best(rates: Sequence[float], draft: float, passes: FloatArray) -> Length:
+def best(rates: Sequence[float], draft: Line, passes: FloatArray) -> Length:
     """The length that gives the most tokens by cost, for rows that accept drafts at these rates (``Chains.best``)."""
     lengths = np.arange(1, len(passes) + 1)
     powers = np.asarray(rates)[:, None] ** lengths
-    worth = (len(rates) + powers.cumsum(1).sum(0)) / (draft * lengths + passes)
+    worth = (len(rates) + powers.cumsum(1).sum(0)) / (draft.start + draft.each * lengths + passes)
     at = int(worth.argmax())
     return Length(at + 1, float(worth[at]))

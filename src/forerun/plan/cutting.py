@@ -154,7 +154,8 @@ class Cutter:
         if not size:
             return DraftTree.empty()
         if tree.q is None:
-            return DraftTree(tokens[:size], parents[:size])
+            origins = None if tree.origins is None else tree.origins[self._sheet.kept[begin:end] >= 0]
+            return DraftTree(tokens[:size], parents[:size], origins=origins)
         return tree.select(self._sheet.kept[begin:end] >= 0)
 
     def whole(self, trees: Sequence[DraftTree], load: Load) -> Cut:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import combinations
+from statistics import median
+from typing import NamedTuple
 
 RECALL = 15
 """Passes whose median counts: one that something else held up moves nothing, and a machine that slows down is noticed
@@ -49,3 +52,50 @@ class Passes:
                 return found
             self._unit = found
         return self._unit
+
+
+class Line(NamedTuple):
+    """What chains take: ``start`` to begin one, ``each`` for every unit of its size."""
+
+    start: float
+    each: float
+
+    def at(self, size: float) -> float:
+        """A chain of this size."""
+        return self.start + self.each * size
+
+
+class Growth:
+    """How long chains take to draft, by their size.
+
+    The first pass of a chain takes longer than the others: a cache takes in what was committed, and what the pass reads
+    is cold. Short chains alone would make all of them look dear. So the line through the chains seen lately counts,
+    by the median of their slopes (Theil and Sen), which no disturbed one moves.
+
+    Args:
+        like: passes that a chain's are taken to be like, until some were seen.
+    """
+
+    def __init__(self, like: Passes) -> None:
+        self._like, self._mean = like, Passes(like)
+        self._seen: deque[tuple[float, float]] = deque(maxlen=RECALL)
+        self._line: Line | None = None
+
+    def learn(self, size: float, seconds: float) -> None:
+        """A chain of this size took so long."""
+        self._mean.learn(size, seconds)
+        if size > 0 and seconds > 0:
+            self._seen.append((size, seconds))
+            self._line = None
+
+    @property
+    def line(self) -> Line | None:
+        """In seconds; None where nothing is known."""
+        unit = self._mean.unit
+        if not self._seen or unit is None:
+            return None if unit is None else Line(0.0, unit)
+        if self._line is None:
+            slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(self._seen, 2) if a != b]
+            each = min(max(median(slopes), 0.0), unit) if slopes else unit
+            self._line = Line(max(median(seconds - each * size for size, seconds in self._seen), 0.0), each)
+        return self._line

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from forerun.plan.account import SHARE
-from forerun.plan.passes import Passes
+from forerun.plan.account import SHARE, START
+from forerun.plan.passes import Growth, Line, Passes
 
 SETTLED = 2
 """Plain steps, each behind another one, before drafts that take passes are compared with them: among drafts a plain
@@ -18,7 +18,7 @@ class Times:
 
     def __init__(self) -> None:
         self.plain, self.asking = Passes(quantile=ALONE), Passes()
-        self.drafted, self.drafting = Passes(self.plain), Passes(self.plain)
+        self.drafted, self.drafting = Passes(self.plain), Growth(self.plain)
         self._since = 0
         self._before_plain = False
 
@@ -59,11 +59,15 @@ class Times:
         """What asking for a row's branches takes, in units of a pass of cost 1; 0 where nothing is known of it."""
         return (self.asking.unit or 0.0) / self.unit if self.unit else 0.0
 
+    @property
+    def drafting_cost(self) -> Line:
+        """What chains take to draft, in units of a pass of cost 1; their size, where nothing is known of it."""
+        line, unit = self.drafting.line, self.unit
+        return Line(line.start / unit, line.each / unit) if line is not None and unit else Line(0.0, 1.0)
+
     def due(self, gain: float) -> bool:
         """Whether plain steps have to be seen, for drafts that give ``gain`` times as many tokens a second: they never
         were, or not for so long that it costs less than the share of time that may be lost."""
-        return not self.settled or self._since * SHARE > SETTLED * max(gain, 1.0)
-
-    def share(self, of: Passes, cost: float, plain: float) -> float:
-        """What something of this cost takes, in plain steps of cost ``plain``; 0 where nothing is known of it."""
-        return cost * (of.unit or 0.0) / (self.unit * plain) if self.unit else 0.0
+        if not self.settled:
+            return gain - 1.0 <= START
+        return self._since * SHARE > SETTLED * max(gain, 1.0)

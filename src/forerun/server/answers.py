@@ -10,6 +10,8 @@ import torch
 
 from forerun.core.request import FinishReason, Request
 from forerun.model.detokenize import CONTEXT, Detokenizer
+from forerun.server.likelihood import Told
+from forerun.server.trace import Trace
 
 Finish = Literal["stop", "length"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -18,11 +20,17 @@ FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of one of a request's texts; with ``finish_reason`` there comes no more."""
+    """What is new of one of a request's texts; with ``finish_reason`` there comes no more.
+
+    ``told``: the tokens that begin in it, where their log-probabilities are asked for. ``trace``: of the step that gave
+    it, if the request wants to know.
+    """
 
     index: int
     text: str
     finish_reason: Finish | None = None
+    told: Sequence[Told] | None = None
+    trace: Trace | None = None
 
 
 class StopStrings:
@@ -92,10 +100,11 @@ class Writer:
         """Whether a stop string has come."""
         return self._stops.stopped
 
-    def add(self, tokens: Iterable[int]) -> str:
-        """The text that tokens add."""
-        pieces = (piece.text for token in tokens for piece in self._detokenizer.add(token, False))
-        return "".join(map(self._stops.add, pieces))
+    def add(self, tokens: Iterable[int]) -> list[str]:
+        """The text that each token adds; none, as long as a character is incomplete or may begin a stop string."""
+        return [
+            "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False)) for token in tokens
+        ]
 
     def end(self) -> str:
         """The rest of the text."""

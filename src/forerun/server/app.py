@@ -19,8 +19,9 @@ from forerun import __version__
 from forerun.decoding.engine import Engine
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.errors import ApiError, of_validation
-from forerun.server.gate import Gate
+from forerun.server.gate import OPEN, Gate
 from forerun.server.keys import Keys
+from forerun.server.page import FILES, add_page
 from forerun.server.replies import ChatForm, Form, Reply, TextForm, event, usage_of
 from forerun.server.scheduler import Limits
 from forerun.server.schema import Asked, ChatRequest, CompletionRequest
@@ -57,11 +58,14 @@ def create_app(engine: Engine, settings: ServerSettings, limits: Limits) -> Fast
     app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     keys = Keys([key.get_secret_value() for key in settings.api_keys])
-    app.add_middleware(Gate, keys=keys, limit=settings.request_bytes)
+    pages = FILES if settings.page else {}
+    app.add_middleware(Gate, keys=keys, limit=settings.request_bytes, free=(*OPEN, *pages))
     _tell_errors(app)
     _add_answers(app, service)
     _add_models(app, service)
     _add_health(app, service)
+    if settings.page:
+        add_page(app)
     return app
 
 
@@ -132,7 +136,7 @@ def _usage_wanted(asked: Asked) -> bool:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     name = service.settings.served_name
-    model = {"id": name, "object": "model", "created": service.created, "owned_by": "forerun"}
+    model = {"id": name, "object": "model", "created": service.created, "owned_by": "forerun", "forerun": service.offer}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

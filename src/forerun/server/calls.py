@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from forerun.core.request import Request
 from forerun.decoding.commit import Commit
-from forerun.server.answers import FINISH, Delta, Writer
+from forerun.server.answers import FINISH, Delta, Finish, Writer
 from forerun.server.errors import ApiError
+from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter
 from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending, Ticket
+from forerun.server.trace import Trace, trace_of
 from forerun.server.waiting import QueueFullError
 
 log = logging.getLogger(__name__)
@@ -24,11 +26,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Row:
-    """One text of a call."""
+    """One text of a call; with a teller, its tokens' log-probabilities are told, too."""
 
     request: Request
     writer: Writer
     meter: Meter
+    teller: Teller | None = None
+
+    def delta(self, index: int, text: str, finish: Finish | None = None, trace: Trace | None = None) -> Delta:
+        """What is new, as it is sent."""
+        rest = finish is not None and not self.writer.stopped
+        told = None if self.teller is None else self.teller.tell(len(text), rest)
+        return Delta(index, text, finish, told, trace)
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,12 @@ class Call:
         scheduler: runs them.
         rows: the texts, in order.
         number: names the call in the log.
+        trace: whether to say of each step who drafted its tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str) -> None:
+    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str, trace: bool = False) -> None:
         self.rows, self.number = rows, number
+        self._trace = trace
         self._scheduler = scheduler
         self._loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[_News] = asyncio.Queue()
@@ -91,9 +102,10 @@ class Call:
             news = await self._news.get()
             row = self.rows[news.index]
             if isinstance(news.what, Commit):
-                text = row.writer.add(news.what.tokens)
-                if text:
-                    yield Delta(news.index, text)
+                texts = row.writer.add(news.what.tokens)
+                trace = trace_of(news.what, texts) if self._trace and texts else None
+                if trace or any(texts):
+                    yield row.delta(news.index, "".join(texts), trace=trace)
                 continue
             left -= 1
             yield self._end(news.index, news.what)
@@ -101,7 +113,7 @@ class Call:
     def _end(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
         if how == "finished" and row.request.finish_reason in FINISH:
-            return Delta(index, row.writer.end(), FINISH[row.request.finish_reason])
+            return row.delta(index, row.writer.end(), FINISH[row.request.finish_reason])
         if how == "cancelled":
             raise ClientGoneError
         if how == "deadline":

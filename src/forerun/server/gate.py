@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.server.errors import ApiError
@@ -18,10 +20,11 @@ class Gate:
         app: what is behind it; finds ``tenant`` in the scope's state.
         keys: who may ask.
         limit: bytes of a body, at most.
+        free: addresses that need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, limit: int) -> None:
-        self._app, self._keys, self._limit = app, keys, limit
+    def __init__(self, app: ASGIApp, keys: Keys, limit: int, free: Collection[str] = OPEN) -> None:
+        self._app, self._keys, self._limit, self._free = app, keys, limit, frozenset(free)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
@@ -41,7 +44,7 @@ class Gate:
         await self._app(scope, replay, send)
 
     def _admit(self, scope: Scope) -> None:
-        if scope["path"] in OPEN:
+        if scope["path"] in self._free:
             return
         tenant = self._keys.tenant(_header(scope, b"authorization"))
         if tenant is None:

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 
 from forerun.core.request import Request
 from forerun.server.answers import Delta, Finish
+from forerun.server.likelihood import ChatLogprobs, TextLogprobs, Told, of_chat, of_text
+from forerun.server.trace import Trace
 
 
 class Speculation(BaseModel):
@@ -46,7 +48,7 @@ class TextChoice(BaseModel):
     index: int
     text: str
     finish_reason: Finish | None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class ChatMessage(BaseModel):
@@ -62,7 +64,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     finish_reason: Finish | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -71,14 +73,14 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatMessage
     finish_reason: Finish | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 Choices = list[TextChoice] | list[ChatChoice] | list[ChatChunkChoice]
 
 
 class Reply(BaseModel):
-    """A whole answer, or a chunk of a stream."""
+    """A whole answer, or a chunk of a stream; ``forerun`` tells of the step behind a chunk, if the request asks so."""
 
     id: str
     object: str
@@ -86,6 +88,7 @@ class Reply(BaseModel):
     model: str
     choices: Choices
     usage: Usage | None = None
+    forerun: Trace | None = None
 
 
 class Form(ABC):
@@ -107,7 +110,7 @@ class Form(ABC):
         self.usage = usage
 
     @abstractmethod
-    def _choice(self, index: int, text: str, finish: Finish | None) -> BaseModel: ...
+    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel: ...
 
     @abstractmethod
     def _new(self, delta: Delta) -> BaseModel: ...
@@ -118,7 +121,7 @@ class Form(ABC):
 
     def chunk(self, delta: Delta) -> str:
         """An event with what is new of one text."""
-        return self._event([self._new(delta)], None)
+        return self._event([self._new(delta)], None, delta.trace)
 
     def last(self, usage: Usage) -> str:
         """The event that says what was used."""
@@ -128,14 +131,18 @@ class Form(ABC):
         """The answer in one piece, out of all that a stream would have sent."""
         parts: list[list[str]] = [[] for _ in range(texts)]
         finish: list[Finish | None] = [None] * texts
+        told: list[list[Told] | None] = [None] * texts
         for delta in deltas:
             parts[delta.index].append(delta.text)
             finish[delta.index] = delta.finish_reason
-        choices = [self._choice(i, "".join(parts[i]), finish[i]) for i in range(texts)]
+            if delta.told is not None:
+                told[delta.index] = [*(told[delta.index] or ()), *delta.told]
+        choices = [self._choice(i, "".join(parts[i]), finish[i], told[i]) for i in range(texts)]
         return self._dump(self.whole, choices, {"usage": usage})
 
-    def _event(self, choices: Any, usage: Usage | None) -> str:
-        return event(self._dump(self.part, choices, {"usage": usage} if self.usage else {}))
+    def _event(self, choices: Any, usage: Usage | None, trace: Trace | None = None) -> str:
+        more = ({"usage": usage} if self.usage else {}) | ({"forerun": trace} if trace else {})
+        return event(self._dump(self.part, choices, more))
 
     def _dump(self, kind: str, choices: Any, more: dict[str, Any]) -> dict[str, Any]:
         reply = Reply(object=kind, choices=choices, **self._head, **more)
@@ -147,11 +154,11 @@ class TextForm(Form):
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def _choice(self, index: int, text: str, finish: Finish | None) -> BaseModel:
-        return TextChoice(index=index, text=text, finish_reason=finish, logprobs=None)
+    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel:
+        return TextChoice(index=index, text=text, finish_reason=finish, logprobs=of_text(told))
 
     def _new(self, delta: Delta) -> BaseModel:
-        return self._choice(delta.index, delta.text, delta.finish_reason)
+        return self._choice(delta.index, delta.text, delta.finish_reason, delta.told or None)
 
 
 class ChatForm(Form):
@@ -162,19 +169,20 @@ class ChatForm(Form):
     def begin(self, texts: int) -> list[str]:
         """Whose turn it is."""
         return [
-            self._event([self._part(i, ChatMessage(role="assistant", content=""), None)], None) for i in range(texts)
+            self._event([self._part(i, ChatMessage(role="assistant", content=""), None, None)], None)
+            for i in range(texts)
         ]
 
-    def _choice(self, index: int, text: str, finish: Finish | None) -> BaseModel:
+    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel:
         message = ChatMessage(role="assistant", content=text)
-        return ChatChoice(index=index, message=message, finish_reason=finish, logprobs=None)
+        return ChatChoice(index=index, message=message, finish_reason=finish, logprobs=of_chat(told))
 
     def _new(self, delta: Delta) -> BaseModel:
         said = ChatMessage(content=delta.text) if delta.text else ChatMessage()
-        return self._part(delta.index, said, delta.finish_reason)
+        return self._part(delta.index, said, delta.finish_reason, delta.told or None)
 
-    def _part(self, index: int, said: ChatMessage, finish: Finish | None) -> BaseModel:
-        return ChatChunkChoice(index=index, delta=said, finish_reason=finish, logprobs=None)
+    def _part(self, index: int, said: ChatMessage, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel:
+        return ChatChunkChoice(index=index, delta=said, finish_reason=finish, logprobs=of_chat(told))
 
 
 def usage_of(requests: Sequence[Request], prompts: int) -> Usage:

@@ -77,7 +77,6 @@ def _says(message: str) -> WrapValidator:
 Off = Annotated[Any, AfterValidator(_only(None, False))]
 Zero = Annotated[Any, AfterValidator(_only(None, 0, 0.0))]
 Nothing = Annotated[Any, AfterValidator(_only(None, {}, "", []))]
-TextFormat = Annotated[Any, AfterValidator(_only(None, {"type": "text"}))]
 One = Annotated[Any, AfterValidator(_only(None, 1))]
 Stop = Annotated[str | list[str] | None, _says("must be a string or a list of strings"), AfterValidator(_at_most_four)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -107,9 +106,44 @@ class StreamOptions(Strict):
 
 
 class Extension(Strict):
-    """Forerun's own. ``namespace``: texts are drafted from those of the same namespace, inside the tenant's own."""
+    """Forerun's own; none of it changes a text.
+
+    ``namespace``: texts are drafted from those of the same namespace, inside the tenant's own. ``drafter``: the
+    server's, or ``none``. ``budget``: tokens of a draft, at most. ``trace``: a stream says who drafted each token.
+    """
 
     namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+    drafter: str | None = None
+    budget: Annotated[int, Field(ge=0)] | None = None
+    trace: bool = False
+
+
+class TextFormat(Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema. It is always kept to, whatever ``strict`` says; ``name`` and ``description`` change nothing."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class SchemaFormat(Strict):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
 
 
 class Asked(Strict):
@@ -126,7 +160,7 @@ class Asked(Strict):
     user: str | None = None
     max_tokens: Count | None = None
     forerun: Extension = Extension()
-    logprobs: Off = None
+    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     logit_bias: Nothing = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
@@ -137,14 +171,26 @@ class Asked(Strict):
         return self.max_tokens
 
     @property
+    def format(self) -> dict[str, Any] | None:
+        """What the answer must be, as the engine takes it; None for any text."""
+        return None if self.response_format is None else self.response_format.model_dump(by_alias=True)
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to tell of at each place; None if log-probabilities are not wanted."""
+        return None
+
+    @property
     def stops(self) -> list[str]:
         """Strings that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> Asked:
+    def _check_streamed(self) -> Asked:
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream_options", "stream_options is for streams; add stream: true")
+        if self.forerun.trace and not self.stream:
+            raise PydanticCustomError("trace", "forerun.trace is for streams; add stream: true")
         return self
 
 
@@ -152,9 +198,15 @@ class CompletionRequest(Asked):
     """To ``/v1/completions``. ``prompt``: text, token ids, or several of either."""
 
     prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     suffix: Nothing = None
     echo: Off = None
     best_of: One = None
+
+    @property
+    def likeliest(self) -> int | None:
+        """See ``Asked.likeliest``."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -207,13 +259,18 @@ class ChatRequest(Asked):
     max_completion_tokens: Count | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[Any, AfterValidator(_only(None, "auto", "none"))] = None
-    response_format: TextFormat = None
-    top_logprobs: Zero = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
     def limit(self) -> int | None:
         """``max_completion_tokens``, or the older name."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """See ``Asked.likeliest``."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
@@ -224,4 +281,6 @@ class ChatRequest(Asked):
     def _check_limits(self) -> ChatRequest:
         if self.max_completion_tokens and self.max_tokens and self.max_completion_tokens != self.max_tokens:
             raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         return self

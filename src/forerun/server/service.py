@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import uuid
@@ -12,20 +13,28 @@ import torch
 
 from forerun.core.request import Request, Stopping
 from forerun.decoding.engine import Engine
+from forerun.model.grammar import SchemaError
 from forerun.model.inputs import position_limit
-from forerun.model.messages import apply_template
+from forerun.model.messages import apply_template, has_template
 from forerun.model.prompts import encode
+from forerun.model.token_bytes import TokenBytes
 from forerun.server.answers import StopWatch, Writer
 from forerun.server.calls import Call, Row
 from forerun.server.errors import ApiError
 from forerun.server.keys import Namespaces
+from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter, Metrics
 from forerun.server.scheduler import Limits, Scheduler
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
 
 DEFAULT_TOKENS = 16
 """Tokens of a completion whose request names no number, as OpenAI has it. A chat's answer may be as long as may be."""
+
+NO_DRAFTER = "none"
+"""The drafter that a request names to get its text without drafts."""
 
 
 class Service:
@@ -45,6 +54,8 @@ class Service:
         self._namespaces = Namespaces(settings.namespaces)
         self._positions = position_limit(engine.target.model)
         self._encoding = threading.Lock()
+        self._bytes = TokenBytes(engine.tokenizer)
+        self._prepare_grammars()
 
     async def call(self, asked: CompletionRequest | ChatRequest, tenant: str) -> Call:
         """Start answering. Nothing of it holds up the event loop.
@@ -58,6 +69,8 @@ class Service:
             raise ApiError(404, told, "model_not_found", "model")
         try:
             requests = await asyncio.to_thread(self._requests, asked, tenant)
+        except SchemaError as error:
+            raise ApiError(400, str(error), "invalid_value", "response_format") from error
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ApiError(400, str(error), "invalid_value") from error
         rows = [
@@ -65,10 +78,23 @@ class Service:
                 request,
                 Writer(self.engine.tokenizer, request, asked.stops),
                 Meter(self.metrics, request, arrived),
+                None if asked.likeliest is None else Teller(self._bytes, request),
             )
             for request in requests
         ]
-        return Call(self.scheduler, rows, uuid.uuid4().hex)
+        return Call(self.scheduler, rows, uuid.uuid4().hex, asked.forerun.trace)
+
+    @property
+    def offer(self) -> dict[str, Any]:
+        """What a client may ask for beyond OpenAI's API: drafters, tokens of a draft and of an answer, chats; and
+        whether texts are bit for bit those without drafts."""
+        return {
+            "drafters": list(dict.fromkeys((self.settings.drafter, NO_DRAFTER))),
+            "budget": self.engine.budget,
+            "max_tokens": self.settings.max_tokens,
+            "chat": has_template(self.engine.tokenizer),
+            "exactness": self.engine.exactness,
+        }
 
     def deadline(self) -> float | None:
         """When a call that starts now is over, by ``time.monotonic``."""
@@ -79,6 +105,7 @@ class Service:
         with self._encoding:  # a tokenizer may change its own settings while it encodes
             prompts = self._encode(asked)
         namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
+        budget = self._budget(asked.forerun)
         default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
         most = self.scheduler.limits.rows + self.scheduler.limits.waiting
         texts = len(prompts) * (asked.n or 1)
@@ -89,10 +116,34 @@ class Service:
         for ids in prompts:
             tokens = self._tokens(len(ids), asked.limit, default)
             for choice in range(asked.n or 1):
-                options = _sampling(asked, choice)
-                (request,) = self.engine.requests([ids], max_new_tokens=tokens, namespace=namespace, **options)
+                options = {
+                    "namespace": namespace,
+                    "budget": budget,
+                    "logprobs": asked.likeliest,
+                    "response_format": asked.format,
+                    **_sampling(asked, choice),
+                }
+                (request,) = self.engine.requests([ids], max_new_tokens=tokens, **options)
                 built.append(self._stopping(request, asked.stops))
         return built
+
+    def _budget(self, wanted: Extension) -> int | None:
+        """Tokens of a draft, at most; None for as many as the server's."""
+        offer = self.offer
+        if wanted.drafter not in (None, *offer["drafters"]):
+            told = f"forerun.drafter is {wanted.drafter!r}; here there are {', '.join(offer['drafters'])}"
+            raise ApiError(400, told, "invalid_value", "forerun.drafter")
+        if wanted.budget is not None and wanted.budget > offer["budget"]:
+            told = f"forerun.budget is {wanted.budget}; this server drafts {offer['budget']} tokens at most"
+            raise ApiError(400, told, "invalid_value", "forerun.budget")
+        return 0 if wanted.drafter == NO_DRAFTER else wanted.budget
+
+    def _prepare_grammars(self) -> None:
+        """Now, because no other thread would run meanwhile. Who asks for a grammar that cannot be had is told why."""
+        try:
+            self.engine.grammars.prepare()
+        except (ValueError, ModuleNotFoundError) as error:
+            log.warning("no answer can be made to follow a schema: %s", error)
 
     def _encode(self, asked: CompletionRequest | ChatRequest) -> list[list[int]]:
         tokenizer = self.engine.tokenizer

@@ -35,7 +35,7 @@ class ServerSettings(BaseSettings):
     name: str | None = None
     dtype: str = "auto"
     device: str = "auto"
-    drafter: str = "trie"
+    drafter: str = "auto"
     draft_model: str | None = None
     budget: Annotated[int, Field(ge=1)] | None = None
     trust_remote_code: bool = False
@@ -54,6 +54,7 @@ class ServerSettings(BaseSettings):
     namespaces: Annotated[int, Field(ge=1)] = 64
     timeout: Annotated[float, Field(gt=0)] | None = 600.0
     drain: Annotated[float, Field(ge=0)] = 5.0
+    page: bool = True
 
     @field_validator("api_keys", mode="before")
     @classmethod

@@ -1,0 +1,31 @@
+"""Where a token comes from: who drafted it, or that nobody did."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Origin(IntEnum):
+    """The source of a token, as trees keep it (int8). It explains a text, and decides nothing."""
+
+    TARGET = 0
+    """Nobody drafted it: the target chose it."""
+    TEXT = 1
+    """Found in the request's own text: its prompt, or what was generated so far."""
+    EARLIER = 2
+    """Found in earlier texts of the request's namespace."""
+    MODEL = 3
+    """Drafted by a small model."""
+    SELF = 4
+    """Drafted by the target over a sparse cache."""
+    JACOBI = 5
+    """Found by iteration on guesses."""
+    DRAFTER = 6
+    """Drafted by one that does not say how."""
+    FORCED = 7
+    """The only token that a grammar allows."""
+
+    @property
+    def word(self) -> str:
+        """Its name, for people and programs."""
+        return self.name.lower()

@@ -1,0 +1,112 @@
+// One of the two columns: a text that grows, and its figures.
+
+const SHOWN_STEPS = 240;
+const HIGHEST = 12; // tokens of a step from which its bar grows no more
+
+export class Column {
+  constructor(element) {
+    this.element = element;
+    this.text = element.querySelector(".answer");
+    this.steps = element.querySelector(".steps");
+    this.figures = Object.fromEntries(
+      [...element.querySelectorAll("[data-figure]")].map((each) => [each.dataset.figure, each]),
+    );
+    this.empty = this.figures.summary.textContent;
+    this.clear();
+  }
+
+  clear() {
+    this.ids = [];
+    this.counts = {};
+    this.prompt = null;
+    this.drafted = this.accepted = this.passes = this.first = 0;
+    this.reading = this.seconds = 0;
+    this.finish = null;
+    this.scheduled = 0;
+    this.text.replaceChildren();
+    this.steps.replaceChildren();
+    this.figures.summary.textContent = this.empty;
+    for (const name of ["speed", "stride", "acceptance"]) this.figures[name].textContent = "–";
+  }
+
+  get answer() {
+    return this.text.textContent;
+  }
+
+  /** Tokens a second after the first step, by the server's clock; 0 as long as there are none. */
+  get speed() {
+    return this.seconds ? (this.ids.length - this.first) / this.seconds : 0;
+  }
+
+  busy(state) {
+    this.element.classList.toggle("busy", state);
+    this.text.setAttribute("aria-busy", String(state));
+    if (!state) this.show();
+  }
+
+  /** Take in a chunk of the stream: a step with its tokens, the end of the text, or what was used. */
+  take(chunk) {
+    if (chunk.usage) this.prompt = chunk.usage.prompt_tokens;
+    const choice = chunk.choices[0];
+    if (choice?.finish_reason) this.finish = choice.finish_reason;
+    if (chunk.forerun) this.step(chunk.forerun);
+    else this.write(choice?.text ?? choice?.delta?.content ?? "", "target"); // the rest of a text, at its end
+    this.scheduled ||= requestAnimationFrame(() => this.show());
+  }
+
+  step({ tokens, drafted, accepted, seconds }) {
+    this.passes += 1;
+    this.drafted += drafted;
+    this.accepted += accepted;
+    if (this.passes === 1) [this.reading, this.first] = [seconds, tokens.length];
+    else this.seconds += seconds;
+    const bar = this.steps.appendChild(document.createElement("span"));
+    for (const { id, text, source } of tokens.slice(0, HIGHEST)) bar.prepend(part(source));
+    if (this.steps.childElementCount > SHOWN_STEPS) this.steps.firstChild.remove();
+    for (const { id, text, source } of tokens) {
+      this.ids.push(id);
+      this.counts[source] = (this.counts[source] ?? 0) + 1;
+      this.write(text, source);
+    }
+  }
+
+  /** Add to the text; what one source gave in a row is one element. */
+  write(text, source) {
+    if (!text) return;
+    const follows = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 40;
+    const last = this.text.lastChild;
+    if (last?.dataset.source === source) last.append(text);
+    else {
+      const piece = this.text.appendChild(document.createElement("span"));
+      piece.dataset.source = source;
+      piece.className = source;
+      piece.append(text);
+    }
+    if (follows) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  /** Write down the figures. */
+  show() {
+    this.scheduled = 0;
+    if (!this.passes) return;
+    this.element.dispatchEvent(new Event("figures"));
+    const { speed, stride, acceptance, summary } = this.figures;
+    speed.textContent = this.speed ? this.speed.toFixed(this.speed < 10 ? 1 : 0) : "–";
+    stride.textContent = (this.ids.length / this.passes).toFixed(2);
+    acceptance.textContent = this.drafted ? `${Math.round((100 * this.accepted) / this.drafted)} %` : "–";
+    const prompt = this.prompt === null ? "prompt" : `prompt of ${count(this.prompt, "token")}`;
+    summary.textContent =
+      `${count(this.ids.length, "token")} in ${count(this.passes, "step")} · ${prompt} read in ` +
+      `${inSeconds(this.reading)} · decoded in ${inSeconds(this.seconds)}`;
+  }
+}
+
+function part(source) {
+  const piece = document.createElement("i");
+  piece.className = source;
+  return piece;
+}
+
+export const count = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
+export const inSeconds = (seconds) => `${seconds.toFixed(seconds < 1 ? 3 : 2)} s`;
