@@ -21,7 +21,7 @@ from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit, feed
 from forerun.decoding.following import CHUNK, Following
 from forerun.decoding.prefixes import PrefixCache
-from forerun.decoding.result import GenerationInterrupted, GenerationResult
+from forerun.decoding.result import GenerationInterrupted, GenerationResult, padding
 from forerun.decoding.step import Step
 from forerun.decoding.store import KVStore
 from forerun.drafters.base import Drafter
@@ -175,7 +175,7 @@ class Engine:
             GenerationInterrupted: on Ctrl-C, with the result so far.
         """
         requests = self.requests(prompts, **options)
-        result = GenerationResult(requests, self._pad_token_id(), self.tokenizer)
+        result = GenerationResult(requests, padding(self.target.model.generation_config), self.tokenizer)
         try:
             with closing(self.run(requests)) as commits:
                 feed(streamer, requests, commits)
@@ -296,9 +296,3 @@ class Engine:
         """Write what the store is to keep, and keep nothing more. A program that ends without it waits for the same."""
         if self.store is not None:
             self.store.close()
-
-    def _pad_token_id(self) -> int:
-        config = self.target.model.generation_config
-        eos = config.eos_token_id
-        pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
-        return int(pad or 0)
