@@ -132,7 +132,7 @@ def test_the_text_is_the_models_own_and_json_tells_all_about_it(model: str) -> N
     assert report["token_ids"] == expected
     assert report["text"] == tokenizer.decode(expected)
     assert report["prompt_tokens"] == ids.shape[1]
-    assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "trie")
+    assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "auto")
     assert report["stats"]["tokens"] == len(report["drafted"]) == 24
     assert generate(model, "-p", PROMPT, "-d", "none").stdout == report["text"] + "\n"
 

@@ -22,11 +22,10 @@ from forerun.decoding.commit import Commit, feed
 from forerun.decoding.following import CHUNK, Following
 from forerun.decoding.prefixes import PrefixCache
 from forerun.decoding.result import GenerationInterrupted, GenerationResult, padding
-from forerun.decoding.step import Step
+from forerun.decoding.step import Step, by_request
 from forerun.decoding.store import KVStore
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
-from forerun.drafters.forced import by_request
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate

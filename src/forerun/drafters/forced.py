@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
-from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
-from forerun.drafters.limited import LimitedDrafter
+from forerun.drafters.base import Drafter, OuterDrafter
 
 
 class ForcedDrafter(OuterDrafter):
@@ -55,11 +54,6 @@ class ForcedDrafter(OuterDrafter):
         """See ``Drafter.finish``."""
         self._chains.pop(request.id, None)
         super().finish(request)
-
-
-def by_request(drafter: Drafter) -> Drafter:
-    """A drafter with what each request adds to it: its budget, and what its grammar forces."""
-    return drafter if isinstance(drafter, NoDrafter) else ForcedDrafter(LimitedDrafter(drafter))
 
 
 def _extended(request: Request, chain: Sequence[int]) -> Request:
