@@ -525,7 +525,7 @@ def test_the_pages_example_runs(house: House, capsys: pytest.CaptureFixture[str]
     assert "mean_acceptance_length" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM])
 def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals) -> None:
     with free_socket() as one:
         port = one.getsockname()[1]
