@@ -214,10 +214,10 @@ def test_memory_stays_at_the_budget_however_long_the_text() -> None:
     cache = RetrievalCache(row.full, config)
     cache.sync()
     keys = [sum(layer.key_bytes for layer in cache._layers.values())]
-    for _ in range(400):
+    for _ in range(1500):
         read_on(row, cache, 3, 2)
         keys.append(sum(layer.key_bytes for layer in cache._layers.values()))
-    assert row.full.length == 400 + 400 * 3
+    assert row.full.length == 400 + 1500 * 3
     token = 2 * KV_HEADS * DIM * 8 * LAYERS
     assert max(keys) <= (128 + 64 + 8) * token
     means = cache.nbytes - keys[-1]
