@@ -105,8 +105,8 @@ def _rounds(options: ServingOptions, encoder: Encoder, limit: int | None) -> lis
     """Each round has requests of its own: none is known from an earlier one."""
     warm = max([1, *options.clients])
     of_each = warm + levels.needed(options.clients, options.arrivals, options.requests)
-    asks = _asks(options, encoder, limit, of_each * options.rounds)
     longs = _longs(options, encoder.tokenizer, limit)
+    asks = _asks(options, encoder, limit, of_each * options.rounds)
     found = []
     for number in range(options.rounds):
         mine = asks[number * of_each : (number + 1) * of_each]
@@ -159,15 +159,14 @@ def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: i
     """A long prompt for each round, if one is wanted."""
     if not options.long:
         return []
+    _check("--long", options.long, limit, 2)
     texts = Texts.read([options.books] if options.books else (), plain_encoder(tokenizer))
     texts.check(options.rounds, options.long)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
-    found = [
+    return [
         Ask("long", str(decode(texts.tokens(number, options.long))), 2, 0.0, options.seed)
         for number in range(options.rounds)
     ]
-    _check("--long", options.long, limit, 2)
-    return found
 
 
 def _check(what: str, tokens: int, limit: int | None, new: int) -> None:
