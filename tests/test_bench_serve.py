@@ -157,8 +157,8 @@ def bench_of(
 
     report = Report("Load", {})
 
-    def save(turns: Sequence[Turn]) -> None:
-        fill(report, turns, rounds)
+    def save(turns: Sequence[Turn], whole: bool) -> None:
+        fill(report, turns, rounds, whole and len(turns) == len(rounds) and not resume)
         report.write(tmp_path, "serve")
 
     journal = Journal(tmp_path / "turns.jsonl", {"about": 1}, resume)

@@ -61,8 +61,8 @@ def run(options: ServingOptions) -> None:
     report = Report("Servers under load", plain(options) | {"dtype": subject.dtype})
     delivery = Delivery(report, options.out, "serve", options.json)
 
-    def save(turns: Sequence[Turn]) -> None:
-        fill(report, turns, rounds)
+    def save(turns: Sequence[Turn], whole: bool) -> None:
+        fill(report, turns, rounds, whole)
         delivery.save()
 
     about = machine() | {"model": options.model, "dtype": subject.dtype}

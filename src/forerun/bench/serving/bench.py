@@ -64,7 +64,7 @@ class ServeBench:
         start: starts a server.
         journal: keeps whole rounds.
         say: told the progress.
-        save: told all turns so far, whenever one has new figures.
+        save: told all turns so far whenever one has new figures, and whether the last one is whole.
     """
 
     contestants: Sequence[Contestant]
@@ -72,7 +72,7 @@ class ServeBench:
     start: Start
     journal: Journal
     say: Say
-    save: Callable[[Sequence[Turn]], None]
+    save: Callable[[Sequence[Turn], bool], None]
     turns: list[Turn] = field(default_factory=list)
 
     def run(self) -> list[Turn]:
@@ -88,7 +88,7 @@ class ServeBench:
             if known is None:
                 self._turn(number, one)
                 self.journal.add(one.key(number), self.turns[-1])
-            self.save(self.turns)
+            self.save(self.turns, True)
         return self.turns
 
     def _turn(self, number: int, one: Round) -> None:
@@ -120,15 +120,15 @@ class ServeBench:
             stint["levels"][level.name] = figures(answers, run.seconds, run.own_seconds)
             texts |= {str(answer.ask.seed): answer.digest for answer in answers}
             stint["reasons"] |= reasons(answers)
-            self.save(self.turns)
+            self.save(self.turns, False)
         if one.long is not None:
             stint["long"] = held_up.measure(door, one.asks, one.long, "streams")
-            self.save(self.turns)
+            self.save(self.turns, False)
         if door.ours:
             alone = Level("clients", 1, sample(one.asks, one.checks), 0)
             again = {str(answer.ask.seed): answer.digest for answer in self._answers(door, alone, ALONE)[1]}
             stint["alone"] = compare(texts, again) | {"exact": door.exact}
-            self.save(self.turns)
+            self.save(self.turns, False)
 
     def _absent(self, name: str) -> str | None:
         """Why a contestant took no part in an earlier round, if so: it is not tried again."""

@@ -42,14 +42,22 @@ GREEDY_ONLY = (
 )
 
 
-def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round]) -> None:
-    """Put all that the turns have so far into a report, instead of what it had."""
+def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plots: bool) -> None:
+    """Put all that the turns have so far into a report, instead of what it had.
+
+    Args:
+        report: is filled.
+        turns: of all contestants.
+        rounds: what was asked in them.
+        plots: draw plots as well, which takes a second or two.
+    """
     load = rows.load_rows(turns, rounds)
     if load:
         report.add("load", f"Load: tokens per second of all clients, and times those of {PLAIN}", load,
                    pivot(load, "load", "contestant", _cell), listing(load, RATES), *_remarks(turns, load))  # fmt: skip
         report.add("times", "Times of requests, in milliseconds: p50 and p99", load, _times(load), _meaning())
-        _plots(report, load)
+        if plots:
+            _plots(report, load)
     if long := rows.long_rows(turns):
         shown = [_milliseconds(row, ("without", "with")) for row in long]
         report.add("long", "Between chunks of other streams, while a long prompt is read", long, _listing(shown))
