@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from forerun.core.request import Request
 from forerun.decoding.commit import Commit
@@ -16,6 +16,7 @@ from forerun.server.answers import FINISH, Delta, Finish, Writer
 from forerun.server.errors import ApiError
 from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter
+from forerun.server.post import Post
 from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.trace import Trace, trace_of
@@ -58,14 +59,15 @@ class Call:
         scheduler: runs them.
         rows: the texts, in order.
         number: names the call in the log.
+        post: brings what the scheduler says to this event loop.
         trace: whether to say of each step who drafted its tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str, trace: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str, post: Post, trace: bool = False) -> None:
         self.rows, self.number = rows, number
         self._trace = trace
         self._scheduler = scheduler
-        self._loop = asyncio.get_running_loop()
+        self._post = post
         self._news: asyncio.Queue[_News] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._submitting = threading.Lock()
@@ -133,8 +135,7 @@ class Call:
 
     def _teller(self, index: int) -> Callable[[Commit | Ending], None]:
         def tell(what: Commit | Ending) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
-                self._loop.call_soon_threadsafe(self._take, _News(index, what, time.monotonic()))
+            self._post.put(partial(self._take, _News(index, what, time.monotonic())))
 
         return tell
 

@@ -24,6 +24,7 @@ from forerun.server.errors import ApiError
 from forerun.server.keys import Namespaces
 from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter, Metrics
+from forerun.server.post import Post
 from forerun.server.scheduler import Limits, Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
@@ -55,6 +56,7 @@ class Service:
         self._positions = position_limit(engine.target.model)
         self._encoding = threading.Lock()
         self._bytes = TokenBytes(engine.tokenizer)
+        self._to_loop: Post | None = None
         self._prepare_grammars()
 
     async def call(self, asked: CompletionRequest | ChatRequest, tenant: str) -> Call:
@@ -82,7 +84,7 @@ class Service:
             )
             for request in requests
         ]
-        return Call(self.scheduler, rows, uuid.uuid4().hex, asked.forerun.trace)
+        return Call(self.scheduler, rows, uuid.uuid4().hex, self._post(), asked.forerun.trace)
 
     @property
     def offer(self) -> dict[str, Any]:
@@ -95,6 +97,13 @@ class Service:
             "chat": has_template(self.engine.tokenizer),
             "exactness": self.engine.exactness,
         }
+
+    def _post(self) -> Post:
+        """What brings news to the event loop that asks; one loop has one."""
+        loop = asyncio.get_running_loop()
+        if self._to_loop is None or self._to_loop.loop is not loop:
+            self._to_loop = Post(loop)
+        return self._to_loop
 
     def deadline(self) -> float | None:
         """When a call that starts now is over, by ``time.monotonic``."""
