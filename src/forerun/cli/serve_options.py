@@ -55,6 +55,9 @@ class ServeOptions:
         str | None,
         option("--prefix-cache", panel=_MUCH, help=f"For beginnings of prompts, kept for later ones; {_SIZE}"),
     ] = None
+    connections: Annotated[int | None, option("--connections", panel=_MUCH, help="Open at once, at most.", min=1)] = (
+        None
+    )
     request_bytes: Annotated[
         str | None, option("--request-bytes", panel=_MUCH, help=f"The largest request, {_SIZE}")
     ] = None
