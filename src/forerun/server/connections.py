@@ -9,7 +9,7 @@ import h11
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from forerun.server.errors import ApiError
+from forerun.server.errors import CLOSE, ApiError
 
 HEAD = 10.0
 """Seconds that a request's head may take to come, from the connection or the last answer on."""
@@ -74,10 +74,9 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            body = ApiError(400, "this is not a request in HTTP/1.1", "invalid_http").response()
-            head = [*body.raw_headers, (b"connection", b"close")]
-            reply = (h11.Response(status_code=400, headers=head, reason=b"Bad Request"), h11.Data(data=bytes(body.body)))
-            for event in (*reply, h11.EndOfMessage()):
+            told = ApiError(400, "this is not a request in HTTP/1.1", "invalid_http", headers=CLOSE).response()
+            head = h11.Response(status_code=400, headers=told.raw_headers, reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(told.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
@@ -95,5 +94,5 @@ class Connection(H11Protocol):
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     """An ASGI application for those who are too many."""
     told = "there are as many connections as this server takes; try again"
-    error = ApiError(503, told, "too_many_connections", headers={"Retry-After": "1", "Connection": "close"})
+    error = ApiError(503, told, "too_many_connections", headers={**CLOSE, "Retry-After": "1"})
     await error.response()(scope, receive, send)

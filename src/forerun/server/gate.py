@@ -7,15 +7,13 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.server.errors import ApiError
+from forerun.server.errors import CLOSE, ApiError
 from forerun.server.keys import Keys
 
 OPEN = ("/health", "/ready")
 """Addresses that need no key: they say nothing but whether the server is there."""
 BODIES = 32
 """Of the largest size, whose bytes all requests may hold together, from their coming to their end."""
-CLOSE = {"Connection": "close"}
-"""Of an answer behind which there is no more to read."""
 PATIENCE = 60.0
 """Seconds that a body may take to come: enough for 8 MiB over a slow line of 1.2 Mbit/s."""
 
