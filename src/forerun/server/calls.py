@@ -12,6 +12,7 @@ from functools import partial
 
 from forerun.core.request import Request
 from forerun.decoding.commit import Commit
+from forerun.model.grammar import GrammarError
 from forerun.server.answers import FINISH, Delta, Finish, Writer
 from forerun.server.errors import ApiError
 from forerun.server.likelihood import Teller
@@ -96,7 +97,7 @@ class Call:
         """What is new of each text, as it comes; each text's last delta has a finish reason.
 
         Raises:
-            ApiError: if the server failed, or the time was over.
+            ApiError: if the server failed, the text's schema is too much for it, or the time was over.
             ClientGoneError: if it was cancelled.
         """
         left = len(self.rows)
@@ -121,6 +122,8 @@ class Call:
         if how == "deadline":
             told = f"the time for a request was over after {len(row.request.generated)} tokens; ask for fewer"
             raise ApiError(504, told, "timeout", headers={"x-should-retry": "false"})
+        if isinstance(row.request.error, GrammarError):
+            raise ApiError(400, str(row.request.error), "invalid_value", "response_format")
         log.error("call %s failed", self.number, exc_info=row.request.error)
         raise ApiError(500, f"the request failed in the server, whose log says more of {self.number}", "failed")
 
