@@ -35,8 +35,8 @@ class TrieDrafter(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use for the texts of all namespaces and live requests."""
-        return self.trie.nbytes
+        """Bytes in use for the texts of all namespaces."""
+        return self.trie.kept
 
     def warm_up(self) -> None:
         """Compile, or load, what drafting runs, so that no user's answer waits for it."""
@@ -46,6 +46,7 @@ class TrieDrafter(Drafter):
         trie.retrieve(0, 4, 4, [1])
         trie.finish(0)
         trie.warm("", [[1, 2, 3]])
+        trie.snapshot("")
         trie.withdraw("")
 
     def spell(self, tokenizer: Tokenizer) -> None:
