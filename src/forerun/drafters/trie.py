@@ -55,7 +55,7 @@ class TrieDrafter(Drafter):
 
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""
-        self.trie.begin(request.id, request.namespace, request.prompt, request.max_new_tokens)
+        self.trie.begin(request.id, request.drafts_from, request.prompt, request.max_new_tokens)
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         """The likeliest branches, merged, at most ``budget`` nodes."""

@@ -56,17 +56,16 @@ class Folder:
         for file in sorted(self.path.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns):
             try:
                 content = trie_file.read(file)
-                (name,) = content.namespaces
-                if file != self._file(name):
-                    raise TrieFileError(f"{file} has the name of another namespace")
-            except ValueError as error:
+                if [*map(self._file, content.namespaces)] != [file]:
+                    raise TrieFileError(f"{file} is not named after what it holds")
+            except TrieFileError as error:
                 aside = file.rename(file.with_suffix(DAMAGED))
                 log.warning("%s; it is set aside as %s", error, aside.name)
                 continue
             if content.vocabulary != self._vocabulary:
                 raise ValueError(f"{file} is of a model with another vocabulary; keep its index in another folder")
             found.append(content)
-            self._written[name] = 0
+            self._written |= dict.fromkeys(content.namespaces, 0)
         return found
 
     def holds(self, changes: Mapping[str, int]) -> None:

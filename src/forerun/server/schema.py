@@ -21,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from forerun.server.keys import NAME
+
 MOST_CHOICES = 128
 """Texts for one prompt, at most; as OpenAI has it."""
 SEEDS = 2**63
@@ -112,7 +114,7 @@ class Extension(Strict):
     server's, or ``none``. ``budget``: tokens of a draft, at most. ``trace``: a stream says who drafted each token.
     """
 
-    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+    namespace: Annotated[str, Field(pattern=NAME)] = "default"
     drafter: str | None = None
     budget: Annotated[int, Field(ge=0)] | None = None
     trace: bool = False
