@@ -48,7 +48,7 @@ def fill(
         OSError: if a file cannot be read.
     """
     known = {name: set(map(_digest, texts)) for each in kept for name, texts in each.namespaces.items()}
-    fresh, until = set(), time.monotonic() + seconds
+    fresh, learned, until = set(), 0, time.monotonic() + seconds
     for passage in chain.from_iterable(map(passages, files)):
         if time.monotonic() > until:
             told = "%s:%d and all behind it was not learned: the %g seconds of warm_seconds are over"
@@ -59,10 +59,14 @@ def fill(
             if _digest(tokens) not in known.get(name, ()):
                 trie.warm(name, [tokens])
                 fresh.add(name)
+                learned += len(tokens)
     for each in kept:
         trie.adopt(each.mixer)
         for name, texts in each.namespaces.items():
             trie.warm(name, texts)
+    if files or kept:
+        total = sum(len(text) for each in kept for texts in each.namespaces.values() for text in texts)
+        log.info("learned %s tokens of files that are new, and %s that were kept", f"{learned:,}", f"{total:,}")
     return fresh
 
 
