@@ -66,6 +66,9 @@ class Keeper:
         except OSError as error:
             log.warning("%s: %s", error.filename, error.strerror)
             return False
+        except Exception:
+            log.exception("the index was not saved")
+            return False
         return True
 
 
