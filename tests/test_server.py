@@ -28,6 +28,7 @@ import forerun
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
 from forerun.decoding.engine import Engine
+from forerun.index import file as trie_file
 from forerun.model.load import load
 from forerun.server.answers import StopStrings
 from forerun.server.keys import Keys
@@ -526,10 +527,11 @@ def test_the_pages_example_runs(house: House, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM])
-def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals) -> None:
+def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: Path) -> None:
     with free_socket() as one:
         port = one.getsockname()[1]
     command = [sys.executable, "-m", "forerun.cli", "serve", "--port", str(port), "--kv-memory", "1GiB", "--drain", "1"]
+    command += ["--index", str(tmp_path), "--index-interval", "3600"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     served = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -548,6 +550,8 @@ def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals) -> N
     assert served.returncode == 0, told
     assert out == "" and "Traceback" not in told
     assert f"http://127.0.0.1:{port}" in told
+    (file,) = tmp_path.glob("*.trie")  # saved at the end
+    assert len(trie_file.read(file).namespaces["default/default"]) > 0
 
 
 def _ready(port: int) -> bool:

@@ -644,7 +644,7 @@ def test_another_version_is_refused_by_its_number(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(trie_file, "VERSION", 1)
         filled()[0].save(tmp_path / "trie")
-    refuses(tmp_path / "trie", "has version 1; this program reads version 2")
+    refuses(tmp_path / "trie", "has version 1; this program reads version 3")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04pickle", bytes(4096)])
@@ -665,7 +665,16 @@ def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "header", [b"[", b"7", b'[0, ["a", -1, 0]]', b'[0, ["a", 1, 99999999999]]', b'[1, ["a", "b", 1]]', b"[]", b'["a"]']
+    "header",
+    [
+        b"[",
+        b"7",
+        b'["", 0, ["a", -1, 0]]',
+        b'["", 0, ["a", 1, 99999999999]]',
+        b'["", 1, ["a", "b", 1]]',
+        b"[]",
+        b'["a"]',
+    ],
 )
 def test_a_wrong_header_under_a_right_checksum_is_refused(
     tmp_path: Path, header: bytes, monkeypatch: pytest.MonkeyPatch

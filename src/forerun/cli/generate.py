@@ -21,12 +21,12 @@ from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.core.request import Request
 from forerun.decoding.engine import BUDGET, Engine
-from forerun.drafters.base import Drafter
 from forerun.drafters.recipes import check_drafter, trie_of
 from forerun.model.detokenize import Detokenizer
 from forerun.model.load import load, quiet
 from forerun.model.messages import has_template
 from forerun.model.prompts import Prompts, encode
+from forerun.model.vocabulary import fingerprint
 
 
 @dataclass
@@ -64,7 +64,7 @@ def run(options: GenerateOptions) -> None:
         engine.warm([read_prompt(str(path)) for path in options.warm or []], options.namespace)
         (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
         (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
-        with _trie_kept(options, engine.drafter):
+        with _trie_kept(options, engine):
             interrupted = _generate(options, engine, request)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
@@ -146,19 +146,19 @@ def build_engine(options: GenerateOptions | ChatOptions, **kept: Any) -> Engine:
 
 
 @contextmanager
-def _trie_kept(options: GenerateOptions, drafter: Drafter) -> Iterator[None]:
+def _trie_kept(options: GenerateOptions, engine: Engine) -> Iterator[None]:
     """A context that loads the trie from its file at the start and saves it at the end, however that comes."""
     path = options.trie_file
     if path is None:
         yield
         return
-    trie = trie_of(drafter)
+    trie, vocabulary = trie_of(engine.drafter), fingerprint(engine.tokenizer)
     if path.exists():
-        trie.load(path)
+        trie.load(path, vocabulary)
     try:
         yield
     finally:
-        trie.save(path)
+        trie.save(path, vocabulary)
 
 
 def _stream(engine: Engine, request: Request, output: Output) -> bool:

@@ -34,9 +34,11 @@ def run(options: ServeOptions) -> None:
     if missing:
         raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: pip install 'forerun[serve]'")
     from forerun.server.settings import read_settings
+    from forerun.server.warming import check_files
 
     told = read_settings(options.flags(), options.config)
     check_drafter(told.drafter)
+    check_files(told.warm, told.namespaces)
     with quiet(), closing(_engine(told)) as engine:
         _serve(engine, told)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from forerun.cli.options import _DRAFTER, _MODEL, _SOURCE, Budget, Debug, Dtype
 from forerun.cli.options import _option as option
 
-_WHO, _MUCH = "Where and for whom", "How much"
+_WHO, _MUCH, _INDEX = "Where and for whom", "How much", "What is learned"
 _SIZE = "in bytes, or such as 4GiB."
 
 
@@ -71,6 +71,26 @@ class ServeOptions:
     ] = None
     max_tokens: Annotated[int | None, option("--max-tokens", panel=_MUCH, help="The longest answer.", min=1)] = None
     namespaces: Annotated[int | None, option("--namespaces", panel=_MUCH, help="Of a tenant, at most.", min=1)] = None
+    share: Annotated[
+        bool | None, option("--share/--no-share", panel=_INDEX, help="Let all keys draft from each other's answers.")
+    ] = None
+    warm: Annotated[
+        list[Path] | None,
+        option("--warm", panel=_INDEX, metavar="FILE", help="Text or JSON lines to learn first; may be repeated."),
+    ] = None
+    warm_seconds: Annotated[
+        float | None, option("--warm-seconds", panel=_INDEX, help="For all these files together.")
+    ] = None
+    index: Annotated[
+        Path | None,
+        option("--index", panel=_INDEX, metavar="DIR", help="Keep what is learned here, and go on with it."),
+    ] = None
+    index_interval: Annotated[
+        float | None, option("--index-interval", panel=_INDEX, help="Seconds from a change to its save.")
+    ] = None
+    index_limit: Annotated[
+        str | None, option("--index-limit", panel=_INDEX, help=f"For what is learned, of all keys; {_SIZE}")
+    ] = None
     timeout: Annotated[float | None, option("--timeout", panel=_MUCH, help="Seconds that a request may take.")] = None
     drain: Annotated[
         float | None, option("--drain", panel=_MUCH, help="Seconds for running requests at the end.", min=0)

@@ -31,6 +31,8 @@ class Request:
         sampler: how tokens are chosen.
         stopping: called with the ids ``[1, t]`` after every token; true ends the text.
         namespace: requests draft from earlier outputs of the same namespace only.
+        drafts_from: a namespace whose outputs it is drafted from and joins in place of its own's, where people agreed
+            to share what was generated; what prompts begin with is shared inside ``namespace`` all the same.
         budget: nodes of a draft, at most, if that is less than the engine's; with 0 nothing is drafted, and no drafter
             hears of the request. It changes the speed, never the text.
         padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
@@ -50,6 +52,7 @@ class Request:
         sampler: Sampler | None = None,
         stopping: Stopping | None = None,
         namespace: str = "default",
+        drafts_from: str | None = None,
         budget: int | None = None,
         padding: Sequence[int] = (),
         top_logprobs: int | None = None,
@@ -67,6 +70,7 @@ class Request:
         self.sampler = sampler or Sampler()
         self.stopping = stopping
         self.namespace = namespace
+        self.drafts_from = namespace if drafts_from is None else drafts_from
         self.budget = budget
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None

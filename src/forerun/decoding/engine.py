@@ -166,8 +166,8 @@ class Engine:
             prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
                 or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
             streamer: a transformers streamer; for one sequence only.
-            options: ``seed``, ``verification``, ``namespace``, ``budget`` and ``logprobs`` (see ``RowOptions``),
-                ``response_format`` (see ``Grammars``), and everything that ``model.generate`` takes:
+            options: ``seed``, ``verification``, ``namespace``, ``drafts_from``, ``budget`` and ``logprobs`` (see
+                ``RowOptions``), ``response_format`` (see ``Grammars``), and everything that ``model.generate`` takes:
                 ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
 
         Raises:
@@ -205,6 +205,7 @@ class Engine:
         seed: int | None = None,
         verification: Method = "coupled",
         namespace: str = "default",
+        drafts_from: str | None = None,
         budget: int | None = None,
         logprobs: int | None = None,
         response_format: ResponseFormat | None = None,
@@ -212,7 +213,7 @@ class Engine:
     ) -> list[Request]:
         """The checked requests that ``generate`` runs; options as there."""
         grammar = None if response_format is None else self.grammars.of(response_format, namespace)
-        row_options = RowOptions(seed, verification, namespace, budget, logprobs, grammar)
+        row_options = RowOptions(seed, verification, namespace, budget, logprobs, grammar, drafts_from)
         rows = encode(prompts, self.tokenizer, attention_mask)
         built = [
             build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)

@@ -14,7 +14,7 @@ from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
 from forerun.caches.topk import TopKCache
 from forerun.core.settings import Settings
-from forerun.drafters.base import Drafter, NoDrafter
+from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
 from forerun.drafters.chooser import Chooser
 from forerun.drafters.hierarchy import HierarchyDrafter
 from forerun.drafters.jacobi import JacobiDrafter
@@ -214,10 +214,13 @@ def trie_of(drafter: Drafter) -> Trie:
     Raises:
         ValueError: if it has none.
     """
-    source = drafter.trees if isinstance(drafter, Chooser) else drafter
-    if not isinstance(source, TrieDrafter):
-        raise ValueError(f"{type(source).__name__} has no trie")
-    return source.trie
+    if isinstance(drafter, TrieDrafter):
+        return drafter.trie
+    if isinstance(drafter, MergedDrafter):
+        return trie_of(drafter.cheap)
+    if isinstance(drafter, OuterDrafter):
+        return trie_of(drafter.inner)
+    raise ValueError(f"{type(drafter).__name__} has no trie")
 
 
 def buildable(settings: Settings) -> list[str]:

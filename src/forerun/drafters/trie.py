@@ -35,8 +35,8 @@ class TrieDrafter(Drafter):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use for the texts of all namespaces and live requests."""
-        return self.trie.nbytes
+        """Bytes in use for the texts of all namespaces."""
+        return self.trie.kept
 
     def warm_up(self) -> None:
         """Compile, or load, what drafting runs, so that no user's answer waits for it."""
@@ -46,6 +46,7 @@ class TrieDrafter(Drafter):
         trie.retrieve(0, 4, 4, [1])
         trie.finish(0)
         trie.warm("", [[1, 2, 3]])
+        trie.snapshot("")
         trie.withdraw("")
 
     def spell(self, tokenizer: Tokenizer) -> None:
@@ -54,7 +55,7 @@ class TrieDrafter(Drafter):
 
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""
-        self.trie.begin(request.id, request.namespace, request.prompt, request.max_new_tokens)
+        self.trie.begin(request.id, request.drafts_from, request.prompt, request.max_new_tokens)
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         """The likeliest branches, merged, at most ``budget`` nodes."""

@@ -97,8 +97,18 @@ class Index(NamedTuple):
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:
         """An empty index that never takes more bytes, divided among its arrays as common texts need them."""
-        tokens = nbytes / BYTES_PER_TOKEN
-        return cls.allocate(int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK))
+        return cls.allocate(*_rows(nbytes))
+
+    def within(self, nbytes: int) -> Index:
+        """The same index, of which no more bytes are used from now on: views of the first rows. It must not take more
+        already."""
+        slots, rows, chunks = _rows(nbytes)
+        return self._replace(
+            slots=self.slots[: slots + 1],
+            heads=self.heads[: slots + 16],
+            blocks=self.blocks[: rows + 1],
+            text=self.text[: chunks + 1],
+        )
 
     @property
     def tokens(self) -> int:
@@ -127,6 +137,12 @@ class Index(NamedTuple):
         """The index with the same content and twice the room."""
         slots, heads, blocks, text = map(_doubled, self[:4])
         return self._replace(slots=slots, heads=heads, blocks=blocks, text=text)
+
+
+def _rows(nbytes: int) -> tuple[int, int, int]:
+    """Slots, rows of blocks and chunks for so many bytes, hints included."""
+    tokens = nbytes / BYTES_PER_TOKEN
+    return int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK)
 
 
 def _doubled(part: npt.NDArray[Any]) -> npt.NDArray[Any]:

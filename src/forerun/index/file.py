@@ -1,8 +1,9 @@
 """Tries on disk: versioned, checksummed, written atomically, and without pickle.
 
-Layout: ``MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: how many
-numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what was learned (float64),
-and per namespace the lengths of its outputs and their tokens (int32). The index is built anew from the texts.
+Layout: ``MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: the name of
+the vocabulary, how many numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what
+was learned (float64), and per namespace the lengths of its outputs and their tokens (int32). The index is built anew
+from the texts.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import struct
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from forerun.core.tree import IntArray
+from forerun.index import mixing
+from forerun.index.arrays import FloatArray
+from forerun.index.mixing import Mixer
 
 MAGIC = b"forerun trie\n"
-VERSION = 2
-FloatArray = npt.NDArray[np.float64]
+VERSION = 3
 _PREFIX = struct.Struct(f"<{len(MAGIC)}sI32sI")
 
 
@@ -30,7 +33,21 @@ class TrieFileError(ValueError):
     """The file is no trie of this version, or it is damaged."""
 
 
-def write(path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArray]], learned: FloatArray) -> None:
+class Content(NamedTuple):
+    """What a file holds: outputs by namespace, int64 each and oldest first; what was learned about evidence; and what
+    the token ids mean, by a name, or the empty text."""
+
+    namespaces: dict[str, list[IntArray]]
+    mixer: Mixer
+    vocabulary: str
+
+
+def write(
+    path: str | os.PathLike[str],
+    namespaces: Mapping[str, Sequence[IntArray]],
+    learned: FloatArray,
+    vocabulary: str = "",
+) -> None:
     """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
 
     Raises:
@@ -39,7 +56,7 @@ def write(path: str | os.PathLike[str], namespaces: Mapping[str, Sequence[IntArr
     """
     path = Path(path)
     sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]
-    header = json.dumps([len(learned), *sizes]).encode()
+    header = json.dumps([vocabulary, len(learned), *sizes]).encode()
     parts = [header, learned.astype("<f8").tobytes()]
     for texts in namespaces.values():
         parts.append(np.array([len(text) for text in texts], "<i4").tobytes())
@@ -82,7 +99,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, list[IntArray]], FloatArray]:
+def read(path: str | os.PathLike[str]) -> Content:
     """What ``write`` was given.
 
     Raises:
@@ -105,8 +122,8 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, list[IntArray]], Float
         raise TrieFileError(f"{path} has no valid content: {error}") from error
 
 
-def _parse(body: bytes, length: int) -> tuple[dict[str, list[IntArray]], FloatArray]:
-    count, *sizes = json.loads(body[:length])
+def _parse(body: bytes, length: int) -> Content:
+    vocabulary, count, *sizes = json.loads(body[:length])
     learned = np.frombuffer(body, "<f8", count, length).astype(np.float64)
     offset = length + learned.nbytes
     namespaces: dict[str, list[IntArray]] = {}
@@ -119,4 +136,4 @@ def _parse(body: bytes, length: int) -> tuple[dict[str, list[IntArray]], FloatAr
         offset += lengths.nbytes + 4 * tokens
     if offset != len(body):
         raise ValueError(f"{len(body) - offset} bytes too many")
-    return namespaces, learned
+    return Content(namespaces, mixing.restore(learned), str(vocabulary))

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.tree import IntArray
 from forerun.index.arrays import HashArray, Index, Int32Array, mix
 from forerun.index.compiling import compiled
-from forerun.index.tables import CHUNK
+from forerun.index.tables import CHUNK, RecordArray
 
 REACH, LONGEST = 3, 5
 """Lengths of the two n-grams that have hints. ``REACH`` is also how many tokens must agree before a copy starts, and
@@ -118,6 +119,28 @@ def hint(index: Index, hashed: np.uint64) -> int:
 def set_hint(index: Index, hashed: np.uint64, position: int) -> None:
     """Remember the position behind an n-gram."""
     index.hints[np.int64(hashed >> np.uint64(20)) & (len(index.hints) - 1)] = position
+
+
+@compiled
+def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray) -> None:
+    """Write texts out one behind the other, by their first chunks.
+
+    Args:
+        text: ``Index.text``, or a copy of its first rows that holds them.
+        firsts: first chunk of each text, int64 ``[n]``.
+        out: takes the tokens, int32, at least as long as the chunks of all texts.
+        ends: takes where each text ends in ``out``, int64 ``[n]``.
+    """
+    at = 0
+    for number in range(len(firsts)):
+        chunk = firsts[number]
+        while chunk != 0:
+            for cell in range(CHUNK):
+                if text[chunk].tokens[cell] != UNWRITTEN:
+                    out[at] = text[chunk].tokens[cell]
+                    at += 1
+            chunk = text[chunk].after
+        ends[number] = at
 
 
 @compiled

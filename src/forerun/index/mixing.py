@@ -217,11 +217,15 @@ def dump(mixer: Mixer) -> FloatArray:
     )
 
 
-def restore(learned: FloatArray) -> Mixer | None:
-    """The mixer of a vector, or None if it cannot be one."""
+def restore(learned: FloatArray) -> Mixer:
+    """The mixer of a vector.
+
+    Raises:
+        ValueError: if it cannot be one.
+    """
     ends = np.cumsum([CELLS, CELLS, SETS * ALL, SETS * KNOTS])
     if len(learned) != ends[-1] or not np.isfinite(learned).all():
-        return None
+        raise ValueError("what was learned is not of this program")
     chances, uses, weights, correction = np.split(learned, ends[:-1])
     mixer = untrained()
     cells = mixer.cells
@@ -240,10 +244,10 @@ def prior() -> Mixer:
 
 @functools.cache
 def _learned() -> Mixer:
-    mixer = restore(np.load(PRIOR, allow_pickle=False).astype(np.float64))
-    if mixer is None:
-        raise ValueError(f"{PRIOR} is not what this program learned; run benchmarks/learn_evidence.py")
-    return mixer
+    try:
+        return restore(np.load(PRIOR, allow_pickle=False).astype(np.float64))
+    except ValueError as error:
+        raise ValueError(f"{PRIOR}: {error}; run benchmarks/learn_evidence.py") from error
 
 
 def untrained() -> Mixer:

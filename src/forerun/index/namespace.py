@@ -6,16 +6,17 @@ An output goes as a whole, but a piece at a time, so that no step waits for a lo
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from forerun.core.tree import IntArray
-from forerun.index import arrays, place
+from forerun.index import arrays, history, place
 from forerun.index.arrays import Index
-from forerun.index.history import UNWRITTEN
 from forerun.index.pinned import Pin
 from forerun.index.place import Place
-from forerun.index.tables import CHUNK, SHARED
+from forerun.index.tables import CHUNK, SHARED, TEXT, RecordArray
 
 PIECE = 32
 """Tokens that are taken in, or taken back, at a time."""
@@ -23,24 +24,66 @@ PIECE = 32
 PATIENCE = 4
 """Tokens that are taken back for each new one, once the namespace is full."""
 
+LEAST = 1 << 16
+"""Bytes that a namespace that asks grows by at least: room for some 900 tokens."""
+
+
+class Texts(NamedTuple):
+    """A copy of the memory that a namespace's outputs are in. It is made at the speed of memory, and read later.
+
+    Attributes:
+        rows: of ``Index.text``; ``TEXT`` ``[chunks]``.
+        firsts: first chunks of the outputs, oldest first; int64 ``[n]``.
+    """
+
+    rows: RecordArray
+    firsts: IntArray
+
+    def read(self) -> list[IntArray]:
+        """The outputs, int32 each."""
+        out = np.empty(len(self.rows) * CHUNK, np.int32)
+        ends = np.zeros(len(self.firsts), np.int64)
+        history.collect(self.rows, self.firsts, out, ends)
+        return np.split(out[: ends[-1]], ends[:-1]) if len(ends) else []
+
+
+NOTHING = Texts(np.zeros(0, TEXT), np.zeros(0, np.int64))
+"""No outputs."""
+
 
 class Namespace:
     """An index of outputs.
 
     Args:
-        capacity: most bytes of its arrays.
+        capacity: most bytes of its arrays, 2**16 at least.
+        ask: what it asks before it grows; it is given the namespace and the bytes that it wants, and says how many it
+            may have. It starts with none then. Without it, it has its whole capacity at once.
 
     Attributes:
         index: what is shared.
+        granted: bytes that it may take, at most ``capacity``.
         outputs: first chunks of the finished outputs, oldest first.
+        writers: by their requests, the places of the outputs that still grow.
+        changed: a number that is another one after each change; 0 before the first.
         pin: of the index.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self.index = Index.for_bytes(capacity)
+    def __init__(self, capacity: int, ask: Callable[[Namespace, int], int] | None = None) -> None:
+        self.capacity = capacity
+        self.granted = capacity if ask is None else 0
         self.outputs: deque[int] = deque()
+        self.writers: dict[int, Place] = {}
+        self.changed = 0
         self.pin: Pin[Index] = Pin()
+        self._ask = ask
+        self._whole = Index.for_bytes(capacity)
+        self.index = self._whole.within(self.granted)
         self._leaving: Place | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a copy, the index must lie in the copy's own arrays."""
+        self.__dict__.update(state)
+        self._cut()
 
     def publish(self, tokens: IntArray) -> None:
         """Take in a whole output."""
@@ -49,20 +92,38 @@ class Namespace:
             piece = tokens[start : start + PIECE]
             self.make_room(len(piece))
             place.publish(self.index, where, piece)
-        self.close(where)
+        self._finish(where)
 
-    def close(self, where: Place) -> None:
-        """Note that an output is finished; from now on it may be taken back."""
+    def close(self, request_id: int) -> None:
+        """Note that the output of a request is finished; from now on it may be taken back."""
+        self._finish(self.writers.pop(request_id))
+
+    def _finish(self, where: Place) -> None:
         if where.first_chunk:
             self.outputs.append(where.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Take old outputs back while there is little room left, up to ``PATIENCE`` tokens for each new one."""
+        """Grow while there is little room left. If that may not be, take old outputs back, up to ``PATIENCE`` tokens
+        for each new one."""
+        if self._ask is not None and self.granted < self.capacity and arrays.tight(self.index):
+            self._grow(self._ask)
         patience = PATIENCE * tokens
         while patience > 0 and (self._leaving or self.outputs) and arrays.tight(self.index):
             self._withdraw()
             patience -= PIECE
         self.index = self.index.with_hints()
+
+    def _grow(self, ask: Callable[[Namespace, int], int]) -> None:
+        wanted = min(max(LEAST, self.granted // 8), self.capacity - self.granted)
+        got = ask(self, wanted)
+        if got:
+            self.granted += got
+            self._cut()
+
+    def _cut(self) -> None:
+        """Let the index be as much of the whole as is granted. Its small arrays are no part of that."""
+        whole = self._whole.within(self.granted)
+        self.index = self.index._replace(slots=whole.slots, heads=whole.heads, blocks=whole.blocks, text=whole.text)
 
     def withdraw(self) -> None:
         """Take the oldest finished output back, in time proportional to its length."""
@@ -80,12 +141,9 @@ class Namespace:
             self._leaving = None
         return done
 
-    def text(self, chunk: int) -> IntArray:
-        """The tokens of an output by its first chunk."""
-        parts = []
-        while chunk:
-            parts.append(self.index.text["tokens"][chunk])
-            chunk = int(self.index.text["after"][chunk])
-        tokens = np.concatenate(parts).astype(np.int64)
-        written: IntArray = tokens[tokens != UNWRITTEN]
-        return written
+    def texts(self) -> Texts:
+        """A copy of the outputs, oldest first, those that still grow last."""
+        growing = (where.first_chunk for where in self.writers.values())
+        firsts = [chunk for chunk in (*self.outputs, *growing) if chunk]
+        top = int(self.index.state["chunk_top"].item())
+        return Texts(self.index.text[:top].copy(), np.array(firsts, np.int64))

@@ -9,17 +9,12 @@ replace meanwhile. ``docs/index.md`` derives the index from one example.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from tokenizers import Tokenizer
 
-from forerun.core.tree import IntArray
-from forerun.core.turns import Turns, in_turn
-from forerun.index import arrays, calls, mixing, multibranch, place
-from forerun.index import file as trie_file
+from forerun.core.turns import in_turn
+from forerun.index import calls, multibranch, place
 from forerun.index.arrays import Index
 from forerun.index.config import Form, TrieConfig
 from forerun.index.desk import Desk, Draft
@@ -30,10 +25,9 @@ from forerun.index.namespace import PIECE, Namespace
 from forerun.index.pinned import Pin
 from forerun.index.place import Place
 from forerun.index.spelling import spellings
+from forerun.index.store import Store, Tokens, checked
 
 __all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
-
-Tokens = Sequence[int] | IntArray
 
 
 @dataclass
@@ -48,7 +42,7 @@ class _Live:
     pins: tuple[Pin[Index], Pin[Place]] = field(default_factory=lambda: (Pin(), Pin()))
 
 
-class Trie:
+class Trie(Store):
     """Index over namespaces and live requests.
 
     Args:
@@ -57,12 +51,9 @@ class Trie:
     """
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
-        self.config = config or TrieConfig()
-        self.turns = Turns()
-        self._shared: dict[str, Namespace] = {}
+        super().__init__(config or TrieConfig(), mixer)
         self._nothing = Namespace(1 << 16)
         self._live: dict[int, _Live] = {}
-        self._mixer = mixing.prior() if mixer is None else mixer
         self._desk = Desk.allocate(64)
         self._aside = Place.start()
         self._pins: tuple[Pin[Mixer], Pin[Desk], Pin[Place]] = (Pin(), Pin(), Pin())
@@ -88,14 +79,16 @@ class Trie:
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id} has begun already")
-        tokens = _checked(prompt)
+        tokens = checked(prompt)
         kept = tokens[-self.config.prompt_capacity :]
         room = len(kept) + min(expected, 4096)
-        self._namespace(namespace)
+        space = self._shared.open(namespace)
+        space.make_room(0)
         own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(len(kept))
         live = _Live(namespace, own, Place.start(), len(tokens), room)
         place.ingest(live.own, live.place, kept)
         self._live[request_id] = live
+        space.writers[request_id] = live.place
 
     @in_turn
     def extend(self, request_id: int, tokens: Tokens) -> None:
@@ -104,8 +97,8 @@ class Trie:
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31); nothing is counted then.
         """
-        live, new = self._of(request_id), _checked(tokens)
-        space = self._namespace(live.namespace)
+        live, new = self._of(request_id), checked(tokens)
+        space = self._shared.open(live.namespace)
         rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
         while live.room < live.own.tokens + len(new):
             live.own, live.room = live.own.grown(), 2 * live.room
@@ -115,6 +108,8 @@ class Trie:
             if needs:
                 self._supply(live, space, needs, len(piece))
         live.length += len(new)
+        if len(new):
+            self._shared.note_change(space)
 
     def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
         """Make the room that ``calls.extend`` asked for."""
@@ -182,79 +177,18 @@ class Trie:
         """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
         live = self._live.pop(request_id, None)
         if live is not None:
-            self._namespace(live.namespace).close(live.place)
-
-    def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
-        """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
-
-        Raises:
-            ValueError: if a token is not in [0, 2**31); the sequences before it are counted.
-        """
-        for sequence in sequences:
-            with self.turns:
-                self._namespace(namespace).publish(_checked(sequence))
-
-    @in_turn
-    def withdraw(self, namespace: str) -> None:
-        """Take the namespace's oldest finished output back, in time proportional to its length."""
-        self._namespace(namespace).withdraw()
-
-    @in_turn
-    def length(self, request_id: int) -> int:
-        """Tokens of a live request that were taken in, its prompt included."""
-        return self._of(request_id).length
-
-    @in_turn
-    def tokens(self, namespace: str) -> int:
-        """Tokens that the index of ``namespace`` holds."""
-        return sum(map(len, self._texts(namespace)))
+            self._shared.open(live.namespace).close(request_id)
 
     @property
     @in_turn
     def nbytes(self) -> int:
         """Bytes in use for the texts of all namespaces and live requests, which is what grows."""
-        indexes = [*(space.index for space in self._shared.values()), *(live.own for live in self._live.values())]
-        return sum(index.nbytes for index in indexes)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the namespaces and what was learned to ``path``, in one atomic step; prompts are never written.
-
-        Raises:
-            OSError: if it cannot be written, as on a full disk; what ``path`` held before is still there.
-        """
-        with self.turns:
-            content = {name: self._texts(name) for name in self._shared}, mixing.dump(self._mixer)
-        trie_file.write(path, *content)
-
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Replace the namespaces, and what was learned, by those of a file; beyond the capacity the latest are kept.
-
-        Raises:
-            TrieFileError: if the file is truncated, damaged, of another version or no trie; nothing changes then.
-            OSError: if it cannot be read.
-        """
-        namespaces, learned = trie_file.read(path)
-        mixer = mixing.restore(learned)
-        if mixer is None:
-            raise TrieFileError(f"{path} has no valid content: what was learned is not of this program")
-        self._replace(namespaces, mixer)
+        return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
 
     @in_turn
-    def _replace(self, namespaces: Mapping[str, Iterable[IntArray]], mixer: Mixer) -> None:
-        self._mixer, self._shared = mixer, {}
-        for name, texts in namespaces.items():
-            for text in texts:
-                self._namespace(name).publish(_checked(text))
-        for live in self._live.values():
-            live.place.leave_shared()
-
-    def _texts(self, name: str) -> list[IntArray]:
-        """The outputs of a namespace, oldest first, those that still grow last."""
-        space = self._shared.get(name)
-        if space is None:
-            return []
-        growing = [live.place.first_chunk for live in self._live.values() if live.namespace == name]
-        return [space.text(chunk) for chunk in (*space.outputs, *growing) if chunk]
+    def length(self, request_id: int) -> int:
+        """Tokens of a live request that were taken in, its prompt included."""
+        return self._of(request_id).length
 
     def _of(self, request_id: int) -> _Live:
         live = self._live.get(request_id)
@@ -268,33 +202,5 @@ class Trie:
             return live.place
         space = self._shared.get(live.namespace, self._nothing)
         own, shared, here, *_ = self._addresses(live, space, live.place)
-        calls.skip(own, shared, here, self._pins[2].at(self._aside), _checked(pending))
+        calls.skip(own, shared, here, self._pins[2].at(self._aside), checked(pending))
         return self._aside
-
-    def _namespace(self, name: str) -> Namespace:
-        """A namespace by name, made if it is missing. They are kept in the order of their last use."""
-        space = self._shared.pop(name, None)
-        if space is None:
-            space = Namespace(self.config.capacity)
-            self._give_way()
-        self._shared[name] = space
-        return space
-
-    def _give_way(self) -> None:
-        """Drop the namespaces used longest ago, but none with a live request, until there is room for one more."""
-        live = {each.namespace for each in self._live.values()}
-        idle = [name for name in self._shared if name not in live]
-        for name in idle[: max(0, len(self._shared) + 1 - self.config.namespaces)]:
-            del self._shared[name]
-
-
-def _checked(tokens: Tokens) -> IntArray:
-    array = np.ascontiguousarray(tokens, dtype=np.int64)
-    if not array.flags.carray:  # read-only memory is another type to the compiler
-        array = array.copy()
-    if array.ndim != 1:
-        raise ValueError(f"tokens have shape {array.shape}; allowed: a vector")
-    if not arrays.valid(array):
-        wrong = array[(array < 0) | (array >= 1 << 31)][0]
-        raise ValueError(f"token id is {wrong}; allowed: 0 to 2**31 - 1")
-    return array

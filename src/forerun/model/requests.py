@@ -59,6 +59,7 @@ class RowOptions:
         logprobs: keep how likely the model found each token, and so many of the likeliest tokens at its place; None
             keeps nothing.
         grammar: what the text must follow.
+        drafts_from: a namespace to draft from and learn in, in place of its own; see ``Request``.
 
     Raises:
         ValueError: for a wrong verification, or ``logprobs`` below 0.
@@ -70,6 +71,7 @@ class RowOptions:
     budget: int | None = None
     logprobs: int | None = None
     grammar: Grammar | None = None
+    drafts_from: str | None = None
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and self.logprobs < 0:
@@ -163,6 +165,7 @@ def make_request(
         sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor, constraint),
         stopping=stopping,
         namespace=options.namespace,
+        drafts_from=options.drafts_from,
         budget=options.budget,
         padding=padding,
         top_logprobs=options.logprobs,

@@ -20,7 +20,8 @@ from forerun.decoding.engine import Engine
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.errors import ApiError, of_validation
 from forerun.server.gate import OPEN, Gate
-from forerun.server.keys import Keys
+from forerun.server.keeping import keep
+from forerun.server.keys import Keys, Namespaces
 from forerun.server.page import FILES, add_page
 from forerun.server.replies import ChatForm, Form, Reply, TextForm, event, usage_of
 from forerun.server.scheduler import Limits
@@ -39,25 +40,35 @@ REPLIES: dict[int | str, dict[str, Any]] = {200: {"model": Reply}}
 def create_app(engine: Engine, settings: ServerSettings, limits: Limits) -> FastAPI:
     """An application that serves one engine; its ``state.service`` is the ``Service``.
 
-    It starts a thread that decodes, which ends with the application.
+    It fills the drafter's index first; see ``keep``. It starts a thread that decodes, which ends with the application.
 
     Args:
         engine: with a tokenizer.
         settings: names, keys and limits of requests.
         limits: of the scheduler.
+
+    Raises:
+        ValueError: for a wrong key, or what cannot fill the index.
+        OSError: if that cannot be read.
     """
-    service = Service(engine, settings, limits)
+    keys = Keys([key.get_secret_value() for key in settings.api_keys])
+    namespaces = Namespaces(settings.namespaces, settings.share)
+    keeper = keep(engine, settings, namespaces, keys.tenants)
+    service = Service(engine, settings, limits, namespaces)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        if keeper is not None:
+            keeper.start()
         try:
             yield
         finally:
             await asyncio.to_thread(service.scheduler.close)
+            if keeper is not None:
+                await asyncio.to_thread(keeper.close)
 
     app = FastAPI(title="Forerun", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
-    keys = Keys([key.get_secret_value() for key in settings.api_keys])
     pages = FILES if settings.page else {}
     app.add_middleware(Gate, keys=keys, limit=settings.request_bytes, free=(*OPEN, *pages))
     _tell_errors(app)

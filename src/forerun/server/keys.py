@@ -9,6 +9,12 @@ from collections.abc import Sequence
 ALL = "default"
 """The only tenant of a server without keys."""
 
+TOGETHER = "shared"
+"""Stands where a tenant's name would, in namespaces that all tenants share. No tenant is called so."""
+
+NAME = r"^[A-Za-z0-9._-]{1,64}$"
+"""What a namespace may be called."""
+
 
 class Keys:
     """Knows tenants by their keys, which it does not keep, and never says.
@@ -28,6 +34,11 @@ class Keys:
             raise ValueError("an API key is given twice; each tenant has its own")
         self._digests = [_digest(key.encode()) for key in keys]
 
+    @property
+    def tenants(self) -> list[str]:
+        """All of them."""
+        return [_name(digest) for digest in self._digests] or [ALL]
+
     def tenant(self, authorization: bytes | None) -> str | None:
         """The tenant of an ``Authorization`` header; None if nobody has its key.
 
@@ -39,7 +50,7 @@ class Keys:
         given, found = _digest(key.strip()), None
         for digest in self._digests:
             if hmac.compare_digest(digest, given):
-                found = "key-" + digest.hex()[:16]
+                found = _name(digest)
         return found if scheme.lower() == b"bearer" else None
 
 
@@ -48,10 +59,11 @@ class Namespaces:
 
     Args:
         limit: names of a tenant, at most.
+        share: whether tenants draft from each other's outputs, and learn together: those of one name.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, share: bool = False) -> None:
+        self._limit, self._share = limit, share
         self._names: dict[str, set[str]] = {}
 
     def inside(self, tenant: str, name: str) -> str:
@@ -65,6 +77,14 @@ class Namespaces:
             raise ValueError(f"there are {len(names)} namespaces already, as many as may be; use one of them")
         names.add(name)
         return f"{tenant}/{name}"
+
+    def learning(self, tenant: str, name: str) -> str:
+        """Where outputs under a tenant's name are kept, and drafts come from."""
+        return f"{TOGETHER if self._share else tenant}/{name}"
+
+
+def _name(digest: bytes) -> str:
+    return "key-" + digest.hex()[:16]
 
 
 def _digest(key: bytes) -> bytes:

@@ -56,7 +56,9 @@ class Metrics:
         gauge("kv_cache_usage_perc", "Part of the memory for keys and values that is taken; 1 is all.").set_function(
             lambda: scheduler.memory / scheduler.limits.memory
         )
-        gauge("index_bytes", "Bytes of what the drafter learned.").set_function(lambda: engine.drafter.nbytes)
+        gauge("index_bytes", "Bytes of what the drafter learned, of all namespaces.").set_function(
+            lambda: engine.drafter.nbytes
+        )
         registry.register(_Prefixes(engine))
 
     def text(self) -> bytes:

@@ -29,6 +29,7 @@ from forerun.server.fields import (
     only,
     says,
 )
+from forerun.server.keys import NAME
 
 
 class StreamOptions(Strict):
@@ -45,7 +46,7 @@ class Extension(Strict):
     server's, or ``none``. ``budget``: tokens of a draft, at most. ``trace``: a stream says who drafted each token.
     """
 
-    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")] = "default"
+    namespace: Annotated[str, Field(pattern=NAME)] = "default"
     drafter: str | None = None
     budget: Annotated[int, Field(ge=0)] | None = None
     trace: bool = False

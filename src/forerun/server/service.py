@@ -44,14 +44,15 @@ class Service:
         engine: decodes; it has a tokenizer.
         settings: what is taken on.
         limits: of the scheduler.
+        namespaces: of all tenants.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings, limits: Limits) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings, limits: Limits, namespaces: Namespaces) -> None:
         self.engine, self.settings = engine, settings
         self.scheduler = Scheduler(engine, limits)
         self.metrics = Metrics(engine, self.scheduler)
         self.created = int(time.time())
-        self._namespaces = Namespaces(settings.namespaces)
+        self._namespaces = namespaces
         self._positions = position_limit(engine.target.model)
         self._encode = Encoder(engine.tokenizer, self._positions)
         self._bytes = TokenBytes(engine.tokenizer)
@@ -125,6 +126,7 @@ class Service:
             for choice in range(asked.n or 1):
                 options = {
                     "namespace": namespace,
+                    "drafts_from": self._namespaces.learning(tenant, asked.forerun.namespace),
                     "budget": budget,
                     "logprobs": asked.likeliest,
                     "response_format": asked.format,

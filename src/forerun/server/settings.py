@@ -53,15 +53,21 @@ class ServerSettings(BaseSettings):
     request_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(8 * MIB)
     max_tokens: Annotated[int, Field(ge=1)] = 4096
     namespaces: Annotated[int, Field(ge=1)] = 64
+    share: bool = False
+    warm: Annotated[tuple[Path, ...], NoDecode] = ()
+    warm_seconds: Annotated[float, Field(gt=0)] = 60.0
+    index: Path | None = None
+    index_interval: Annotated[float, Field(gt=0)] = 60.0
+    index_limit: Annotated[ByteSize, Field(ge=MIB)] = ByteSize(1024 * MIB)
     timeout: Annotated[float, Field(gt=0)] | None = 600.0
     drain: Annotated[float, Field(ge=0)] = 5.0
     page: bool = True
 
-    @field_validator("api_keys", mode="before")
+    @field_validator("api_keys", "warm", mode="before")
     @classmethod
-    def _split(cls, keys: Any) -> Any:
+    def _split(cls, given: Any) -> Any:
         """The environment has them with commas between."""
-        return [key.strip() for key in keys.split(",") if key.strip()] if isinstance(keys, str) else keys
+        return [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else given
 
     @property
     def served_name(self) -> str:

@@ -1,0 +1,124 @@
+"""The index of a server: how much memory it may take, what it starts with, and how it outlives the server."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import trie_of
+from forerun.index.folder import Folder
+from forerun.index.trie import Trie
+from forerun.model.vocabulary import fingerprint
+from forerun.server.filling import fill
+from forerun.server.keys import Namespaces
+from forerun.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+NAMESPACES = 256
+"""Namespaces of all tenants together. Each reserves 64 MiB of addresses, of which it takes what its texts need."""
+
+
+class Keeper:
+    """Saves what an index learned, some time after it has changed and at the end.
+
+    Its thread sleeps until something has changed, so an idle server does nothing. Steps wait for it only while memory
+    is copied.
+
+    Args:
+        trie: the index.
+        folder: where it is saved.
+        interval: seconds from a change to the save that has it.
+    """
+
+    def __init__(self, trie: Trie, folder: Folder, interval: float) -> None:
+        self._trie, self._folder, self._interval = trie, folder, interval
+        self._changed, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
+
+    def start(self) -> None:
+        """Keep it from now on."""
+        self._trie.notify(self._changed.set)
+        self._changed.set()  # files may have been learned from
+        self._thread.start()
+
+    def close(self) -> None:
+        """Save what is new, and let the folder go."""
+        self._trie.notify(None)
+        self._closing.set()
+        self._changed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+            self._save()
+        self._folder.close()
+
+    def _work(self) -> None:
+        while self._changed.wait() and not self._closing.wait(self._interval):
+            self._changed.clear()
+            if not self._save():
+                self._changed.set()
+
+    def _save(self) -> bool:
+        try:
+            self._folder.save(self._trie)
+        except OSError as error:
+            log.warning("%s: %s", error.filename, error.strerror)
+            return False
+        except Exception:
+            log.exception("the index was not saved")
+            return False
+        return True
+
+
+def keep(engine: Engine, told: ServerSettings, namespaces: Namespaces, tenants: Sequence[str]) -> Keeper | None:
+    """Bound an engine's index, fill it from its folder and from files, and keep it from ``Keeper.start`` on.
+
+    Args:
+        engine: that serves; it has a tokenizer.
+        told: the settings.
+        namespaces: of all tenants.
+        tenants: who learn from the files, all of them.
+
+    Returns:
+        What keeps the index, if there is a folder for it.
+
+    Raises:
+        ValueError: if there is a folder or a file, but no index; or for a wrong folder or file.
+        OSError: if one of them cannot be read.
+    """
+
+    def places(name: str) -> list[str]:
+        for tenant in tenants:
+            namespaces.inside(tenant, name)
+        return list(dict.fromkeys(namespaces.learning(tenant, name) for tenant in tenants))
+
+    def encode(text: str) -> list[int]:
+        assert tokenizer is not None
+        return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    trie, tokenizer = _trie(engine, told), engine.tokenizer
+    if trie is None:
+        return None
+    trie.bound(int(told.index_limit), NAMESPACES)
+    if told.index is None:
+        fill(trie, encode, [], told.warm, places, told.warm_seconds)
+        return None
+    folder = Folder(told.index, fingerprint(tokenizer))
+    try:
+        fresh = fill(trie, encode, folder.read(), told.warm, places, told.warm_seconds)
+    except BaseException:
+        folder.close()
+        raise
+    folder.holds({name: number for name, number in trie.changes().items() if name not in fresh})
+    return Keeper(trie, folder, told.index_interval)
+
+
+def _trie(engine: Engine, told: ServerSettings) -> Trie | None:
+    try:
+        return trie_of(engine.drafter)
+    except ValueError as error:
+        if told.index is None and not told.warm:
+            return None
+        raise ValueError(f"index and warm are for drafters with a trie, and drafter is {told.drafter!r}") from error
