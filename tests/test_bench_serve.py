@@ -281,3 +281,18 @@ def test_bad_input_fails_before_any_work(flags: list[str], told: str, tmp_path: 
     done = CliRunner().invoke(app, ["bench", "serve", "--out", str(tmp_path / "out"), *flags])
     assert done.exit_code == 2 and told in done.output
     assert not (tmp_path / "out").exists()
+
+
+def test_the_command_fails_if_load_has_changed_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"compared": 2, "same": 1, "exact": True}
+
+    def run(measured: ServeBench) -> list[Turn]:
+        measured.turns.append({PLAIN.name: {"levels": {}, "texts": {}, "alone": alone}})
+        measured.save(measured.turns, True)
+        return measured.turns
+
+    monkeypatch.setattr(ServeBench, "run", run)
+    done = CliRunner().invoke(app, ["bench", "serve", "--rates", "0", "--requests", "1", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    told = "forerun none: 1 of 2 texts under load differ from each alone, without drafts"
+    assert told in done.output and told in (tmp_path / "serve.md").read_text()

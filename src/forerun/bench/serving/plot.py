@@ -13,9 +13,9 @@ from forerun.bench.serving.figures import TIMES
 Row = dict[str, Any]
 Draw = Callable[[Path], None]
 PANELS = ("first", "gap", "each")
-COLOURS = {"forerun none": "tab:blue", "forerun": "tab:orange", "transformers serve": "tab:grey"}
+COLOURS = {"forerun none": "tab:blue", "forerun": "tab:orange", "transformers serve": "tab:green"}
 """The usual contestants; others take what is left of matplotlib's."""
-OTHERS = ("tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan")
+OTHERS = ("tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:olive", "tab:cyan", "tab:grey")
 
 
 def drawer(rows: Sequence[Row], title: str) -> Draw:

@@ -121,7 +121,10 @@ def _verdict(texts: Sequence[Row]) -> str:
 
 def _plots(report: Report, load: Sequence[Row]) -> None:
     kept = list(load)
-    for kind, title in (("clients", "Clients that wait for their answers"), ("rate", "Poisson arrivals")):
+    for kind, title in (
+        ("clients", "Clients that wait for their answers; at each point: how many"),
+        ("rate", "Poisson arrivals; at each point: per second"),
+    ):
         mine = [row for row in kept if row["kind"] == kind]
         if mine:
             report.plot(kind, plot.drawer(mine, report.titled(title)))
