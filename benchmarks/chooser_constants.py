@@ -146,10 +146,11 @@ def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:
     return tokens / world.now
 
 
-def changed(name: str, value: float, factor: float) -> float:
-    """A constant's other value; whole numbers stay whole."""
+def changed(name: str, text: str, factor: float) -> str:
+    """A constant's other value, as it is written; whole numbers stay whole."""
+    value = float(text)
     other = 1 - (1 - value) * factor if name in BELOW_ONE else value * factor
-    return other if value % 1 else max(1, round(other))
+    return str(other) if "." in text else str(max(1, round(other)))
 
 
 def measured(
@@ -169,8 +170,9 @@ def measured(
             env=env,
             capture_output=True,
             text=True,
-            check=True,
         )
+        if out.returncode:
+            raise RuntimeError(f"with {name} = {value}:\n{out.stderr}")
         return value, json.loads(out.stdout.splitlines()[-1])
 
 
@@ -181,7 +183,7 @@ def _set(path: Path, text: str, name: str, factor: float) -> str:
         if name in (listed := names.split(", ")) and re.fullmatch(r"[-\d., ]+", values):
             parts = values.split(", ")
             at = listed.index(name)
-            parts[at] = f"{changed(name, float(parts[at]), factor):g}"
+            parts[at] = changed(name, parts[at], factor)
             path.write_text(text.replace(line, f"{names} = {', '.join(parts)}"), encoding="utf-8")
             return parts[at]
     raise ValueError(f"{path.name} has no number named {name}")

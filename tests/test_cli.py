@@ -132,7 +132,7 @@ def test_the_text_is_the_models_own_and_json_tells_all_about_it(model: str) -> N
     assert report["token_ids"] == expected
     assert report["text"] == tokenizer.decode(expected)
     assert report["prompt_tokens"] == ids.shape[1]
-    assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "trie")
+    assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "auto")
     assert report["stats"]["tokens"] == len(report["drafted"]) == 24
     assert generate(model, "-p", PROMPT, "-d", "none").stdout == report["text"] + "\n"
 
@@ -367,3 +367,15 @@ def test_the_bundled_demo_runs() -> None:
         pytest.skip("the demonstration's prompts are not complete")
     result = call("demo", "--repeats", 1, "--max-new-tokens", 12, "--json")
     assert as_json(result)["equal"]
+
+
+def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path: Path) -> None:
+    text, folder = "The same words again. " * 300, tmp_path / "kept"
+    asked = ("generate", "--kv-store", folder, "--kv-store-limit", "1GiB", "-n", 4, "--json", "--prompt")
+    first, second = (as_json(call(*asked, text)) for _ in range(2))
+    assert len(list(folder.rglob("*.safetensors"))) == 1
+    assert first["token_ids"] == second["token_ids"]
+    for wrong in ("many", "-1", "5 XB"):
+        refused = call(*asked[:4], wrong, *asked[5:], text)
+        assert refused.exit_code and "--kv-store-limit is" in refused.stderr
+    assert "add --kv-store" in call("generate", "--kv-store-limit", "1GB", "--prompt", "a").stderr

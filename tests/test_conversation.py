@@ -202,7 +202,7 @@ def test_json_tells_all_about_every_turn(folder: str) -> None:
     result = call("chat", folder, "--json", "-t", "0.9", "--seed", 3, input="\n".join(SAID))
     report = json.loads(result.stdout)
     assert result.stdout.count("\n") == 1
-    assert (report["model"], report["drafter"]) == (folder, "trie")
+    assert (report["model"], report["drafter"]) == (folder, "auto")
     assert [turn["message"] for turn in report["turns"]] == list(SAID)
     assert report["turns"][0]["cached_tokens"] == 0
     for turn in report["turns"]:

@@ -16,6 +16,7 @@ from forerun.drafters.trie import TrieDrafter
 from forerun.model.scorer import Scorer
 from forerun.model.timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
 from forerun.plan.costs import CostCurve
+from forerun.plan.passes import Growth, Passes
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_pair=0.0001)
 
@@ -141,3 +142,22 @@ def test_passes_are_measured_once_where_drafts_are_cut(monkeypatch: pytest.Monke
     forerun.Engine(tiny("llama"), "none")
     forerun.Engine(tiny("llama"), TrieDrafter(), cut=False)
     assert len(measured) == 1
+
+
+def test_a_chains_price_is_a_line_by_its_length_that_no_disturbed_one_moves() -> None:
+    plain = Passes()
+    growth = Growth(plain)
+    assert growth.line is None
+    growth.learn(1, 5.8)
+    assert growth.line is None or growth.line.start == 0  # one size alone says nothing of a start
+    for size, seconds in ((12, 42.1), (4, 15.7), (8, 900.0), (6, 22.3), (1, 5.8)):
+        growth.learn(size, seconds)
+    assert growth.line is not None
+    assert growth.line.each == pytest.approx(3.3, rel=0.05) and growth.line.start == pytest.approx(2.5, rel=0.2)
+
+
+def test_chains_that_take_the_same_whatever_their_length_still_cost_something_a_token() -> None:
+    growth = Growth(Passes())
+    for size in (1, 5, 9):
+        growth.learn(size, 10.0)
+    assert growth.line is not None and growth.line.each > 0

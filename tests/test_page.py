@@ -39,7 +39,7 @@ def held() -> Held:
 
 @pytest.fixture(scope="module")
 def house(held: Held) -> Iterator[House]:
-    built = House(held, Limits(1 << 30))
+    built = House(held, Limits(1 << 30), drafter="trie")
     yield built
     held.gate.set()
     built.close()

@@ -259,10 +259,13 @@ def test_exports_load_with_transformers(quick: Path) -> None:
     assert made.shape[1] > len(loaded(text).input_ids)
 
 
-def test_the_command_line_explains_what_it_lacks() -> None:
-    command = [sys.executable, "-m", "forerun.reference.train"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and "--quick" in result.stderr
+def test_the_command_line_explains_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "--threads", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        train.app()
+    assert "--quick" in capsys.readouterr().err
 
 
 # --- what is bundled -------------------------------------------------------------------------------------------------

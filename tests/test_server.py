@@ -493,8 +493,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(
     )
     monkeypatch.setenv("FORERUN_PORT", "2")
     monkeypatch.setenv("FORERUN_ROWS", "2")
+    monkeypatch.setenv("FORERUN_KV_STORE", "kept")
     told = read_settings({"port": 3}, file)
     assert (told.port, told.rows, told.waiting, told.kv_memory) == (3, 2, 1, 4 << 30)
+    assert (told.kv_store, told.kv_store_limit) == (Path("kept"), None)
     assert told.served_name == "small" and "x" not in str(told.api_keys)
     monkeypatch.setenv("FORERUN_API_KEYS", "a, b")
     assert [key.get_secret_value() for key in read_settings({}, file).api_keys] == ["a", "b"]
@@ -524,7 +526,7 @@ def test_the_pages_example_runs(house: House, capsys: pytest.CaptureFixture[str]
     assert "mean_acceptance_length" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM])
 def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: Path) -> None:
     with free_socket() as one:
         port = one.getsockname()[1]

@@ -26,7 +26,7 @@ def engine() -> Engine:
 
 @pytest.fixture(scope="module")
 def house(engine: Engine) -> Iterator[House]:
-    built = House(engine, Limits(1 << 30))
+    built = House(engine, Limits(1 << 30), drafter="trie")
     yield built
     built.close()
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ def generate(
     settings: Settings | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     budget: int = BUDGET,
+    kv_store: str | Path | None = None,
     **options: Any,
 ) -> GenerationResult:
     """Continue prompts with ``model``: the text of ``model.generate``, faster.
@@ -59,10 +61,10 @@ def generate(
         drafter: a name from ``forerun.drafters.recipes``, or an object.
         settings: for a drafter given by name.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
-        budget: see ``Engine``.
+        budget, kv_store: see ``Engine``.
         options: as for ``Engine.generate``.
     """
-    engine = engine_of(model, drafter, budget, settings)
+    engine = engine_of(model, drafter, budget, settings, kv_store)
     engine.tokenizer = tokenizer
     return engine.generate(prompts, **options)
 
@@ -140,11 +142,17 @@ class _Engines(OrderedDict[Any, Engine]):
         return self[key]
 
 
-def engine_of(model: PreTrainedModel, drafter: Drafter | str, budget: int, settings: Settings | None = None) -> Engine:
+def engine_of(
+    model: PreTrainedModel,
+    drafter: Drafter | str,
+    budget: int,
+    settings: Settings | None = None,
+    kv_store: str | Path | None = None,
+) -> Engine:
     """The model's engine for this drafter, made at first use. It lives as long as the model."""
     engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())
-    key = (drafter, settings, budget, model.dtype, model.device)
-    return engines.get_or_make(key, lambda: Engine(model, drafter, settings=settings, budget=budget))
+    key = (drafter, settings, budget, model.dtype, model.device, None if kv_store is None else Path(kv_store))
+    return engines.get_or_make(key, lambda: Engine(model, drafter, settings=settings, budget=budget, kv_store=kv_store))
 
 
 def _rows(

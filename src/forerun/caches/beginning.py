@@ -1,8 +1,8 @@
-"""A text's first keys and values, in memory that several caches share.
+"""A text's first keys and values, in a file that several caches take as their memory.
 
-The memory is a file without a name (``memfd``). Each cache maps it privately: what it reads is there once, and what it
-writes goes to pages of its own, which the operating system copies at the first write (copy on write). So a cache stays
-one piece of memory, and no kernel has to know.
+The file is one without a name in memory (``memfd``), or one on disk (``keyfile.py``). Each cache maps it privately:
+what it reads is there once, and what it writes goes to pages of its own, which the operating system copies at the first
+write (copy on write). So a cache stays one piece of memory, and no kernel has to know.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -20,40 +21,107 @@ ALIGNMENT = 256
 """Tokens to a multiple of which the capacity is rounded up, so that each head's keys begin on a page of their own."""
 SPACE = 2
 """Tokens that the file has places for, as a multiple of what its first cache needs: the next text may be longer. This
-is address space; memory is only taken by what is written."""
+is address space; memory, or disk, is only taken by what is written."""
+
+Kind = tuple[int, int, torch.dtype]
+"""Heads, numbers of a head's row, and their type."""
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a text lie in one piece of memory: layer by layer, keys before values, head by head.
+
+    Attributes:
+        kinds: by layer, of keys and of values.
+        capacity: tokens that there are places for.
+    """
+
+    kinds: Mapping[int, tuple[Kind, ...]]
+    capacity: int
+
+    @classmethod
+    def of(cls, layers: Mapping[int, Rows], capacity: int) -> Layout:
+        """For rows such as these, and room for what may follow ``capacity`` tokens."""
+        kinds = {layer: tuple((t.shape[1], t.shape[3], t.dtype) for t in rows) for layer, rows in layers.items()}
+        return cls(kinds, -(-SPACE * capacity // ALIGNMENT) * ALIGNMENT)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return sum(heads * width * kind.itemsize for both in self.kinds.values() for heads, width, kind in both)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all places."""
+        return self.token_bytes * self.capacity
+
+    def cut(self, memory: torch.Tensor) -> dict[int, Rows]:
+        """The rows ``[1, heads, capacity, width]`` of each layer in a piece of memory, uint8 ``[size]``."""
+        layers, place = {}, 0
+        for layer, both in self.kinds.items():
+            rows = []
+            for heads, width, kind in both:
+                size = heads * self.capacity * width * kind.itemsize
+                rows.append(memory[place : place + size].view(kind).view(1, heads, self.capacity, width))
+                place += size
+            layers[layer] = tuple(rows)
+        return layers
 
 
 class Beginning:
     """Keys and values of the first ``length`` tokens of a text.
 
     Args:
-        layers: by layer, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``.
+        layout: where they lie.
         length: tokens.
-        capacity: tokens that a cache which begins so will hold.
+        file: descriptor of the file that holds them, which is closed with this object.
+        offset: where they begin there, on a page.
+        notes: gives what views had made of the text, by a name of theirs (``View.keepsake``); None if nothing is kept.
     """
 
-    def __init__(self, layers: Mapping[int, Rows], length: int, capacity: int) -> None:
-        self.length = length
-        self.capacity = -(-SPACE * capacity // ALIGNMENT) * ALIGNMENT
-        self._kinds = {layer: [(t.shape[1], t.shape[3], t.dtype) for t in rows] for layer, rows in layers.items()}
+    def __init__(
+        self,
+        layout: Layout,
+        length: int,
+        file: int | None,
+        offset: int = 0,
+        notes: Callable[[str], Tensors | None] = lambda name: None,
+    ) -> None:
+        self.layout, self.length, self.notes = layout, length, notes
+        self._file, self._offset = file, offset
+        self._held: dict[int, Rows] = {}
+        if file is not None:
+            weakref.finalize(self, os.close, file)
+
+    @classmethod
+    def of(cls, layers: Mapping[int, Rows], length: int, capacity: int) -> Beginning:
+        """A copy of rows, in memory.
+
+        Args:
+            layers: by layer, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``.
+            length: tokens.
+            capacity: tokens that a cache which begins so will hold.
+        """
+        layout = Layout.of(layers, capacity)
         first = next(iter(layers.values()))[0]
-        self._file = _nameless() if first.device.type == "cpu" else None
-        if self._file is None:  # then a cache copies it
-            self._held = {layer: tuple(t[:, :, :length].clone() for t in rows) for layer, rows in layers.items()}
-            return
-        weakref.finalize(self, os.close, self._file)
-        os.ftruncate(self._file, self._size)
-        written = self._cut(torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8))
+        new = cls(layout, length, _nameless() if first.device.type == "cpu" else None)
+        if new._file is None:  # then a cache copies it
+            new._held = {layer: tuple(t[:, :, :length].clone() for t in rows) for layer, rows in layers.items()}
+            return new
+        os.ftruncate(new._file, layout.size)
+        written = layout.cut(torch.frombuffer(mmap.mmap(new._file, layout.size), dtype=torch.uint8))
         for layer, rows in layers.items():
-            for new, old in zip(written[layer], rows, strict=True):
-                new[:, :, :length] = old[:, :, :length]
+            for to, old in zip(written[layer], rows, strict=True):
+                to[:, :, :length] = old[:, :, :length]
+        return new
 
     def layers(self, capacity: int) -> dict[int, Rows]:
         """Rows for a cache of its own that begins so, with room for ``capacity`` tokens at least; on a CPU all layers
         lie in one piece, one behind the other, where nothing has to be copied."""
-        if self._file is not None and capacity <= self.capacity:
-            private = mmap.mmap(self._file, self._size, flags=mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0))
-            return self._cut(torch.frombuffer(private, dtype=torch.uint8))
+        if self._file is not None and capacity <= self.layout.capacity:
+            return self.layout.cut(privately(self._file, self.layout.size, self._offset))
         held = self._held if self._file is None else self.layers(0)
         grown = {layer: tuple(_room(t, capacity) for t in rows) for layer, rows in held.items()}
         for layer, rows in held.items():
@@ -64,27 +132,13 @@ class Beginning:
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens' keys and values."""
-        return self._token_bytes * self.length
+        return self.layout.token_bytes * self.length
 
-    @property
-    def _token_bytes(self) -> int:
-        return sum(heads * width * kind.itemsize for both in self._kinds.values() for heads, width, kind in both)
 
-    @property
-    def _size(self) -> int:
-        return self._token_bytes * self.capacity
-
-    def _cut(self, memory: torch.Tensor) -> dict[int, Rows]:
-        """The rows of each layer in a piece of memory."""
-        layers, place = {}, 0
-        for layer, both in self._kinds.items():
-            rows = []
-            for heads, width, kind in both:
-                size = heads * self.capacity * width * kind.itemsize
-                rows.append(memory[place : place + size].view(kind).view(1, heads, self.capacity, width))
-                place += size
-            layers[layer] = tuple(rows)
-        return layers
+def privately(file: int, size: int, offset: int) -> torch.Tensor:
+    """A part of a file as memory, uint8 ``[size]``; what is written there stays in this process."""
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(file, size, flags=flags, offset=offset), dtype=torch.uint8)
 
 
 def _nameless() -> int | None:

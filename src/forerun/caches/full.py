@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import numpy as np
 import torch
 
 from forerun.caches.base import Cache, KVShape, LayerShape
-from forerun.caches.beginning import Beginning
+from forerun.caches.beginning import Beginning, Tensors
 from forerun.caches.rows import Rows, append, attend_in_order, compact
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, merge
+
+if TYPE_CHECKING:
+    from forerun.caches.view import View
 
 GROWTH = 256
 """The cache grows by at least this many tokens."""
@@ -42,6 +47,8 @@ class FullCache(Cache):
         keys. Truncating leaves them."""
         self.specs: dict[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
+        self.views: WeakSet[View] = WeakSet()
+        """Sparse caches over this one that are in use."""
         self._beginning: Beginning | None = None
         self._begun = 0  # tokens that it holds of that
 
@@ -155,7 +162,9 @@ class FullCache(Cache):
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._begun < length:
-            self.begin_with(Beginning(self._layers, self.length, self._capacity), self.length)
+            queries = self.queries
+            self.begin_with(Beginning.of(self._layers, self.length, self._capacity), self.length)
+            self.queries = queries  # of the same text
         assert self._beginning is not None
         return self._beginning
 
@@ -172,6 +181,12 @@ class FullCache(Cache):
             strides = torch.empty(shape, device="meta").stride()
             self._hold(first.as_strided(shape, strides, first.storage_offset()))
 
+    def kept(self, name: str) -> tuple[Tensors, int]:
+        """What a view of this name had made of the text that this cache began with, and how many of the tokens there
+        this one holds; nothing if nothing is kept."""
+        found = self._beginning.notes(name) if self._beginning is not None and self._begun else None
+        return (found, self._begun) if found else ({}, 0)
+
     def _uniform(self) -> bool:
         """Whether all layers lie in one piece and are alike."""
         rows = [t for both in self._layers.values() for t in both]
@@ -185,6 +200,11 @@ class FullCache(Cache):
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
         keys, values = self._layers[layer]
         return keys[:, :, first:last], values[:, :, first:last]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self._capacity
 
     @property
     def layers(self) -> list[int]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from forerun.caches.base import KVShape
+from forerun.caches.beginning import Tensors
 from forerun.caches.bounded import SLACK
 from forerun.caches.full import FullCache
 from forerun.caches.rows import attend_in_order, compact
@@ -84,13 +85,14 @@ class LowRankCache(View):
         super().__init__(source)
         self.config = config
         self._tail = 0  # position of the first recent token; the chunks before it are indexed
-        self._indexes: dict[int, ShortKeys] = {}
+        self.keepsake = f"low-rank-{config.rank}"
+        self._indexes = self._kept()
         self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent and speculative tokens
 
     @property
     def ready(self) -> bool:
         """See ``View.ready``. Finding the dimensions takes queries."""
-        return bool(self._indexes or self.source.sample)
+        return bool(self.source.specs and (self._indexes or self.source.sample))
 
     @property
     def whole(self) -> bool:
@@ -117,6 +119,20 @@ class LowRankCache(View):
             if self.whole or self.source.specs[layer].window is not None:
                 continue
             self._index(layer).extend(self.source.read(layer, 0, self._tail)[0][0])
+
+    def made(self, length: int) -> Tensors:
+        """See ``View.made``: the index, once it is complete."""
+        indexes = self._indexes if self.settled else {}
+        return {f"{layer}.{name}": t for layer, index in indexes.items() for name, t in index.tensors(length).items()}
+
+    def _kept(self) -> dict[int, ShortKeys]:
+        """The index that an earlier cache made of the same beginning, by layer."""
+        tensors, length = self.source.kept(self.keepsake or "")
+        parts: dict[int, dict[str, torch.Tensor]] = {}
+        for name, t in tensors.items():
+            layer, _, part = name.partition(".")
+            parts.setdefault(int(layer), {})[part] = t
+        return {layer: ShortKeys.of_tensors(each, length) for layer, each in parts.items()}
 
     def _far(self, length: int) -> int:
         """Tokens of a text that are chosen among: all but the most recent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from forerun.caches.beginning import Tensors
 from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
 GROUPS = 8
@@ -50,6 +51,25 @@ class ShortKeys:
         scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
         of_queries = (inverse @ best * scale).float()
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
+
+    def tensors(self, length: int) -> Tensors:
+        """The index of a text's first ``length`` tokens, for ``of_tensors``."""
+        chunks = min(self._known, length // CHUNK)
+        return {
+            "short": self._short[:, : -(-chunks // GROUP)],
+            "of_keys": self._of_keys,
+            "of_queries": self._of_queries,
+            "mean": self._mean,
+            "counts": torch.tensor([chunks, self.group]),
+        }
+
+    @classmethod
+    def of_tensors(cls, tensors: Tensors, length: int) -> ShortKeys:
+        """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same."""
+        chunks, group = tensors["counts"].tolist()
+        index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], group)
+        index._short, index._known = tensors["short"], min(chunks, length // CHUNK)
+        return index
 
     def extend(self, keys: torch.Tensor) -> None:
         """Index the keys of ``[Hkv, m * CHUNK, d]`` that are new."""

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from forerun.caches.base import Cache
+from forerun.caches.beginning import Tensors
 from forerun.caches.full import FullCache
 from forerun.core.block import Block
 
@@ -20,8 +21,12 @@ class View(Cache):
         source: the target's cache; read, never changed.
     """
 
+    keepsake: str | None = None
+    """The name by which ``made`` is kept with a text; None if nothing is dear enough to be kept."""
+
     def __init__(self, source: FullCache) -> None:
         self.source = source
+        source.views.add(self)
         self.length = 0
         self.settled = 0
         """Tokens that the source had committed at the last ``sync``; later ones are speculative."""
@@ -43,6 +48,11 @@ class View(Cache):
             Whether all is done.
         """
         return True
+
+    def made(self, length: int) -> Tensors:
+        """What it has made of the text's first ``length`` tokens and would be dear to make again, for a later view of
+        the same ``keepsake`` over a text that begins so: it finds it by ``source.kept``. Not to be changed."""
+        return {}
 
     @abstractmethod
     def sync(self) -> None:

@@ -16,6 +16,7 @@ from forerun.cli.errors import INTERRUPTED
 from forerun.cli.models import settings
 from forerun.cli.options import GenerateOptions
 from forerun.cli.prompts import check_text, read_prompt
+from forerun.cli.sizes import size_of
 from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.core.request import Request
@@ -58,8 +59,8 @@ def run(options: GenerateOptions) -> None:
     """Run the generation."""
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
     check_drafter(options.drafter)
-    with quiet():
-        engine = build_engine(options)
+    kept = kept_texts(options)
+    with quiet(), closing(build_engine(options, **kept)) as engine:
         engine.warm([read_prompt(str(path)) for path in options.warm or []], options.namespace)
         (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
         (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
@@ -121,15 +122,27 @@ def sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
-def build_engine(options: GenerateOptions | ChatOptions) -> Engine:
-    """The engine for these options."""
+def kept_texts(options: GenerateOptions) -> dict[str, Any]:
+    """The engine's settings of the store.
+
+    Raises:
+        ValueError: for a wrong size.
+    """
+    limit = None if options.kv_store_limit is None else size_of(options.kv_store_limit, "--kv-store-limit")
+    if limit is not None and options.kv_store is None:
+        raise ValueError("--kv-store-limit is of a store; add --kv-store")
+    return {"kv_store": options.kv_store, "kv_store_limit": limit}
+
+
+def build_engine(options: GenerateOptions | ChatOptions, **kept: Any) -> Engine:
+    """The engine for these options; ``kept`` as from ``kept_texts``."""
     with working(stderr(), f"loading {options.model}"):
         model, tokenizer = load(
             options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
         )
         budget = BUDGET if options.budget is None else options.budget
         built = settings(options, options.model, [options.drafter], model, tokenizer, options.trust_remote_code)
-        return Engine(model, options.drafter, settings=built, tokenizer=tokenizer, budget=budget)
+        return Engine(model, options.drafter, settings=built, tokenizer=tokenizer, budget=budget, **kept)
 
 
 @contextmanager

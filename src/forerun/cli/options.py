@@ -116,6 +116,12 @@ class GenerateOptions(LongOptions):
     warm: Annotated[
         list[Path] | None, _option("--warm", panel=_MODEL, help="A text file to draft from; may be repeated.")
     ] = None
+    kv_store: Annotated[
+        Path | None, _option("--kv-store", panel=_MODEL, help="A folder that keeps what was read of prompts.")
+    ] = None
+    kv_store_limit: Annotated[
+        str | None, _option("--kv-store-limit", panel=_MODEL, help="Of bytes there, such as 20GiB.", metavar="SIZE")
+    ] = None
     namespace: Namespace = "default"
     prompt: Annotated[str | None, _option("--prompt", "-p", panel=_TEXT, help="The text to continue or answer.")] = None
     prompt_file: Annotated[

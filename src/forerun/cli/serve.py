@@ -6,7 +6,7 @@ import importlib.util
 import ipaddress
 import logging
 import signal
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 from forerun.cli.models import settings
@@ -39,8 +39,8 @@ def run(options: ServeOptions) -> None:
     told = read_settings(options.flags(), options.config)
     check_drafter(told.drafter)
     check_files(told.warm, told.namespaces)
-    with quiet():
-        _serve(_engine(told), told)
+    with quiet(), closing(_engine(told)) as engine:
+        _serve(engine, told)
 
 
 def _engine(told: ServerSettings) -> Engine:
@@ -61,6 +61,8 @@ def _engine(told: ServerSettings) -> Engine:
             tokenizer=tokenizer,
             budget=BUDGET if told.budget is None else told.budget,
             prefix_cache=int(told.prefix_cache),
+            kv_store=told.kv_store,
+            kv_store_limit=None if told.kv_store_limit is None else int(told.kv_store_limit),
         )
 
 

@@ -55,6 +55,14 @@ class ServeOptions:
         str | None,
         option("--prefix-cache", panel=_MUCH, help=f"For beginnings of prompts, kept for later ones; {_SIZE}"),
     ] = None
+    kv_store: Annotated[
+        Path | None,
+        option("--kv-store", panel=_MUCH, help="A folder that keeps beginnings of long prompts.", metavar="DIR"),
+    ] = None
+    kv_store_limit: Annotated[
+        str | None,
+        option("--kv-store-limit", panel=_MUCH, help=f"Of that folder: a quarter of what is free there, or {_SIZE}"),
+    ] = None
     request_bytes: Annotated[
         str | None, option("--request-bytes", panel=_MUCH, help=f"The largest request, {_SIZE}")
     ] = None

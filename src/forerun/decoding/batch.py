@@ -15,7 +15,6 @@ from forerun.core.request import Request
 from forerun.core.turns import Turns
 from forerun.decoding.commit import Commit
 from forerun.decoding.following import Following
-from forerun.decoding.prefixes import PrefixCache
 from forerun.decoding.row import Row
 from forerun.decoding.step import Step
 
@@ -31,13 +30,13 @@ class Batch:
         chunk: prompt tokens that a row reads in one pass, at most.
         limit: tokens of texts that a pass reads, at most; drafts come on top. Each row that decodes reads one. A chunk
             of one prompt is read in any case, so that every prompt is read some day.
-        prefixes: keeps what prompts begin with.
+        following: keeps what prompts begin with; its chunks are no longer than those of reading.
     """
 
-    def __init__(self, step: Step, turns: Turns, chunk: int, limit: int, prefixes: PrefixCache) -> None:
+    def __init__(self, step: Step, turns: Turns, chunk: int, limit: int, following: Following) -> None:
         self._step, self._turns = step, turns
         self.chunk, self.limit = min(chunk, limit), limit
-        self._following = Following(prefixes)
+        self._following = following
         self._rows: dict[int, Row] = {}
         self._steps = 0
 
@@ -113,7 +112,7 @@ class Batch:
             decoding, reading = self._schedule()
             if decoding or reading:
                 commits += self._step(decoding, reading)
-            for row in reading:
+            for row in (*decoding, *reading):
                 self._following.read(row)
         for commit in commits:
             if commit.request.finish_reason is not None:

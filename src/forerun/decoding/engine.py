@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -18,17 +19,18 @@ from forerun.core.settings import Settings
 from forerun.core.turns import Turns
 from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit, feed
+from forerun.decoding.following import CHUNK, Following
 from forerun.decoding.prefixes import PrefixCache
-from forerun.decoding.result import GenerationInterrupted, GenerationResult
-from forerun.decoding.step import Step
-from forerun.drafters.base import Drafter, NoDrafter
+from forerun.decoding.result import GenerationInterrupted, GenerationResult, padding
+from forerun.decoding.step import Step, by_request
+from forerun.decoding.store import KVStore
+from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
-from forerun.drafters.forced import ForcedDrafter
-from forerun.drafters.limited import LimitedDrafter
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
 from forerun.model import gate
 from forerun.model.exactness import probe
+from forerun.model.fingerprint import fingerprint
 from forerun.model.grammar import Grammars, ResponseFormat
 from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
@@ -61,10 +63,15 @@ class Engine:
         prefill_block: prompt tokens in one pass.
         prefix_cache: bytes of prompts' keys and values that are kept for later prompts that begin alike, at most. Those
             of one ``generate`` share what they begin with in any case.
+        kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
+        kv_store_limit: bytes on disk, at most; by default a quarter of what is free or taken by the store. What was
+            used least recently goes first.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
-        ValueError: for a wrong setting, or a tokenizer with more tokens than the model.
+        ValueError: for a wrong setting, a tokenizer with more tokens than the model, or a model whose keys and values
+            cannot be kept on disk.
+        OSError: if the store's folder cannot be made or written.
     """
 
     def __init__(
@@ -78,10 +85,14 @@ class Engine:
         cut: bool = True,
         prefill_block: int = PREFILL_BLOCK,
         prefix_cache: int = 0,
+        kv_store: str | Path | None = None,
+        kv_store_limit: int | None = None,
     ) -> None:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if kv_store is None and kv_store_limit is not None:
+            raise ValueError(f"kv_store_limit is {kv_store_limit}, and there is no kv_store")
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
         self.target = gate.admit(model)
@@ -91,6 +102,10 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
+        self.store: KVStore | None = None
+        """What is kept of prompts on disk."""
+        if kv_store is not None:
+            self.store = KVStore(kv_store, fingerprint(self.target, self.exactly), kv_store_limit)
         self._tokenizer = tokenizer
         self._grammars: Grammars | None = None
         self._turns = Turns()
@@ -159,7 +174,7 @@ class Engine:
             GenerationInterrupted: on Ctrl-C, with the result so far.
         """
         requests = self.requests(prompts, **options)
-        result = GenerationResult(requests, self._pad_token_id(), self.tokenizer)
+        result = GenerationResult(requests, padding(self.target.model.generation_config), self.tokenizer)
         try:
             with closing(self.run(requests)) as commits:
                 feed(streamer, requests, commits)
@@ -267,13 +282,17 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        plain = isinstance(self.drafter, NoDrafter)
-        drafter = self.drafter if plain else ForcedDrafter(LimitedDrafter(self.drafter))
-        step = Step(self.target, drafter, self.budget)
-        return Batch(step, self._turns, self.prefill_block, limit, self.prefixes)
+        step = Step(self.target, by_request(self.drafter), self.budget)
+        chunk = min(self.prefill_block, limit)
+        shared = min(CHUNK, chunk) if self.exactness == "bitwise" else chunk
+        return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared))
 
-    def _pad_token_id(self) -> int:
-        config = self.target.model.generation_config
-        eos = config.eos_token_id
-        pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
-        return int(pad or 0)
+    def flush(self) -> None:
+        """Wait until the store has all that it is to keep of the texts that have ended."""
+        if self.store is not None:
+            self.store.flush()
+
+    def close(self) -> None:
+        """Write what the store is to keep, and keep nothing more. A program that ends without it waits for the same."""
+        if self.store is not None:
+            self.store.close()

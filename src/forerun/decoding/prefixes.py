@@ -18,10 +18,13 @@ from forerun.core.request import Request
 Keys = Sequence[bytes]
 """A prompt's chunks but for the last: each key stands for the text up to the end of a chunk."""
 
+DIGEST = 16
+"""Bytes of a key."""
+
 
 def keys_of(request: Request, chunk: int) -> Keys:
-    """The keys of a request's prompt, for chunks of so many tokens."""
-    digest = hashlib.blake2b(repr((request.namespace, chunk)).encode(), digest_size=16)
+    """The keys of a request's prompt, for chunks of so many tokens. They differ between namespaces."""
+    digest = hashlib.blake2b(repr((request.namespace, chunk)).encode(), digest_size=DIGEST)
     keys = []
     for end in range(chunk, request.prompt_length, chunk):
         digest.update(request.prompt[end - chunk : end].tobytes())
@@ -49,7 +52,7 @@ class PrefixCache:
             raise ValueError(f"the prefix cache's limit is {limit} bytes; it must be 0 or more")
         self.limit = limit
         self.hits = self.misses = 0
-        """Chunks that were found, and chunks that had to be read."""
+        """Tokens that were found here or in a store, and tokens that had to be read."""
         self._entries: OrderedDict[bytes, tuple[Keys, Beginning]] = OrderedDict()  # by the last key
 
     def __len__(self) -> int:
@@ -82,6 +85,11 @@ class PrefixCache:
         self._entries[keys[-1]] = keys, beginning
         while self.nbytes > self.limit:
             self._entries.popitem(last=False)
+
+    def count(self, hits: int, misses: int) -> None:
+        """A prompt was looked up; so many of its tokens, in whole chunks, were found, and so many were not."""
+        self.hits += hits
+        self.misses += misses
 
     def clear(self) -> None:
         """Keep nothing of what there is."""

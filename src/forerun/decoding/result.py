@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from forerun.core.logprobs import Logprob
 from forerun.core.request import FinishReason, Request
@@ -84,3 +84,10 @@ class GenerationInterrupted(KeyboardInterrupt):
     def __init__(self, result: GenerationResult) -> None:
         super().__init__("generation was interrupted")
         self.result = result
+
+
+def padding(config: GenerationConfig) -> int:
+    """The token that fills up shorter texts: a model's own, else one that ends its texts, else 0."""
+    eos = config.eos_token_id
+    pad = config.pad_token_id if config.pad_token_id is not None else (eos[0] if isinstance(eos, list) else eos)
+    return int(pad or 0)

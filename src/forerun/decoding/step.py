@@ -18,13 +18,20 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
 from forerun.decoding.commit import Commit, committed
 from forerun.decoding.row import Row
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, NoDrafter
+from forerun.drafters.forced import ForcedDrafter
+from forerun.drafters.limited import LimitedDrafter
 from forerun.model.scorer import Scorer
 
 log = logging.getLogger(__name__)
 
 Scored = torch.Tensor | Exception
 """A row's logits, or why there are none."""
+
+
+def by_request(drafter: Drafter) -> Drafter:
+    """A drafter with what each request adds to it: its budget, and what its grammar forces."""
+    return drafter if isinstance(drafter, NoDrafter) else ForcedDrafter(LimitedDrafter(drafter))
 
 
 @dataclass(frozen=True)

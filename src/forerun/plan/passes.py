@@ -96,6 +96,7 @@ class Growth:
             return None if unit is None else Line(0.0, unit)
         if self._line is None:
             slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(self._seen, 2) if a != b]
-            each = min(max(median(slopes), 0.0), unit) if slopes else unit
+            slope = median(slopes) if slopes else 0.0
+            each = min(slope, unit) if slope > 0 else unit
             self._line = Line(max(median(seconds - each * size for size, seconds in self._seen), 0.0), each)
         return self._line

@@ -59,7 +59,7 @@ class Metrics:
         gauge("index_bytes", "Bytes of what the drafter learned, of all namespaces.").set_function(
             lambda: engine.drafter.nbytes
         )
-        registry.register(_Prefixes(engine, scheduler))
+        registry.register(_Prefixes(engine))
 
     def text(self) -> bytes:
         """In Prometheus's format."""
@@ -69,18 +69,17 @@ class Metrics:
 class _Prefixes(Collector):
     """Tokens of prompts, in whole chunks, that were looked up and found among those read before."""
 
-    def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._prefixes = engine.prefixes
-        self._chunk = min(engine.prefill_block, scheduler.limits.step)
 
     def collect(self) -> Iterator[Metric]:
         """The two counters."""
         hits, misses = self._prefixes.hits, self._prefixes.misses
-        for name, told, chunks in (
+        for name, told, tokens in (
             ("queries", "Tokens of prompts that were looked up in the prefix cache.", hits + misses),
             ("hits", "Tokens of prompts that were found there.", hits),
         ):
-            yield CounterMetricFamily(f"forerun:prefix_cache_{name}", told, value=chunks * self._chunk)
+            yield CounterMetricFamily(f"forerun:prefix_cache_{name}", told, value=tokens)
 
 
 class Meter:

@@ -1,0 +1,405 @@
+"""Texts on disk: read once by whichever process, bit for bit as if read anew, and never another model's or tenant's."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from test_batch import CHUNK, LONG, Reads, finish_all, prompt
+from tiny import tiny
+
+import forerun
+from forerun.caches import keyfile
+from forerun.caches.full import FullCache
+from forerun.caches.keyfile import DamagedFileError, KeyFile
+from forerun.caches.shelf import SUFFIX, UNFINISHED, Shelf
+from forerun.caches.short_keys import ShortKeys
+from forerun.decoding import store
+from forerun.decoding.engine import Engine
+
+BOOK, QUESTION, NEW = 90, 5, 6
+"""Tokens of a prompt's beginning, of what follows it, and of an answer."""
+HELD = 88
+"""Tokens of the beginning in whole chunks."""
+
+
+@pytest.fixture(autouse=True)
+def short_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "LEAST", CHUNK)
+
+
+def engine(folder: Path | None, drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
+    model = options.pop("model", tiny("llama"))
+    model = copy.deepcopy(model).to(dtype)
+    return Engine(model, drafter, settings=LONG, cut=False, prefill_block=CHUNK, kv_store=folder, **options)
+
+
+def ask(one: Engine, tokens: list[int], namespace: str = "default") -> tuple[list[int], int]:
+    """An answer, and how many tokens of its prompt were found."""
+    before = one.prefixes.hits
+    (request,) = one.requests([tokens], max_new_tokens=NEW, namespace=namespace)
+    finish_all(one, [request])
+    one.flush()
+    return request.generated.tolist(), one.prefixes.hits - before
+
+
+def question(number: int) -> list[int]:
+    return [*prompt(BOOK), *prompt(QUESTION, 100 + number)]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(f"*{SUFFIX}"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("drafter", ["none", "trie", "low-rank", "triforce-trie"])
+def test_a_text_is_read_once_and_says_the_same(tmp_path: Path, drafter: str, dtype: torch.dtype) -> None:
+    """By one engine, and by another one that knows only the folder."""
+    alone = engine(None, "none", dtype)
+    wanted = [alone.generate([question(n)], max_new_tokens=NEW).generated[0] for n in range(3)]
+    first, second = engine(tmp_path, drafter, dtype), None
+    assert ask(first, question(0)) == (wanted[0], 0)
+    assert ask(first, question(1)) == (wanted[1], HELD)
+    second = engine(tmp_path, drafter, dtype)
+    reads = Reads(second.target)
+    assert ask(second, question(2)) == (wanted[2], HELD)
+    assert sum(reads.passes[0]) <= CHUNK
+    assert ask(second, question(0))[0] == wanted[0]
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mistral", "gemma2", "mixtral"])
+def test_texts_of_other_architectures(tmp_path: Path, architecture: str) -> None:
+    model = tiny(architecture)
+    wanted, _ = ask(engine(None, model=model, dtype=torch.float64), question(0))
+    ask(engine(tmp_path, model=model, dtype=torch.float64), question(1))
+    assert ask(engine(tmp_path, model=model, dtype=torch.float64), question(0)) == (wanted, HELD)
+
+
+ELSEWHERE = """
+import sys, json
+from test_store import ask, engine, question
+from forerun.decoding import store
+import torch
+torch.set_num_threads(1)
+store.LEAST = 8
+print(json.dumps(ask(engine(sys.argv[1]), question(0))))
+"""
+
+
+def test_another_process_finds_what_this_one_read(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    wanted, _ = ask(one, question(0))
+    one.close()
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(forerun.__file__).parents[1])])
+    found = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "7"},
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=120,
+    )
+    assert json.loads(found.stdout.splitlines()[-1]) == [wanted, HELD]
+
+
+def test_a_namespace_finds_its_own_texts_only_and_no_name_tells_it(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    ask(one, question(0), "tenant-secret")
+    assert ask(one, question(0), "other")[1] == 0
+    assert ask(one, question(1), "tenant-secret")[1] == HELD
+    assert ask(engine(tmp_path), question(0), "third")[1] == 0
+    names = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")]
+    assert len({path.parent for path in files(tmp_path)}) == 3
+    assert not any("secret" in name or "other" in name for name in names)
+    assert not any(b"secret" in path.read_bytes() for path in files(tmp_path))
+    assert {path.stat().st_mode & 0o077 for path in tmp_path.rglob("*")} == {0}
+
+
+def other_weight(model: Any) -> None:
+    with torch.no_grad():
+        model.model.embed_tokens.weight[40, 3] += 1e-3
+
+
+def other_config(model: Any) -> None:
+    model.config.rms_norm_eps *= 2
+
+
+def turned_faster(model: Any) -> None:
+    model.model.rotary_emb.inv_freq *= 1.5
+
+
+@pytest.mark.parametrize("change", [other_weight, other_config, turned_faster])
+def test_another_model_finds_nothing(tmp_path: Path, change: Any) -> None:
+    ask(engine(tmp_path), question(0))
+    model = copy.deepcopy(tiny("llama"))
+    change(model)
+    assert ask(engine(tmp_path, model=model), question(0))[1] == 0
+
+
+def test_another_type_or_other_sources_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(engine(tmp_path), question(0))
+    assert ask(engine(tmp_path, dtype=torch.bfloat16), question(0))[1] == 0
+    assert ask(engine(tmp_path), question(0))[1] == HELD
+    monkeypatch.setattr("forerun.model.fingerprint.sources", lambda folder: "changed")
+    assert ask(engine(tmp_path), question(0))[1] == 0
+
+
+def flip(path: Path, first: bool = False) -> None:
+    """Change a byte that was written: the header's, or one of the last run's."""
+    place = 40 if first else KeyFile(path)._first + KeyFile(path)._runs[-1][0] + 5
+    with path.open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 0x10]))
+
+
+DAMAGES = {
+    "data": flip,
+    "header": lambda path: flip(path, first=True),
+    "cut": lambda path: os.truncate(path, path.stat().st_size - 4096),
+    "empty": lambda path: os.truncate(path, 0),
+    "noise": lambda path: path.write_bytes(b"\xff" * 5000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_text_is_removed_and_read_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted, _ = ask(engine(tmp_path), question(0))
+    (path,) = files(tmp_path)
+    DAMAGES[damage](path)
+    with caplog.at_level(logging.WARNING, "forerun"):
+        assert ask(engine(tmp_path), question(0)) == (wanted, 0)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(path) in caplog.text
+    assert ask(engine(tmp_path), question(0)) == (wanted, HELD)
+
+
+def test_a_file_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(engine(tmp_path), question(0))
+    checked: list[Any] = []
+    verify = KeyFile.verify
+    monkeypatch.setattr(KeyFile, "verify", lambda self: checked.append(verify(self)))
+    one = engine(tmp_path)
+    for number in range(3):
+        ask(one, question(number))
+    assert len(checked) == 1
+
+
+def test_the_limit_holds_and_what_was_used_least_recently_goes(tmp_path: Path) -> None:
+    texts = [prompt(BOOK, n) for n in range(3)]
+    ask(engine(tmp_path), texts[0])
+    taken = 2 * Shelf(tmp_path, 1 << 30).nbytes
+    one = engine(tmp_path, kv_store_limit=taken)
+    ask(one, texts[1])
+    assert len(files(tmp_path)) == 2
+    for path in files(tmp_path):
+        os.utime(path, (1, 1))
+    assert ask(one, texts[0])[1] == HELD
+    ask(one, texts[2])
+    assert one.store is not None and one.store.nbytes == taken
+    assert [ask(engine(tmp_path), text)[1] for text in texts[::2]] == [HELD, HELD]
+    assert ask(engine(tmp_path, kv_store_limit=taken), texts[1])[1] == 0
+
+
+def test_a_text_larger_than_the_limit_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = engine(tmp_path, kv_store_limit=100)
+    with caplog.at_level(logging.WARNING, "forerun"):
+        ask(one, question(0))
+    assert files(tmp_path) == [] and "is not kept" in caplog.text
+
+
+def test_a_text_takes_the_place_of_its_beginning_if_it_is_an_eighth_longer(tmp_path: Path) -> None:
+    one = engine(tmp_path)
+    long = prompt(120)
+    sizes = []
+    for count in (81, 85, 90, 115):
+        ask(one, long[:count])
+        sizes.append([KeyFile(path).told["length"] for path in files(tmp_path)])
+    assert sizes == [["80"], ["80"], ["80"], ["112"]]
+
+
+def test_a_text_is_found_while_it_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, _ = ask(engine(None), question(1))
+    go, put = threading.Event(), Shelf.put
+    monkeypatch.setattr(Shelf, "put", lambda self, *told: go.wait(60) and put(self, *told))
+    one = engine(tmp_path)
+    finish_all(one, one.requests([question(0)], max_new_tokens=NEW))
+    (request,) = one.requests([question(1)], max_new_tokens=NEW)
+    finish_all(one, [request])
+    assert (request.generated.tolist(), one.prefixes.hits) == (wanted, HELD)
+    assert files(tmp_path) == []
+    go.set()
+    one.flush()
+    assert ask(engine(tmp_path), question(1))[1] == HELD
+
+
+def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "WAITING", 1)
+    go, put = threading.Event(), Shelf.put
+    monkeypatch.setattr(Shelf, "put", lambda self, *told: go.wait(60) and put(self, *told))
+    one = engine(tmp_path)
+    for number in range(3):
+        finish_all(one, one.requests([prompt(BOOK, number)], max_new_tokens=NEW))
+    go.set()
+    one.close()
+    assert len(files(tmp_path)) == 1
+    ask(one, prompt(BOOK, 9))  # after the end it still answers
+    assert len(files(tmp_path)) == 1
+
+
+def test_a_full_disk_costs_nothing_but_the_keeping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    wanted, _ = ask(engine(None), question(0))
+    one = engine(tmp_path)
+    monkeypatch.setattr(keyfile.os, "pwrite", full)
+    with caplog.at_level(logging.WARNING, "forerun"):
+        assert ask(one, question(0)) == (wanted, 0)
+    assert "could not be kept" in caplog.text and "No space" in caplog.text
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"] == []
+    monkeypatch.undo()
+
+
+def test_the_index_of_a_text_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    of = ShortKeys.of
+    monkeypatch.setattr(ShortKeys, "of", lambda keys, *told: made.append(keys.shape[1]) or of(keys, *told))
+    wanted = [ask(engine(None, "none"), question(n))[0] for n in range(2)]
+    assert ask(engine(tmp_path, "low-rank"), question(0))[0] == wanted[0]
+    assert len(made) == 2 and len(files(tmp_path)) == 2  # one for each layer; the text and its index
+    later = engine(tmp_path, "low-rank")
+    (request,) = later.requests([question(1)], max_new_tokens=NEW)
+    finish_all(later, [request])
+    assert len(made) == 2
+    assert request.generated.tolist() == wanted[1] and sum(request.stats.drafted)
+    flip(files(tmp_path)[0])
+    assert ask(engine(tmp_path, "low-rank"), question(1)) == (wanted[1], HELD)
+    assert len(made) == 4
+
+
+def test_an_index_that_was_kept_is_the_one_that_was_made() -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys, queries = (torch.randn(2, 700, 16, generator=generator) for _ in range(2))
+    index = ShortKeys.of(keys, queries[:, :5], 8)
+    index.extend(keys[:, :640])
+    again = ShortKeys.of_tensors({name: t.clone() for name, t in index.tensors(500).items()}, 400)
+    assert again.known == 400
+    again.extend(keys[:, :688])
+    index.extend(keys[:, :688])
+    assert torch.equal(again.worth(queries[:, :3]), index.worth(queries[:, :3]))
+
+
+def test_safetensors_reads_a_text(tmp_path: Path) -> None:
+    cache = FullCache()
+    rows = {i: (torch.randn(1, 2, 300, 8), torch.randn(1, 2, 300, 4)) for i in range(2)}
+    cache.extend(rows)
+    with (tmp_path / "text").open("w+b") as file:
+        keyfile.write(file.fileno(), keyfile.text_areas(rows, 700), {"length": "300"})
+    with safe_open(tmp_path / "text", "pt") as found:
+        assert torch.equal(found.get_tensor("1.values")[:, :, :300], rows[1][1])
+    assert (tmp_path / "text").stat().st_blocks * 512 < 2 * sum(t.nbytes for both in rows.values() for t in both)
+    beginning = KeyFile(tmp_path / "text").beginning(300, lambda part: None)
+    for capacity in (0, 700, 5000):  # the last one has more than the file
+        begun = FullCache(capacity)
+        begun.begin_with(beginning, 290)
+        more = {i: tuple(torch.randn(1, 2, 1000, t.shape[3]) for t in both) for i, both in rows.items()}
+        begun.extend(more)
+        for i, both in rows.items():
+            for new, old, after in zip(begun.read(i, 0, 1290), both, more[i], strict=True):
+                assert torch.equal(new, torch.cat((old[:, :, :290], after), 2))
+    KeyFile(tmp_path / "text").verify()
+
+
+def test_a_header_that_was_made_up_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "text").open("w+b") as file:
+        keyfile.write(file.fileno(), keyfile.tensor_areas({"a": torch.arange(9)}), {"keys": "00"})
+    assert torch.equal(KeyFile(tmp_path / "text").tensors()["a"], torch.arange(9))
+    data = (tmp_path / "text").read_bytes()
+    (tmp_path / "text").write_bytes(data.replace(b'"keys": "00"', b'"keys": "01"'))
+    with pytest.raises(DamagedFileError, match="checksum"):
+        KeyFile(tmp_path / "text")
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def test_a_writer_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+
+    def write(file: int) -> None:
+        os.write(file, b"half")
+        os.write(writing, b"!")
+        signal.pause()
+
+    child = FORK.Process(target=lambda: Shelf(tmp_path, 1 << 20).put(f"a/b{SUFFIX}", 9, write))
+    child.start()
+    assert os.read(reading, 1) == b"!"
+    living = Shelf(tmp_path, 1 << 20)  # while it writes, others leave it alone
+    assert len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
+    assert child.pid is not None
+    os.kill(child.pid, signal.SIGKILL)
+    child.join()
+    assert living.names("a") == [] and len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
+    living.put(f"a/c{SUFFIX}", 9, lambda file: None)
+    assert list(tmp_path.rglob(f"*{UNFINISHED}")) == []
+    assert living.names("a") == [f"a/c{SUFFIX}"]
+
+
+def test_processes_that_share_a_folder_never_see_half_a_file(tmp_path: Path) -> None:
+    """Each writes and reads the same few names, under a limit that lets some of them go."""
+
+    def work(seed: int) -> None:
+        shelf = Shelf(tmp_path, 90_000)
+        for turn in range(25):
+            name = f"a/{(turn * (seed + 1)) % 5}{SUFFIX}"
+            areas = keyfile.tensor_areas({"t": torch.full((2000,), float(turn % 5))})
+            shelf.put(name, 16_000, lambda file, areas=areas: keyfile.write(file, areas, {}))
+            for each in shelf.names("a"):
+                try:
+                    file = KeyFile(tmp_path / each)
+                except FileNotFoundError:
+                    continue
+                file.verify()
+        assert shelf.nbytes <= 90_000 + 2 * 20_480  # what the others write just now
+
+    children = [FORK.Process(target=work, args=(seed,)) for seed in range(3)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert 0 < Shelf(tmp_path, 90_000).nbytes <= 90_000
+    assert list(tmp_path.rglob(f"*{UNFINISHED}")) == []
+
+
+def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="limit is -1 bytes"):
+        engine(tmp_path / "a", kv_store_limit=-1)
+    with pytest.raises(ValueError, match="kv_store_limit is 5, and there is no kv_store"):
+        engine(None, kv_store_limit=5)
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks"):
+        engine(tmp_path / "a", model=model)
+    assert not (tmp_path / "a").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        engine(tmp_path / "file")
