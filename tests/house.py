@@ -15,6 +15,7 @@ import uvicorn
 
 from forerun.decoding.engine import Engine
 from forerun.server.app import create_app
+from forerun.server.connections import Connection
 from forerun.server.scheduler import Limits, Scheduler
 from forerun.server.settings import ServerSettings
 
@@ -62,7 +63,14 @@ class House:
         self.scheduler: Scheduler = self.app.state.service.scheduler
         self.socket = free_socket()
         self.port = self.socket.getsockname()[1]
-        config = uvicorn.Config(self.app, log_level="error", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            self.app,
+            http=Connection,
+            ws="none",
+            log_level="error",
+            limit_concurrency=ServerSettings(**told).connections,
+            timeout_graceful_shutdown=1,
+        )
         self.server = uvicorn.Server(config)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
         self.thread.start()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from forerun.core.request import Request
 from forerun.decoding.commit import Commit
 from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
+from forerun.server.post import Post
 from forerun.server.scheduler import Limits, Scheduler
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.waiting import QueueFullError, Waiting
@@ -249,3 +252,30 @@ def test_closing_at_once_ends_all() -> None:
     closing.join(PATIENCE)
     assert not closing.is_alive()
     assert second.wait() == "cancelled" and first.wait() in ("cancelled", "finished")
+
+
+def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order() -> None:
+    class Asleep(asyncio.SelectorEventLoop):
+        woken = 0
+
+        def call_soon_threadsafe(self, *told: Any, **more: Any) -> asyncio.Handle:
+            self.woken += 1
+            return super().call_soon_threadsafe(*told, **more)
+
+    def fails() -> None:
+        raise LookupError("broken in the test")
+
+    loop, found, failures = Asleep(), list[int](), list[Any]()
+    loop.set_exception_handler(lambda _, told: failures.append(told["exception"]))
+    post = Post(loop)
+    for number in range(4):
+        post.put(fails if number == 1 else partial(found.append, number))
+    assert found == [] and loop.woken == 1
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert found == [0, 2, 3]  # one that fails takes no other with it
+    assert [type(one) for one in failures] == [LookupError]
+    post.put(partial(found.append, 4))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert found[-1] == 4 and loop.woken == 2
+    loop.close()
+    post.put(partial(found.append, 5))  # nobody listens any more, and that is no error

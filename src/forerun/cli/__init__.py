@@ -14,6 +14,7 @@ from forerun.cli.lookahead_options import LookaheadOptions
 from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
 from forerun.cli.passes_options import PassesOptions
 from forerun.cli.serve_options import ServeOptions
+from forerun.cli.serving_options import ServingOptions
 
 app = typer.Typer(
     name="forerun",
@@ -50,6 +51,7 @@ bench = group(app, "bench", BenchOptions)
 command(bench, "triforce", TriforceOptions)
 command(bench, "lookahead", LookaheadOptions)
 command(bench, "passes", PassesOptions)
+command(bench, "serve", ServingOptions, "serving")
 command(app, "analyse", AnalyseOptions)
 
 

@@ -251,9 +251,10 @@ def check_sampling(options: Any) -> None:
         raise ValueError(f"{listed} has no effect at temperature 0, which is greedy; add --temperature")
 
 
-def command(app: typer.Typer, name: str, options: type[Any]) -> None:
-    """Add a command. Its ``run(options)`` is in the module of that name, imported only when the command is called."""
-    app.command(name)(_invoker(options, name))
+def command(app: typer.Typer, name: str, options: type[Any], module: str | None = None) -> None:
+    """Add a command. Its ``run(options)`` is in the module of that name, or in the one given; it is imported only when
+    the command is called."""
+    app.command(name)(_invoker(options, module or name))
 
 
 def group(app: typer.Typer, name: str, options: type[Any]) -> typer.Typer:

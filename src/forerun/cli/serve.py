@@ -77,7 +77,7 @@ def _serve(engine: Engine, told: ServerSettings) -> None:
     )
     if not told.api_keys and not _loopback(told.host):
         log.warning("%s is open to other computers, and there are no API keys: anybody may use it", told.host)
-    server = DrainingServer(create_app(engine, told, limits), told.host, told.port, told.drain)
+    server = DrainingServer(create_app(engine, told, limits), told.host, told.port, told.drain, told.connections)
     # uvicorn ends by itself, and then raises the signal again for those who were there before it
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:

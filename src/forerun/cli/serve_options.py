@@ -63,6 +63,9 @@ class ServeOptions:
         str | None,
         option("--kv-store-limit", panel=_MUCH, help=f"Of that folder: a quarter of what is free there, or {_SIZE}"),
     ] = None
+    connections: Annotated[int | None, option("--connections", panel=_MUCH, help="Open at once, at most.", min=1)] = (
+        None
+    )
     request_bytes: Annotated[
         str | None, option("--request-bytes", panel=_MUCH, help=f"The largest request, {_SIZE}")
     ] = None

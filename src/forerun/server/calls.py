@@ -7,15 +7,17 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from forerun.core.request import Request
 from forerun.decoding.commit import Commit
+from forerun.model.grammar import GrammarError
 from forerun.server.answers import FINISH, Delta, Finish, Writer
 from forerun.server.errors import ApiError
 from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter
+from forerun.server.post import Post
 from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.trace import Trace, trace_of
@@ -58,14 +60,15 @@ class Call:
         scheduler: runs them.
         rows: the texts, in order.
         number: names the call in the log.
+        post: brings what the scheduler says to this event loop.
         trace: whether to say of each step who drafted its tokens.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str, trace: bool = False) -> None:
+    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str, post: Post, trace: bool = False) -> None:
         self.rows, self.number = rows, number
         self._trace = trace
         self._scheduler = scheduler
-        self._loop = asyncio.get_running_loop()
+        self._post = post
         self._news: asyncio.Queue[_News] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         self._submitting = threading.Lock()
@@ -94,7 +97,7 @@ class Call:
         """What is new of each text, as it comes; each text's last delta has a finish reason.
 
         Raises:
-            ApiError: if the server failed, or the time was over.
+            ApiError: if the server failed, the text's schema is too much for it, or the time was over.
             ClientGoneError: if it was cancelled.
         """
         left = len(self.rows)
@@ -119,6 +122,8 @@ class Call:
         if how == "deadline":
             told = f"the time for a request was over after {len(row.request.generated)} tokens; ask for fewer"
             raise ApiError(504, told, "timeout", headers={"x-should-retry": "false"})
+        if isinstance(row.request.error, GrammarError):
+            raise ApiError(400, str(row.request.error), "invalid_value", "response_format")
         log.error("call %s failed", self.number, exc_info=row.request.error)
         raise ApiError(500, f"the request failed in the server, whose log says more of {self.number}", "failed")
 
@@ -133,8 +138,7 @@ class Call:
 
     def _teller(self, index: int) -> Callable[[Commit | Ending], None]:
         def tell(what: Commit | Ending) -> None:
-            with suppress(RuntimeError):  # the loop is closed, and nobody listens any more
-                self._loop.call_soon_threadsafe(self._take, _News(index, what, time.monotonic()))
+            self._post.put(partial(self._take, _News(index, what, time.monotonic())))
 
         return tell
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import socket
 
 import uvicorn
 from fastapi import FastAPI
 
+from forerun.server.connections import Connection
 from forerun.server.scheduler import Scheduler
 
 LAST_WORDS = 5
@@ -22,13 +24,28 @@ class DrainingServer(uvicorn.Server):
         app: from ``create_app``.
         host, port: where to listen.
         patience: seconds that requests may take to end by themselves.
+        connections: at once, at most.
     """
 
-    def __init__(self, app: FastAPI, host: str, port: int, patience: float) -> None:
-        wait = math.ceil(patience) + LAST_WORDS
-        super().__init__(uvicorn.Config(app, host, port, access_log=False, timeout_graceful_shutdown=wait))
+    def __init__(self, app: FastAPI, host: str, port: int, patience: float, connections: int) -> None:
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            http=Connection,
+            ws="none",
+            limit_concurrency=connections,
+            access_log=False,
+            timeout_graceful_shutdown=math.ceil(patience) + LAST_WORDS,
+        )
+        super().__init__(config)
         self._scheduler: Scheduler = app.state.service.scheduler
         self._patience = patience
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. What is there by now stays: no collection of garbage, which all would wait for, looks at it again."""
+        gc.freeze()
+        await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See the module."""

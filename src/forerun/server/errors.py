@@ -10,6 +10,8 @@ from starlette.responses import Response
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's type of an error by its status; others are ``invalid_request_error`` below 500, and ``server_error``."""
+CLOSE = {"Connection": "close"}
+"""A header of errors behind which there is no more to read."""
 
 
 class ApiError(Exception):

@@ -6,98 +6,30 @@ more than it gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from forerun.server.fields import (
+    FIRST,
+    MOST_CHOICES,
+    SEEDS,
+    Count,
+    Nothing,
+    Objects,
+    Off,
+    One,
+    Prompt,
+    Stop,
+    Strict,
+    Temperature,
+    Text,
+    Zero,
+    only,
+    says,
+)
 from forerun.server.keys import NAME
-
-MOST_CHOICES = 128
-"""Texts for one prompt, at most; as OpenAI has it."""
-SEEDS = 2**63
-LEAST_TEMPERATURE = 1e-6
-"""Logits divided by less may not fit into a float32."""
-
-
-def _only(*neutral: Any) -> Callable[[Any], Any]:
-    """A check for a field that is not supported: it may be left out, or say that it wants nothing."""
-
-    def check(value: Any) -> Any:
-        if any(type(value) is type(each) and value == each for each in neutral):
-            return value
-        raise PydanticCustomError("unsupported", "is not supported yet; leave it out")
-
-    return check
-
-
-def _at_most_four(stop: Any) -> Any:
-    strings = [stop] if isinstance(stop, str) else stop or []
-    if len(strings) > 4:
-        raise PydanticCustomError("stop", "there may be four strings at most")
-    if "" in strings:
-        raise PydanticCustomError("stop", "an empty string would stop everywhere")
-    return stop
-
-
-def _unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("text", "must be valid text; it has half of a surrogate pair") from None
-    return text
-
-
-def _not_tiny(temperature: float) -> float:
-    if 0 < temperature < LEAST_TEMPERATURE:
-        raise PydanticCustomError("temperature", "must be 0, which is greedy, or at least a millionth")
-    return temperature
-
-
-def _says(message: str) -> WrapValidator:
-    """One error for a field of several kinds, instead of one for each kind."""
-
-    def check(value: Any, inner: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return inner(value)
-        except ValidationError:
-            raise PydanticCustomError("kind", message) from None
-
-    return WrapValidator(check)
-
-
-Off = Annotated[Any, AfterValidator(_only(None, False))]
-Zero = Annotated[Any, AfterValidator(_only(None, 0, 0.0))]
-Nothing = Annotated[Any, AfterValidator(_only(None, {}, "", []))]
-One = Annotated[Any, AfterValidator(_only(None, 1))]
-Stop = Annotated[str | list[str] | None, _says("must be a string or a list of strings"), AfterValidator(_at_most_four)]
-Token = Annotated[int, Field(ge=0, lt=2**31)]
-Text = Annotated[str, AfterValidator(_unicode)]
-Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_not_tiny)]
-Prompt = Annotated[
-    Text
-    | Annotated[list[Text], Field(min_length=1, max_length=MOST_CHOICES)]
-    | Annotated[list[Token], Field(min_length=1)]
-    | Annotated[list[Annotated[list[Token], Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)],
-    _says(f"must be valid text, token ids, or a list of up to {MOST_CHOICES} of either, none of them empty"),
-]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-
-
-class Strict(BaseModel):
-    """Takes no unknown field, and converts nothing."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Strict):
@@ -227,7 +159,9 @@ class Part(Strict):
     text: Text
 
 
-Content = Annotated[Text | list[Part] | None, _says("must be valid text, or a list of parts of type text")]
+Content = Annotated[
+    Text | Annotated[list[Part], FIRST] | None, says("must be valid text, or a list of parts of type text")
+]
 
 
 class Message(Strict):
@@ -236,7 +170,7 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
     refusal: Nothing = None
 
@@ -257,10 +191,10 @@ class Message(Strict):
 class ChatRequest(Asked):
     """To ``/v1/chat/completions``. With ``tool_choice: "none"`` the template is told of no tools."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), FIRST]
     max_completion_tokens: Count | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[Any, AfterValidator(_only(None, "auto", "none"))] = None
+    tools: Objects | None = None
+    tool_choice: Annotated[Any, AfterValidator(only(None, "auto", "none"))] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -275,7 +209,7 @@ class ChatRequest(Asked):
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
+    def shown_tools(self) -> Objects | None:
         """What the chat template is told of."""
         return None if self.tool_choice == "none" else self.tools or None
 

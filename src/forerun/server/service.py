@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 import uuid
 from typing import Any
@@ -15,15 +14,16 @@ from forerun.core.request import Request, Stopping
 from forerun.decoding.engine import Engine
 from forerun.model.grammar import SchemaError
 from forerun.model.inputs import position_limit
-from forerun.model.messages import apply_template, has_template
-from forerun.model.prompts import encode
+from forerun.model.messages import has_template
 from forerun.model.token_bytes import TokenBytes
 from forerun.server.answers import StopWatch, Writer
 from forerun.server.calls import Call, Row
+from forerun.server.encoder import Encoder
 from forerun.server.errors import ApiError
 from forerun.server.keys import Namespaces
 from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter, Metrics
+from forerun.server.post import Post
 from forerun.server.scheduler import Limits, Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
@@ -54,8 +54,9 @@ class Service:
         self.created = int(time.time())
         self._namespaces = namespaces
         self._positions = position_limit(engine.target.model)
-        self._encoding = threading.Lock()
+        self._encode = Encoder(engine.tokenizer, self._positions)
         self._bytes = TokenBytes(engine.tokenizer)
+        self._to_loop: Post | None = None
         self._prepare_grammars()
 
     async def call(self, asked: CompletionRequest | ChatRequest, tenant: str) -> Call:
@@ -83,7 +84,7 @@ class Service:
             )
             for request in requests
         ]
-        return Call(self.scheduler, rows, uuid.uuid4().hex, asked.forerun.trace)
+        return Call(self.scheduler, rows, uuid.uuid4().hex, self._post(), asked.forerun.trace)
 
     @property
     def offer(self) -> dict[str, Any]:
@@ -97,22 +98,28 @@ class Service:
             "exactness": self.engine.exactness,
         }
 
+    def _post(self) -> Post:
+        """What brings news to the event loop that asks; one loop has one."""
+        loop = asyncio.get_running_loop()
+        if self._to_loop is None or self._to_loop.loop is not loop:
+            self._to_loop = Post(loop)
+        return self._to_loop
+
     def deadline(self) -> float | None:
         """When a call that starts now is over, by ``time.monotonic``."""
         return None if self.settings.timeout is None else time.monotonic() + self.settings.timeout
 
     def _requests(self, asked: CompletionRequest | ChatRequest, tenant: str) -> list[Request]:
         """``n`` requests for each prompt, one prompt after the other."""
-        with self._encoding:  # a tokenizer may change its own settings while it encodes
-            prompts = self._encode(asked)
-        namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
-        budget = self._budget(asked.forerun)
-        default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
         most = self.scheduler.limits.rows + self.scheduler.limits.waiting
-        texts = len(prompts) * (asked.n or 1)
+        texts = (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1) * (asked.n or 1)
         if texts > most:
             told = f"the prompts and n ask for {texts} texts; this server has places for {most}"
             raise ApiError(400, told, "too_many_texts", "n")
+        budget = self._budget(asked.forerun)
+        prompts = self._encode(asked)
+        namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
+        default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
         built = []
         for ids in prompts:
             tokens = self._tokens(len(ids), asked.limit, default)
@@ -146,12 +153,6 @@ class Service:
             self.engine.grammars.prepare()
         except (ValueError, ModuleNotFoundError) as error:
             log.warning("no answer can be made to follow a schema: %s", error)
-
-    def _encode(self, asked: CompletionRequest | ChatRequest) -> list[list[int]]:
-        tokenizer = self.engine.tokenizer
-        if isinstance(asked, CompletionRequest):
-            return encode(asked.prompts, tokenizer)
-        return [apply_template([message.told() for message in asked.messages], tokenizer, asked.shown_tools)]
 
     def _tokens(self, prompt: int, asked: int | None, default: int) -> int:
         """Tokens that an answer to a prompt of so many may have.

@@ -49,6 +49,7 @@ class ServerSettings(BaseSettings):
     prefix_cache: Annotated[ByteSize, Field(ge=0)] = ByteSize(256 * MIB)
     kv_store: Path | None = None
     kv_store_limit: Annotated[ByteSize, Field(ge=0)] | None = None
+    connections: Annotated[int, Field(ge=1)] = 512
     request_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(8 * MIB)
     max_tokens: Annotated[int, Field(ge=1)] = 4096
     namespaces: Annotated[int, Field(ge=1)] = 64

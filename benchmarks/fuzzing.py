@@ -1,0 +1,260 @@
+"""Requests out of a server's own description: most are nearly right, the others are nonsense of every kind.
+
+The same seed gives the same requests. They know nothing of the server but its OpenAPI description and which of its
+fields may cost much.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Json = Any
+LARGE = 8 << 20
+"""Bytes of the largest bodies; the server's limit by default."""
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Shot:
+    """What one client sends.
+
+    Attributes:
+        kind: of request.
+        said: pieces, one after the other.
+        goes: whether the client goes away then, and reads no answer.
+    """
+
+    kind: str
+    said: tuple[bytes, ...]
+    goes: bool = False
+
+
+SCHEMAS: list[Json] = [
+    {},
+    {"$ref": "#"},
+    {"$ref": "http://127.0.0.1/x"},
+    {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(200)}},
+    {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"},
+    {"type": "string", "pattern": "(.*a){20}.*"},
+    {"type": "string", "pattern": "^" + "a?" * 500 + "a" * 500 + "$"},
+    {"type": "string", "pattern": "(((("},
+    {"type": "string", "pattern": "^" + "|".join(f"(.{{{i}}}a.{{{40 - i}}}b)" for i in range(40)) + "$"},
+    {"type": "string", "minLength": 10**9},
+    {"type": "string", "minLength": 5, "maxLength": 2},
+    {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
+    {"type": "integer", "multipleOf": 9_999_991},
+    {"type": "integer", "multipleOf": 997},
+    {"type": "number", "multipleOf": 1e-300, "maximum": 1e300},
+    {"type": "integer", "minimum": -(10**40), "maximum": 10**40},
+    {"enum": []},
+    {"enum": [f"v{i}" for i in range(2000)]},
+    {"const": float("nan")},
+    {"type": "nothing"},
+    {"not": {}},
+    {"allOf": [{"properties": {f"k{i}": {"type": "string"}}} for i in range(300)]},
+    {"$defs": {"n": {"properties": {"a": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+    {"type": "object", "properties": {"\ud800": {"type": "string"}}, "required": ["\ud800"]},
+]
+"""Schemas that are wrong, cannot be met, or are hard to compile or to follow."""
+SCALARS: list[Json] = [
+    None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**400, 0.5, -0.0, 1e-320, 1e308,
+    float("nan"), float("inf"), -float("inf"), "", "\0", "\ud800", "\udfff x", "x" * 5000, "é" * 300, "\U0010ffff",
+    "../../etc/passwd", "{{ 7 * 7 }}", "bundled", "none", [], {}, [[]], [None], {"": None}, [[1], ["a"]], [-1],
+    [2**31 - 1], [49_152, 10**6],
+]  # fmt: skip
+TYPES = ("application/json",) * 60 + ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "é")
+RAW: list[tuple[bytes, ...]] = [
+    (b"\0" * 2000,),
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",),  # TLS
+    (b"GET / HTTP/9.9\r\n\r\n",),
+    (b"GET /health HTTP/1.1\r\n\r\n",),  # no Host
+    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",),
+    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",),
+    (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",),
+    (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",),
+    (b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1e9\r\n\r\n",),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999\r\n\r\n{}",),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n{}",),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"zz\r\nnonsense\r\n"),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n{}",),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n", b"{}"),
+    (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 20 + b"nonsense\r\n\r\n",),
+    (b"GET /health HTTP/1.0\r\nAuthorization: \xff\xfe\r\n\r\n",),
+]
+"""What is no HTTP, or strange HTTP."""
+
+
+class Fuzz:
+    """Makes shots.
+
+    Args:
+        description: the server's ``/openapi.json``.
+        seed: of all that is random.
+        large: bytes of the largest bodies; 0 for none.
+    """
+
+    def __init__(self, description: Json, seed: int, large: int = LARGE) -> None:
+        self._all, self._large = description, large
+        self._random = random.Random(seed)
+        self._posts = [path for path, how in description["paths"].items() if "post" in how]
+        self._makers: list[tuple[Callable[[], Shot], float]] = [
+            (self._posted, 0.75), (self._broken, 0.08), (self._addressed, 0.06), (self._raw, 0.05), (self._gone, 0.058),
+            (self._big, 0.002 if large else 0.0),
+        ]  # fmt: skip
+
+    def shot(self) -> Shot:
+        """The next."""
+        makers, weights = zip(*self._makers, strict=True)
+        return self._random.choices(makers, weights)[0]()
+
+    def _posted(self) -> Shot:
+        """A request in the described form, of which most have something wrong."""
+        path = self._random.choice(self._posts)
+        return Shot("posted", (self._post(path, _bytes(self._body(path))),))
+
+    def _broken(self) -> Shot:
+        """A body that is cut, changed, or no text at all."""
+        path = self._random.choice(self._posts)
+        body = bytearray(_bytes(self._body(path)))
+        place = self._random.randrange(len(body))
+        how = self._random.randrange(6)
+        changed = [
+            bytes(body[:place]),
+            bytes(body[:place]) + self._random.randbytes(3) + bytes(body[place:]),
+            b"\xef\xbb\xbf" + bytes(body),
+            bytes(body).decode().encode("utf-16"),
+            b'{"prompt":' + b"[" * self._random.choice((500, 5000, 100_000)),
+            b'{"prompt": ' + b"9" * 5000 + b"}",
+        ][how]
+        return Shot("broken", (self._post(path, changed),))
+
+    def _addressed(self) -> Shot:
+        """Other methods and addresses."""
+        path = self._random.choice(
+            [*self._all["paths"], "/", "/v1", "//", "/%00", "/%ff%fe", "/v1/models/%2e%2e", "/*"]
+        )
+        path = path.replace("{given}", self._random.choice(("bundled", "gpt", "%F0%9F%92%A9", "a/b", "")))
+        method = self._random.choice(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW"))
+        return Shot("addressed", (f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode(),))
+
+    def _raw(self) -> Shot:
+        return Shot("raw", self._random.choice(RAW), self._random.random() < 0.2)
+
+    def _gone(self) -> Shot:
+        """A client that goes: in the midst of its request, or before its answer."""
+        whole = self._posted().said[0]
+        cut = whole if self._random.random() < 0.5 else whole[: self._random.randrange(1, len(whole))]
+        return Shot("gone", (cut,), goes=True)
+
+    def _big(self) -> Shot:
+        """As large as may be, or one byte more."""
+        unit, around = self._random.choice(
+            [("1,", "[%s1]"), ('"a",', '["a",%s"a"]'), ("{},", "[%s{}]"), ("a", '"%s"'), ("[1],", "[%s[1]]")]
+        )
+        path, field = self._random.choice(
+            [(path, field) for path in self._posts for field in ("prompt", "messages", "stop")]
+        )
+        head = '{"model": "bundled", "%s": %s}'
+        room = self._large - len(head) - len(around) - len(field) + self._random.choice((0, 200))
+        body = head % (field, around % (unit * (room // len(unit))))
+        return Shot("big", (self._post(path, body.encode()),))
+
+    def _post(self, path: str, body: bytes) -> bytes:
+        kind = self._random.choice(TYPES)
+        said = f"Content-Type: {kind}\r\n".encode("latin-1") if kind else b""
+        head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n".encode()
+        return head + said + b"\r\n" + body
+
+    def _body(self, path: str) -> Json:
+        content = self._all["paths"][path]["post"]["requestBody"]["content"]
+        schema = self._found(content["application/json"]["schema"])
+        body = self._object(schema)
+        for _ in range(self._random.choices((0, 1, 2), (0.6, 0.3, 0.1))[0]):
+            self._spoil(body)
+        return body
+
+    def _object(self, schema: Json) -> Json:
+        required = schema.get("required", [])
+        wanted = [name for name in schema.get("properties", {}) if name in required or self._random.random() < 0.12]
+        return {name: self._field(name, schema["properties"][name]) for name in wanted}
+
+    def _field(self, name: str, schema: Json) -> Json:
+        """A value of a field: a cheap one for those that cost time, one that the description allows for others."""
+        usual: dict[str, Callable[[], Json]] = {
+            "model": lambda: "bundled",
+            "prompt": lambda: self._random.choice(
+                ("Hi", "def f(x):", ["a", "b"], [5, 6, 7], [[1], [2, 3]], "x " * 400)
+            ),
+            "max_tokens": lambda: self._random.randint(1, 6),
+            "max_completion_tokens": lambda: self._random.randint(1, 6),
+            "n": lambda: self._random.choice((1, 1, 2, 3, 128)),
+            "stop": lambda: self._random.choice(("e", ["a", "\n"], "long " * 2000, ["e" * 100_000])),
+            "response_format": self._format,
+            "forerun": lambda: {"namespace": self._random.choice("abc"), "budget": self._random.choice((0, 4, 64))},
+            "role": lambda: self._random.choice(("user", "system")),
+            "content": lambda: self._random.choice(("Hi", "", [{"type": "text", "text": "Hi"}], "y " * 300)),
+        }
+        return usual[name]() if name in usual else self._value(schema)
+
+    def _format(self) -> Json:
+        schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+        found = self._random.choice([schema, schema, *SCHEMAS])
+        return self._random.choice(
+            [{"type": "json_schema", "json_schema": {"name": "x", "schema": found}}] * 4 + [{"type": "json_object"}]
+        )
+
+    def _value(self, schema: Json) -> Json:
+        """A value that a description allows, as far as its simple keywords say."""
+        schema = self._found(schema)
+        if "anyOf" in schema or "oneOf" in schema:
+            return self._value(self._random.choice(schema.get("anyOf") or schema["oneOf"]))
+        if "const" in schema or "enum" in schema:
+            return self._random.choice(schema.get("enum") or [schema.get("const")])
+        made: dict[str, Callable[[], Json]] = {
+            "object": lambda: self._object(schema),
+            "array": lambda: [self._value(schema.get("items", {})) for _ in range(self._random.randint(0, 3))],
+            "string": lambda: self._random.choice(("a", "default", "Hi")),
+            "integer": lambda: self._random.randint(int(schema.get("minimum", 0)), int(schema.get("maximum", 9))),
+            "number": lambda: self._random.uniform(schema.get("minimum", 0.1), schema.get("maximum", 1)),
+            "boolean": lambda: self._random.random() < 0.5,
+            "null": lambda: None,
+        }
+        return made[schema["type"]]() if schema.get("type") in made else None
+
+    def _found(self, schema: Json) -> Json:
+        while "$ref" in schema:
+            schema = self._all["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
+        return schema
+
+    def _spoil(self, body: Json) -> None:
+        """Put something strange somewhere."""
+        places = [(body, key) for key in body] + [(body, self._random.choice(("", "unknown", "\ud800", "__class__")))]
+        for inner in [value for value in body.values() if isinstance(value, dict | list)]:
+            keys = inner if isinstance(inner, dict) else range(len(inner))
+            places += [(inner, key) for key in keys]
+        holder, key = self._random.choice(places)
+        strange = [
+            self._random.choice(SCALARS),
+            _nested(self._random.choice((3, 50, 400))),
+            self._random.choice(SCHEMAS),
+        ]
+        holder[key] = self._random.choices(strange, (0.8, 0.1, 0.1))[0]
+
+
+def _nested(depth: int) -> Json:
+    made: Json = 1
+    for level in range(depth):
+        made = [made] if level % 2 else {"a": made}
+    return made
+
+
+def _bytes(body: Json) -> bytes:
+    """As JSON, with NaN and halves of surrogate pairs as they are written there, and integers of any length."""
+    return json.dumps(body).encode()

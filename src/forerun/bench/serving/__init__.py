@@ -1,0 +1,1 @@
+"""A server under load: ``forerun serve`` with and without drafts, and ``transformers serve``."""
