@@ -23,7 +23,7 @@ from forerun.core.request import Request
 from forerun.core.settings import Settings
 from forerun.drafters.recipes import RECIPES
 
-NEW_TOKENS = 28
+NEW_TOKENS = 36
 DTYPES = ("float64", "float32", "bfloat16")
 SAMPLING = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True, "temperature": 0.3, "top_k": 12, "seed": 11}}
 TOGETHER = ("alone", "batch")
