@@ -8,13 +8,13 @@ import typer
 
 from forerun import __version__
 from forerun.cli.bench_options import BenchOptions
+from forerun.cli.bench_serve_options import ServingOptions
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.long_options import AnalyseOptions, TriforceOptions
 from forerun.cli.lookahead_options import LookaheadOptions
 from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
 from forerun.cli.passes_options import PassesOptions
 from forerun.cli.serve_options import ServeOptions
-from forerun.cli.serving_options import ServingOptions
 
 app = typer.Typer(
     name="forerun",
@@ -51,7 +51,7 @@ bench = group(app, "bench", BenchOptions)
 command(bench, "triforce", TriforceOptions)
 command(bench, "lookahead", LookaheadOptions)
 command(bench, "passes", PassesOptions)
-command(bench, "serve", ServingOptions, "serving")
+command(bench, "serve", ServingOptions, "bench_serve")
 command(app, "analyse", AnalyseOptions)
 
 

@@ -26,10 +26,10 @@ from forerun.bench.serving.servers import Contestant, Subject
 from forerun.bench.tables import Report
 from forerun.bench.tasksets import tasks_for
 from forerun.bench.texts import Texts
+from forerun.cli.bench_serve_options import DEFAULT, TRANSFORMERS, ServingOptions
 from forerun.cli.deliver import Delivery
 from forerun.cli.long_options import plain
 from forerun.cli.models import encoder as plain_encoder
-from forerun.cli.serving_options import DEFAULT, TRANSFORMERS, ServingOptions
 from forerun.cli.terminal import say, stderr, working
 from forerun.drafters.recipes import check_drafter
 from forerun.model.inputs import position_limit
