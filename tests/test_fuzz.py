@@ -274,8 +274,29 @@ def test_a_body_that_does_not_come_is_told_so(
     assert said.startswith(b"HTTP/1.1 408") and error_in(said)["code"] == "request_timeout"
 
 
+def test_who_still_sends_a_body_that_is_refused_hears_why(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, request_bytes=1000))
+    with connected(houses[0]) as one:
+        one.sendall(head(3_000_000) + b" " * 100)
+        assert one.recv(1 << 16).startswith(b"HTTP/1.1 413")
+        one.sendall(b" " * 2_999_900 + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert heard(one).endswith(b'{"status":"ok"}')
+
+
+def test_a_refused_body_without_end_is_cut_off(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "head", 0.2)
+    houses.append(House(engine, request_bytes=1000))
+    with connected(houses[0]) as endless, pytest.raises(OSError):
+        endless.sendall(head(1 << 50))
+        while True:
+            endless.sendall(b" " * 65_536)
+
+
 def test_all_bodies_together_are_bounded(engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "BODIES", 2)
+    monkeypatch.setattr(Connection, "head", 0.2)
     houses.append(House(engine, request_bytes=1000))
     waiting = [connected(houses[0]) for _ in range(3)]
     for each in waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import h11
@@ -92,7 +93,11 @@ class Connection(H11Protocol):
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """An ASGI application for those who are too many."""
+    """An ASGI application for those who are too many. It reads what they send first: see `Gate`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEAD):
+            while (await receive()).get("more_body", False):
+                pass
     told = "there are as many connections as this server takes; try again"
     error = ApiError(503, told, "too_many_connections", headers={**CLOSE, "Retry-After": "1"})
     await error.response()(scope, receive, send)

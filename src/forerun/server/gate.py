@@ -21,7 +21,9 @@ PATIENCE = 60.0
 class Gate:
     """Middleware that refuses wrong keys (401), large bodies (413) and slow ones (408); the rest is told its tenant.
 
-    What is behind it gets a body in one piece, and nothing of one that does not come in full.
+    What is behind it gets a body in one piece, and nothing of one that does not come in full. The rest of a body that
+    is refused is read and thrown away, for as long as the connection may be silent. If the connection were closed under
+    a client that still sends, it would be reset, and the client could lose the answer.
 
     Args:
         app: what is behind it; finds ``tenant`` in the scope's state.
@@ -86,14 +88,14 @@ class Gate:
             self._check(len(body))
             if self._held > BODIES * self._limit:
                 told = "the requests that are here hold as many bytes as this server takes; try again"
-                raise ApiError(503, told, "too_many_bytes", headers={**CLOSE, "Retry-After": "1"})
+                raise ApiError(503, told, "too_many_bytes", headers={"Retry-After": "1"})
             more = message.get("more_body", False)
         return True
 
     def _check(self, size: int) -> None:
         if size > self._limit:
             told = f"the body has {size:,} bytes or more; this server takes {self._limit:,}"
-            raise ApiError(413, told, "request_too_large", headers=CLOSE)
+            raise ApiError(413, told, "request_too_large")
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
