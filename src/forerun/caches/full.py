@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 GROWTH = 256
 """The cache grows by at least this many tokens."""
-
-
 SAMPLED = 128
 """Queries of a text that are kept, at most: as many as a wide head has dimensions."""
 
@@ -43,8 +41,8 @@ class FullCache(Cache):
         """Queries of the last pass by layer, ``[1, H, n, d]``; sparse caches choose keys by them. Empty if the tokens
         of that pass were truncated."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Up to ``SAMPLED`` queries of the longest pass so far by layer, ``[1, H, n, d]``: what the text asks of its
-        keys. Truncating leaves them."""
+        """Up to ``SAMPLED`` queries by layer, ``[1, H, n, d]``: what the text asks of its keys. They are of the last pass
+        that had so many, or else of the longest. Truncating leaves them."""
         self.specs: dict[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
@@ -65,8 +63,9 @@ class FullCache(Cache):
         self.queries[layer] = q
         if spec is not None:
             self.specs[layer] = spec
-        if layer not in self.sample or self.sample[layer].shape[2] < min(q.shape[2], SAMPLED):
-            self.sample[layer] = q[:, :, :: -(-q.shape[2] // SAMPLED)].clone()
+        count = min(q.shape[2], SAMPLED)
+        if layer not in self.sample or self.sample[layer].shape[2] <= count:
+            self.sample[layer] = q[:, :, :: q.shape[2] // count][:, :, :count].clone()
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
