@@ -158,12 +158,13 @@ def test_another_type_or_other_sources_find_nothing(tmp_path: Path, monkeypatch:
 
 def flip(path: Path, first: bool = False) -> None:
     """Change a byte that was written: the header's, or one of the last run's."""
-    place = 40 if first else KeyFile(path)._first + KeyFile(path)._runs[-1][0] + 5
-    with path.open("r+b") as file:
-        file.seek(place)
-        byte = file.read(1)[0]
-        file.seek(place)
-        file.write(bytes([byte ^ 0x10]))
+    file = KeyFile(path)
+    place = 40 if first else file._first + [run for run in file._runs if run[1]][-1][0] + 5
+    with path.open("r+b") as opened:
+        opened.seek(place)
+        byte = opened.read(1)[0]
+        opened.seek(place)
+        opened.write(bytes([byte ^ 0x10]))
 
 
 DAMAGES = {
@@ -300,11 +301,16 @@ def test_an_index_that_was_kept_is_the_one_that_was_made() -> None:
     keys, queries = (torch.randn(2, 700, 16, generator=generator) for _ in range(2))
     index = ShortKeys.of(keys, queries[:, :5], 8)
     index.extend(keys[:, :640])
-    again = ShortKeys.of_tensors({name: t.clone() for name, t in index.tensors(500).items()}, 400)
-    assert again.known == 400
+    kept = index.tensors(600)
+    before = {name: t.clone() for name, t in kept.items()}
+    again = ShortKeys.of_tensors(kept, 400)
+    assert again.known == 256  # whole groups
     again.extend(keys[:, :688])
     index.extend(keys[:, :688])
     assert torch.equal(again.worth(queries[:, :3]), index.worth(queries[:, :3]))
+    other = ShortKeys.of_tensors(kept, 600)
+    other.extend(-keys[:, :688])
+    assert all(torch.equal(t, before[name]) for name, t in kept.items())  # a text that goes on changes nothing in it
 
 
 def test_safetensors_reads_a_text(tmp_path: Path) -> None:

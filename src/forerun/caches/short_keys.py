@@ -53,22 +53,24 @@ class ShortKeys:
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def tensors(self, length: int) -> Tensors:
-        """The index of a text's first ``length`` tokens, for ``of_tensors``."""
-        chunks = min(self._known, length // CHUNK)
+        """The index of the full groups in a text's first ``length`` tokens, for ``of_tensors``. They do not change any
+        more when the text goes on, so no copy is made."""
+        groups = min(self._known, length // CHUNK) // GROUP
         return {
-            "short": self._short[:, : -(-chunks // GROUP)],
+            "short": self._short[:, :groups],
             "of_keys": self._of_keys,
             "of_queries": self._of_queries,
             "mean": self._mean,
-            "counts": torch.tensor([chunks, self.group]),
+            "group": torch.tensor([self.group]),
         }
 
     @classmethod
     def of_tensors(cls, tensors: Tensors, length: int) -> ShortKeys:
-        """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same."""
-        chunks, group = tensors["counts"].tolist()
-        index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], group)
-        index._short, index._known = tensors["short"], min(chunks, length // CHUNK)
+        """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same. It writes
+        nothing into these tensors: what it adds are whole groups."""
+        index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], int(tensors["group"]))
+        groups = min(tensors["short"].shape[1], length // CHUNK // GROUP)
+        index._short, index._known = tensors["short"][:, :groups], groups * GROUP
         return index
 
     def extend(self, keys: torch.Tensor) -> None:
