@@ -41,8 +41,8 @@ class FullCache(Cache):
         """Queries of the last pass by layer, ``[1, H, n, d]``; sparse caches choose keys by them. Empty if the tokens
         of that pass were truncated."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Up to ``SAMPLED`` queries by layer, ``[1, H, n, d]``: what the text asks of its keys. They are of the last pass
-        that had so many, or else of the longest. Truncating leaves them."""
+        """Up to ``SAMPLED`` queries by layer, ``[1, H, n, d]``: what the text asks of its keys. They are of the last
+        pass that had so many, or else of the longest. Truncating leaves them."""
         self.specs: dict[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
