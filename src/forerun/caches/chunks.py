@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.caches.full import FullCache
 from forerun.caches.rows import Rows, append, compact
 
 ROOM = 64
@@ -22,20 +23,22 @@ class ChosenChunks:
         self._known = 0  # number of means so far
         self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
-    def choose(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, count: int) -> None:
-        """Hold the ``count`` best chunks of keys and values ``[1, Hkv, m * chunk, d]`` for the query ``[1, H, d]``."""
-        self.extend(keys)
+    def choose(self, query: torch.Tensor, source: FullCache, layer: int, end: int, count: int) -> None:
+        """Hold the ``count`` best chunks of a layer's first ``end`` tokens for the query ``[1, H, d]``."""
+        self.extend(source.read(layer, self.known, end)[0])
         held = self._chosen.shape[1]
         if held < count:  # all chunks so far are held, in order: append the next ones
-            new = slice(held * self._chunk, count * self._chunk)
-            self.write(new.start, keys[:, :, new], values[:, :, new])
+            first = held * self._chunk
+            keys, values = source.read(layer, first, count * self._chunk)
+            self.write(first, keys, values)
             self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
         if count < self._known:
-            self._replace(self._best(query, count), (keys, values))
+            self._replace(self._best(query, count), source, layer)
 
     def extend(self, keys: torch.Tensor) -> None:
-        """Add the means of the keys ``[1, Hkv, m * chunk, d]`` that are new."""
-        self._extend_means(self._cut(keys[0]))
+        """Add the means of the next keys, ``[1, Hkv, m * chunk, d]``."""
+        if keys.shape[2]:
+            self._extend_means(self._cut(keys[0]))
 
     @property
     def known(self) -> int:
@@ -78,13 +81,14 @@ class ChosenChunks:
         return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
 
     def _extend_means(self, chunks: torch.Tensor) -> None:
-        heads, count, _, d = chunks.shape
+        heads, new, _, d = chunks.shape
+        count = self._known + new
         if not self._known or self._means.shape[1] < count:
             room = chunks.new_empty(heads, count + count // 8 + ROOM, d, dtype=torch.bfloat16)
             if self._known:
                 room[:, : self._known] = self._means[:, : self._known]
             self._means = room
-        self._means[:, self._known : count] = chunks[:, self._known :].mean(2)
+        self._means[:, self._known : count] = chunks.mean(2)
         self._known = count
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
@@ -102,7 +106,7 @@ class ChosenChunks:
         scores[some == 0] = torch.inf
         return some.gather(1, scores.topk(count, -1).indices)
 
-    def _replace(self, best: torch.Tensor, rows: Rows) -> None:
+    def _replace(self, best: torch.Tensor, source: FullCache, layer: int) -> None:
         """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted."""
         assert self._rows is not None
         wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
@@ -112,6 +116,6 @@ class ChosenChunks:
         head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
         chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
-        for mine, source in zip(self._rows, rows, strict=True):
+        for mine, new in zip(self._rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
             slots = self._cut(mine[0, :, : best.shape[1] * self._chunk])
-            slots[head, slot] = self._cut(source[0])[head, chunk]
+            slots[head, slot] = new

@@ -32,6 +32,9 @@ class FullCache(Cache):
         capacity: initial room in tokens; memory is touched only as it fills.
     """
 
+    offloaded = False
+    """Whether some of it is not on the device that computes."""
+
     def __init__(self, capacity: int = 0) -> None:
         self.length = 0
         self._capacity = capacity
@@ -199,6 +202,15 @@ class FullCache(Cache):
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
         keys, values = self._layers[layer]
         return keys[:, :, first:last], values[:, :, first:last]
+
+    def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
+        """Keys and values of some chunks of ``size`` tokens, ``[n, size, d]`` each.
+
+        Args:
+            head, chunk: KV head and number of each of them, ``[n]``.
+        """
+        places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
+        return tuple(t[0][head[:, None], places] for t in self._layers[layer])
 
     @property
     def capacity(self) -> int:

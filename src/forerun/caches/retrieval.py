@@ -91,6 +91,8 @@ class RetrievalCache(View):
         config: what is kept.
     """
 
+    copies = True
+
     def __init__(self, source: FullCache, config: RetrievalConfig) -> None:
         super().__init__(source)
         self.config = config
@@ -119,7 +121,7 @@ class RetrievalCache(View):
             if self.source.specs[index].window is None:
                 layer = self._layers.setdefault(index, ChosenChunks(size))
                 last = min(end, layer.known + piece)
-                layer.extend(self.source.read(index, 0, last)[0])
+                layer.extend(self.source.read(index, layer.known, last)[0])
                 done = done and last == end
         return done
 
@@ -159,7 +161,7 @@ class RetrievalCache(View):
             layer = self._layers.setdefault(index, ChosenChunks(size))
             if self.source.specs[index].window is None:
                 query = self.source.queries[index][:, :, list(rows)].sum(2)
-                layer.choose(query, *self.source.read(index, 0, self._tail), self._chunks)
+                layer.choose(query, self.source, index, self._tail, self._chunks)
             layer.write(self._chunks * size, *self.source.read(index, self._tail, self.length))
         self.refreshes += 1
 

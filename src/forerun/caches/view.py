@@ -24,7 +24,17 @@ class View(Cache):
     keepsake: str | None = None
     """The name by which ``made`` is kept with a text; None if nothing is dear enough to be kept."""
 
+    copies = False
+    """Whether it copies what it chooses. A view that reads the source's own memory in each of its passes is no use over
+    an offloaded cache."""
+
     def __init__(self, source: FullCache) -> None:
+        if source.offloaded and not self.copies:
+            raise ValueError(
+                f"a {type(self).__name__} reads all keys in each of its passes, and some are not on the device; "
+                "allowed is one that copies what it chooses: retrieval, triforce with sparse='retrieval', or a small "
+                "model of its own"
+            )
         self.source = source
         source.views.add(self)
         self.length = 0

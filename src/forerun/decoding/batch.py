@@ -6,6 +6,7 @@ that several prompts share is read once (``following.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -31,10 +32,14 @@ class Batch:
         limit: tokens of texts that a pass reads, at most; drafts come on top. Each row that decodes reads one. A chunk
             of one prompt is read in any case, so that every prompt is read some day.
         following: keeps what prompts begin with; its chunks are no longer than those of reading.
+        make: makes a cache that has room for so many tokens.
     """
 
-    def __init__(self, step: Step, turns: Turns, chunk: int, limit: int, following: Following) -> None:
-        self._step, self._turns = step, turns
+    def __init__(
+        self, step: Step, turns: Turns, chunk: int, limit: int, following: Following,
+        make: Callable[[int], FullCache] = FullCache,
+    ) -> None:  # fmt: skip
+        self._step, self._turns, self._make = step, turns, make
         self.chunk, self.limit = min(chunk, limit), limit
         self._following = following
         self._rows: dict[int, Row] = {}
@@ -71,13 +76,16 @@ class Batch:
 
         Raises:
             ValueError: if the cache holds as many tokens as the prompt has, or more; or the request is in the batch.
+            MemoryError: if there is no room for its keys and values.
+            OSError: if they cannot be kept in a file.
         """
         if request.id in self._rows:
             raise ValueError(f"request {request.id} is in this batch already")
         if cache is not None and cache.length >= request.prompt_length:
             raise ValueError(f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}")
-        own = cache is None
-        row = Row(request, cache or FullCache(self.tokens(request)), self.chunk)
+        held = self._make(self.tokens(request)) if cache is None else cache
+        own = cache is None and not held.offloaded
+        row = Row(request, held, self.chunk, held.offloaded and self._step.target.by_layers)
         with self._turns:
             try:
                 self._step.drafter.begin(request)

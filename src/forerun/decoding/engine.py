@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from transformers.generation.streamers import BaseStreamer
 
 from forerun.caches.full import FullCache
+from forerun.caches.tiers import KVMemory, Tiers
 from forerun.core.request import Request
 from forerun.core.sampling import Method
 from forerun.core.settings import Settings
@@ -66,6 +67,8 @@ class Engine:
         kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
         kv_store_limit: bytes on disk, at most; by default a quarter of what is free or taken by the store. What was
             used least recently goes first.
+        kv_memory: how much the keys and values of all texts may take: bytes on the device, or a ``KVMemory``. A text
+            that does not fit is offloaded, layer by layer.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
@@ -87,6 +90,7 @@ class Engine:
         prefix_cache: int = 0,
         kv_store: str | Path | None = None,
         kv_store_limit: int | None = None,
+        kv_memory: int | KVMemory | None = None,
     ) -> None:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
@@ -106,6 +110,11 @@ class Engine:
         """What is kept of prompts on disk."""
         if kv_store is not None:
             self.store = KVStore(kv_store, fingerprint(self.target, self.exactly), kv_store_limit)
+        self.tiers: Tiers | None = None
+        """Where keys and values lie, if they are bounded."""
+        if kv_memory is not None:
+            memory = kv_memory if isinstance(kv_memory, KVMemory) else KVMemory(kv_memory)
+            self.tiers = Tiers(memory, self.target.device, model.dtype)
         self._tokenizer = tokenizer
         self._grammars: Grammars | None = None
         self._turns = Turns()
@@ -229,7 +238,7 @@ class Engine:
             room: tokens that the cache can take up after them without being copied.
             on_prefill: called with tokens done and to do.
         """
-        cache = FullCache(len(tokens) + room)
+        cache = self._cache(len(tokens) + room)
         text = np.asarray(tokens, np.int64)[:-1]
         read(self.target, cache, text, self.prefill_block, counting(len(text), on_prefill))
         return cache
@@ -285,7 +294,11 @@ class Engine:
         step = Step(self.target, by_request(self.drafter), self.budget)
         chunk = min(self.prefill_block, limit)
         shared = min(CHUNK, chunk) if self.exactness == "bitwise" else chunk
-        return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared))
+        return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared), self._cache)
+
+    def _cache(self, tokens: int) -> FullCache:
+        """A cache that has room for so many tokens."""
+        return FullCache(tokens) if self.tiers is None else self.tiers.cache(self.target.kv, tokens)
 
     def flush(self) -> None:
         """Wait until the store has all that it is to keep of the texts that have ended."""
@@ -296,3 +309,5 @@ class Engine:
         """Write what the store is to keep, and keep nothing more. A program that ends without it waits for the same."""
         if self.store is not None:
             self.store.close()
+        if self.tiers is not None:
+            self.tiers.close()

@@ -126,7 +126,8 @@ SPARSE: dict[str, Callable[[Settings], CacheFactory]] = {
 
 def sparse_cache(settings: Settings) -> CacheFactory:
     """What the middle level reads through."""
-    return SPARSE[settings.sparse](settings)
+    chosen, copying = SPARSE[settings.sparse](settings), _retrieval(settings)
+    return lambda scorer, source: (copying if source.offloaded else chosen)(scorer, source)
 
 
 def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:

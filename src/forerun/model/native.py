@@ -24,6 +24,7 @@ from forerun.model.packing import Packed, address
 from forerun.model.parts import known
 from forerun.model.program import Parts, Size, Written
 from forerun.model.scorer import Scorer
+from forerun.model.streamed import run_by_layers
 from forerun.model.watch import Watch
 
 SPARE = 4096
@@ -36,6 +37,8 @@ class NativeScorer(Scorer):
     Args:
         model: one that ``parts.known`` knows; see ``native``.
     """
+
+    by_layers = True
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -58,15 +61,14 @@ class NativeScorer(Scorer):
                 if not self._watch.same():
                     self._read()
                 if self._parts is not None:
-                    logits = self._run(self._parts, blocks, full)
+                    run = run_by_layers if any(cache.offloaded for cache in full) else NativeScorer._run
+                    logits = run(self, self._parts, blocks, full)
                     return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
         return super().score(blocks, caches)
 
     def _run(self, parts: Parts, blocks: Sequence[Block], caches: Sequence[FullCache]) -> torch.Tensor:
-        threads = torch.get_num_threads()
-        packed = Packed(blocks, parts.heads, threads)
-        self._check(packed)
-        written, wanted = self._room(parts, packed, threads), packed.wanted
+        packed = Packed(blocks, parts.heads, torch.get_num_threads())
+        written, wanted = self.room(parts, packed), packed.wanted
         heads, layers, strides = parts.heads, len(parts.layers), []
         for row, (cache, count) in enumerate(zip(caches, packed.counts, strict=True)):
             store = cache.reserve(layers, heads.kv_heads, heads.dim, parts.dtype, count)
@@ -74,15 +76,19 @@ class NativeScorer(Scorer):
             strides.append((store.stride(2) * parts.width, store.stride(3) * parts.width) * 2)
         rows = packed.rows(strides)
         logits = torch.empty(len(wanted), parts.head.out_features, dtype=torch.float32)
-        written.program.run(
-            n=packed.n, wanted=len(wanted), wanted_list=address(wanted), ids=address(packed.ids), y=logits.data_ptr(),
-            rows=address(rows), units=address(packed.units), unit_count=packed.unit_count,
-            owners=address(packed.owners), positions=address(packed.positions), parents=address(packed.parents),
-            parts=self._states.data_ptr(), slots=self._slots.data_ptr(),
-            slot_size=len(self._slots) // threads // LINE * LINE,
-        )  # fmt: skip
+        wanted_now = {"wanted": len(wanted), "wanted_list": address(wanted), "y": logits.data_ptr()}
+        written.program.run(**wanted_now, **self.fields(packed, rows))
         self._tell(parts, written, packed, caches)
         return logits
+
+    def fields(self, packed: Packed, rows: bytearray) -> dict[str, int]:
+        """A program's fields for a pass that there is ``room`` for, given its table of rows; but for its output."""
+        return {
+            "n": packed.n, "ids": address(packed.ids), "rows": address(rows), "units": address(packed.units),
+            "unit_count": packed.unit_count, "owners": address(packed.owners), "positions": address(packed.positions),
+            "parents": address(packed.parents), "parts": self._states.data_ptr(), "slots": self._slots.data_ptr(),
+            "slot_size": len(self._slots) // torch.get_num_threads() // LINE * LINE,
+        }  # fmt: skip
 
     def _check(self, packed: Packed) -> None:
         """Refuse token ids that the embedding does not have."""
@@ -91,8 +97,14 @@ class NativeScorer(Scorer):
             wrong = least if least < 0 else most
             raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
 
-    def _room(self, parts: Parts, packed: Packed, threads: int) -> Written:
-        """Buffers for this pass's tokens, rows and positions. If one has to grow, the program is rewritten."""
+    def room(self, parts: Parts, packed: Packed) -> Written:
+        """Buffers for this pass's tokens, rows and positions. If one has to grow, the program is rewritten.
+
+        Raises:
+            IndexError: if the embedding does not have a token of the pass.
+        """
+        self._check(packed)
+        threads = torch.get_num_threads()
         slot = max(packed.slot_size, parts.room(packed.n)) + SPARE
         if len(self._slots) < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)

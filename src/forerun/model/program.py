@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -102,33 +103,43 @@ class Written:
     Attributes:
         kv: addresses of each layer's keys and values in each row's cache, int64 ``[layers, rows, 2]``.
         mixed: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
+        x: what goes from layer to layer, ``[tokens, hidden]``.
     """
 
     def __init__(self, parts: Parts, size: Size) -> None:
         self.size, self.positions, self._parts = size, parts.positions, parts
         heads, n, count = parts.heads, size.tokens, len(parts.layers)
         width = (heads.heads + 2 * heads.kv_heads) * heads.dim
-        self._x, self._sum = (torch.zeros(n, parts.hidden, dtype=torch.float32) for _ in range(2))
+        self.x, self._sum = (torch.zeros(n, parts.hidden, dtype=torch.float32) for _ in range(2))
         self._words = torch.zeros(n, max(parts.hidden, heads.heads * heads.dim), dtype=parts.dtype)
         self._gated = torch.zeros(n, parts.inner, dtype=parts.dtype)
         self.mixed = torch.zeros(count if size.keeps else 1, n, width, dtype=torch.float32)
         self.kv = np.zeros((count, size.rows, 2), np.int64)
         self._tables: list[blockwise.Table] = []
-        ops: list[Op] = [self._embed()]
-        for number, layer in enumerate(parts.layers):
-            ops += self._attention(number, layer)
-            ops += self._mlp(layer)
-        ops.append((NORM, self._norm(parts.norm, self._x, TO_WORDS, self._words, which=1)))
+        last = (NORM, self._norm(parts.norm, self.x, TO_WORDS, self._words, which=1))
         logits = (0, parts.head.out_features * 4)
-        ops.append(self._linear([parts.head], self._words, PUT, logits, which=1))
-        self.program = tape.Program(ops)
+        self._stages: list[list[Op]] = [
+            [self._embed()],
+            *([*self._attention(number, layer), *self._mlp(layer)] for number, layer in enumerate(parts.layers)),
+            [last, self._linear([parts.head], self._words, PUT, logits, which=1)],
+        ]
+
+    @cached_property
+    def program(self) -> tape.Program:
+        """The whole pass."""
+        return tape.Program([op for stage in self._stages for op in stage])
+
+    @cached_property
+    def stages(self) -> list[tape.Program]:
+        """The same in parts: the embedding, each layer, and the head."""
+        return [tape.Program(stage) for stage in self._stages]
 
     def _embed(self) -> Op:
         parts, scale = self._parts, embed_scale(self._parts.embedding)
         if isinstance(parts.embedding, StoredEmbedding):
-            return LOOKUP, blockwise.look_up(parts.embedding.blocks, parts.hidden, _place(self._x), scale)
+            return LOOKUP, blockwise.look_up(parts.embedding.blocks, parts.hidden, _place(self.x), scale)
         table = _place(parts.embedding.weight)
-        return EMBED, EmbedOp(tape.DO_EMBED, parts.kind, *table, parts.hidden, *_place(self._x), scale)
+        return EMBED, EmbedOp(tape.DO_EMBED, parts.kind, *table, parts.hidden, *_place(self.x), scale)
 
     def _attention(self, number: int, layer: Layer) -> list[Op]:
         part, parts, heads = layer.attention, self._parts, self._parts.heads
@@ -139,7 +150,7 @@ class Written:
             spec.scaling / math.log(2), spec.softcap or 0.0,
         )  # fmt: skip
         return [
-            (NORM, self._norm(layer.before, self._x, TO_WORDS, self._words)),
+            (NORM, self._norm(layer.before, self.x, TO_WORDS, self._words)),
             self._linear([part.q_proj, part.k_proj, part.v_proj], self._words, PUT, _place(mixed)),
             (ROTARY, self._turn(layer, mixed, kv)),
             (ATTEND, AttendOp(tape.DO_SCAN, *fields)),
@@ -161,7 +172,7 @@ class Written:
         mlp = layer.mlp
         gate = self._linear([mlp.gate_proj, mlp.up_proj], self._words, GATE, _place(self._gated))
         return [
-            (NORM, self._norm(layer.before_mlp, self._x, TO_WORDS, self._words)),
+            (NORM, self._norm(layer.before_mlp, self.x, TO_WORDS, self._words)),
             gate,
             *self._back(mlp.down_proj, self._gated, layer.behind_mlp),
         ]
@@ -169,10 +180,10 @@ class Written:
     def _back(self, module: nn.Module, x: torch.Tensor, norm: Any) -> list[Op]:
         """A part's last linear layer: its results are normed, if there is a norm, and added to the residual stream."""
         if norm is None:
-            return [self._linear([module], x, ADD, _place(self._x))]
+            return [self._linear([module], x, ADD, _place(self.x))]
         return [
             self._linear([module], x, PUT, _place(self._sum)),
-            (NORM, self._norm(norm, self._sum, TO_SUM, self._x)),
+            (NORM, self._norm(norm, self._sum, TO_SUM, self.x)),
         ]
 
     def _norm(self, norm: Any, x: torch.Tensor, mode: int, to: torch.Tensor, which: int = 0) -> NormOp:

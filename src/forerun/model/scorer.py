@@ -46,7 +46,7 @@ class Pass:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Each row's attention over its own cache; ``[1, H, n, d]`` in and out."""
-        full = [cache for cache in self.caches if type(cache) is FullCache]
+        full = [cache for cache in self.caches if isinstance(cache, FullCache)]
         if len(full) == len(self.caches) and ordered.attends(q, k, v):
             return self._attend_in_order(layer, q, k, v, spec, full)
         if len(self.blocks) == 1:
@@ -120,6 +120,9 @@ class Scorer:
     Args:
         model: a decoder that ``forerun.model.gate`` admits.
     """
+
+    by_layers = False
+    """Whether a pass over many tokens and an offloaded cache goes through a layer with all of them before the next."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
