@@ -55,7 +55,7 @@ class Link:
         """Bytes brought away from it so far."""
         self._free = 0.0  # when the last copy has had its time
         self._thread = ThreadPoolExecutor(1, "forerun-link") if device.type == "cpu" else None
-        self._stream = None if self._thread is not None else torch.cuda.Stream(device)
+        self._stream = None if self._thread is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def fetch(self, job: Callable[[], None], nbytes: int) -> Ticket:
         """Ask for a copy of so many bytes to the device."""

@@ -80,8 +80,9 @@ class OffloadedCache(FullCache):
             if ticket is not None:
                 ticket.wait()
         self._writes = [ticket for ticket in self._writes if not ticket.done()]
-        if len(self._away) > BUFFERS:
-            self._send_for(self._away[(self._away.index(layer) + 1) % len(self._away)])
+        following = self._away[(self._away.index(layer) + 1) % len(self._away)]
+        if self._buffer(following) is not buffer:  # the first layer, after the last one, may have the same
+            self._send_for(following)
         return self._rows[layer]
 
     def leave(self, layer: int, count: int) -> None:
@@ -145,10 +146,12 @@ class OffloadedCache(FullCache):
                 to[:, :, self.length : end] = new
         self.length = end
 
-    def read(self, layer: int, first: int, last: int) -> Rows:
+    def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``FullCache.read``; what is not on the device is brought there."""
-        rows = tuple(t[:, :, first:last] for t in self._layers[layer])
-        return rows if layer not in self._rows else self._brought(rows)
+        keys, values = super().read(layer, first, last)
+        if layer in self._rows:
+            keys, values = self._brought((keys, values))
+        return keys, values
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
         """See ``FullCache.chunks``; what is not on the device is brought there."""

@@ -57,6 +57,11 @@ class NoRoomError(MemoryError):
     """A cache fits nowhere."""
 
 
+def least(shape: KVShape, tokens: int) -> int:
+    """Bytes on the device without which a text of so many tokens cannot be offloaded: of its largest layer, twice."""
+    return BUFFERS * max(each.nbytes for each in shape.layers.values()) * _rounded(tokens)
+
+
 class Tiers:
     """Makes full caches within a ``KVMemory``. What a cache takes is free again when it is gone.
 
@@ -71,6 +76,11 @@ class Tiers:
         self.link = Link(device, memory.bandwidth)
         self.taken = {"device": 0, "host": 0, "file": 0}
         """Bytes by tier."""
+        self._expected: list[int] = []
+
+    def expect(self, shape: KVShape, texts: Sequence[int]) -> None:
+        """Tell of the next caches, in order, by their tokens: each leaves the others what they need on the device."""
+        self._expected = [min(shape.nbytes * tokens, least(shape, tokens)) for tokens in texts]
 
     def cache(self, shape: KVShape, tokens: int) -> FullCache:
         """A cache with room for so many tokens.
@@ -79,45 +89,33 @@ class Tiers:
             NoRoomError: if it fits nowhere.
             OSError: if its file cannot be made.
         """
-        capacity = math.ceil(tokens / ALIGNMENT) * ALIGNMENT
-        kinds: dict[int, tuple[Kind, ...]] = {
-            layer: ((each.heads, each.dim, self.dtype), (each.heads, each.out_dim, self.dtype))
-            for layer, each in shape.layers.items()
-        }
-        left = self.memory.device - self.taken["device"]
+        self._expected = self._expected[1:]
+        left = self.memory.device - self.taken["device"] - sum(self._expected)
         if shape.nbytes * tokens <= left:
             plain = FullCache(tokens)
             self._keep(plain, device=shape.nbytes * tokens)
             return plain
-        sizes = {layer: Layout({layer: kinds[layer]}, capacity).size for layer in kinds}
-        buffer = max(sizes.values())
-        stay = self._stay(sizes, left - BUFFERS * buffer)
+        capacity = _rounded(tokens)
+        sizes = {layer: each.nbytes * capacity for layer, each in shape.layers.items()}
+        stay = _fitting(sizes, left - least(shape, tokens))
         if stay is None:
             raise NoRoomError(
-                f"a text of {tokens:,} tokens needs {BUFFERS * buffer:,} bytes on the device, for two of its layers; "
-                f"{left:,} of {self.memory.device:,} are free"
+                f"a text of {tokens:,} tokens needs {least(shape, tokens):,} bytes on the device, for two of its "
+                f"layers; {max(0, left):,} of {self.memory.device:,} are free"
             )
-        return self._offloaded(kinds, sizes, capacity, stay)
+        return self._offloaded(shape, sizes, capacity, stay)
 
     def close(self) -> None:
         """End the link's thread."""
         self.link.close()
 
-    def _stay(self, sizes: Mapping[int, int], left: int) -> list[int] | None:
-        """The first layers that fit on the device beside the buffers; None if there is no room for those."""
-        if left < 0:
-            return None
-        stay: list[int] = []
-        for layer, size in sizes.items():
-            if size > left:
-                break
-            stay.append(layer)
-            left -= size
-        return stay
-
     def _offloaded(
-        self, kinds: Mapping[int, tuple[Kind, ...]], sizes: Mapping[int, int], capacity: int, stay: Sequence[int]
+        self, shape: KVShape, sizes: Mapping[int, int], capacity: int, stay: Sequence[int]
     ) -> OffloadedCache:
+        kinds: dict[int, tuple[Kind, ...]] = {
+            layer: ((each.heads, each.dim, self.dtype), (each.heads, each.out_dim, self.dtype))
+            for layer, each in shape.layers.items()
+        }
         away = [layer for layer in kinds if layer not in stay]
         host = self._in_host(sizes, away)
         file = away[len(host) :]
@@ -149,7 +147,7 @@ class Tiers:
         """The first layers of ``away`` that fit in the host's memory."""
         if self.memory.host is None:
             return list(away)
-        return self._stay({layer: sizes[layer] for layer in away}, self.memory.host - self.taken["host"]) or []
+        return _fitting({layer: sizes[layer] for layer in away}, self.memory.host - self.taken["host"]) or []
 
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.link.device.type == "cuda")
@@ -175,3 +173,20 @@ class Tiers:
     def _free(self, nbytes: Mapping[str, int]) -> None:
         for name, size in nbytes.items():
             self.taken[name] -= size
+
+
+def _rounded(tokens: int) -> int:
+    return math.ceil(tokens / ALIGNMENT) * ALIGNMENT
+
+
+def _fitting(sizes: Mapping[int, int], left: int) -> list[int] | None:
+    """The first layers that fit in what is left; None if that is less than nothing."""
+    if left < 0:
+        return None
+    found: list[int] = []
+    for layer, size in sizes.items():
+        if size > left:
+            break
+        found.append(layer)
+        left -= size
+    return found

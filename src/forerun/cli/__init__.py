@@ -12,6 +12,7 @@ from forerun.cli.bench_serve_options import ServingOptions
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.long_options import AnalyseOptions, TriforceOptions
 from forerun.cli.lookahead_options import LookaheadOptions
+from forerun.cli.offload_options import OffloadOptions
 from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
 from forerun.cli.passes_options import PassesOptions
 from forerun.cli.serve_options import ServeOptions
@@ -50,6 +51,7 @@ command(app, "replay", ReplayOptions)
 bench = group(app, "bench", BenchOptions)
 command(bench, "triforce", TriforceOptions)
 command(bench, "lookahead", LookaheadOptions)
+command(bench, "offload", OffloadOptions)
 command(bench, "passes", PassesOptions)
 command(bench, "serve", ServingOptions, "bench_serve")
 command(app, "analyse", AnalyseOptions)

@@ -13,7 +13,7 @@ import typer
 from forerun import __version__
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.errors import INTERRUPTED
-from forerun.cli.models import settings
+from forerun.cli.models import memory_of, settings
 from forerun.cli.options import GenerateOptions
 from forerun.cli.prompts import check_text, read_prompt
 from forerun.cli.sizes import size_of
@@ -123,7 +123,7 @@ def sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any]:
 
 
 def kept_texts(options: GenerateOptions) -> dict[str, Any]:
-    """The engine's settings of the store.
+    """The engine's settings of where keys and values lie.
 
     Raises:
         ValueError: for a wrong size.
@@ -131,7 +131,7 @@ def kept_texts(options: GenerateOptions) -> dict[str, Any]:
     limit = None if options.kv_store_limit is None else size_of(options.kv_store_limit, "--kv-store-limit")
     if limit is not None and options.kv_store is None:
         raise ValueError("--kv-store-limit is of a store; add --kv-store")
-    return {"kv_store": options.kv_store, "kv_store_limit": limit}
+    return {"kv_store": options.kv_store, "kv_store_limit": limit, "kv_memory": memory_of(options)}
 
 
 def build_engine(options: GenerateOptions | ChatOptions, **kept: Any) -> Engine:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.caches.tiers import KVMemory
+from forerun.cli.memory_options import MemoryOptions
 from forerun.cli.options import LongOptions
 from forerun.core.settings import Settings
 from forerun.drafters.recipes import RECIPES
@@ -19,6 +21,14 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
         return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     return encode
+
+
+def memory_of(options: MemoryOptions) -> KVMemory | None:
+    """How much keys and values may take, if that is given."""
+    sizes = options.sizes()
+    if "kv_memory" not in sizes:
+        return None
+    return KVMemory(sizes["kv_memory"], sizes.get("kv_host_memory"), options.kv_folder, sizes.get("simulate_bandwidth"))
 
 
 def settings(

@@ -13,6 +13,7 @@ import typer
 
 from forerun.cli.errors import user_errors
 from forerun.cli.log import shown_log
+from forerun.cli.memory_options import MemoryOptions
 from forerun.core.settings import Policy, Settings, Sparse
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
@@ -98,7 +99,7 @@ class LongOptions:
 
 
 @dataclass(frozen=True)
-class GenerateOptions(LongOptions):
+class GenerateOptions(MemoryOptions, LongOptions):
     """Continue a prompt; accepted drafts are shown in colour.
 
     Temperature 0, the default, is greedy decoding. The text is the model's own, the same with and without a drafter.
@@ -158,6 +159,7 @@ class GenerateOptions(LongOptions):
             raise ValueError("give either --prompt or --prompt-file (- reads stdin)")
         if self.system is not None and self.chat is False:
             raise ValueError("--system is for chat models, and --raw turns that off")
+        self.sizes()
         if self.trie_file is not None:
             _check_trie_file(self.trie_file, self.drafter)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 from typing import Literal
 
 import numpy as np
@@ -170,5 +171,7 @@ class Request:
         return constraint is not None and constraint.complete(self._ids[: self._end])
 
     def fail(self, error: Exception) -> None:
-        """End the text by an error; its tokens so far stay."""
+        """End the text by an error; its tokens so far stay, and nothing else: the error forgets its frames' variables,
+        which would keep a cache alive."""
         self.finish_reason, self.error = "error", error
+        clear_frames(error.__traceback__)

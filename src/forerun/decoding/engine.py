@@ -266,6 +266,9 @@ class Engine:
         """
         held = [None] * len(requests) if caches is None else caches
         with self.batch() as batch:
+            if self.tiers is not None:
+                alone = [request for request, cache in zip(requests, held, strict=True) if cache is None]
+                self.tiers.expect(self.target.kv, [batch.tokens(request) for request in alone])
             for request, cache in zip(requests, held, strict=True):
                 batch.admit(request, cache)
             total = unread = batch.unread

@@ -38,7 +38,10 @@ class NativeScorer(Scorer):
         model: one that ``parts.known`` knows; see ``native``.
     """
 
-    by_layers = True
+    @property
+    def by_layers(self) -> bool:
+        """See ``Scorer.by_layers``."""
+        return self._parts is not None
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)

@@ -121,9 +121,6 @@ class Scorer:
         model: a decoder that ``forerun.model.gate`` admits.
     """
 
-    by_layers = False
-    """Whether a pass over many tokens and an offloaded cache goes through a layer with all of them before the next."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._inputs: Any = model.get_input_embeddings()
@@ -142,6 +139,11 @@ class Scorer:
         with torch.inference_mode():
             self.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [cache])
         return cache.shape
+
+    @property
+    def by_layers(self) -> bool:
+        """Whether a pass over many tokens and an offloaded cache goes through a layer with all before the next one."""
+        return False
 
     @property
     def device(self) -> torch.device:

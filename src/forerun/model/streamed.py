@@ -54,9 +54,7 @@ class _Part:
     x: torch.Tensor
 
 
-def run_by_layers(
-    runner: Runner, parts: Parts, blocks: Sequence[Block], caches: Sequence[FullCache]
-) -> torch.Tensor:
+def run_by_layers(runner: Runner, parts: Parts, blocks: Sequence[Block], caches: Sequence[FullCache]) -> torch.Tensor:
     """A pass over all rows; some of the caches are offloaded.
 
     Returns:
@@ -116,9 +114,7 @@ def _enter(cache: FullCache, layer: int, count: int, parts: Parts) -> Rows:
     return store[layer, 0][None], store[layer, 1][None]
 
 
-def _through(
-    runner: Runner, written: Written, part: _Part, layer: int, rows: Sequence[Rows], parts: Parts
-) -> None:
+def _through(runner: Runner, written: Written, part: _Part, layer: int, rows: Sequence[Rows], parts: Parts) -> None:
     """One layer."""
     strides = []
     for row, (keys, values) in enumerate(rows):

@@ -1,0 +1,57 @@
+"""``forerun bench offload``: keys and values that are not on the device."""
+
+from __future__ import annotations
+
+from forerun.bench.longcontext import sampled
+from forerun.bench.offload import OffloadBench, slow_link
+from forerun.bench.tables import Report
+from forerun.bench.texts import Texts
+from forerun.caches.tiers import KVMemory, least
+from forerun.cli.deliver import Delivery
+from forerun.cli.long_options import check_positions, numbers, plain
+from forerun.cli.models import encoder, memory_of
+from forerun.cli.models import settings as settings_for
+from forerun.cli.offload_options import OffloadOptions
+from forerun.cli.terminal import say, stderr, working
+from forerun.decoding.engine import Engine
+from forerun.drafters.recipes import check_drafter
+from forerun.model import gate
+from forerun.model.inputs import position_limit
+from forerun.model.load import load
+from forerun.model.stored import dtype_name
+
+
+def run(options: OffloadOptions) -> None:
+    """Measure, print the tables, and write JSON, Markdown and a plot."""
+    drafters = [name.strip() for name in options.drafters.split(",")]
+    for name in drafters:
+        check_drafter(name)
+    contexts = sorted(numbers("--contexts", options.contexts, int, 64))
+    with working(stderr(), "loading"):
+        model, tokenizer = load(
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code,
+            yarn=options.yarn,
+        )  # fmt: skip
+        check_positions(contexts[-1], _room(options), position_limit(model))
+        texts = Texts.read(options.text or (), encoder(tokenizer))
+        texts.check(1, contexts[-1])
+        settings = settings_for(options, options.model, drafters, model, tokenizer, options.trust_remote_code)
+        shape = gate.admit(model).kv
+        bandwidth = None if options.kv_memory is not None else slow_link(model.device)
+    told = plain(options) | {"dtype": dtype_name(model), "bandwidth": bandwidth}
+    report = Report("Keys and values off the device", told)
+    delivery = Delivery(report, options.out, "offload", options.json)
+    bench = OffloadBench(drafters, settings, options.rounds, report, delivery.save, say)
+    for context in contexts:
+        memory = memory_of(options) or KVMemory(least(shape, context + _room(options)), bandwidth=bandwidth)
+        engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
+        bench.read(engine, texts.tokens(0, context), _room(options))
+        for temperature in numbers("--temperatures", options.temperatures, float, 0.0):
+            bench.decode(temperature, sampled(temperature, options.max_new_tokens))
+        engine.close()
+    delivery.end()
+
+
+def _room(options: OffloadOptions) -> int:
+    """Tokens that may follow a prompt: generated text and drafts."""
+    return options.max_new_tokens + options.gamma2 + 128
