@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from traceback import clear_frames
+from traceback import format_tb
 from typing import Literal
 
 import numpy as np
@@ -171,7 +171,7 @@ class Request:
         return constraint is not None and constraint.complete(self._ids[: self._end])
 
     def fail(self, error: Exception) -> None:
-        """End the text by an error; its tokens so far stay, and nothing else: the error forgets its frames' variables,
-        which would keep a cache alive."""
-        self.finish_reason, self.error = "error", error
-        clear_frames(error.__traceback__)
+        """End the text by an error; its tokens so far stay. The error's traceback becomes a note: its frames would keep
+        all rows' caches alive."""
+        error.add_note(f"It arose in:\n{''.join(format_tb(error.__traceback__))}")
+        self.finish_reason, self.error = "error", error.with_traceback(None)
