@@ -231,7 +231,7 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Link, "fetch", failing)
     with away.batch() as batch:
-        away.tiers.expect(away.target.kv, [batch.tokens(bad), batch.tokens(good)])
+        away.tiers.expect([batch.tokens(bad), batch.tokens(good)])
         batch.admit(bad)
         batch.admit(good)
         while batch:

@@ -66,30 +66,32 @@ class Tiers:
     """Makes full caches within a ``KVMemory``. What a cache takes is free again when it is gone.
 
     Args:
-        memory: the limits.
+        memory: the limits, or bytes on the device.
         device: that computes.
-        dtype: of keys and values.
+        shape: of a token's keys and values.
+        dtype: of them.
     """
 
-    def __init__(self, memory: KVMemory, device: torch.device, dtype: torch.dtype) -> None:
-        self.memory, self.dtype = memory, dtype
-        self.link = Link(device, memory.bandwidth)
+    def __init__(self, memory: KVMemory | int, device: torch.device, shape: KVShape, dtype: torch.dtype) -> None:
+        self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
+        self.shape, self.dtype = shape, dtype
+        self.link = Link(device, self.memory.bandwidth)
         self.taken = {"device": 0, "host": 0, "file": 0}
         """Bytes by tier."""
         self._expected: list[int] = []
 
-    def expect(self, shape: KVShape, texts: Sequence[int]) -> None:
+    def expect(self, texts: Sequence[int]) -> None:
         """Tell of the next caches, in order, by their tokens: each leaves the others what they need on the device."""
-        self._expected = [min(shape.nbytes * tokens, least(shape, tokens)) for tokens in texts]
+        self._expected = [min(self.shape.nbytes * tokens, least(self.shape, tokens)) for tokens in texts]
 
-    def cache(self, shape: KVShape, tokens: int) -> FullCache:
+    def cache(self, tokens: int) -> FullCache:
         """A cache with room for so many tokens.
 
         Raises:
             NoRoomError: if it fits nowhere.
             OSError: if its file cannot be made.
         """
-        self._expected = self._expected[1:]
+        shape, self._expected = self.shape, self._expected[1:]
         left = self.memory.device - self.taken["device"] - sum(self._expected)
         if shape.nbytes * tokens <= left:
             plain = FullCache(tokens)
@@ -103,18 +105,16 @@ class Tiers:
                 f"a text of {tokens:,} tokens needs {least(shape, tokens):,} bytes on the device, for two of its "
                 f"layers; {max(0, left):,} of {self.memory.device:,} are free"
             )
-        return self._offloaded(shape, sizes, capacity, stay)
+        return self._offloaded(sizes, capacity, stay)
 
     def close(self) -> None:
         """End the link's thread."""
         self.link.close()
 
-    def _offloaded(
-        self, shape: KVShape, sizes: Mapping[int, int], capacity: int, stay: Sequence[int]
-    ) -> OffloadedCache:
+    def _offloaded(self, sizes: Mapping[int, int], capacity: int, stay: Sequence[int]) -> OffloadedCache:
         kinds: dict[int, tuple[Kind, ...]] = {
             layer: ((each.heads, each.dim, self.dtype), (each.heads, each.out_dim, self.dtype))
-            for layer, each in shape.layers.items()
+            for layer, each in self.shape.layers.items()
         }
         away = [layer for layer in kinds if layer not in stay]
         host = self._in_host(sizes, away)

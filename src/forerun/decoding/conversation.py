@@ -40,6 +40,8 @@ class Conversation:
             raise ValueError("the engine has no tokenizer; a conversation needs one with a chat template")
         if not has_template(engine.tokenizer):
             raise ValueError("the tokenizer has no chat template; this is no chat model")
+        if engine.tiers is not None:
+            raise ValueError("a conversation's cache grows, and with kv_memory each has a fixed size; give none")
         self.engine = engine
         self.system = system
         self.options = options

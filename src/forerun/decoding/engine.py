@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit, feed
 from forerun.decoding.following import CHUNK, Following
 from forerun.decoding.prefixes import PrefixCache
-from forerun.decoding.result import GenerationInterrupted, GenerationResult, padding
+from forerun.decoding.result import GenerationInterrupted, GenerationResult, ends, padding
 from forerun.decoding.step import Step, by_request
 from forerun.decoding.store import KVStore
 from forerun.drafters.base import Drafter
@@ -47,10 +47,10 @@ PREFILL_BLOCK = 512
 class Engine:
     """Continues texts with one target model and one drafter, whose memory lasts as long as the engine.
 
-    Threads may share an engine: their steps take turns, and each text is what it would be alone. They may have engines
-    of their own on one model, and use the model's own ``generate`` beside them: no pass of an engine shows in another
-    thread. Not to be shared are an iterator (``stream``, ``run``), a request, a cache, a streamer, and a drafter object
-    between engines; a ``Trie`` may be. Nobody may change the model meanwhile: its weights, its mode, its adapters.
+    Threads may share an engine: their steps take turns, and each text is what it would be alone. They may also have
+    engines of their own on one model, beside its own ``generate``. Not to be shared are an iterator (``stream``,
+    ``run``), a request, a cache, a streamer, and a drafter object between engines; a ``Trie`` may be. Nobody may change
+    the model meanwhile: its weights, its mode, its adapters.
 
     Args:
         model: a transformers decoder; it decides what is generated.
@@ -58,17 +58,15 @@ class Engine:
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
-        cut: score what pays of each draft, by what passes cost: that is measured once for a model, in about 0.15
-            seconds (a large model: a few passes). Otherwise all that is drafted is scored, but by drafters that know
-            how much to draft.
+        cut: score what pays of each draft, by what passes cost; that is measured once for a model, in a few passes.
+            Otherwise all is scored, but by drafters that know how much to draft.
         prefill_block: prompt tokens in one pass.
         prefix_cache: bytes of prompts' keys and values that are kept for later prompts that begin alike, at most. Those
             of one ``generate`` share what they begin with in any case.
         kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
-        kv_store_limit: bytes on disk, at most; by default a quarter of what is free or taken by the store. What was
-            used least recently goes first.
-        kv_memory: how much the keys and values of all texts may take: bytes on the device, or a ``KVMemory``. A text
-            that does not fit is offloaded, layer by layer.
+        kv_store_limit: bytes on disk, at most; see ``KVStore``.
+        kv_memory: how much all keys and values may take on the device, in bytes, or a ``KVMemory``; the rest is
+            offloaded.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
@@ -95,8 +93,6 @@ class Engine:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        if kv_store is None and kv_store_limit is not None:
-            raise ValueError(f"kv_store_limit is {kv_store_limit}, and there is no kv_store")
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
         self.target = gate.admit(model)
@@ -106,15 +102,11 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
-        self.store: KVStore | None = None
+        self.store = KVStore.of(kv_store, lambda: fingerprint(self.target, self.exactly), kv_store_limit)
         """What is kept of prompts on disk."""
-        if kv_store is not None:
-            self.store = KVStore(kv_store, fingerprint(self.target, self.exactly), kv_store_limit)
-        self.tiers: Tiers | None = None
+        self.tiers = None if kv_memory is None else Tiers(kv_memory, self.target.device, self.target.kv, model.dtype)
         """Where keys and values lie, if they are bounded."""
-        if kv_memory is not None:
-            memory = kv_memory if isinstance(kv_memory, KVMemory) else KVMemory(kv_memory)
-            self.tiers = Tiers(memory, self.target.device, model.dtype)
+        self._make: Callable[[int], FullCache] = FullCache if self.tiers is None else self.tiers.cache
         self._tokenizer = tokenizer
         self._grammars: Grammars | None = None
         self._turns = Turns()
@@ -159,9 +151,8 @@ class Engine:
     def grammars(self) -> Grammars:
         """What ``response_format`` is made of; made at first use."""
         if self._grammars is None:
-            eos = self.target.model.generation_config.eos_token_id
-            ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
-            self._grammars = Grammars(self._tokenizer, self.target.vocabulary, ends)
+            end = ends(self.target.model.generation_config)
+            self._grammars = Grammars(self._tokenizer, self.target.vocabulary, end)
         return self._grammars
 
     def _spell(self) -> None:
@@ -238,7 +229,7 @@ class Engine:
             room: tokens that the cache can take up after them without being copied.
             on_prefill: called with tokens done and to do.
         """
-        cache = self._cache(len(tokens) + room)
+        cache = self._make(len(tokens) + room)
         text = np.asarray(tokens, np.int64)[:-1]
         read(self.target, cache, text, self.prefill_block, counting(len(text), on_prefill))
         return cache
@@ -267,8 +258,7 @@ class Engine:
         held = [None] * len(requests) if caches is None else caches
         with self.batch() as batch:
             if self.tiers is not None:
-                alone = [request for request, cache in zip(requests, held, strict=True) if cache is None]
-                self.tiers.expect(self.target.kv, [batch.tokens(request) for request in alone])
+                self.tiers.expect([batch.tokens(each) for each, cache in zip(requests, held, strict=True) if not cache])
             for request, cache in zip(requests, held, strict=True):
                 batch.admit(request, cache)
             total = unread = batch.unread
@@ -294,23 +284,17 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step = Step(self.target, by_request(self.drafter), self.budget)
-        chunk = min(self.prefill_block, limit)
+        step, chunk = Step(self.target, by_request(self.drafter), self.budget), min(self.prefill_block, limit)
         shared = min(CHUNK, chunk) if self.exactness == "bitwise" else chunk
-        return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared), self._cache)
-
-    def _cache(self, tokens: int) -> FullCache:
-        """A cache that has room for so many tokens."""
-        return FullCache(tokens) if self.tiers is None else self.tiers.cache(self.target.kv, tokens)
+        return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared), self._make)
 
     def flush(self) -> None:
-        """Wait until the store has all that it is to keep of the texts that have ended."""
+        """Wait until the store has all that it is to keep."""
         if self.store is not None:
             self.store.flush()
 
     def close(self) -> None:
         """Write what the store is to keep, and keep nothing more. A program that ends without it waits for the same."""
-        if self.store is not None:
-            self.store.close()
-        if self.tiers is not None:
-            self.tiers.close()
+        for each in (self.store, self.tiers):
+            if each is not None:
+                each.close()

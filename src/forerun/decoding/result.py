@@ -86,6 +86,12 @@ class GenerationInterrupted(KeyboardInterrupt):
         self.result = result
 
 
+def ends(config: GenerationConfig) -> list[int]:
+    """Tokens that end a text."""
+    eos = config.eos_token_id
+    return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+
+
 def padding(config: GenerationConfig) -> int:
     """The token that fills up shorter texts: a model's own, else one that ends its texts, else 0."""
     eos = config.eos_token_id

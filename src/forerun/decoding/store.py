@@ -86,6 +86,17 @@ class KVStore:
         self._writer = ThreadPoolExecutor(1, "forerun-kv-store")  # ends its work before the process ends
         self._closed = False
 
+    @classmethod
+    def of(cls, folder: str | Path | None, mark: Callable[[], str], limit: int | None) -> KVStore | None:
+        """A store, if there is a folder.
+
+        Raises:
+            ValueError: for a limit without one.
+        """
+        if folder is None and limit is not None:
+            raise ValueError(f"kv_store_limit is {limit}, and there is no kv_store")
+        return None if folder is None else cls(folder, mark(), limit)
+
     @property
     def limit(self) -> int:
         """Bytes on disk, at most."""
