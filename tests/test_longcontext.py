@@ -17,10 +17,10 @@ from tiny import tiny
 from typer.testing import CliRunner
 
 from forerun.bench import longcontext
-from forerun.bench.costs import Costs, drafting_seconds, expected_tokens, measure, speed_up_limit
+from forerun.bench.costs import Costs, drafting_seconds, measure, speed_up_limit
 from forerun.bench.longcontext import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
 from forerun.bench.longrows import summarise
-from forerun.bench.simulate import Shape, check_simulated, random_model, random_prompt, simulated
+from forerun.bench.simulate import check_simulated, random_model, random_prompt, simulated
 from forerun.bench.tables import Report, pivot
 from forerun.bench.texts import Texts
 from forerun.caches.low_rank import LowRankCache
@@ -31,11 +31,13 @@ from forerun.core.settings import Settings
 from forerun.core.stats import Stats
 from forerun.core.tree import DraftTree
 from forerun.decoding.engine import Engine
+from forerun.plan.shapes import ModelShape
+from forerun.plan.speculation import expected_tokens
 
 SETTINGS = Settings(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
 DRAFTERS = ["triforce", "triforce-trie", "streaming", "retrieval"]
 PROMPT = [7 + i * i % 40 for i in range(90)]
-SHAPE = Shape(1, 32, 48, 4, 2, 48)
+SHAPE = ModelShape(1, 32, 48, 4, 2, 48)
 
 
 @pytest.fixture(scope="module")
@@ -273,11 +275,11 @@ def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulato
 
 
 def test_shapes_are_checked() -> None:
-    assert Shape.parse("1,32,48,4,2,48") == SHAPE
-    assert Shape.parse("llama-2-7b").layers == 32
+    assert ModelShape.parse("1,32,48,4,2,48") == SHAPE
+    assert ModelShape.parse("llama-2-7b").layers == 32
     for text in ("llama-9", "1,2,3", "2,30,48,4,2,48", "2,32,48,4,3,48"):
         with pytest.raises(ValueError, match="shape"):
-            Shape.parse(text)
+            ModelShape.parse(text)
     with pytest.raises(ValueError, match="must be between 0 and 1"):
         simulated(1.2, 0.5, 8, 48)
     with pytest.raises(ValueError, match="triforce-trie drafts otherwise"):
