@@ -1,8 +1,9 @@
 """What others published, beside what ``forerun.plan.forecast`` says of it.
 
 TriForce: tables 2 and 3 of its paper. The paper states no draft lengths. Those of its published code are taken
-(github.com/Infini-AI-Lab/TriForce, README: ``--gamma`` and ``--budget``; the small model drafts one token at a time). For
-offloading it states no acceptance rates either; that of table 2 at the same temperature is taken.
+(github.com/Infini-AI-Lab/TriForce, README: ``--gamma``, ``--budget`` and, for the layers whose keys and values stay on
+two devices, ``--on_chip``); in that code the small model drafts one token at a time. For offloading the paper states no
+acceptance rates either; those of table 2 at the same temperature are taken.
 
 gpt-fast: its README's table of tensor parallelism (github.com/pytorch-labs/gpt-fast; A100 of 80 GB at 330 W, bfloat16,
 a short prompt).
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from forerun.bench.tables import Report, listing
-from forerun.plan.capacity import Machine
+from forerun.plan.capacity import Machine, kv_bytes
 from forerun.plan.devices import DEVICES
 from forerun.plan.forecast import Drafting, forecast
 from forerun.plan.shapes import ModelShape
@@ -23,6 +24,7 @@ ON_CHIP, OFFLOADED = 122 * 1024, 127 * 1024
 GAMMA, GAMMA_OFFLOADED, GAMMA_ONE = 6, 16, 12
 BUDGET, BUDGET_OFFLOADED, BUDGET_ONE = 4096, 12288, 8192
 NAIVE_BUDGET = 1024
+LAYERS_KEPT = 9 / 32
 
 
 class Claim(NamedTuple):
@@ -59,12 +61,13 @@ TABLE_2 = {
 ALONE = (1.80, 0.9126)
 """Retrieval without a hierarchy, temperature 0.6: speed-up, acceptance rate."""
 TABLE_3 = (
-    ("llama-2-7b", 2, BUDGET_OFFLOADED, GAMMA_OFFLOADED, 0.108, 0.840),
-    ("llama-2-13b", 2, BUDGET_OFFLOADED, GAMMA_OFFLOADED, 0.226, 1.794),
-    ("llama-2-7b", 1, BUDGET_ONE, GAMMA_ONE, 0.312, None),
+    ("llama-2-7b", 2, None, BUDGET_OFFLOADED, GAMMA_OFFLOADED, 0.108, 0.840),
+    ("llama-2-7b", 2, LAYERS_KEPT, BUDGET_OFFLOADED, GAMMA_OFFLOADED, 0.108, 0.840),
+    ("llama-2-13b", 2, None, BUDGET_OFFLOADED, GAMMA_OFFLOADED, 0.226, 1.794),
+    ("llama-2-7b", 1, None, BUDGET_ONE, GAMMA_ONE, 0.312, None),
 )
-"""Model, RTX 4090s, budget, gamma, seconds a token of TriForce and of plain decoding; on one device the paper's baseline
-is another system, which attends on the CPU."""
+"""Model, RTX 4090s, part of KV on them, budget, gamma, seconds a token of TriForce and of plain decoding. A part of
+None is all that fits. On one device the paper's baseline is another system, which attends on the CPU."""
 GPT_FAST = {
     "llama-2-7b": {1: 104.9, 2: 168.84, 4: 254.02, 8: 328.43},
     "llama-2-70b": {2: 21.32, 4: 38.01, 8: 62.50},
@@ -82,31 +85,29 @@ def add_published(report: Report) -> None:
 
 
 def _on_chip() -> list[Claim]:
-    shape, small, machine = (
-        ModelShape.parse("llama-2-7b"),
-        ModelShape.parse("llama-68m"),
-        Machine(DEVICES["a100-80gb"]),
-    )
+    shape, small, machine = ModelShape.parse("llama-2-7b"), ModelShape.parse("llama-68m"), Machine(DEVICES["a100-80gb"])
     claims = []
     for temperature, (speed_up, acceptance, naive, small_acceptance) in TABLE_2.items():
-        where = f"Llama-2-7B, A100, 122K, T {temperature:g}"
+        where = f"llama-2-7b, A100, 122K, T {temperature:g}"
         full = Drafting(acceptance, small_acceptance, small, BUDGET, gamma1=1, gamma2=GAMMA)
         direct = Drafting(acceptance, small_acceptance, small, ON_CHIP, NAIVE_BUDGET)  # every text is short for it
         for name, published, drafting in (("TriForce", speed_up, full), ("naive policy", naive, direct)):
             found = forecast(shape, machine, ON_CHIP, 1, drafting).speed_up
             claims.append(Claim(f"{name}, {where}", "x", published, found))
     found = forecast(shape, machine, ON_CHIP, 1, Drafting(ALONE[1], budget=BUDGET, gamma2=GAMMA)).speed_up
-    return [*claims, Claim("Retrieval without hierarchy, Llama-2-7B, A100, 122K, T 0.6", "x", ALONE[0], found)]
+    return [*claims, Claim("Retrieval without hierarchy, llama-2-7b, A100, 122K, T 0.6", "x", ALONE[0], found)]
 
 
 def _offloaded() -> list[Claim]:
     acceptance, small_acceptance = TABLE_2[0.6][1], TABLE_2[0.6][3]
-    claims = []
-    for name, devices, budget, gamma, seconds, plain in TABLE_3:
-        small, where = ModelShape.parse("llama-68m"), f"{name}, {devices} x RTX 4090, 127K, T 0.6"
+    small, claims = ModelShape.parse("llama-68m"), []
+    for name, devices, part, budget, gamma, seconds, plain in TABLE_3:
+        shape = ModelShape.parse(name)
+        kept = None if part is None else part * kv_bytes(shape, OFFLOADED) / devices
         drafting = Drafting(acceptance, small_acceptance, small, budget, gamma1=1, gamma2=gamma)
-        machine = Machine(DEVICES["rtx-4090"], devices)
-        found = forecast(ModelShape.parse(name), machine, OFFLOADED, 1, drafting)
+        found = forecast(shape, Machine(DEVICES["rtx-4090"], devices, kept), OFFLOADED, 1, drafting)
+        lying = "" if part is None else f", {100 * part:.0f} % of KV on them"
+        where = f"{name}, {devices} x RTX 4090{lying}, 127K, T 0.6"
         claims.append(Claim(f"TriForce, {where}", "s/token", seconds, 1 / found.rate))
         if plain is not None:
             claims.append(Claim(f"plain, {where}", "s/token", plain, found.plain_seconds))
@@ -115,15 +116,10 @@ def _offloaded() -> list[Claim]:
 
 
 def _parallel() -> list[Claim]:
-    return [
-        Claim(
-            f"plain (gpt-fast), {name}, {devices} x A100, short",
-            "tokens/s",
-            published,
-            forecast(
-                ModelShape.parse(name), Machine(DEVICES["a100-80gb"], devices), SHORT, 1, Drafting(0.0)
-            ).plain_rate,
-        )
-        for name, by_devices in GPT_FAST.items()
-        for devices, published in by_devices.items()
-    ]
+    claims = []
+    for name, by_devices in GPT_FAST.items():
+        for devices, published in by_devices.items():
+            machine = Machine(DEVICES["a100-80gb"], devices)
+            found = forecast(ModelShape.parse(name), machine, SHORT, 1, Drafting(0.0)).plain_rate
+            claims.append(Claim(f"plain (gpt-fast), {name}, {devices} x A100, short", "tokens/s", published, found))
+    return claims

@@ -17,13 +17,14 @@ from forerun.cli.deliver import deliver
 from forerun.cli.long_options import numbers, plain
 from forerun.cli.sizes import size_of
 from forerun.cli.terminal import stderr, working
+from forerun.model.load import find
 from forerun.plan.capacity import Machine
 from forerun.plan.devices import CPU, Device, device_named
 from forerun.plan.forecast import Drafting
 from forerun.plan.shapes import ModelShape
 
 UNLIKE = 0.01
-"""The part of a model's weights that its shape may miss: norms and biases are far less, another architecture far more."""
+"""Part of a model's weights that its shape may miss: norms and biases are far less, other architectures far more."""
 
 
 def run(options: CapacityOptions) -> None:
@@ -83,9 +84,13 @@ def shape_of(folder: str) -> ModelShape:
     """The shape of a model, by its config.
 
     Raises:
+        ValueError: if there is no such folder.
         NotImplementedError: for a model whose weights or keys are not those of such a shape.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    found = find(folder)
+    if found.is_file():
+        raise NotImplementedError(f"{folder} is a file; give a folder with a config.json")
+    config = AutoConfig.from_pretrained(found, local_files_only=True)
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         raise NotImplementedError(f"{folder}: some layers do not keep all keys and values, which is not computed here")
     with torch.device("meta"):

@@ -71,7 +71,8 @@ class ModelShape:
                 f"a shape is {text!r}; give one of {', '.join(SHAPES)}, "
                 "or layers,hidden,intermediate,heads,kv_heads,vocabulary"
             )
-        return cls(*map(int, parts))
+        layers, hidden, intermediate, heads, kv_heads, vocabulary = map(int, parts)
+        return cls(layers, hidden, intermediate, heads, kv_heads, vocabulary)
 
     @property
     def head_dim(self) -> int:
