@@ -17,6 +17,7 @@ from tiny import tiny
 from typer.testing import CliRunner
 
 from forerun.bench import longcontext
+from forerun.bench.capacity_measured import Measured, add_measured
 from forerun.bench.costs import Costs, drafting_seconds, measure, speed_up_limit
 from forerun.bench.longcontext import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
 from forerun.bench.longrows import summarise
@@ -31,6 +32,8 @@ from forerun.core.settings import Settings
 from forerun.core.stats import Stats
 from forerun.core.tree import DraftTree
 from forerun.decoding.engine import Engine
+from forerun.plan.capacity import Machine
+from forerun.plan.devices import Device
 from forerun.plan.shapes import ModelShape
 from forerun.plan.speculation import expected_tokens
 
@@ -392,3 +395,11 @@ def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path)
     assert all("simulated acceptance 0.75" in row["simulated"] for rows in found["parts"].values() for row in rows)
     assert {row["same_output"] for row in found["parts"]["contexts"]} == {1}
     assert (tmp_path / "triforce-contexts.png").read_bytes()[:4] == b"\x89PNG"
+    report = Report("Compared", {})
+    add_measured(report, Measured(tmp_path / "triforce.json"), Machine(Device(1e12, 1e9, 1e9)), 0)
+    assert {row["context"] for row in report.parts["measured-0"]} == {40, 80}
+
+
+def test_random_keys_come_with_queries_to_choose_by() -> None:
+    engine = Engine(random_model(ModelShape(1, 64, 64, 2, 2, 64), torch.float32), "none")
+    assert set(random_prompt(engine.target, 40, 8, 64).queries) == {0}

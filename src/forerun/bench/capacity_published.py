@@ -27,6 +27,9 @@ NAIVE_BUDGET = 1024
 LAYERS_KEPT = 9 / 32
 
 
+COLUMNS = {"what": "figure", "unit": "unit", "published": "published", "predicted": "predicted", "off": "off by"}
+
+
 class Claim(NamedTuple):
     """A published figure and this model's."""
 
@@ -80,8 +83,7 @@ SHORT = 128
 def add_published(report: Report) -> None:
     """All claims as one table."""
     rows = [claim.row for claim in (*_on_chip(), *_offloaded(), *_parallel())]
-    columns = {"what": "figure", "unit": "unit", "published": "published", "predicted": "predicted", "off": "off by"}
-    report.add("published", "Published figures, and what this model says of them", rows, listing(rows, columns))
+    report.add("published", "Published figures, and what this model says of them", rows, listing(rows, COLUMNS))
 
 
 def _on_chip() -> list[Claim]:

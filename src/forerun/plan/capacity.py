@@ -11,8 +11,8 @@ attention and after the network of each layer, g devices sum what they have: 2 (
 go over the link, in both directions at once.
 
 Keys and values that do not fit stay in the host's memory. Each pass streams them over each device's own host link,
-while it computes; so it takes the longer of both times. A pass over a draft's cache streams nothing: that cache is on
-the device.
+while it computes; so it takes the longer of both times. What is streamed is written to the device's memory first, and
+read there. A pass over a retrieval cache streams nothing: that cache is on the device.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def pass_seconds(shape: ModelShape, machine: Machine, one: Pass) -> float:
     """The least time that a pass takes."""
     device, g = machine.device, machine.devices
     scored, read = one.rows * one.tokens, one.rows * one.looked_at
-    attended = machine.kv_share(shape) * (read * shape.token_kv_bytes + one.rows * one.index)
+    attended = machine.kv_share(shape) * (read * shape.token_kv_bytes + one.rows * one.index) + one.streamed
     linear = _longer(device, shape.pass_bytes / g, scored * shape.linear_operations / g)
-    attention = _longer(device, attended - one.streamed, one.tokens * read * shape.pair_operations / g)
+    attention = _longer(device, attended, one.tokens * read * shape.pair_operations / g)
     streaming = one.streamed / device.host_link if device.host_link else 0.0
     fixed = shape.layers * (device.layer_seconds + 2 * _reduction(shape, machine, scored))
     return max(linear + attention, streaming) + fixed
