@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from forerun.bench.tables import Report, listing
 from forerun.plan.capacity import Machine, devices_needed, kv_bytes
@@ -116,8 +115,3 @@ def _needed(shape: ModelShape, machine: Machine) -> str:
 def _rounded(value: float) -> float:
     """Three digits: the model is not better than that."""
     return float(f"{value:.3g}")
-
-
-def with_bytes(shape: ModelShape, weight_bytes: float, kv_bytes: float) -> ModelShape:
-    """The shape in other types."""
-    return replace(shape, weight_bytes=weight_bytes, kv_bytes=kv_bytes)

@@ -50,7 +50,11 @@ def _shapes(options: CapacityOptions) -> dict[str, ModelShape]:
     """Shapes by name, in the types that were given."""
     named = {name: ModelShape.parse(name) for name in options.model_shape or MODELS}
     found = named if options.model is None else {options.model: shape_of(options.model)}
-    return {name: tables.with_bytes(shape, options.weight_bytes, options.kv_bytes) for name, shape in found.items()}
+    return {name: _typed(shape, options) for name, shape in found.items()}
+
+
+def _typed(shape: ModelShape, options: CapacityOptions) -> ModelShape:
+    return replace(shape, weight_bytes=options.weight_bytes, kv_bytes=options.kv_bytes)
 
 
 def _machines(options: CapacityOptions) -> list[Machine]:
@@ -66,9 +70,7 @@ def _measure(dtype: str) -> Device:
 
 
 def _drafting(options: CapacityOptions) -> Drafting:
-    small = None if options.draft_shape == "none" else ModelShape.parse(options.draft_shape)
-    if small is not None:
-        small = replace(small, weight_bytes=options.weight_bytes, kv_bytes=options.kv_bytes)
+    small = None if options.draft_shape == "none" else _typed(ModelShape.parse(options.draft_shape), options)
     return Drafting(
         options.acceptance,
         options.small_acceptance,
