@@ -1,24 +1,27 @@
 """Put the last measured tables into the pages that show them.
 
-    python benchmarks/update_readme.py [bench] [long]
+    python benchmarks/update_readme.py [bench] [long] [scaling]
 
 `bench`, of `forerun bench --out runs/bench-TYPE`, goes into README.md; `long`, of `forerun bench triforce`, into
-docs/benchmarks.md.
+docs/benchmarks.md; `scaling`, of `forerun capacity --published`, into docs/scaling.md.
 """
 
 import json
 import sys
 from pathlib import Path
 
+from forerun.bench.capacity_published import COLUMNS as PUBLISHED
+from forerun.bench.capacity_report import SIZES, SPEEDS
 from forerun.bench.longcontext import PLAIN
 from forerun.bench.longrows import Row
 from forerun.bench.report import into_readme, means
 from forerun.bench.speed import BASELINE
-from forerun.bench.tables import pivot, speed_cell
+from forerun.bench.tables import listing, pivot, speed_cell
 
 ROOT = Path(__file__).parents[1]
+CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
 LONG = ROOT / "runs" / "triforce" / "triforce.json"
-SPEEDS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("float32", "bfloat16")}
+REPORTS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("float32", "bfloat16")}
 
 
 def speed_table(reports: dict[str, Path]) -> str:
@@ -48,9 +51,19 @@ def _cell(row: Row) -> str:
     return f"{row['tokens_per_second']:.0f} tokens/s" if row["contestant"] == PLAIN else speed_cell(row)
 
 
+def scaling_tables(report: Path) -> dict[str, str]:
+    """The capacity report's tables by their markers."""
+    parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
+    columns = {"sizes": SIZES, "speeds": SPEEDS, "published": PUBLISHED}
+    return {name: listing(parts[name], shown) for name, shown in columns.items()}
+
+
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or ["bench", "long"]
-    if "bench" in wanted and (there := {dtype: path for dtype, path in SPEEDS.items() if path.exists()}):
+    wanted = sys.argv[1:] or ["bench", "long", "scaling"]
+    if "bench" in wanted and (there := {dtype: path for dtype, path in REPORTS.items() if path.exists()}):
         into_readme(ROOT / "README.md", speed_table(there), "bench")
     if "long" in wanted and LONG.exists():
         into_readme(ROOT / "docs" / "benchmarks.md", long_table(LONG), "long")
+    if "scaling" in wanted and CAPACITY.exists():
+        for name, table in scaling_tables(CAPACITY).items():
+            into_readme(ROOT / "docs" / "scaling.md", table, name)

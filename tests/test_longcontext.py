@@ -17,10 +17,11 @@ from tiny import tiny
 from typer.testing import CliRunner
 
 from forerun.bench import longcontext
-from forerun.bench.costs import Costs, drafting_seconds, expected_tokens, measure, speed_up_limit
+from forerun.bench.capacity_measured import Measured, add_measured
+from forerun.bench.costs import Costs, drafting_seconds, measure, speed_up_limit
 from forerun.bench.longcontext import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
 from forerun.bench.longrows import summarise
-from forerun.bench.simulate import Shape, check_simulated, random_model, random_prompt, simulated
+from forerun.bench.simulate import check_simulated, random_model, random_prompt, simulated
 from forerun.bench.tables import Report, pivot
 from forerun.bench.texts import Texts
 from forerun.caches.low_rank import LowRankCache
@@ -31,11 +32,15 @@ from forerun.core.settings import Settings
 from forerun.core.stats import Stats
 from forerun.core.tree import DraftTree
 from forerun.decoding.engine import Engine
+from forerun.plan.capacity import Machine
+from forerun.plan.devices import Device
+from forerun.plan.shapes import ModelShape
+from forerun.plan.speculation import expected_tokens
 
 SETTINGS = Settings(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
 DRAFTERS = ["triforce", "triforce-trie", "streaming", "retrieval"]
 PROMPT = [7 + i * i % 40 for i in range(90)]
-SHAPE = Shape(1, 32, 48, 4, 2, 48)
+SHAPE = ModelShape(1, 32, 48, 4, 2, 48)
 
 
 @pytest.fixture(scope="module")
@@ -273,11 +278,11 @@ def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulato
 
 
 def test_shapes_are_checked() -> None:
-    assert Shape.parse("1,32,48,4,2,48") == SHAPE
-    assert Shape.parse("llama-2-7b").layers == 32
+    assert ModelShape.parse("1,32,48,4,2,48") == SHAPE
+    assert ModelShape.parse("llama-2-7b").layers == 32
     for text in ("llama-9", "1,2,3", "2,30,48,4,2,48", "2,32,48,4,3,48"):
         with pytest.raises(ValueError, match="shape"):
-            Shape.parse(text)
+            ModelShape.parse(text)
     with pytest.raises(ValueError, match="must be between 0 and 1"):
         simulated(1.2, 0.5, 8, 48)
     with pytest.raises(ValueError, match="triforce-trie drafts otherwise"):
@@ -390,3 +395,11 @@ def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path)
     assert all("simulated acceptance 0.75" in row["simulated"] for rows in found["parts"].values() for row in rows)
     assert {row["same_output"] for row in found["parts"]["contexts"]} == {1}
     assert (tmp_path / "triforce-contexts.png").read_bytes()[:4] == b"\x89PNG"
+    report = Report("Compared", {})
+    add_measured(report, Measured(tmp_path / "triforce.json"), Machine(Device(1e12, 1e9, 1e9)), 0)
+    assert {row["context"] for row in report.parts["measured-0"]} == {40, 80}
+
+
+def test_random_keys_come_with_queries_to_choose_by() -> None:
+    engine = Engine(random_model(ModelShape(1, 64, 64, 2, 2, 64), torch.float32), "none")
+    assert set(random_prompt(engine.target, 40, 8, 64).queries) == {0}

@@ -1,13 +1,7 @@
-"""The cost of passes at a context length, and the largest speed-up for these costs and an acceptance rate.
-
-If each of n chained drafts is accepted with probability a, given that the one before was, a step gives 1 + a + ... +
-a^n tokens (Leviathan et al., 2023, equation 1). In TriForce the middle level makes these n tokens with the small
-model's help. The cost of that is computed exactly, including the shorter last round.
-"""
+"""The cost of passes at a context length, and the largest speed-up for these costs and an acceptance rate."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +19,7 @@ from forerun.core.tree import DraftTree
 from forerun.drafters.recipes import small_cache, small_model, sparse_cache
 from forerun.model.level import read
 from forerun.model.scorer import Scorer
+from forerun.plan.speculation import chain_seconds, expected_tokens
 
 
 @dataclass(frozen=True)
@@ -55,27 +50,9 @@ def _at(costs: Mapping[int, float], tokens: int) -> float:
     return float(np.interp(tokens, sizes, [costs[size] for size in sizes]))
 
 
-def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Expected tokens of a step that verifies a chain: accepted drafts plus one."""
-    return sum(acceptance**i for i in range(drafts + 1))
-
-
 def drafting_seconds(costs: Costs, drafts: int, gamma1: int, inner_acceptance: float) -> float:
     """Seconds for the middle level to make ``drafts`` tokens, with the small model's help if there is one."""
-    if costs.small is None:
-        return drafts * costs.middle_at(1)
-    rounds = gamma1 * costs.small
-
-    @functools.cache
-    def to_come(missing: int) -> float:
-        if missing == 0:
-            return 0.0
-        tested = min(gamma1, missing - 1)
-        chances = [inner_acceptance**i * (1 - inner_acceptance) for i in range(tested)] + [inner_acceptance**tested]
-        rest = sum(chance * to_come(missing - 1 - accepted) for accepted, chance in enumerate(chances))
-        return rounds + costs.middle_at(tested + 1) + rest
-
-    return to_come(drafts)
+    return chain_seconds(drafts, gamma1, inner_acceptance, costs.middle_at, costs.small)[drafts]
 
 
 def speed_up_limit(costs: Costs, acceptance: float, inner_acceptance: float, gamma1: int, gamma2: int) -> float:

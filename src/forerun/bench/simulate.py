@@ -21,14 +21,7 @@ from forerun.core.sampling import Salt, Sampler, uniform
 from forerun.core.tree import DraftTree
 from forerun.decoding.engine import Engine
 from forerun.model.scorer import Scorer
-
-SHAPES = {
-    "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
-    "llama-2-13b": (40, 5120, 13824, 40, 40, 32000),
-    "llama-3-8b": (32, 4096, 14336, 32, 8, 128256),
-    "llama-68m": (2, 768, 3072, 12, 12, 32000),
-}
-"""Layers, hidden size, intermediate size, heads, KV heads, vocabulary."""
+from forerun.plan.shapes import ModelShape
 
 POSITIONS = 1 << 20
 READ = 4096
@@ -39,48 +32,7 @@ SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
 """Drafters whose acceptance rate can be given: those in which all levels are models."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a model.
-
-    Raises:
-        ValueError: if the sizes do not fit together.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-
-    def __post_init__(self) -> None:
-        sizes = (self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads, self.vocabulary)
-        if min(sizes) < 1 or self.hidden % (2 * self.heads) or self.heads % self.kv_heads:
-            raise ValueError(
-                f"a shape of {sizes} is not possible: sizes must be positive, hidden a multiple of twice the heads, "
-                "and heads a multiple of kv_heads"
-            )
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """A name of ``SHAPES``, or layers,hidden,intermediate,heads,kv_heads,vocabulary.
-
-        Raises:
-            ValueError: for anything else.
-        """
-        if text in SHAPES:
-            return cls(*SHAPES[text])
-        parts = text.split(",")
-        if len(parts) != 6 or not all(part.strip().isdigit() for part in parts):
-            raise ValueError(
-                f"a shape is {text!r}; give one of {', '.join(SHAPES)}, "
-                "or layers,hidden,intermediate,heads,kv_heads,vocabulary"
-            )
-        return cls(*map(int, parts))
-
-
-def random_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """A decoder of this shape with random weights."""
     config = LlamaConfig(
         num_hidden_layers=shape.layers,
@@ -88,6 +40,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: str = "cpu") -> PreTr
         intermediate_size=shape.intermediate,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         vocab_size=shape.vocabulary,
         max_position_embeddings=POSITIONS,
     )
@@ -103,6 +56,7 @@ def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (length,), generator=generator)
     sample = FullCache(1)
+    scorer.keeps_queries = True
     block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
     scorer.score([block], [sample])
     sample.commit(block, [])

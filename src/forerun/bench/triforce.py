@@ -8,7 +8,7 @@ from statistics import mean
 from typing import NamedTuple
 
 from forerun.bench import needles
-from forerun.bench.costs import Costs, expected_tokens, measure, speed_up_limit
+from forerun.bench.costs import Costs, measure, speed_up_limit
 from forerun.bench.longcontext import PLAIN, LongBench, Prefilled, RequestMaker, Series, combine, shortened
 from forerun.bench.longrows import Row, summarise
 from forerun.bench.needles import Haystack
@@ -24,6 +24,7 @@ from forerun.bench.triforce_report import (
 )
 from forerun.core.settings import Settings
 from forerun.drafters.recipes import RECIPES
+from forerun.plan.speculation import expected_tokens
 
 MakerAt = Callable[[float], RequestMaker]
 """From a temperature to a maker of requests."""

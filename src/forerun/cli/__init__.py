@@ -9,6 +9,7 @@ import typer
 from forerun import __version__
 from forerun.cli.bench_options import BenchOptions
 from forerun.cli.bench_serve_options import ServingOptions
+from forerun.cli.capacity_options import CapacityOptions
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.long_options import AnalyseOptions, TriforceOptions
 from forerun.cli.lookahead_options import LookaheadOptions
@@ -55,6 +56,7 @@ command(bench, "offload", OffloadOptions)
 command(bench, "passes", PassesOptions)
 command(bench, "serve", ServingOptions, "bench_serve")
 command(app, "analyse", AnalyseOptions)
+command(app, "capacity", CapacityOptions)
 
 
 def main() -> None:

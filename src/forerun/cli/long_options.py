@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 from forerun.cli.options import _LONG, _MODEL, _OUTPUT, _TEXT, AnyDtype, Debug, Device, Json, LongOptions, Model, Trust
 from forerun.cli.options import _option as option
+from forerun.plan.shapes import SHAPES
 
 _SIMULATION = "Simulation"
 N = TypeVar("N", int, float)
@@ -142,8 +143,8 @@ class TriforceOptions(LongOptions):
         float, option("--simulate-small-acceptance", panel=_SIMULATION, help="The small model's drafts.", min=0, max=1)
     ] = 0.45
     shape: Annotated[
-        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help="llama-2-7b, llama-2-13b, llama-3-8b, "
-                    "llama-68m, or layers,hidden,intermediate,heads,kv_heads,vocabulary.")
+        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help=f"{', '.join(SHAPES)}, or "
+                    "layers,hidden,intermediate,heads,kv_heads,vocabulary.")
     ] = "llama-2-7b"  # fmt: skip
     draft_shape: Annotated[
         str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")

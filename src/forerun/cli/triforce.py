@@ -9,7 +9,7 @@ import torch
 
 from forerun.bench import needles
 from forerun.bench.longcontext import LongBench, Prefilled, RequestMaker, prefill, sampled
-from forerun.bench.simulate import SIMULATED, Shape, check_simulated, random_model, random_prompt, simulated
+from forerun.bench.simulate import SIMULATED, check_simulated, random_model, random_prompt, simulated
 from forerun.bench.tables import Report
 from forerun.bench.texts import Texts
 from forerun.bench.triforce import MakerAt, ReadPrompt, Sizes, TriforceBench
@@ -24,6 +24,7 @@ from forerun.drafters.recipes import buildable, check_drafter
 from forerun.model.inputs import position_limit
 from forerun.model.load import load
 from forerun.model.stored import STORED, dtype_name
+from forerun.plan.shapes import ModelShape
 
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
 """TriForce, Forerun's own drafters, and the paper's baselines: the naive policy, no hierarchy, no retrieval."""
@@ -146,7 +147,7 @@ def _simulated(options: TriforceOptions, named: list[str]) -> Subject:
     dtype = ("bfloat16" if device != "cpu" else "float32") if options.dtype == "auto" else options.dtype
     if dtype == STORED:
         raise ValueError(f"--dtype is {STORED}, which is for GGUF files, and --shape has random weights; name another")
-    shapes = Shape.parse(options.shape), Shape.parse(options.draft_shape)
+    shapes = ModelShape.parse(options.shape), ModelShape.parse(options.draft_shape)
     vocabulary = min(shape.vocabulary for shape in shapes)
     target, draft = (random_model(shape, getattr(torch, dtype), device) for shape in shapes)
     accepted, small = options.simulate_acceptance or 0.0, options.simulate_small_acceptance

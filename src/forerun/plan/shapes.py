@@ -1,0 +1,121 @@
+"""Sizes of a model: what its weights, keys and values take, and what a token computes. No weights are needed.
+
+The shape is Llama's: per layer four attention matrices and a gated network of three, and two tables of the vocabulary
+(one, if they are tied). Norms are left out; they are under 0.01 % of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHAPES = {
+    "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
+    "llama-2-13b": (40, 5120, 13824, 40, 40, 32000),
+    "llama-2-70b": (80, 8192, 28672, 64, 8, 32000),
+    "llama-3-8b": (32, 4096, 14336, 32, 8, 128256),
+    "llama-3-70b": (80, 8192, 28672, 64, 8, 128256),
+    "llama-68m": (2, 768, 3072, 12, 12, 32000),
+}
+"""Layers, hidden size, intermediate size, heads, KV heads, vocabulary."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a model.
+
+    Attributes:
+        head: numbers of a head's key; by default hidden / heads.
+        tied: whether the output head is the input embedding.
+        weight_bytes, kv_bytes: bytes of one weight, and of one number of a key or value.
+
+    Raises:
+        ValueError: if the sizes do not fit together.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    head: int | None = None
+    tied: bool = False
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        sizes = (self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads, self.vocabulary)
+        if min(sizes) < 1 or self.heads % self.kv_heads or (self.head is None and self.hidden % (2 * self.heads)):
+            raise ValueError(
+                f"a shape of {sizes} is not possible: sizes must be positive, hidden a multiple of twice the heads, "
+                "and heads a multiple of kv_heads"
+            )
+        if self.head is not None and self.head < 1:
+            raise ValueError(f"head is {self.head}; it must be at least 1")
+        for name in ("weight_bytes", "kv_bytes"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @classmethod
+    def parse(cls, text: str) -> ModelShape:
+        """A name of ``SHAPES``, or layers,hidden,intermediate,heads,kv_heads,vocabulary.
+
+        Raises:
+            ValueError: for anything else.
+        """
+        if text in SHAPES:
+            return cls(*SHAPES[text])
+        parts = text.split(",")
+        if len(parts) != 6 or not all(part.strip().isdigit() for part in parts):
+            raise ValueError(
+                f"a shape is {text!r}; give one of {', '.join(SHAPES)}, "
+                "or layers,hidden,intermediate,heads,kv_heads,vocabulary"
+            )
+        layers, hidden, intermediate, heads, kv_heads, vocabulary = map(int, parts)
+        return cls(layers, hidden, intermediate, heads, kv_heads, vocabulary)
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head's key, and of its value."""
+        return self.head or self.hidden // self.heads
+
+    @property
+    def table(self) -> int:
+        """Weights of a table of the vocabulary."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def read_weights(self) -> int:
+        """Weights that a pass reads and multiplies with: all but an input embedding, which is only looked up in."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.table
+
+    @property
+    def weights(self) -> int:
+        """All weights."""
+        return self.read_weights + (0 if self.tied else self.table)
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.weights * self.weight_bytes
+
+    @property
+    def pass_bytes(self) -> float:
+        """Bytes of weights that a pass reads, however many tokens are in it."""
+        return self.read_weights * self.weight_bytes
+
+    @property
+    def token_kv_bytes(self) -> float:
+        """Bytes of one token's keys and values, over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
+
+    @property
+    def linear_operations(self) -> float:
+        """Operations of a token's matrix products with weights; a multiplication and an addition are two."""
+        return 2.0 * self.read_weights
+
+    @property
+    def pair_operations(self) -> float:
+        """Operations of a token's attention for each token that it looks back on: a score and a weighted value."""
+        return 4.0 * self.layers * self.heads * self.head_dim
