@@ -28,11 +28,11 @@ from forerun.drafters.recipes import build_drafter, trie_of
 from forerun.index import file as trie_file
 from forerun.index.config import TrieConfig
 from forerun.index.folder import Folder
+from forerun.index.keeper import Keeper
 from forerun.index.namespace import LEAST
 from forerun.index.trie import Trie
 from forerun.model.load import load
 from forerun.model.vocabulary import fingerprint
-from forerun.server.keeping import Keeper
 from forerun.server.settings import read_settings
 from forerun.server.warming import PIECE, check_files, passages
 

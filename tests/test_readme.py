@@ -16,7 +16,10 @@ from forerun.cli import app
 
 ROOT = Path(forerun.__file__).parents[2]
 PAGES = ["README.md", "docs/usage.md", "docs/lossless.md", "docs/benchmarks.md", "docs/how-it-works.md", "docs/LOG.md"]
-LINKING = [*PAGES, "docs/serving.md", "docs/scaling.md", "docs/index.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+LINKING = [
+    *PAGES, "docs/serving.md", "docs/scaling.md", "docs/index.md", "docs/integrations.md", "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]  # fmt: skip
 """Pages whose links are followed; what those that are no ``PAGES`` show is tested elsewhere."""
 README = (ROOT / "README.md").read_text()
 

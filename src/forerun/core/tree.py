@@ -2,7 +2,8 @@
 
 The root is the last committed token; it is not a node of the tree. Nodes are stored parents first, so indices grow
 along every path. A chain is a tree, and an empty tree is plain autoregression. The Lookahead paper's hierarchical
-multi-branch draft (section 4.2.2) is such a tree; its parallel form is one whose branches share no prefixes.
+multi-branch draft (section 4.2.2) is such a tree; its parallel form is one whose branches share no prefixes. Only ``q``
+is of torch; trees without it, and the index, do without torch.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from forerun.core.origin import Origin
+
+if TYPE_CHECKING:
+    import torch
 
 ROOT = -1
 """Parent index of nodes that directly follow the last committed token."""
@@ -121,7 +125,7 @@ class DraftTree:
         return DraftTree(
             np.concatenate([chain.tokens, self.tokens]),
             np.concatenate([chain.parents, self.parents + len(chain)]),
-            q=None if self.q is None else torch.cat([_certain(tokens, self.q), self.q]),
+            q=None if self.q is None else _under_certain(tokens, self.q),
             probe=None if self.probe is None else np.concatenate([np.zeros(len(chain), np.bool_), self.probe]),
             probability=None if self.probability is None else np.concatenate([np.ones(len(chain)), self.probability]),
             origins=np.concatenate([chain.sources, self.sources]),
@@ -203,7 +207,7 @@ class DraftTree:
         return DraftTree(
             self.tokens[keep],
             parents,
-            q=None if self.q is None else self.q[torch.from_numpy(keep)],
+            q=None if self.q is None else self.q[np.flatnonzero(keep).tolist()],
             probe=None if self.probe is None else self.probe[keep],
             probability=None if self.probability is None else self.probability[keep],
             origins=None if self.origins is None else self.origins[keep],
@@ -229,11 +233,12 @@ class DraftTree:
         return self if keep.all() else self.select(keep)
 
 
-def _certain(tokens: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Distributions that give each token all weight, ``[n, vocabulary]``."""
-    return torch.zeros(len(tokens), like.shape[-1], dtype=like.dtype, device=like.device).scatter_(
-        1, torch.tensor(tokens, device=like.device)[:, None], 1.0
-    )
+def _under_certain(tokens: Sequence[int], q: torch.Tensor) -> torch.Tensor:
+    """Distributions that give each token all weight, and ``q`` below them; ``[n + rows of q, vocabulary]``."""
+    both = q.new_zeros(len(tokens) + len(q), q.shape[-1])
+    both[list(range(len(tokens))), list(tokens)] = 1.0
+    both[len(tokens) :] = q
+    return both
 
 
 def _check(tree: DraftTree) -> None:

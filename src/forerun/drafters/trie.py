@@ -40,14 +40,7 @@ class TrieDrafter(Drafter):
 
     def warm_up(self) -> None:
         """Compile, or load, what drafting runs, so that no user's answer waits for it."""
-        trie = Trie(self.trie.config)
-        trie.begin(0, "", [1, 2, 1])
-        trie.extend(0, [2, 1, 2])
-        trie.retrieve(0, 4, 4, [1])
-        trie.finish(0)
-        trie.warm("", [[1, 2, 3]])
-        trie.snapshot("")
-        trie.withdraw("")
+        self.trie.warm_up()
 
     def spell(self, tokenizer: Tokenizer) -> None:
         """See ``Trie.spell``."""

@@ -7,13 +7,16 @@ tokens. Trails (``trail``) use this table to recognise the word.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from forerun.index.arrays import Int32Array
 from forerun.index.compiling import compiled
 from forerun.index.history import UNWRITTEN
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 LONGEST_WORD = 4
 """Most tokens of a spelling; words with longer ones have none."""

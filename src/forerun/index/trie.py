@@ -10,8 +10,7 @@ replace meanwhile. ``docs/index.md`` derives the index from one example.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-from tokenizers import Tokenizer
+from typing import TYPE_CHECKING
 
 from forerun.core.turns import in_turn
 from forerun.index import calls, multibranch, place
@@ -26,6 +25,9 @@ from forerun.index.pinned import Pin
 from forerun.index.place import Place
 from forerun.index.spelling import spellings
 from forerun.index.store import Store, Tokens, checked
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 __all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
 
@@ -58,6 +60,17 @@ class Trie(Store):
         self._aside = Place.start()
         self._pins: tuple[Pin[Mixer], Pin[Desk], Pin[Place]] = (Pin(), Pin(), Pin())
         self._spelling = Index.allocate(0, 0, 0).spelling
+
+    def warm_up(self) -> None:
+        """Compile, or load, what drafting runs, so that no user's answer waits for it. Nothing is learned."""
+        trie = Trie(self.config)
+        trie.begin(0, "", [1, 2, 1])
+        trie.extend(0, [2, 1, 2])
+        trie.retrieve(0, 4, 4, [1])
+        trie.finish(0)
+        trie.warm("", [[1, 2, 3]])
+        trie.snapshot("")
+        trie.withdraw("")
 
     @in_turn
     def spell(self, tokenizer: Tokenizer) -> None:

@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
 
 from forerun.decoding.engine import Engine
 from forerun.drafters.recipes import trie_of
 from forerun.index.folder import Folder
+from forerun.index.keeper import Keeper
 from forerun.index.trie import Trie
 from forerun.model.vocabulary import fingerprint
 from forerun.server.filling import fill
 from forerun.server.keys import Namespaces
 from forerun.server.settings import ServerSettings
 
-log = logging.getLogger(__name__)
-
 NAMESPACES = 256
 """Namespaces of all tenants together. Each reserves 64 MiB of addresses, of which it takes what its texts need."""
-
-
-class Keeper:
-    """Saves what an index learned, some time after it has changed and at the end.
-
-    Its thread sleeps until something has changed, so an idle server does nothing. Steps wait for it only while memory
-    is copied.
-
-    Args:
-        trie: the index.
-        folder: where it is saved.
-        interval: seconds from a change to the save that has it.
-    """
-
-    def __init__(self, trie: Trie, folder: Folder, interval: float) -> None:
-        self._trie, self._folder, self._interval = trie, folder, interval
-        self._changed, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
-
-    def start(self) -> None:
-        """Keep it from now on."""
-        self._trie.notify(self._changed.set)
-        self._changed.set()  # files may have been learned from
-        self._thread.start()
-
-    def close(self) -> None:
-        """Save what is new, and let the folder go."""
-        self._trie.notify(None)
-        self._closing.set()
-        self._changed.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-            self._save()
-        self._folder.close()
-
-    def _work(self) -> None:
-        while self._changed.wait() and not self._closing.wait(self._interval):
-            self._changed.clear()
-            if not self._save():
-                self._changed.set()
-
-    def _save(self) -> bool:
-        try:
-            self._folder.save(self._trie)
-        except OSError as error:
-            log.warning("%s: %s", error.filename, error.strerror)
-            return False
-        except Exception:
-            log.exception("the index was not saved")
-            return False
-        return True
 
 
 def keep(engine: Engine, told: ServerSettings, namespaces: Namespaces, tenants: Sequence[str]) -> Keeper | None:

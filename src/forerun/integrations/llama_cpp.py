@@ -1,0 +1,75 @@
+"""Forerun's index as a draft model of llama-cpp-python: ``Llama(path, draft_model=ForerunDraft())``.
+
+Written to the sources of llama-cpp-python 0.3.36: ``Llama.generate`` calls the draft model once a step with the whole
+text, accepts the drafted tokens that it samples itself, and adds one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp.llama_speculative import LlamaDraftModel
+
+from forerun.integrations.drafting import Drafting
+from forerun.integrations.settings import DraftSettings
+from forerun.integrations.texts import Shown
+
+Tokens = npt.NDArray[np.intc]
+
+
+class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be missing where types are checked
+    """Drafts the best branch along one text, and learns from each.
+
+    A text goes on if it is the last one, then some of the last draft, and one token. Anything else is a new request:
+    all but its last token is its prompt, which no other request is drafted.
+
+    Args:
+        draft_tokens: most tokens of a draft.
+        settings: see ``DraftSettings``.
+
+    Raises:
+        ValueError: for wrong settings, or a trie file that does not fit.
+        OSError: if the trie file cannot be read.
+    """
+
+    def __init__(self, draft_tokens: int = 10, **settings: Any) -> None:
+        if not isinstance(draft_tokens, int) or not 1 <= draft_tokens <= 1024:
+            raise ValueError(f"draft_tokens is {draft_tokens!r}; allowed: 1 to 1024")
+        self._most = draft_tokens
+        self._drafting = Drafting(DraftSettings.told(settings))
+        self._text = self._draft = np.empty(0, np.intc)
+
+    def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
+        """What may follow a text.
+
+        Args:
+            input_ids: the text, intc ``[n]``, its newest token included.
+            kwargs: not read.
+
+        Returns:
+            Up to ``draft_tokens`` token ids, intc.
+
+        Raises:
+            ValueError: if a token is not in [0, 2**31); nothing is learned then.
+        """
+        text = np.array(input_ids, np.intc)
+        if not len(text):
+            return np.empty(0, np.intc)
+        shown = Shown(text, self._new(text))
+        draft = np.array(self._drafting.step([shown], [self._most])[0], np.intc)
+        self._text, self._draft = text, draft
+        return draft
+
+    def close(self) -> None:
+        """Save what is new; it is done at the interpreter's end too."""
+        self._drafting.close()
+
+    def _new(self, text: Tokens) -> int:
+        """How many tokens at the end of a text came since the last one; 1 for a new request."""
+        new = len(text) - len(self._text)
+        if not 1 <= new <= len(self._draft) + 1:
+            return 1
+        expected = np.concatenate([self._text, self._draft[: new - 1]])
+        return new if np.array_equal(text[:-1], expected) else 1

@@ -1,0 +1,97 @@
+"""Forerun's index as a proposer of vLLM, whose ``speculative_config`` names it as its model.
+
+Written to the sources of vLLM 0.33: ``v1/spec_decode/custom_class_proposer.py`` makes it, and
+``v1/worker/gpu_model_runner.py`` calls it after each step, when the new tokens are in the rows already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.integrations.drafting import Drafting
+from forerun.integrations.settings import DraftSettings
+from forerun.integrations.texts import Shown
+
+SECTION = "forerun"
+"""Where ``additional_config`` has the settings. vLLM's ``speculative_config`` refuses names that it does not know."""
+
+Rows = npt.NDArray[np.integer[Any]]
+
+
+class ForerunProposer:
+    """Drafts the best branch for each row of a batch, and learns from each.
+
+    A row is known by its text (see ``Texts``). Prompts stay private to their request; what was generated is shared in
+    one namespace by all requests of this engine, unless ``share`` is false.
+
+    Args:
+        vllm_config: vLLM's ``VllmConfig``. ``speculative_config.num_speculative_tokens`` is the most tokens of a draft;
+            ``additional_config["forerun"]`` may hold ``DraftSettings``. The name of the vocabulary is by default that
+            of the tokenizer.
+
+    Raises:
+        ValueError: for wrong settings, a trie file that does not fit, or prompts that are not tokens.
+        OSError: if the trie file cannot be read.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if model.enable_prompt_embeds:
+            raise ValueError("enable_prompt_embeds is true; allowed: false, as rows are known by their prompts' tokens")
+        self._most = _draft_tokens(vllm_config.speculative_config.num_speculative_tokens)
+        self._room, self._vocabulary = int(model.max_model_len), int(model.get_vocab_size())
+        extra = vllm_config.additional_config
+        told = extra.get(SECTION, {}) if isinstance(extra, Mapping) else {}
+        settings = DraftSettings.told(told, vocabulary=str(model.tokenizer))
+        first = parallel.rank % parallel.tensor_parallel_size == 0 and parallel.data_parallel_rank == 0
+        self._drafting = Drafting(settings, saves=first)
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Rows,
+        token_ids_cpu: Rows,
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """What may follow the text of each row.
+
+        Args:
+            sampled_token_ids: by row, the tokens that came at this step; none while its prompt is still being read.
+            num_tokens_no_spec: tokens of each row, those that came included, int ``[at least rows]``.
+            token_ids_cpu: the rows, int ``[at least rows, at least max_model_len]``; what lies beyond a row's tokens is
+                not read.
+            slot_mappings: not read.
+
+        Returns:
+            By row, up to ``num_speculative_tokens`` token ids, none beyond ``max_model_len``, which leaves room for the
+            token after them.
+
+        Raises:
+            ValueError: if the new tokens are not at the end of their row, or a token is none; nothing is learned then.
+        """
+        shown = []
+        for row, sampled in enumerate(sampled_token_ids):
+            text = token_ids_cpu[row, : num_tokens_no_spec[row]]
+            if list(sampled) != text[len(text) - len(sampled) :].tolist():
+                raise ValueError(f"row {row} ends with other tokens than came, {list(sampled)}; this is not vLLM 0.33")
+            shown.append(Shown(text, len(sampled)))
+        drafts = self._drafting.step(shown, [min(self._most, self._room - len(each.text) - 1) for each in shown])
+        return [self._within(draft) for draft in drafts]
+
+    def close(self) -> None:
+        """Save what is new. vLLM does not call it; it is done at the interpreter's end too."""
+        self._drafting.close()
+
+    def _within(self, draft: list[int]) -> list[int]:
+        """A draft up to the first token that the model does not have, such as one of a trie file of another model."""
+        return draft[: next((at for at, token in enumerate(draft) if token >= self._vocabulary), len(draft))]
+
+
+def _draft_tokens(told: object) -> int:
+    if not isinstance(told, int) or not 1 <= told <= 1024:
+        raise ValueError(f"num_speculative_tokens is {told!r}; allowed: 1 to 1024")
+    return told
