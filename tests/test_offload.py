@@ -22,11 +22,13 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from forerun.caches.full import FullCache
-from forerun.caches.link import Link
+from forerun.caches.link import Link, Parts, size
 from forerun.caches.offloaded import OffloadedCache
 from forerun.caches.tiers import KVMemory, NoRoomError, least
 from forerun.cli import app
+from forerun.core.block import Block
 from forerun.core.settings import Settings
+from forerun.core.tree import DraftTree
 from forerun.decoding.engine import Engine
 from forerun.kernels import vector
 from forerun.model.scorer import Scorer
@@ -81,7 +83,7 @@ def test_every_bit_is_that_of_a_text_on_the_device(dtype: torch.dtype, place: st
     assert away.target.by_layers
     for how in ({"do_sample": False}, {"do_sample": True, "seed": 3, "temperature": 0.8}):
         wanted = texts(plain, "none", PROMPTS, **how)
-        for drafter in ("none", "trie", "retrieval", "triforce-trie", "streaming-self"):
+        for drafter in ("none", "trie", "retrieval", "low-rank", "triforce-trie", "streaming-self"):
             assert texts(away, drafter, PROMPTS, **how) == wanted, (drafter, how)
     assert away.tiers is not None and away.tiers.link.fetched > 0
     gc.collect()
@@ -147,7 +149,7 @@ def test_the_next_layer_comes_while_one_is_computed(monkeypatch: pytest.MonkeyPa
     _, away = engines(model(), lengths=(700,))
     cache = away.prefill(prompt(700), 80)
     assert isinstance(cache, OffloadedCache) and len(cache.away) == 6
-    monkeypatch.setattr(Link, "fetch", lambda link, job, size: asked.append("fetch") or fetch(link, job, size))
+    monkeypatch.setattr(Link, "fetch", lambda link, parts: asked.append("fetch") or fetch(link, parts))
     leave = OffloadedCache.leave
     monkeypatch.setattr(
         OffloadedCache, "leave", lambda cache, layer, count: asked.append("done") or leave(cache, layer, count)
@@ -223,11 +225,11 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
     bad, good = (away.requests(prompt(n, n), max_new_tokens=ROOM, do_sample=False)[0] for n in (700, 301))
     fetch = Link.fetch
 
-    def failing(link: Link, job: Any, nbytes: int) -> Any:
+    def failing(link: Link, parts: Parts) -> Any:
         def fail() -> None:
             raise OSError("in the test")
 
-        return fetch(link, fail if nbytes > 600 * away.target.kv.nbytes // 6 else job, nbytes)
+        return link.then(fail) if size(parts) > 600 * away.target.kv.nbytes // 6 else fetch(link, parts)
 
     monkeypatch.setattr(Link, "fetch", failing)
     with away.batch() as batch:
@@ -254,28 +256,34 @@ def test_what_fits_nowhere_is_said_with_the_numbers() -> None:
     for wrong in ({"device": -1}, {"device": 1, "host": -1}, {"device": 1, "bandwidth": 0.0}):
         with pytest.raises(ValueError, match="must be"):
             KVMemory(**wrong)
-    with pytest.raises(ValueError, match="a LowRankCache reads all keys in each of its passes"):
-        texts(engines(one, lengths=(500,))[1], "low-rank", (500,))
+    with pytest.raises(ValueError, match="a TopKCache reads all keys in each of its passes"):
+        texts(engines(one, lengths=(500,))[1], "topk", (500,))
 
 
 @NATIVE
-def test_a_sparse_cache_over_it_copies_what_it_chooses() -> None:
-    _, away = engines(model(), lengths=(700,))
-    away.use(_built("triforce-trie"))
-    request = away.requests(prompt(700), max_new_tokens=ROOM)[0]
-    with away.batch() as batch:
-        batch.admit(request)
-        while len(request.generated) < 4:
-            batch.step()
-        (row,) = batch._rows.values()
-        (view,) = row.cache.views
-        assert type(view).__name__ == "RetrievalCache"
-        assert away.tiers is not None
-        before = away.tiers.link.fetched
-        with torch.inference_mode():
-            view.refresh()  # type: ignore[attr-defined]
-        moved = away.tiers.link.fetched - before
-    assert moved < away.target.kv.nbytes * 128  # its budget is 64
+@pytest.mark.parametrize("name", ["RetrievalCache", "LowRankCache"])
+def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
+    plain, away = engines(model(), lengths=(700,))
+    assert away.tiers is not None
+    seen = []
+    for one in (plain, away):
+        one.use(_built({"RetrievalCache": "retrieval", "LowRankCache": "low-rank"}[name]))
+        one.target.keeps_queries = True
+        cache = one.prefill(prompt(700), 80)
+        (request,) = one.requests(prompt(700), max_new_tokens=4)
+        with one.batch() as batch, torch.inference_mode():
+            batch.admit(request, cache)
+            while len(request.generated) < 3:
+                batch.step()
+            (view,) = cache.views
+            assert type(view).__name__ == name
+            before = away.tiers.link.fetched
+            q, k = (torch.randn(1, heads, 1, 16, generator=torch.Generator().manual_seed(4)) for heads in (6, 2))
+            block = Block(np.array([7]), DraftTree.empty(), view.length)
+            seen.append(view.attend(3, q, k, k, block, cache.specs[3]))
+    moved = away.tiers.link.fetched - before
+    assert moved < away.target.kv.nbytes // 6 * 64  # its budget is 64 tokens
+    assert torch.allclose(*seen, atol=1e-5)
 
 
 @NATIVE

@@ -109,13 +109,62 @@ class ChosenChunks:
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int) -> None:
         """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted."""
         assert self._rows is not None
-        wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
-        wanted.scatter_(1, best, True)
-        stays = wanted.gather(1, self._chosen)
-        wanted.scatter_(1, self._chosen, False)
-        head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
-        chunk = wanted.nonzero(as_tuple=True)[1]
+        head, slot, chunk = changes(self._chosen, best, self._known)
         self._chosen[head, slot] = chunk
         for mine, new in zip(self._rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
             slots = self._cut(mine[0, :, : best.shape[1] * self._chunk])
             slots[head, slot] = new
+
+
+class HeldChunks:
+    """Chunks of one layer, in slots, and nothing else; those that change are copied.
+
+    Args:
+        chunk: tokens of a chunk.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots]
+        self._slots: Rows = ()  # [Hkv, slots, chunk, d]
+
+    def hold(self, best: torch.Tensor, known: int, source: FullCache, layer: int) -> None:
+        """Hold the chunks ``[Hkv, count]`` of the first ``known`` ones of a layer."""
+        if self._chosen.shape != best.shape:
+            heads, count = best.shape
+            head = torch.arange(heads, device=best.device).repeat_interleave(count)
+            new = source.chunks(layer, head, best.flatten(), self._chunk)
+            self._slots = tuple(t.view(heads, count, *t.shape[1:]) for t in new)
+            self._chosen = best.clone()
+            return
+        head, slot, chunk = changes(self._chosen, best, known)
+        if len(head):
+            self._chosen[head, slot] = chunk
+            for slots, rows in zip(self._slots, source.chunks(layer, head, chunk, self._chunk), strict=True):
+                slots[head, slot] = rows
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, ``[1, Hkv, slots * chunk, d]``."""
+        keys, values = (t.flatten(1, 2)[None] for t in self._slots)
+        return keys, values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.nbytes for t in self._slots)
+
+
+def changes(held: torch.Tensor, best: torch.Tensor, known: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How to come from the chunks that are held to the best ones, ``[Hkv, slots]`` each: heads, slots, and the chunks
+    to write there, ``[n]`` each.
+
+    Args:
+        known: chunks of the text.
+    """
+    wanted = torch.zeros(best.shape[0], known, dtype=torch.bool, device=best.device)
+    wanted.scatter_(1, best, True)
+    stays = wanted.gather(1, held)
+    wanted.scatter_(1, held, False)
+    head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
+    return head, slot, wanted.nonzero(as_tuple=True)[1]

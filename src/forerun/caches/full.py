@@ -203,6 +203,10 @@ class FullCache(Cache):
         keys, values = self._layers[layer]
         return keys[:, :, first:last], values[:, :, first:last]
 
+    def every(self, layer: int, step: int) -> torch.Tensor:
+        """Each ``step``-th of a layer's committed keys, ``[1, Hkv, m, d]``."""
+        return self._layers[layer][0][:, :, : self.length : step]
+
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
         """Keys and values of some chunks of ``size`` tokens, ``[n, size, d]`` each.
 

@@ -11,7 +11,7 @@ key that a head copies from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +19,13 @@ import torch
 from forerun.caches.base import KVShape
 from forerun.caches.beginning import Tensors
 from forerun.caches.bounded import SLACK
+from forerun.caches.chunks import HeldChunks
 from forerun.caches.full import FullCache
 from forerun.caches.rows import attend_in_order, compact
-from forerun.caches.short_keys import GROUPS, ShortKeys
+from forerun.caches.short_keys import GROUPS, ShortKeys, sampled
 from forerun.caches.view import View
 from forerun.core.block import Block
-from forerun.kernels.attention import AttentionSpec, attend, attend_chosen, merge
+from forerun.kernels.attention import AttentionSpec, AttentionState, attend, attend_chosen, merge
 from forerun.kernels.scan import CHUNK, GROUP, QUAD
 
 SHARE, LONG = 4, 60
@@ -81,6 +82,8 @@ class LowRankCache(View):
         config: what a query sees.
     """
 
+    copies = True
+
     def __init__(self, source: FullCache, config: LowRankConfig) -> None:
         super().__init__(source)
         self.config = config
@@ -88,6 +91,7 @@ class LowRankCache(View):
         self.keepsake = f"low-rank-{config.rank}"
         self._indexes = self._kept()
         self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent and speculative tokens
+        self._brought: dict[int, HeldChunks] = {}  # what the last query saw of an offloaded source
 
     @property
     def ready(self) -> bool:
@@ -106,7 +110,7 @@ class LowRankCache(View):
             if self.source.specs[layer].window is None:
                 index = self._index(layer)
                 last = min(end, index.known + piece)
-                index.extend(self.source.read(layer, 0, last)[0][0])
+                index.extend(self._keys(layer), last)
                 done = done and last == end
         return done
 
@@ -118,7 +122,7 @@ class LowRankCache(View):
             self._store(layer, self._tail, *self.source.read(layer, self._tail, self.length))
             if self.whole or self.source.specs[layer].window is not None:
                 continue
-            self._index(layer).extend(self.source.read(layer, 0, self._tail)[0][0])
+            self._index(layer).extend(self._keys(layer), self._tail)
 
     def made(self, length: int) -> Tensors:
         """See ``View.made``: the index, once it is complete."""
@@ -138,11 +142,14 @@ class LowRankCache(View):
         """Tokens of a text that are chosen among: all but the most recent."""
         return max(0, length - self.config.recent) // CHUNK * CHUNK
 
+    def _keys(self, layer: int) -> Callable[[int, int], torch.Tensor]:
+        return lambda first, last: self.source.read(layer, first, last)[0][0]
+
     def _index(self, layer: int) -> ShortKeys:
         """A layer's index, made at the first call."""
         if layer not in self._indexes:
-            keys = self.source.read(layer, 0, self.source.length)[0]
-            self._indexes[layer] = ShortKeys.of(keys[0], self.source.sample[layer][0], self.config.rank)
+            keys, queries = sampled(self.source, layer), self.source.sample[layer][0]
+            self._indexes[layer] = ShortKeys.of(keys, queries, self.config.rank)
         return self._indexes[layer]
 
     def attend(
@@ -152,15 +159,31 @@ class LowRankCache(View):
         near = self._store(layer, self.length, k, v)
         if spec.window is not None:
             return self._attend_window(layer, q, near, block, spec)
-        held, (keys, values) = self.near, self.source.read(layer, 0, self._tail)
+        held = self.near
         if not self.choosing(layer):
             parts = attend_in_order(q, near, held, block, spec)
-            far = [attend(q, keys, values, spec)] if self._tail else []
+            far = [attend(q, *self.source.read(layer, 0, self._tail), spec)] if self._tail else []
             return merge(*far, *parts, sinks=spec.sinks)
-        alone, worth = len(block) == 1, self.worth(layer, q)
+        worth = self.worth(layer, q)
+        if self.source.offloaded:
+            parts = attend_in_order(q, near, held, block, spec)
+            return merge(self._attend_brought(layer, q, worth, spec), *parts, sinks=spec.sinks)
+        alone, (keys, values) = len(block) == 1, self.source.read(layer, 0, self._tail)
         seen = attend_chosen(q, keys, values, worth, self.slots(layer), (*near, held + alone), spec)
         local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
         return merge(seen, *local, sinks=spec.sinks)
+
+    def _attend_brought(self, layer: int, q: torch.Tensor, worth: torch.Tensor, spec: AttentionSpec) -> AttentionState:
+        """Attention over each query's chunks, one query after the other. The source's memory is far away: chunks that
+        the query before did not see are copied."""
+        worth[..., 0] = torch.inf  # the first chunk is always seen
+        best = worth[:: self._indexes[layer].group].topk(self.slots(layer) + 1, -1).indices
+        chunks = self._brought.setdefault(layer, HeldChunks(CHUNK))
+        states = []
+        for i in range(q.shape[2]):
+            chunks.hold(best[:, i], worth.shape[-1], self.source, layer)
+            states.append(attend(q[:, :, i : i + 1], *chunks.rows, spec))
+        return AttentionState(*(torch.cat(parts, 2) for parts in zip(*states, strict=True)))
 
     @property
     def near(self) -> int:
@@ -222,7 +245,8 @@ class LowRankCache(View):
     def nbytes(self) -> int:
         """Bytes of the short keys and of the recent tokens."""
         near = sum(t.nbytes for rows in self._near.values() for t in rows)
-        return near + sum(index.nbytes for index in self._indexes.values())
+        brought = sum(chunks.nbytes for chunks in self._brought.values())
+        return near + brought + sum(index.nbytes for index in self._indexes.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
         """See ``Cache.needs``."""

@@ -93,7 +93,7 @@ class OffloadedCache(FullCache):
                 (home[:, :, first:last], new[:, :, first:last])
                 for home, new in zip(self._layers[layer], self._rows[layer], strict=True)
             ]
-            ticket = self._buffer(layer).leaving = self.link.write(lambda: _copy(parts), _size(parts))
+            ticket = self._buffer(layer).leaving = self.link.write(parts)
             self._writes.append(ticket)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +114,7 @@ class OffloadedCache(FullCache):
                 compact(self._layers[layer], start, moved)
         if moved != list(range(len(moved))):
             away = [self._layers[layer] for layer in self._away]
-            self._writes.append(self.link.write(lambda: _compact_all(away, start, moved), 0))
+            self._writes.append(self.link.then(lambda: _compact_all(away, start, moved)))
         self.length = start + len(moved)
         for layer in self._away[:BUFFERS]:
             self._send_for(layer)
@@ -153,13 +153,19 @@ class OffloadedCache(FullCache):
             keys, values = self._brought((keys, values))
         return keys, values
 
+    def every(self, layer: int, step: int) -> torch.Tensor:
+        """See ``FullCache.every``; what is not on the device is brought there."""
+        keys = super().every(layer, step)
+        return keys if layer not in self._rows else self._brought((keys,))[0]
+
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
         """See ``FullCache.chunks``; what is not on the device is brought there."""
         if layer not in self._rows:
             return super().chunks(layer, head, chunk, size)
         self._settle()
         place = self._layers[layer][0].device
-        return self._brought(super().chunks(layer, head.to(place), chunk.to(place), size))
+        found = super().chunks(layer, head.to(place), chunk.to(place), size)
+        return tuple(t[0] for t in self._brought([t[None] for t in found]))
 
     def reserve(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """There is no one piece of memory to reserve."""
@@ -187,15 +193,14 @@ class OffloadedCache(FullCache):
                 (to[:, :, first:last], home[:, :, first:last])
                 for to, home in zip(self._rows[layer], self._layers[layer], strict=True)
             ]
-            buffer.coming, buffer.held = self.link.fetch(lambda: _copy(parts), _size(parts)), last
+            buffer.coming, buffer.held = self.link.fetch(parts), last
         return buffer
 
-    def _brought(self, rows: Rows) -> Rows:
+    def _brought(self, rows: Sequence[torch.Tensor]) -> Rows:
         """Rows at home, on the device, at the link's speed."""
         self._settle()
         to = tuple(t.new_empty(t.shape, device=self.link.device) for t in rows)
-        parts = list(zip(to, rows, strict=True))
-        self.link.fetch(lambda: _copy(parts), _size(parts)).wait()
+        self.link.urgent(list(zip(to, rows, strict=True)))
         return to
 
     def _settle(self) -> None:
@@ -203,15 +208,6 @@ class OffloadedCache(FullCache):
         for ticket in self._writes:
             ticket.wait()
         self._writes = []
-
-
-def _copy(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for to, source in parts:
-        to.copy_(source, non_blocking=True)
-
-
-def _size(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int:
-    return sum(to.nbytes for to, _ in parts)
 
 
 def _compact_all(layers: Sequence[Rows], start: int, path: Sequence[int]) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from forerun.caches.beginning import Tensors
+from forerun.caches.full import FullCache
 from forerun.kernels.scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 
 GROUPS = 8
 """An index grows by at least this many groups of chunks."""
 SAMPLE = 2048
-"""The dimensions are found from at most this many keys."""
+"""The dimensions are found from at most this many keys; see ``sampled``."""
 
 
 class ShortKeys:
@@ -32,13 +35,13 @@ class ShortKeys:
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
-        """An index for the keys ``[Hkv, m, d]`` of a text, from some of its queries ``[H, n, d]``.
+        """An index for a text, from some of its keys ``[Hkv, m, d]`` and of its queries ``[H, n, d]``.
 
         We want keys of rank r whose products with the queries are closest to the true products. They come from the r
         largest eigenvectors of S = Q^1/2 K Q^1/2, where Q and K are the second moments of queries and keys.
         """
-        heads, count, d = keys.shape
-        some = keys[:, :: -(-count // SAMPLE)].double()
+        heads, _, d = keys.shape
+        some = keys.double()
         mean = some.mean(1, keepdim=True)
         asked = queries.double().reshape(heads, -1, d)
         moments = _moments(asked)
@@ -73,9 +76,13 @@ class ShortKeys:
         index._short, index._known = tensors["short"][:, :groups], groups * GROUP
         return index
 
-    def extend(self, keys: torch.Tensor) -> None:
-        """Index the keys of ``[Hkv, m * CHUNK, d]`` that are new."""
-        count = keys.shape[1] // CHUNK
+    def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
+        """Index a text's keys up to ``length``, a multiple of ``CHUNK``.
+
+        Args:
+            read: gives the keys of some positions, ``[Hkv, m, d]``.
+        """
+        count = length // CHUNK
         groups = -(-count // GROUP)
         if self._short.shape[1] < groups:
             room = self._short.new_zeros(len(self._short), groups + groups // 16 + GROUPS, *self._short.shape[2:])
@@ -83,7 +90,7 @@ class ShortKeys:
             self._short = room
         if self._known < count:
             first = self._known // GROUP
-            new = (keys[:, first * GROUP * CHUNK :] - self._mean) @ self._of_keys
+            new = (read(first * GROUP * CHUNK, length) - self._mean) @ self._of_keys
             rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP - count) * CHUNK))
             chunks = rows.view(len(rows), -1, GROUP, CHUNK, rows.shape[2] // QUAD, QUAD).permute(0, 1, 3, 4, 2, 5)
             self._short[:, first:groups] = (chunks.round() + ZERO).clamp(0, 255).to(torch.uint8)
@@ -110,6 +117,11 @@ class ShortKeys:
     def nbytes(self) -> int:
         """Bytes reserved."""
         return self._short.nbytes
+
+
+def sampled(source: FullCache, layer: int) -> torch.Tensor:
+    """Keys of a layer from all over its text, ``[Hkv, m, d]``: at most ``SAMPLE``."""
+    return source.every(layer, -(-source.length // SAMPLE))[0]
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:

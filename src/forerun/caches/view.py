@@ -32,8 +32,7 @@ class View(Cache):
         if source.offloaded and not self.copies:
             raise ValueError(
                 f"a {type(self).__name__} reads all keys in each of its passes, and some are not on the device; "
-                "allowed is one that copies what it chooses: retrieval, triforce with sparse='retrieval', or a small "
-                "model of its own"
+                "allowed is one that copies what it chooses: low-rank or retrieval, or a small model of its own"
             )
         self.source = source
         source.views.add(self)

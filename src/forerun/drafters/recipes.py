@@ -126,8 +126,7 @@ SPARSE: dict[str, Callable[[Settings], CacheFactory]] = {
 
 def sparse_cache(settings: Settings) -> CacheFactory:
     """What the middle level reads through."""
-    chosen, copying = SPARSE[settings.sparse](settings), _retrieval(settings)
-    return lambda scorer, source: (copying if source.offloaded else chosen)(scorer, source)
+    return SPARSE[settings.sparse](settings)
 
 
 def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
