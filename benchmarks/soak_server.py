@@ -10,11 +10,11 @@ What a server keeps by design is full before the first sample: its index has lea
 limit, and every request has been made, by more clients than later, so that the beginnings of prompts are kept, what is
 made at first use is there, and the allocator holds what the most requests at once have freed.
 
-Two things are judged then. *An hour adds*: the median of the slopes between all pairs of samples (Theil and Sen), behind
-the first quarter. It finds what grows under load, and is as uncertain as the memory of those who happen to run. *At
-rest*: before and after, when nobody is asked for, and the server has given its free memory back. What it holds then it
-holds for good. Resident memory is judged at rest alone: under load, most of its growth is what the allocator keeps of
-what was freed, anew after each rest.
+Two things are judged then. *An hour adds*: the median of the slopes between all pairs of samples (Theil and Sen),
+behind the first quarter. It finds what grows under load, and is as uncertain as the memory of those who happen to run.
+*At rest*: before and after, when nobody is asked for, and the server has given its free memory back. What it holds then
+it holds for good. Resident memory is judged at rest alone: under load, most of its growth is what the allocator keeps
+of what was freed, anew after each rest.
 """
 
 from __future__ import annotations

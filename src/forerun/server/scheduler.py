@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 RECENT = 32
 """Ended requests by whose times a place's is guessed."""
 
-REST = 1.0
-"""Seconds without a request after which free memory goes back to the system. To take it again costs the next requests
-some 0.1 ms for each MiB, so it is kept between requests that follow each other."""
+REST = 5.0
+"""Seconds without a request after which free memory goes back to the system. Whoever comes then pays for the pages that
+are taken again, 1 ms or more for each MiB; so it is kept between requests that follow each other."""
 
 
 @dataclass(frozen=True)
