@@ -7,6 +7,7 @@ many tasks, threads and open files it has, and how much memory.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import json
 import os
@@ -133,19 +134,37 @@ def _free_port() -> int:
 
 
 def _seen() -> dict[str, Any]:
-    """Tasks of asyncio, threads, open files, those of kept beginnings of prompts, bytes in memory; and, if they are
-    counted, those of Python."""
+    """Tasks of asyncio, threads, open files, those of kept beginnings of prompts, bytes in memory, and those that the
+    C library's allocator has handed out; and, if they are counted, those of Python."""
     import tracemalloc
 
     tasks = [each for each in _every(asyncio.Task) if not each.done()]
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    seen = {"tasks": len(tasks), "threads": len(os.listdir("/proc/self/task")), "rss": resident}  # noqa: PTH208
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    seen = {"tasks": len(tasks), "threads": threads, "rss": resident, "allocated": _allocated()}
     if tracemalloc.is_tracing():
         top = tracemalloc.take_snapshot().statistics("lineno")[:25]
         seen |= {"python": tracemalloc.get_traced_memory()[0], "top": [str(each) for each in top]}
     files = _open_files()
     beginnings = sum("memfd:forerun" in each for each in files)
     return seen | {"files": len(files) - beginnings, "beginnings": beginnings}
+
+
+class _Mallinfo(ctypes.Structure):
+    """Of the GNU library (mallinfo(3)), over all arenas; the fields' order is all that there is to tell them by."""
+
+    NAMES = (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+    )  # fmt: skip
+    _fields_ = tuple((name, ctypes.c_size_t) for name in NAMES)
+
+
+def _allocated() -> int:
+    """Bytes in use, in arenas and in mappings of their own; what was freed and is kept is not among them."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Mallinfo
+    found = ask()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _open_files() -> list[str]:

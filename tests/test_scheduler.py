@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +18,7 @@ from forerun.core.request import Request
 from forerun.decoding.commit import Commit
 from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
+from forerun.server import scheduler
 from forerun.server.post import Post
 from forerun.server.scheduler import Limits, Scheduler
 from forerun.server.ticket import Ending, Ticket
@@ -196,6 +199,47 @@ def test_a_client_that_cannot_take_its_tokens_stops_nobody(houses: list[House]) 
     one.scheduler.submit(one.request(prompt(9)), broken, ended.on_end)
     one.submit(good)
     assert (ended.wait(), good.wait()) == ("cancelled", "finished")
+
+
+def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(
+    houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, gone = list[bool](), threading.Event()
+
+    def give_back() -> None:
+        times.append(one.scheduler.busy)
+        gone.set()
+
+    monkeypatch.setattr(scheduler, "give_back", give_back)
+    monkeypatch.setattr(scheduler, "REST", 0.01)
+    one = house(houses)
+    for round_ in range(1, 3):
+        client = Client()
+        one.submit(client)
+        assert client.wait() == "finished"
+        assert gone.wait(PATIENCE)
+        gone.clear()
+        assert not gone.wait(5 * scheduler.REST)  # an idle server sleeps
+        assert times == [False] * round_
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(houses: list[House]) -> None:
+    one = house(houses, rows=3, places=3)
+
+    def ask(number: int) -> list[weakref.ref[Any]]:
+        request, client = one.request(prompt(10 + number, number)), Client(held=True)
+        ticket = one.submit(client, request)
+        if number % 3 == 0:
+            one.scheduler.cancel(ticket)
+        client.gate.set()
+        client.wait()
+        return [weakref.ref(each) for each in (request, ticket, client)]
+
+    with ThreadPoolExecutor(4) as pool:
+        told = [each for found in pool.map(ask, range(12)) for each in found]
+    one.scheduler.close()  # its thread may still hold the last one
+    gc.collect()
+    assert [each() for each in told if each() is not None] == []
 
 
 def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(houses: list[House]) -> None:

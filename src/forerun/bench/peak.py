@@ -6,7 +6,6 @@ resets on request. Linux counts it in pages and with some delay per thread, so s
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 import torch
 
 from forerun.bench.speed import Contestant, Tokens
+from forerun.core.memory import give_back
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -55,19 +55,12 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         run()
         return int(torch.cuda.max_memory_allocated(device)) - before
-    _release()
+    gc.collect()
+    give_back()  # so that it counts again when it is used again
     before = _status("VmRSS")
     RESET.write_text(RESET_PEAK)
     run()
     return max(0, _status("VmHWM") - before)
-
-
-def _release() -> None:
-    """Return free memory to the system, so that it counts again when it is used again."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU library
-    if trim is not None:
-        trim(0)
 
 
 def _status(name: str) -> int:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forerun.core.memory import give_back
 from forerun.core.request import Request
 from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit
@@ -24,6 +25,10 @@ log = logging.getLogger(__name__)
 
 RECENT = 32
 """Ended requests by whose times a place's is guessed."""
+
+REST = 5.0
+"""Seconds without a request after which free memory goes back to the system. Whoever comes then pays for the pages that
+are taken again, 1 ms or more for each MiB; so it is kept between requests that follow each other."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +177,10 @@ class Scheduler:
         return max(1.0, mean / self.limits.rows)
 
     def _work(self) -> None:
+        stepped = False
         while True:
             with self._changed:
-                while not (self._running or len(self._waiting) or self._cancelled or self._closing):
-                    self._changed.wait()
+                called = self._changed.wait_for(self._called, REST if stepped else None)
                 if self._closing and not (self._running or len(self._waiting)):
                     self._batch.close()
                     return
@@ -184,6 +189,14 @@ class Scheduler:
                 self._admit()
             if self._running:
                 self._step()
+                stepped = True
+            elif not called:
+                give_back()
+                stepped = False
+
+    def _called(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._running or len(self._waiting) or self._cancelled or self._closing)
 
     def _end_cancelled(self) -> None:
         while self._cancelled:
