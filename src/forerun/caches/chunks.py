@@ -109,7 +109,12 @@ class ChosenChunks:
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int) -> None:
         """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted."""
         assert self._rows is not None
-        head, slot, chunk = changes(self._chosen, best, self._known)
+        wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
+        wanted.scatter_(1, best, True)
+        stays = wanted.gather(1, self._chosen)
+        wanted.scatter_(1, self._chosen, False)
+        head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
+        chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
         for mine, new in zip(self._rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
             slots = self._cut(mine[0, :, : best.shape[1] * self._chunk])
@@ -117,7 +122,8 @@ class ChosenChunks:
 
 
 class HeldChunks:
-    """Chunks of one layer, in slots, and nothing else; those that change are copied.
+    """Chunks of one layer, in slots, and nothing else. Those that are wanted and not held are copied, in place of those
+    that were not wanted for longest.
 
     Args:
         chunk: tokens of a chunk.
@@ -125,21 +131,31 @@ class HeldChunks:
 
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
-        self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots]
+        self._held = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
+        self._age = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], calls since it was wanted
         self._slots: Rows = ()  # [Hkv, slots, chunk, d]
 
-    def hold(self, best: torch.Tensor, known: int, source: FullCache, layer: int) -> None:
-        """Hold the chunks ``[Hkv, count]`` of the first ``known`` ones of a layer."""
-        if self._chosen.shape != best.shape:
+    def hold(self, best: torch.Tensor, wanted: torch.Tensor, known: int, source: FullCache, layer: int) -> None:
+        """Hold those of the chunks ``[Hkv, slots]``, of the first ``known`` ones of a layer, that are wanted.
+
+        Args:
+            wanted: bool ``[Hkv, slots]``. At the first call all are held.
+        """
+        if self._held.shape != best.shape:
             heads, count = best.shape
             head = torch.arange(heads, device=best.device).repeat_interleave(count)
             new = source.chunks(layer, head, best.flatten(), self._chunk)
             self._slots = tuple(t.view(heads, count, *t.shape[1:]) for t in new)
-            self._chosen = best.clone()
+            self._held, self._age = best.clone(), torch.zeros_like(best)
             return
-        head, slot, chunk = changes(self._chosen, best, known)
+        mark = torch.zeros(best.shape[0], known, dtype=torch.bool, device=best.device).scatter_(1, best, wanted)
+        self._age = torch.where(mark.gather(1, self._held), 0, self._age + 1)
+        mark.scatter_(1, self._held, False)
+        head, chunk = mark.nonzero(as_tuple=True)
         if len(head):
-            self._chosen[head, slot] = chunk
+            oldest = self._age.argsort(1, descending=True)  # wanted ones come last, and there is room for all
+            slot = oldest[torch.arange(best.shape[1], device=best.device) < mark.sum(1, keepdim=True)]
+            self._held[head, slot], self._age[head, slot] = chunk, 0
             for slots, rows in zip(self._slots, source.chunks(layer, head, chunk, self._chunk), strict=True):
                 slots[head, slot] = rows
 
@@ -153,18 +169,3 @@ class HeldChunks:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(t.nbytes for t in self._slots)
-
-
-def changes(held: torch.Tensor, best: torch.Tensor, known: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How to come from the chunks that are held to the best ones, ``[Hkv, slots]`` each: heads, slots, and the chunks
-    to write there, ``[n]`` each.
-
-    Args:
-        known: chunks of the text.
-    """
-    wanted = torch.zeros(best.shape[0], known, dtype=torch.bool, device=best.device)
-    wanted.scatter_(1, best, True)
-    stays = wanted.gather(1, held)
-    wanted.scatter_(1, held, False)
-    head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
-    return head, slot, wanted.nonzero(as_tuple=True)[1]

@@ -26,6 +26,7 @@ from forerun.caches.short_keys import GROUPS, ShortKeys, sampled
 from forerun.caches.view import View
 from forerun.core.block import Block
 from forerun.kernels.attention import AttentionSpec, AttentionState, attend, attend_chosen, merge
+from forerun.kernels.chosen import MARGIN
 from forerun.kernels.scan import CHUNK, GROUP, QUAD
 
 SHARE, LONG = 4, 60
@@ -174,14 +175,16 @@ class LowRankCache(View):
         return merge(seen, *local, sinks=spec.sinks)
 
     def _attend_brought(self, layer: int, q: torch.Tensor, worth: torch.Tensor, spec: AttentionSpec) -> AttentionState:
-        """Attention over each query's chunks, one query after the other. The source's memory is far away: chunks that
-        the query before did not see are copied."""
-        worth[..., 0] = torch.inf  # the first chunk is always seen
-        best = worth[:: self._indexes[layer].group].topk(self.slots(layer) + 1, -1).indices
+        """Attention over each query's chunks, one query after the other. The source's memory is far away: of the chunks
+        that are not here, only those are copied that could have some weight."""
+        beside = worth[:: self._indexes[layer].group]
+        beside[..., 0] = torch.inf  # the first chunk is always seen
+        values, best = beside.topk(self.slots(layer) + 1, -1)
+        wanted = (values - values[..., 1:2]) * spec.scaling >= -MARGIN
         chunks = self._brought.setdefault(layer, HeldChunks(CHUNK))
         states = []
         for i in range(q.shape[2]):
-            chunks.hold(best[:, i], worth.shape[-1], self.source, layer)
+            chunks.hold(best[:, i], wanted[:, i], worth.shape[-1], self.source, layer)
             states.append(attend(q[:, :, i : i + 1], *chunks.rows, spec))
         return AttentionState(*(torch.cat(parts, 2) for parts in zip(*states, strict=True)))
 

@@ -8,7 +8,7 @@ written back. The buffers are in text order, as a full cache is, so the bits of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,12 +25,11 @@ BUFFERS = 2
 
 @dataclass
 class _Buffer:
-    """What a buffer holds: a layer's first rows."""
+    """What a buffer holds: a layer's first rows, or will hold when the copies are done."""
 
     layer: int
     held: int
-    coming: Ticket | None = None
-    leaving: Ticket | None = None
+    copies: list[Ticket] = field(default_factory=list)
 
 
 class OffloadedCache(FullCache):
@@ -76,9 +75,9 @@ class OffloadedCache(FullCache):
         if layer not in self._rows:
             return self._layers[layer]
         buffer = self._send_for(layer)
-        for ticket in (buffer.coming, buffer.leaving):
-            if ticket is not None:
-                ticket.wait()
+        for ticket in buffer.copies:
+            ticket.wait()
+        buffer.copies = []
         self._writes = [ticket for ticket in self._writes if not ticket.done()]
         following = self._away[(self._away.index(layer) + 1) % len(self._away)]
         if self._buffer(following) is not buffer:  # the first layer, after the last one, may have the same
@@ -93,7 +92,8 @@ class OffloadedCache(FullCache):
                 (home[:, :, first:last], new[:, :, first:last])
                 for home, new in zip(self._layers[layer], self._rows[layer], strict=True)
             ]
-            ticket = self._buffer(layer).leaving = self.link.write(parts)
+            ticket = self.link.write(parts)
+            self._buffer(layer).copies.append(ticket)
             self._writes.append(ticket)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -186,14 +186,15 @@ class OffloadedCache(FullCache):
         """Bring a layer's committed rows to its buffer, unless they are there or on their way."""
         buffer = self._buffer(layer)
         if buffer.layer != layer:
-            buffer.layer, buffer.held, buffer.coming = layer, 0, None
+            buffer.layer, buffer.held = layer, 0
         first, last = buffer.held, self.length
         if first < last:
             parts = [
                 (to[:, :, first:last], home[:, :, first:last])
                 for to, home in zip(self._rows[layer], self._layers[layer], strict=True)
             ]
-            buffer.coming, buffer.held = self.link.fetch(parts), last
+            buffer.copies.append(self.link.fetch(parts))
+            buffer.held = last
         return buffer
 
     def _brought(self, rows: Sequence[torch.Tensor]) -> Rows:
