@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, astuple, replace
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, TypeVar, cast
 
 from forerun.core.logprobs import Logprob
 from forerun.core.request import Request
@@ -17,12 +17,11 @@ from forerun.parallel.channel import ParallelError
 from forerun.parallel.mirror import Entry
 from forerun.parallel.ranks import Follower, Leader
 
-P = ParamSpec("P")
-Run = Callable[Concatenate[Any, Sequence[Request], P], Generator[Commit, None, None]]
+Run = TypeVar("Run", bound=Callable[..., Generator[Commit, None, None]])
 """``Engine.run``."""
 
 
-def together(run: Run[P]) -> Run[P]:
+def together(run: Run) -> Run:
     """Let a run be the same on all ranks: tokens, ends and statistics come from rank 0, and so do seeds.
 
     On other ranks a commit comes when rank 0 makes its next pass. If rank 0 is interrupted, or its run fails, theirs
@@ -30,9 +29,7 @@ def together(run: Run[P]) -> Run[P]:
     """
 
     @functools.wraps(run)
-    def shared(
-        engine: Any, requests: Sequence[Request], *args: P.args, **kwargs: P.kwargs
-    ) -> Generator[Commit, None, None]:
+    def shared(engine: Any, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Generator[Commit, None, None]:
         target = engine.target
         if isinstance(target, Follower):
             yield from _follow(target, requests)
@@ -42,7 +39,7 @@ def together(run: Run[P]) -> Run[P]:
         else:
             yield from run(engine, requests, *args, **kwargs)
 
-    return shared
+    return cast(Run, shared)
 
 
 def _lead(target: Leader, requests: Sequence[Request], commits: Iterator[Commit]) -> Iterator[Commit]:

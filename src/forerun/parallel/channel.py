@@ -30,8 +30,12 @@ ARRIVAL = 600.0
 """Seconds that ranks may come apart between two calls of an engine, where the program's own work lies."""
 
 
-class ParallelError(RuntimeError):
+class ParallelError(ConnectionError):
     """A rank is gone, or the ranks do different things. No more passes are possible."""
+
+
+class LeaderError(ParallelError):
+    """Rank 0 failed, and said so."""
 
 
 class Channel:

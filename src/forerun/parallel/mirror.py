@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
+from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple
@@ -26,6 +27,7 @@ from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
 from forerun.caches.rotation import Rotation
 from forerun.caches.streaming import StreamingCache
 from forerun.caches.topk import TopKCache
+from forerun.caches.view import View
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 
@@ -63,6 +65,8 @@ class Mirror:
         """
         if cache in self._numbers:
             return
+        if isinstance(cache, View):
+            self.adopt(cache.source)
         if cache.length:
             raise ValueError(f"this cache holds {cache.length} tokens that other ranks do not know; use an empty one")
         kind = _kind(cache)
@@ -103,7 +107,7 @@ class Replica:
         entries: list[Entry] = json.loads(message)
         return entries
 
-    def make(self, number: int, kind: str, parts: list[Any], rotation: Callable[[], Rotation | None]) -> None:
+    def make(self, number: int, kind: str, parts: list[Any], rotation: Rotation | None) -> None:
         """A cache as rank 0 made one."""
         self._things[number] = _MAKE[kind]([self.value(part) for part in parts], rotation)
 
@@ -158,12 +162,12 @@ _KINDS: dict[str, type[Cache]] = {
     "h2o": HeavyHitterCache,
 }
 
-_MAKE: dict[str, Callable[[list[Any], Callable[[], Rotation | None]], Cache]] = {
+_MAKE: dict[str, Callable[[list[Any], Rotation | None], Cache]] = {
     "full": lambda parts, rotation: FullCache(*parts),
     "retrieval": lambda parts, rotation: RetrievalCache(parts[0], RetrievalConfig(*parts[1:])),
     "low-rank": lambda parts, rotation: LowRankCache(parts[0], LowRankConfig(*parts[1:])),
     "topk": lambda parts, rotation: TopKCache(*parts),
-    "streaming": lambda parts, rotation: StreamingCache(*parts[:3], rotation() if parts[3] else None),
+    "streaming": lambda parts, rotation: StreamingCache(*parts[:3], rotation=rotation if parts[3] else None),
     "h2o": lambda parts, rotation: HeavyHitterCache(*parts),
 }
 
@@ -172,7 +176,8 @@ _MAKE: dict[str, Callable[[list[Any], Callable[[], Rotation | None]], Cache]] = 
 def _noting(kind: type[Cache]) -> type[Cache]:
     """The same class, with operations that note themselves down."""
     noted = {name: _noted(getattr(kind, name)) for name in OPERATIONS if hasattr(kind, name)}
-    return type(kind)(kind.__name__, (kind,), noted)
+    made: type[Cache] = ABCMeta(kind.__name__, (kind,), noted)
+    return made
 
 
 def _noted(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,16 +18,17 @@ from forerun.caches.base import Cache
 from forerun.caches.rotation import Rotation
 from forerun.core.block import Block
 from forerun.model import gate
-from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
 from forerun.model.sharded import group_of, is_sharded
-from forerun.parallel.channel import Channel, ParallelError
+from forerun.parallel.channel import Channel, LeaderError, ParallelError
 from forerun.parallel.mirror import Entry, Mirror, Replica
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Cache)
 BEGIN, END = "begin", "end"
 """Entries around a time in which rank 0 leads; such times may lie within each other."""
+INTERRUPTED = "interrupted"
+"""What the last of them says after Ctrl-C."""
 NAME = "_forerun_parallel"
 """Where a model keeps its scorer: all its engines have one, so that all passes are told in one order."""
 
@@ -72,16 +73,18 @@ class Leader(Scorer):
             self.tell(BEGIN)
             self._channel.open(self._mirror.message())
         told: Entry = []
+        failed: str | None = None
         try:
             yield told
-        except GeneratorExit:  # a caller has enough
+        except KeyboardInterrupt:
+            failed = INTERRUPTED
             raise
-        except BaseException as error:
-            told[:] = [{"error": f"{type(error).__name__}: {error}", "interrupted": isinstance(error, KeyboardInterrupt)}]
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
             raise
         finally:
             with self._channel.turn:
-                self.tell(END, *told)
+                self.tell(END, failed, told)
                 self._channel.close(self._mirror.message())
 
     def tell(self, *entry: Any) -> None:
@@ -131,7 +134,8 @@ class Follower(Scorer):
 
         Raises:
             KeyboardInterrupt: if rank 0 was interrupted.
-            ParallelError: if rank 0 failed, or is gone.
+            LeaderError: if rank 0 failed.
+            ParallelError: if it is gone.
         """
         depth = 0
         while True:
@@ -142,7 +146,9 @@ class Follower(Scorer):
             if name in (BEGIN, END):
                 depth += 1 if name == BEGIN else -1
                 if not depth:
-                    told += _checked(parts)
+                    failed, said = parts
+                    told += said
+                    _check(failed)
                     return
             elif not self._do(name, parts):
                 yield [name, *parts]
@@ -159,7 +165,8 @@ class Follower(Scorer):
                 with self._channel.together():
                     self._rotation = self.rotation()
             case "make":
-                self._replica.make(*parts, lambda: self._rotation)
+                number, kind, made_of = parts
+                self._replica.make(number, kind, made_of, self._rotation)
             case "do":
                 self._replica.do(*parts)
             case "drop":
@@ -184,7 +191,7 @@ def admit(model: PreTrainedModel, **whole: object) -> Scorer:
         return gate.admit(model)
     for name, value in whole.items():
         if value is not None:
-            raise ValueError(f"{name} is {value!r}; it needs a model in one process, and this one is in {model.tp_size}")
+            raise ValueError(f"{name} is {value!r}; a model in {model.tp_size} processes does without")
     if dist.get_world_size() != model.tp_size:
         raise gate.UnsupportedModelError(
             f"{type(model).__name__} is not supported: it is in {model.tp_size} of {dist.get_world_size()} processes; "
@@ -198,11 +205,9 @@ def admit(model: PreTrainedModel, **whole: object) -> Scorer:
     return known[NAME]
 
 
-def _checked(parts: list[Any]) -> list[Any]:
-    """What rank 0 said, unless it failed."""
-    match parts:
-        case [{"error": _, "interrupted": True}]:
-            raise KeyboardInterrupt
-        case [{"error": why, "interrupted": False}]:
-            raise ParallelError(f"rank 0 failed: {why}")
-    return parts
+def _check(failed: str | None) -> None:
+    """Fail as rank 0 did."""
+    if failed == INTERRUPTED:
+        raise KeyboardInterrupt
+    if failed is not None:
+        raise LeaderError(f"rank 0 failed: {failed}")
