@@ -108,7 +108,7 @@ class Engine:
         self.tiers = None if kv_memory is None else Tiers(kv_memory, self.target.device, self.target.kv, model.dtype)
         """Where keys and values lie, if they are bounded."""
         make: Callable[[int], FullCache] = FullCache if self.tiers is None else self.tiers.cache
-        self._make = lambda tokens: self.target.adopt(make(tokens))
+        self._make: Callable[[int], FullCache] = lambda tokens: self.target.adopt(make(tokens))
         self._tokenizer, self._turns = tokenizer, Turns()
         self._grammars: Grammars | None = None
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter

@@ -14,7 +14,7 @@ from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable
 from dataclasses import astuple
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -167,17 +167,23 @@ _MAKE: dict[str, Callable[[list[Any], Rotation | None], Cache]] = {
     "retrieval": lambda parts, rotation: RetrievalCache(parts[0], RetrievalConfig(*parts[1:])),
     "low-rank": lambda parts, rotation: LowRankCache(parts[0], LowRankConfig(*parts[1:])),
     "topk": lambda parts, rotation: TopKCache(*parts),
-    "streaming": lambda parts, rotation: StreamingCache(*parts[:3], rotation=rotation if parts[3] else None),
+    "streaming": lambda parts, rotation: _streaming(parts, rotation),
     "h2o": lambda parts, rotation: HeavyHitterCache(*parts),
 }
+
+
+def _streaming(parts: list[Any], rotation: Rotation | None) -> StreamingCache:
+    window, sinks, slack, rotated = parts
+    if rotated and rotation is None:
+        raise ValueError("rank 0 found how the model's keys rotate, and this rank did not")
+    return StreamingCache(window, sinks, slack, rotation if rotated else None)
 
 
 @functools.cache
 def _noting(kind: type[Cache]) -> type[Cache]:
     """The same class, with operations that note themselves down."""
     noted = {name: _noted(getattr(kind, name)) for name in OPERATIONS if hasattr(kind, name)}
-    made: type[Cache] = ABCMeta(kind.__name__, (kind,), noted)
-    return made
+    return cast(type[Cache], ABCMeta(kind.__name__, (kind,), noted))
 
 
 def _noted(operation: Callable[..., Any]) -> Callable[..., Any]:
