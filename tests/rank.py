@@ -169,7 +169,7 @@ def lost(model: PreTrainedModel, rank: int, how: Callable[[], None]) -> dict[str
     def later(self: FullCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
         nonlocal count, began
         count += 1
-        if count == 40:
+        if count == 30:
             began = time.monotonic()
             if dist.get_rank() == rank:
                 how()
@@ -177,7 +177,7 @@ def lost(model: PreTrainedModel, rank: int, how: Callable[[], None]) -> dict[str
 
     FullCache.append = later  # type: ignore[method-assign]
     try:
-        engine.generate(PROMPTS, max_new_tokens=80)
+        engine.generate(PROMPTS, max_new_tokens=80, eos_token_id=47)
     except (KeyboardInterrupt, forerun.ParallelError) as error:
         return {"error": type(error).__name__, "says": str(error), "seconds": time.monotonic() - began}
     return {"error": None}

@@ -79,6 +79,8 @@ class Channel:
         """Rank 0: send a message, and run with all ranks what it announces. An error there is the end: nobody knows how
         far the others came."""
         with self.turn:
+            if not self._listeners:
+                raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")
             self._broadcast(message, PATIENCE)
             with self.together():
                 yield
