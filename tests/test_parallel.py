@@ -20,6 +20,8 @@ QUICK = ["auto", "triforce", "retrieval", "low-rank:coupled", "streaming-self", 
 """Drafters of every cache, and of a small model that rank 0 has alone."""
 EVENTS = ["rank 0 dies", "rank 1 dies"]
 LATER = ["rank 1 hangs", "rank 1 fails", "rank 0 fails"]
+MODELS = ["triforce", "retrieval", "low-rank", "streaming", "streaming-hierarchy", "streaming-self", "h2o", "topk"]
+"""Drafters whose drafts depend on nothing but logits, of a small model or over the target's own cache."""
 METHODS = ["", ":coupled", ":rejection"]
 Found = dict[str, list[dict[str, Any]]]
 """What both ranks got, by case."""
@@ -56,12 +58,14 @@ def both(found: Found, case: str) -> list[dict[str, Any]]:
 
 
 def assert_as_one(found: Found, case: str, name: str = "llama") -> None:
-    """Both ranks have what one process has: the texts, and which drafts were made and accepted."""
+    """Both ranks have what one process has: the texts, and of drafts by a model which were made and accepted."""
     first, second = both(found, case)
     assert first == second
-    one = json.loads(json.dumps(ranks.run(case, tiny(name))))
-    one["exact"] = first["exact"]
-    assert first == one
+    one = ranks.run(case, tiny(name))
+    same = ["generated", "reasons", "seeds"]
+    if case.partition(":")[0] in MODELS:  # others may draft otherwise in a process that had other requests before
+        same += ["drafted", "accepted"]
+    assert {each: first[each] for each in same} == {each: one[each] for each in same}
 
 
 @pytest.mark.parametrize("case", QUICK)
