@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,6 +76,12 @@ class MockScorer:
         self.target = target
         self.vocabulary = target.table.shape[-1]
         self.passes = 0
+
+    def adopt(self, cache: Any) -> Any:
+        return cache
+
+    def led(self, work: Any) -> Any:
+        return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
         self.passes += 1

@@ -9,10 +9,10 @@ import forerun
 
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
-    "reference", "core", "index", "integrations", "kernels", "caches", "plan", "model", "drafters", "decoding",
-    "audit", "api", "server", "bench", "cli",
+    "reference", "core", "index", "integrations", "kernels", "caches", "plan", "model", "parallel", "drafters",
+    "decoding", "audit", "api", "server", "bench", "cli",
 ]  # fmt: skip
-USES_TRANSFORMERS = {"model", "decoding", "audit", "api", "reference", "bench", "cli"}
+USES_TRANSFORMERS = {"model", "parallel", "decoding", "audit", "api", "reference", "bench", "cli"}
 RANK = {name: rank for rank, name in enumerate(LAYERS)}
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from forerun.drafters.base import Drafter, NoDrafter
     from forerun.model.gate import UnsupportedModelError
     from forerun.model.grammar import SchemaError
+    from forerun.parallel.channel import ParallelError
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _HOMES = {
     "GenerationInterrupted": "decoding.result",
     "GenerationResult": "decoding.result",
     "NoDrafter": "drafters.base",
+    "ParallelError": "parallel.channel",
     "SchemaError": "model.grammar",
     "Settings": "core.settings",
     "Stats": "core.stats",
@@ -54,6 +56,7 @@ __all__ = [
     "GenerationInterrupted",
     "GenerationResult",
     "NoDrafter",
+    "ParallelError",
     "SchemaError",
     "Settings",
     "Stats",

@@ -14,8 +14,9 @@ import typer
 from forerun import __version__
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.errors import one_line
-from forerun.cli.generate import Output, build_engine, nothing, sampling, seed_of
+from forerun.cli.generate import Output, build_engine, following, nothing, sampling, seed_of
 from forerun.cli.prompts import check_text
+from forerun.cli.ranks import followed, leading
 from forerun.cli.tables import stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
 from forerun.decoding.conversation import Conversation, Turn
@@ -34,10 +35,12 @@ COMMANDS = {
 
 def run(options: ChatOptions) -> None:
     """Run the conversation."""
+    if followed(lambda: build_engine(following(options))):
+        return
     check_drafter(options.drafter)
     system = None if options.system is None else check_text(options.system, "--system")
-    with quiet():
-        chat = Chat(options, Conversation(build_engine(options), system, **sampling(options)))
+    with quiet(), leading(engine := build_engine(options)):
+        chat = Chat(options, Conversation(engine, system, **sampling(options)))
         if sys.stdin.isatty():
             stderr().print(f"{options.model}, drafter {options.drafter}; /help lists the commands", style="dim")
         with suppress(EOFError):

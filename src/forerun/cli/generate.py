@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import typer
 
@@ -16,6 +16,7 @@ from forerun.cli.errors import INTERRUPTED
 from forerun.cli.models import memory_of, settings
 from forerun.cli.options import GenerateOptions
 from forerun.cli.prompts import check_text, read_prompt
+from forerun.cli.ranks import followed, leading, ranks
 from forerun.cli.sizes import size_of
 from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
@@ -27,6 +28,8 @@ from forerun.model.load import load, quiet
 from forerun.model.messages import has_template
 from forerun.model.prompts import Prompts, encode
 from forerun.model.vocabulary import fingerprint
+
+Options = TypeVar("Options", GenerateOptions, ChatOptions)
 
 
 @dataclass
@@ -57,10 +60,12 @@ class Output:
 
 def run(options: GenerateOptions) -> None:
     """Run the generation."""
+    if followed(lambda: build_engine(following(options), **kept_texts(options))):
+        return
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
     check_drafter(options.drafter)
     kept = kept_texts(options)
-    with quiet(), closing(build_engine(options, **kept)) as engine:
+    with quiet(), closing(build_engine(options, **kept)) as engine, leading(engine):
         engine.warm([read_prompt(str(path)) for path in options.warm or []], options.namespace)
         (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
         (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
@@ -134,12 +139,18 @@ def kept_texts(options: GenerateOptions) -> dict[str, Any]:
     return {"kv_store": options.kv_store, "kv_store_limit": limit, "kv_memory": memory_of(options)}
 
 
+def following(options: Options) -> Options:
+    """These options for a rank that drafts nothing."""
+    return replace(options, drafter="none", draft_model=None)
+
+
 def build_engine(options: GenerateOptions | ChatOptions, **kept: Any) -> Engine:
     """The engine for these options; ``kept`` as from ``kept_texts``."""
     with working(stderr(), f"loading {options.model}"):
         model, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-        )
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code,
+            ranks=ranks(),
+        )  # fmt: skip
         budget = BUDGET if options.budget is None else options.budget
         built = settings(options, options.model, [options.drafter], model, tokenizer, options.trust_remote_code)
         return Engine(model, options.drafter, settings=built, tokenizer=tokenizer, budget=budget, **kept)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from forerun.cli.models import settings
 from forerun.cli.options import LongOptions
+from forerun.cli.ranks import followed, leading, ranks
 from forerun.cli.serve_options import ServeOptions
 from forerun.cli.terminal import stderr, working
 from forerun.decoding.engine import BUDGET, Engine
@@ -39,13 +40,17 @@ def run(options: ServeOptions) -> None:
     told = read_settings(options.flags(), options.config)
     check_drafter(told.drafter)
     check_files(told.warm, told.namespaces)
-    with quiet(), closing(_engine(told)) as engine:
+    if followed(lambda: _engine(told.model_copy(update={"drafter": "none", "draft_model": None}))):
+        return
+    with quiet(), closing(_engine(told)) as engine, leading(engine):
         _serve(engine, told)
 
 
 def _engine(told: ServerSettings) -> Engine:
     with working(stderr(), f"loading {told.model}"):
-        model, tokenizer = load(told.model, told.dtype, device=told.device, trust_remote_code=told.trust_remote_code)
+        model, tokenizer = load(
+            told.model, told.dtype, device=told.device, trust_remote_code=told.trust_remote_code, ranks=ranks()
+        )
         built = settings(
             LongOptions(draft_model=told.draft_model),
             told.model,

@@ -166,6 +166,12 @@ class Request:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
+    def take(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> None:
+        """Commit tokens that another process decided, and what ended the text there."""
+        end = self._end + len(tokens)
+        self._buffer[self._end : end] = tokens
+        self._end, self.finish_reason = end, finish_reason
+
     def _complete(self) -> bool:
         constraint = self.sampler.constraint
         return constraint is not None and constraint.complete(self._ids[: self._end])

@@ -25,11 +25,11 @@ from forerun.decoding.prefixes import PrefixCache
 from forerun.decoding.result import GenerationInterrupted, GenerationResult, ends, padding
 from forerun.decoding.step import Step, by_request
 from forerun.decoding.store import KVStore
+from forerun.decoding.together import together
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
 from forerun.drafters.recipes import build_drafter
 from forerun.kernels import attention
-from forerun.model import gate
 from forerun.model.exactness import probe
 from forerun.model.fingerprint import fingerprint
 from forerun.model.grammar import Grammars, ResponseFormat
@@ -37,6 +37,7 @@ from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests
+from forerun.parallel.ranks import admit
 
 BUDGET = 64
 """Nodes of a tree, at most."""
@@ -95,7 +96,7 @@ class Engine:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
-        self.target = gate.admit(model)
+        self.target = admit(model, kv_store=kv_store, kv_memory=kv_memory)
         self.exactly = probe(self.target, position_limit(model))
         """What drafts cannot change, and why it is no more."""
         if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
@@ -106,16 +107,14 @@ class Engine:
         """What is kept of prompts on disk."""
         self.tiers = None if kv_memory is None else Tiers(kv_memory, self.target.device, self.target.kv, model.dtype)
         """Where keys and values lie, if they are bounded."""
-        self._make: Callable[[int], FullCache] = FullCache if self.tiers is None else self.tiers.cache
-        self._tokenizer = tokenizer
+        make: Callable[[int], FullCache] = FullCache if self.tiers is None else self.tiers.cache
+        self._make: Callable[[int], FullCache] = lambda tokens: self.target.adopt(make(tokens))
+        self._tokenizer, self._turns = tokenizer, Turns()
         self._grammars: Grammars | None = None
-        self._turns = Turns()
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         attention.warm_up(self.target.device, self.target.model.dtype)
-        self.budget = budget
-        self.cut = cut
+        self.budget, self.cut, self.prefill_block = budget, cut, prefill_block
         self.use(chosen)
-        self.prefill_block = prefill_block
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on.
@@ -125,7 +124,7 @@ class Engine:
         """
         if self.cut and not drafter.sized:
             drafter = Chooser(drafter, trees=drafter)
-        drafter.bind(self.target)
+        self.target.led(lambda: drafter.bind(self.target))
         drafter.warm_up()
         self.drafter = drafter
         self._spell()
@@ -234,6 +233,7 @@ class Engine:
         read(self.target, cache, text, self.prefill_block, counting(len(text), on_prefill))
         return cache
 
+    @together
     def run(
         self,
         requests: Sequence[Request],

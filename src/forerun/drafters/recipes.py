@@ -25,8 +25,8 @@ from forerun.drafters.trie import TrieDrafter
 from forerun.index.trie import Form, Trie, TrieConfig
 from forerun.model import gate
 from forerun.model.level import CacheFactory
-from forerun.model.rotation import find_rotation
 from forerun.model.scorer import Scorer
+from forerun.model.sharded import is_sharded
 
 TRIE_NODES = 16
 """Of a trie's tree, at most, where it drafts for a sparse cache."""
@@ -60,6 +60,8 @@ def small_model(settings: Settings) -> Scorer:
     """
     if settings.draft_model is None:
         raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
+    if is_sharded(settings.draft_model):
+        raise ValueError("draft_model lies in several processes; load it whole, as rank 0 alone drafts")
     gate.check(settings.draft_model)
     return Scorer(settings.draft_model)
 
@@ -84,7 +86,7 @@ def _streaming(settings: Settings, window: int) -> CacheFactory:
 
     def make(scorer: Scorer, source: FullCache) -> StreamingCache:
         if scorer not in rotations:
-            rotations[scorer] = find_rotation(scorer.model)
+            rotations[scorer] = scorer.rotation()
         return StreamingCache(window, settings.sinks, _slack(settings), rotations[scorer])
 
     return make

@@ -7,7 +7,7 @@ packed with another text. If all logits are equal bit for bit, texts with and wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
@@ -40,14 +40,18 @@ class Exactness:
     reason: str | None = None
 
 
-@torch.inference_mode()
 def probe(scorer: Scorer, limit: int | None = None) -> Exactness:
-    """Find the exactness of a model by comparing bits.
+    """Find the exactness of a model by comparing bits; the same on all ranks of a model in several processes.
 
     Args:
         scorer: the model.
         limit: the model's positions; test texts are no longer than this.
     """
+    return Exactness(*scorer.led(lambda: astuple(_probe(scorer, limit))))
+
+
+@torch.inference_mode()
+def _probe(scorer: Scorer, limit: int | None) -> Exactness:
     if scorer.device.type != "cpu":
         return Exactness("rounding", f"there is no kernel for {scorer.device.type} that sums in one order")
     if (reason := unusable()) is not None:

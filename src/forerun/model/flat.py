@@ -20,6 +20,7 @@ from forerun.core.tree import DraftTree
 from forerun.kernels import ordered
 from forerun.kernels.attention import AttentionSpec
 from forerun.model.scorer import Pass, Scorer
+from forerun.model.sharded import is_sharded
 from forerun.model.stored import is_stored
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -125,8 +126,8 @@ def _added(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tens
 
 def _known(model: PreTrainedModel) -> bool:
     config = model.config
-    plain = config.model_type in FAMILIES and config.hidden_act == "silu" and not is_stored(model)
-    return plain and model.lm_head.bias is None
+    plain = config.model_type in FAMILIES and config.hidden_act == "silu"
+    return plain and not is_stored(model) and not is_sharded(model) and model.lm_head.bias is None
 
 
 def _layer(layer: Any) -> _Layer:

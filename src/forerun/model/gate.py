@@ -20,6 +20,7 @@ from forerun.model.implementations import experts, switched
 from forerun.model.layout import lay_out
 from forerun.model.native import native
 from forerun.model.scorer import Scorer
+from forerun.model.sharded import gathered
 from forerun.model.widened import NARROW, Widened
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
@@ -169,8 +170,7 @@ def _branch_error(model: PreTrainedModel, ids: torch.Tensor, scored: torch.Tenso
 
 def _own(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
     mask = torch.ones_like(ids)
-    logits: torch.Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[0, -count:]
-    return logits
+    return gathered(model, model(input_ids=ids, attention_mask=mask, use_cache=False).logits)[0, -count:]
 
 
 def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from forerun.kernels import ordered
+from forerun.model.sharded import is_sharded
 
 
 def lay_out(model: PreTrainedModel) -> None:
-    """Rearrange all such weights of a model."""
-    for weight in _turned(model):
+    """Rearrange all such weights of a model that is whole."""
+    for weight in () if is_sharded(model) else _turned(model):
         ordered.lay_out(weight)
 
 

@@ -99,7 +99,7 @@ class Level:
         """Make the request's cache; ``catch_up`` reads the prompt into it."""
         if not isinstance(source, FullCache):
             raise TypeError(f"the target's cache is a {type(source).__name__}; a FullCache is needed")
-        cache = self._make(self.scorer, source)
+        cache = self.scorer.adopt(self._make(self.scorer, source))
         first = request.prompt_length - 1
         self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
 

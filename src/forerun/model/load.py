@@ -26,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.utils import logging
 
@@ -56,6 +57,7 @@ def load(
     device: str = "auto",
     trust_remote_code: bool = False,
     yarn: float | None = None,
+    ranks: int = 1,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder in evaluation mode and its tokenizer.
 
@@ -68,6 +70,7 @@ def load(
         device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
         trust_remote_code: run code that comes with the model.
         yarn: factor by which to stretch the model's positions (``stretch``).
+        ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
 
     Raises:
         ValueError: says what is missing or does not fit.
@@ -75,21 +78,25 @@ def load(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    if ranks > 1 and device != "auto":
+        raise ValueError(f"device is {device!r}; in {ranks} processes each takes its own, so only auto is allowed")
     place = _device("cpu" if dtype == STORED and device == "auto" else device)
     found = find(name_or_path)
     in_file = found.is_file()
+    if ranks > 1 and in_file:
+        raise ValueError(f"{found} is a GGUF file, which one process loads; in {ranks} only a folder can be shared")
     if dtype == STORED:
         _check_stored(found, place)
     if dtype == "auto" and (in_file or name_or_path in (BUNDLED, BUNDLED_DRAFT)):
         dtype = "float32"
     with quiet():
         model, tokenizer = (
-            _from_file(found, dtype, yarn) if in_file else _from_folder(found, dtype, trust_remote_code, yarn)
+            _from_file(found, dtype, yarn) if in_file else _from_folder(found, dtype, trust_remote_code, yarn, ranks)
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
         raise ValueError(f"the tokenizer in {found} has {len(tokenizer)} tokens and the model {rows}: not a pair")
-    return model.eval().to(place), tokenizer
+    return model.eval() if ranks > 1 else model.eval().to(place), tokenizer
 
 
 def load_draft(
@@ -184,14 +191,14 @@ def _check_stored(found: Path, place: torch.device) -> None:
 
 
 def _from_folder(
-    folder: Path, dtype: str, trust_remote_code: bool, yarn: float | None
+    folder: Path, dtype: str, trust_remote_code: bool, yarn: float | None, ranks: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
     config = _check_config(source)
     _check_weights(folder)
     _check_tokenizer(folder)
     tokenizer = _tokenizer(source)
-    more = {}
+    more: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
     if yarn is not None:
         stretch(config, yarn)
         more["config"] = config

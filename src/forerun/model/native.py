@@ -24,6 +24,7 @@ from forerun.model.packing import Packed, address
 from forerun.model.parts import known
 from forerun.model.program import Parts, Size, Written
 from forerun.model.scorer import Scorer
+from forerun.model.sharded import is_sharded
 from forerun.model.streamed import run_by_layers
 from forerun.model.watch import Watch
 
@@ -138,4 +139,5 @@ class NativeScorer(Scorer):
 
 def native(scorer: Scorer) -> Scorer:
     """A ``NativeScorer`` if the model's structure is known; else ``scorer`` itself. The gate compares their logits."""
-    return NativeScorer(scorer.model) if type(scorer) is Scorer and known(scorer.model) else scorer
+    whole = type(scorer) is Scorer and not is_sharded(scorer.model)
+    return NativeScorer(scorer.model) if whole and known(scorer.model) else scorer

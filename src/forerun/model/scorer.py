@@ -8,12 +8,12 @@ threads, a model keeps its own attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from forerun.caches.base import Cache, KVShape
 from forerun.caches.full import FullCache
+from forerun.caches.rotation import Rotation
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels import ordered
@@ -29,6 +30,10 @@ from forerun.kernels.memory import place
 from forerun.model.implementations import experts, switched
 from forerun.model.inputs import learned_positions
 from forerun.model.packing import Heads, Packed, address
+from forerun.model.sharded import gathered
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Cache)
 
 NAME = "forerun"
 """Forerun's entry in transformers' attention interface."""
@@ -121,11 +126,14 @@ class Scorer:
         model: a decoder that ``forerun.model.gate`` admits.
     """
 
+    follows: ClassVar[bool] = False
+    """Whether another process decides what passes are made, because the model lies in several (``parallel``)."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._inputs: Any = model.get_input_embeddings()
         self.vocabulary = int(self._inputs.weight.shape[0])
-        """Token ids that the model can read: rows of its input embedding."""
+        """Token ids that the model can read: rows of its input embedding, of all its parts together."""
         self.limit = learned_positions(model)
         """Number of learned positions, or None if there is no limit."""
         self._keeps_logits = model._supports_logits_to_keep()
@@ -150,6 +158,20 @@ class Scorer:
         """The device of the inputs."""
         return self._inputs.weight.device  # type: ignore[no-any-return]
 
+    def adopt(self, cache: C) -> C:
+        """A cache that passes will use, before anything is done to it."""
+        return cache
+
+    def rotation(self) -> Rotation | None:
+        """See ``find_rotation``."""
+        from forerun.model.rotation import find_rotation  # which makes passes
+
+        return find_rotation(self.model)
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives, which makes passes; where another process leads, what it gives there (plain values)."""
+        return work()
+
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         """One forward pass over all rows.
 
@@ -173,9 +195,8 @@ class Scorer:
         """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         with switched(self.model, attn=NAME, experts=experts(self.model)), _run(rows), ordered.Ordered():
-            logits: torch.Tensor = self.model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments
-            ).logits[0]
+            found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments)
+        logits = gathered(self.model, found.logits)[0]
         if not self._keeps_logits and isinstance(wanted, torch.Tensor):
             return logits[wanted.to(logits.device)]
         return logits
