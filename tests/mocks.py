@@ -70,7 +70,7 @@ class TokenCache(Cache):
 class MockScorer:
     """A ``MockTarget`` as a level's model: it sees what its cache holds, and the block."""
 
-    limit = None
+    limit, by_layers = None, False
 
     def __init__(self, target: MockTarget) -> None:
         self.target = target
