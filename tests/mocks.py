@@ -71,6 +71,7 @@ class MockScorer:
     """A ``MockTarget`` as a level's model: it sees what its cache holds, and the block."""
 
     limit = None
+    by_layers = False
 
     def __init__(self, target: MockTarget) -> None:
         self.target = target
