@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -30,7 +31,7 @@ Found = dict[str, list[dict[str, Any]]]
 def run(folder: Path, *groups: list[str]) -> Found:
     """Run groups of cases, each with two processes and the model it begins with."""
     for name in {group[0] for group in groups}:
-        tiny(name).save_pretrained(folder / name)
+        copy.deepcopy(tiny(name)).save_pretrained(folder / name)  # saving changes its configuration
     command = [sys.executable, ranks.__file__, str(folder), *(",".join(group) for group in groups)]
     path = os.pathsep.join(each for each in sys.path if each)
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
