@@ -70,7 +70,7 @@ class TokenCache(Cache):
 class MockScorer:
     """A ``MockTarget`` as a level's model: it sees what its cache holds, and the block."""
 
-    limit, by_layers = None, False
+    limit = None
 
     def __init__(self, target: MockTarget) -> None:
         self.target = target
@@ -82,6 +82,9 @@ class MockScorer:
 
     def led(self, work: Any) -> Any:
         return work()
+
+    def reads_whole(self, cache: Any) -> bool:
+        return False
 
     def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
         self.passes += 1

@@ -16,7 +16,7 @@ from forerun.drafters.trie import TrieDrafter
 from forerun.model.scorer import Scorer
 from forerun.model.timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
 from forerun.plan.costs import CostCurve
-from forerun.plan.passes import Growth, Passes
+from forerun.plan.passes import AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_pair=0.0001)
 
@@ -161,3 +161,34 @@ def test_chains_that_take_the_same_whatever_their_length_still_cost_something_a_
     for size in (1, 5, 9):
         growth.learn(size, 10.0)
     assert growth.line is not None and growth.line.each > 0
+
+
+def _passes(seconds: float) -> Passes:
+    plain = Passes()
+    plain.learn(1, seconds)
+    plain.learn(1, seconds)
+    return plain
+
+
+def test_drafts_that_add_nothing_to_passes_are_noticed() -> None:
+    rise = Rise(_passes(0.5))
+    assert rise.line == AS_THE_CURVE_SAYS
+    for added in (0.3, 0.9, 0.6, 0.9):  # keys come over a slow link, which the curve knows nothing of
+        rise.learn(1.0, added, 0.5)
+    assert rise.line == Line(pytest.approx(1.0), pytest.approx(0.0))
+
+
+def test_passes_that_drafts_lengthen_as_a_whole_are_noticed() -> None:
+    rise = Rise(_passes(0.01))
+    for cached in (1.0, 3.0, 1.0, 5.0, 1.0):  # batches and contexts of any size
+        rise.learn(cached, 0.2 * cached, 0.01 * cached * (1.2 + 0.2))
+    start, each = rise.line
+    assert start + 0.2 * each == pytest.approx(1.4)
+
+
+def test_noise_leaves_the_curves_slope() -> None:
+    rise, noise = Rise(_passes(1.0)), np.random.default_rng(0)
+    for added in noise.choice([0.02, 0.03, 0.05], 15):
+        rise.learn(1.0, float(added), 1.0 + added + abs(noise.normal(0, 0.05)))
+    start, each = rise.line
+    assert each == 1.0 and 1.0 <= start < 1.1

@@ -31,6 +31,7 @@ from forerun.core.settings import Settings
 from forerun.core.tree import DraftTree
 from forerun.decoding.engine import Engine
 from forerun.kernels import vector
+from forerun.model.native import NativeScorer
 from forerun.model.scorer import Scorer
 
 NATIVE = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
@@ -80,7 +81,7 @@ def texts(one: Engine, drafter: str, lengths: Sequence[int], **how: Any) -> list
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_bit_is_that_of_a_text_on_the_device(dtype: torch.dtype, place: str, tmp_path: Path) -> None:
     plain, away = engines(model("qwen2", dtype), **_tiers(place, tmp_path))
-    assert away.target.by_layers
+    assert isinstance(away.target, NativeScorer)
     for how in ({"do_sample": False}, {"do_sample": True, "seed": 3, "temperature": 0.8}):
         wanted = texts(plain, "none", PROMPTS, **how)
         for drafter in ("none", "trie", "retrieval", "low-rank", "triforce-trie", "streaming-self"):
@@ -170,7 +171,7 @@ def test_any_decoder_can_be_offloaded(name: str) -> None:
         one, "trie", settings=SETTINGS, cut=False, prefill_block=16,
         kv_memory=KVMemory(least(plain.target.kv, 256)),
     )  # fmt: skip
-    assert not away.target.by_layers
+    assert not isinstance(away.target, NativeScorer)
     ids = prompt(70)
     found, wanted = (one.generate(ids, max_new_tokens=24, do_sample=False).requests[0] for one in (away, plain))
     assert found.generated.tolist() == wanted.generated.tolist()

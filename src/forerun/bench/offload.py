@@ -22,8 +22,8 @@ from forerun.core.settings import Settings
 from forerun.decoding.engine import Engine
 
 SLOWER = 20
-"""A link's share of the memory's bandwidth: as far apart as an accelerator's memory and its host's are (2,000 GB/s
-and, over PCIe 4.0 x16, 32 GB/s in each direction are 62; over PCIe 6.0, 16)."""
+"""How many times slower the simulated link is than memory. An A100 reads its memory 62 times as fast as its host's
+(2,000 GB/s, and 32 GB/s over PCIe 4.0); PCIe 6.0 would make that 16."""
 TRIES = 5
 """How often the memory's bandwidth is measured; the median counts."""
 

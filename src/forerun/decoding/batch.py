@@ -85,7 +85,7 @@ class Batch:
             raise ValueError(f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}")
         held = self._make(self.tokens(request)) if cache is None else cache
         own = cache is None and not held.offloaded
-        row = Row(request, held, self.chunk, held.offloaded and self._step.target.by_layers)
+        row = Row(request, held, self.chunk, self._step.target.reads_whole(held))
         with self._turns:
             try:
                 self._step.drafter.begin(request)

@@ -24,8 +24,7 @@ class Row:
         request: decoded in this row.
         cache: the target's, of this request.
         chunk: tokens of a chunk, at most.
-        by_layers: whether all chunks but the last are read in one pass, which goes layer by layer: what is offloaded is
-            then brought in once.
+        whole: whether all chunks but the last are read in one pass; see ``Scorer.reads_whole``.
         pending: tokens of the request's text that the cache does not hold, int64.
         drafting: whether the drafter knows the cache, because the prompt is read but for its last chunk.
         ready: whether the drafter has read of the prompt what it needs.
@@ -36,7 +35,7 @@ class Row:
     request: Request
     cache: FullCache
     chunk: int
-    by_layers: bool = False
+    whole: bool = False
     pending: IntArray = field(init=False)
     drafting: bool = False
     ready: bool = False
@@ -54,7 +53,7 @@ class Row:
     @property
     def next_chunk(self) -> int:
         """Pending tokens up to where the next chunk ends."""
-        if self.by_layers and self.unread:
+        if self.whole and self.unread:
             return self.unread
         return min(len(self.pending), self.chunk - self.cache.length % self.chunk)
 

@@ -261,10 +261,10 @@ class Chooser(OuterDrafter):
         if not cut.load.decoding:
             return
         size = self._draft_size(cut.load) * cut.nodes / len(cut.trees) if step.drafting else 0.0
-        times.step(cut.cost / self._cutter.surcharge if cut.nodes else cut.cost, step.seconds, not cut.nodes)
+        times.step(cut.plain, cut.added, step.seconds, not cut.nodes)
         times.asking.learn(len(cut.trees), step.asking)
         times.drafting.learn(size, step.drafting)
-        self._cutter.surcharge = times.surcharge
+        self._cutter.rise = times.rise
         asking = len(cut.trees) * times.asking_cost / cut.plain if step.asking else 0.0
         drafting = times.drafting_cost.at(size) if size else 0.0
         took = (cut.cost + drafting) / cut.plain

@@ -47,8 +47,7 @@ def read(
     done = 0
     while cache.length < len(text) and (most is None or done < most):
         count = cache.next_read(len(text))
-        if not (scorer.by_layers and isinstance(cache, FullCache) and cache.offloaded):
-            count = min(block_size, count)
+        count = count if scorer.reads_whole(cache) else min(block_size, count)
         block = Block(text[cache.length : cache.length + count], DraftTree.empty(), cache.length)
         scorer.score([block], [cache])
         cache.commit(block, [])

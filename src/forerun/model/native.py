@@ -39,10 +39,9 @@ class NativeScorer(Scorer):
         model: one that ``parts.known`` knows; see ``native``.
     """
 
-    @property
-    def by_layers(self) -> bool:
-        """See ``Scorer.by_layers``."""
-        return self._parts is not None
+    def reads_whole(self, cache: Cache) -> bool:
+        """See ``Scorer.reads_whole``."""
+        return self._parts is not None and isinstance(cache, FullCache) and cache.offloaded
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)

@@ -148,9 +148,9 @@ class Scorer:
             self.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [cache])
         return cache.shape
 
-    @property
-    def by_layers(self) -> bool:
-        """Whether a pass over many tokens and an offloaded cache goes through a layer with all before the next one."""
+    def reads_whole(self, cache: Cache) -> bool:
+        """Whether a text is read into this cache in one pass, which takes all of it through one layer before the next:
+        what is offloaded is then brought away once."""
         return False
 
     @property

@@ -27,6 +27,7 @@ from forerun.core.verify import Outcome
 from forerun.plan import sheet
 from forerun.plan.calibration import MEMORY, Table, forget, settle
 from forerun.plan.costs import CostCurve, FloatArray
+from forerun.plan.passes import AS_THE_CURVE_SAYS
 from forerun.plan.sheet import Sheet
 
 _UNSAID = np.empty(0)
@@ -70,7 +71,8 @@ class Cut:
         nodes: of all of them.
         tokens: expected of the step, over all rows.
         plain: cost of a pass without trees, as the curve has it.
-        cost: of this one.
+        added: to that by the trees, as the curve has it.
+        cost: of this one, as such passes lately were.
         load: of the batch.
     """
 
@@ -78,6 +80,7 @@ class Cut:
     nodes: int
     tokens: float
     plain: float
+    added: float
     cost: float
     load: Load
 
@@ -90,12 +93,13 @@ class Cutter:
         vocabulary: tokens that the target knows; by default all that there can be.
 
     Attributes:
-        surcharge: how much longer passes with trees take than the curve says, measured by passes without.
+        rise: how much longer passes with trees take than those without, by what the curve says that the trees add; both
+            as shares of a pass without.
     """
 
     def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
         self.costs = costs
-        self.surcharge = 1.0
+        self.rise = AS_THE_CURVE_SAYS
         self._vocabulary = vocabulary
         self._table, self._sheet = Table.empty(), Sheet.allocate(64)
         self._places: list[tuple[int, int]] = []  # where each row's tree is on the sheet
@@ -114,18 +118,17 @@ class Cutter:
         end = self._enter(requests, trees)
         plain = self.plain(load)
         if not end:
-            drafted = sum(map(len, trees))
-            return Cut(list(trees), drafted, load.rows, plain, self._whole(trees, load) if drafted else plain, load)
+            return self.whole(trees, load)
         fed = load.fed
         reading = self.costs.per_pair * np.array(load.cached, np.float64)
         curve, rate = self._curve(fed + end + 1), self._tokens / self._spent
-        kept, tokens, cost = sheet.choose(self._sheet, end, curve, fed, reading, plain, sunk, self.surcharge, rate)
+        kept, tokens, added = sheet.choose(self._sheet, end, curve, fed, reading, plain, sunk, *self.rise, rate)
         parts = list(trees)
         for row, tree in enumerate(trees):
             begin, end = self._places[row]
             if end > begin:
                 parts[row] = self._part(tree, begin, end) if kept else DraftTree.empty()
-        return Cut(parts, kept, load.rows + tokens, plain, cost, load)
+        return Cut(parts, kept, load.rows + tokens, plain, added, self._raised(plain, added, kept), load)
 
     def _enter(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> int:
         """Write trees without probes down."""
@@ -160,11 +163,13 @@ class Cutter:
 
     def whole(self, trees: Sequence[DraftTree], load: Load) -> Cut:
         """All of each tree."""
-        return Cut(list(trees), sum(map(len, trees)), load.rows, self.plain(load), self._whole(trees, load), load)
-
-    def _whole(self, trees: Sequence[DraftTree], load: Load) -> float:
+        plain, nodes = self.plain(load), sum(map(len, trees))
         tokens = [fed + len(tree) for fed, tree in zip(load.pending, trees, strict=True)]
-        return self.surcharge * self.cost(tokens, load.cached, load.beside)
+        added = self.cost(tokens, load.cached, load.beside) - plain
+        return Cut(list(trees), nodes, load.rows, plain, added, self._raised(plain, added, nodes), load)
+
+    def _raised(self, plain: float, added: float, nodes: int) -> float:
+        return self.rise.start * plain + self.rise.each * added if nodes else plain
 
     def learn(self, row: int, outcome: Outcome, drawn: bool) -> int:
         """Take in what became of a row's tree, whatever part of it was scored, or none.
@@ -211,7 +216,8 @@ class Cutter:
         drafts = np.arange(1, count + 1)
         curve = self._curve(fed + load.rows * count + 1)
         pairs = self.costs.per_pair * sum(load.cached) * drafts
-        return np.asarray(self.surcharge * (self.plain(load) - curve[fed] + curve[fed + load.rows * drafts] + pairs))
+        added = curve[fed + load.rows * drafts] - curve[fed] + pairs
+        return np.asarray(self.rise.start * self.plain(load) + self.rise.each * added)
 
     def _curve(self, count: int) -> FloatArray:
         """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, worked out once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import combinations
 from statistics import median
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from typing import NamedTuple
 RECALL = 15
 """Passes whose median counts: one that something else held up moves nothing, and a machine that slows down is noticed
 after half as many."""
+DOUBTED = 0.75
+"""Of the slopes between passes, the quantile that counts: a pass is undisturbed one time in four (``times.ALONE``)."""
 
 
 class Passes:
@@ -46,23 +49,67 @@ class Passes:
         """
         if self._unit is None:
             other = None if self._like is None else self._like.unit
-            seen = sorted(self._seen if other is None or self.known == RECALL else [*self._seen, other])
-            found = seen[int((len(seen) - 1) * self._quantile)] if len(seen) > 1 else other
+            seen = self._seen if other is None or self.known == RECALL else [*self._seen, other]
+            found = ranked(seen, self._quantile) if len(seen) > 1 else other
             if self.known < RECALL:
                 return found
             self._unit = found
         return self._unit
 
 
+def ranked(seen: Iterable[float], quantile: float) -> float:
+    """The one of these below which so large a share of the others lies; the lower one between two."""
+    ordered = sorted(seen)
+    return ordered[int((len(ordered) - 1) * quantile)]
+
+
 class Line(NamedTuple):
-    """What chains take: ``start`` to begin one, ``each`` for every unit of its size."""
+    """What something takes by its size: ``start``, and ``each`` for every unit of its size."""
 
     start: float
     each: float
 
     def at(self, size: float) -> float:
-        """A chain of this size."""
+        """Something of this size."""
         return self.start + self.each * size
+
+
+AS_THE_CURVE_SAYS = Line(1.0, 1.0)
+
+
+class Rise:
+    """How much longer passes take for the drafts in them, compared with what the curve says.
+
+    The curve does not know all. Drafting displaces what a pass reads from the processor's caches, so a pass with drafts
+    takes longer as a whole. And where keys come over a slow link, drafts add hardly anything, whatever they add
+    elsewhere. So the line through the passes seen lately counts, by the slopes between any two of them. Noise makes
+    slopes large and small alike; where it is most of what differs, the large ones win, and the curve's slope is the
+    most that is believed.
+
+    Args:
+        plain: passes without drafts.
+    """
+
+    def __init__(self, plain: Passes) -> None:
+        self._plain = plain
+        self._seen: deque[tuple[float, float]] = deque(maxlen=RECALL)
+
+    def learn(self, plain: float, added: float, seconds: float) -> None:
+        """A pass that costs ``plain`` without its drafts, which add so much to it, took so long."""
+        if plain > 0 and seconds > 0:
+            self._seen.append((added / plain, seconds / plain))
+
+    @property
+    def line(self) -> Line:
+        """By what drafts add, both as shares of what a pass without them costs and takes."""
+        unit, seen = self._plain.unit, self._seen
+        if not unit or not seen:
+            return AS_THE_CURVE_SAYS
+        points = list(seen) if len(seen) == RECALL else [*seen, (0.0, unit)]
+        slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(points, 2) if a != b]
+        each = min(max(ranked(slopes, DOUBTED), 0.0), unit) if slopes else unit
+        start = ranked((seconds - each * added for added, seconds in points), 0.5)
+        return Line(max(start, 0.0) / unit, each / unit)
 
 
 class Growth:

@@ -112,7 +112,8 @@ def choose(
     reading: FloatArray,
     plain: float,
     sunk: float,
-    surcharge: float,
+    lift: float,
+    slope: float,
     rate: float,
 ) -> tuple[int, float, float]:
     """Keep the nodes that give the most tokens by cost.
@@ -124,28 +125,29 @@ def choose(
         reading: what looking back costs a node of each row.
         plain: cost of the pass without nodes.
         sunk: what the step cost already.
-        surcharge: how much longer passes with nodes take than the curve says.
+        lift, slope: how much longer passes with nodes take: so many plain ones, and so many times what nodes add.
         rate: tokens by cost, of late; of a pass that reads a prompt only the nodes are ours to choose.
 
     Returns:
-        How many are kept, how many tokens they are expected to give, and the cost of the pass.
+        How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
     size, rows = _sort(sheet, end, reading, rate), len(reading)
     decoding = fed == rows
-    best, best_tokens, best_cost = 0, 0.0, plain
-    most = rows / (sunk + plain) if decoding else -rate * surcharge * plain
+    best, best_tokens, best_added = 0, 0.0, 0.0
+    most = rows / (sunk + plain) if decoding else -rate * lift * plain
     tokens, looking = 0.0, 0.0
     for number in range(size):
         node = sheet.order[number]
         tokens += sheet.chances[node]
         looking += reading[sheet.rows[node]]
-        cost = surcharge * (plain + curve[fed + number + 1] - curve[fed] + looking)
+        added = curve[fed + number + 1] - curve[fed] + looking
+        cost = lift * plain + slope * added
         value = (rows + tokens) / (sunk + cost) if decoding else tokens - rate * cost
         if value > most:
-            most, best, best_tokens, best_cost = value, number + 1, tokens, cost
+            most, best, best_tokens, best_added = value, number + 1, tokens, added
     for number in range(best):
         sheet.kept[sheet.order[number]] = 0
-    return best, best_tokens, best_cost
+    return best, best_tokens, best_added
 
 
 @compiled

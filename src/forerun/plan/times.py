@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forerun.plan.account import SHARE, START
-from forerun.plan.passes import Growth, Line, Passes
+from forerun.plan.passes import AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
 
 SETTLED = 2
 """Plain steps, each behind another one, before drafts that take passes are compared with them: among drafts a plain
@@ -19,22 +19,25 @@ class Times:
     def __init__(self) -> None:
         self.plain, self.asking = Passes(quantile=ALONE), Passes()
         self.drafted, self.drafting = Passes(self.plain), Growth(self.plain)
+        self._rise = Rise(self.plain)
         self._since = 0
         self._before_plain = False
 
-    def step(self, cost: float, seconds: float, empty: bool) -> None:
+    def step(self, plain: float, added: float, seconds: float, empty: bool) -> None:
         """A step took so long, from the end of drafting to the end of its pass.
 
         Args:
-            cost: of its pass by the curve.
+            plain: what its pass costs by the curve, but for drafts.
+            added: what they add.
             seconds: it took.
             empty: whether nothing was drafted.
         """
         self._since += 1
         if not empty:
-            self.drafted.learn(cost, seconds)
+            self.drafted.learn(plain + added, seconds)
+            self._rise.learn(plain, added, seconds)
         elif self._before_plain:
-            self.plain.learn(cost, seconds)
+            self.plain.learn(plain, seconds)
             self._since = 0
         self._before_plain = empty
 
@@ -44,10 +47,9 @@ class Times:
         return self.plain.known >= SETTLED
 
     @property
-    def surcharge(self) -> float:
-        """How much longer passes with drafts take than the curve says, measured by those without."""
-        plain, drafted = self.plain.unit, self.drafted.unit
-        return drafted / plain if self.settled and plain and drafted else 1.0
+    def rise(self) -> Line:
+        """How much longer passes with drafts take than those without, by what the curve says that the drafts add."""
+        return self._rise.line if self.settled else AS_THE_CURVE_SAYS
 
     @property
     def unit(self) -> float | None:
