@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.index.pinned import Pin, reader
 
 

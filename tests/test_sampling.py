@@ -210,3 +210,34 @@ def test_scores_are_float32_and_processed_with_the_ids_before(dtype: torch.dtype
 def test_an_unknown_method_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^method is 'beam'; allowed are 'greedy', 'coupled' and 'rejection'$"):
         Sampler("beam")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 16_384])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
+def test_the_best_tokens_are_those_of_the_noise_in_full(size: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(size)
+    for seed in range(20):
+        scores = spread * torch.randn(size, generator=generator)
+        if seed % 2:
+            scores[torch.rand(size, generator=generator) < 0.9] = -torch.inf
+        noisy = scores.double() + gumbel(seed, 3, size, Salt.TARGET)
+        wanted = [token for token in noisy.topk(min(4, size)).indices.tolist() if noisy[token] > -torch.inf]
+        sampler = Sampler("coupled", seed)
+        assert sampler.candidates(scores, 3, 4) == wanted
+        assert sampler.choose(scores, 3) == (wanted or [0])[0]
+
+
+def test_a_token_that_must_come_comes() -> None:
+    scores = torch.zeros(1000)
+    scores[700] = torch.inf
+    assert Sampler("coupled", 1).choose(scores, 0) == 700
+
+
+def test_the_largest_and_the_smallest_noise_are_compared_rightly() -> None:
+    """Keys for which some token's hash is all ones or all zeros."""
+    for bits in (MASK, 0):
+        key = (unsplitmix(bits) - 5 * GOLDEN) & MASK
+        seed = seed_for_key(key, 2, Salt.TARGET)
+        scores = torch.linspace(0, 80, 32)
+        noisy = scores.double() + gumbel(seed, 2, 32, Salt.TARGET)
+        assert Sampler("coupled", seed).candidates(scores, 2, 32) == noisy.argsort(descending=True).tolist()

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forerun
+from forerun.core.compiling import sources
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
 from forerun.drafters.trie import TrieDrafter
 from forerun.index import arrays, calls, multibranch, place
-from forerun.index.compiling import sources
 from forerun.index.trie import Form, Trie, TrieConfig
 
 VOCABULARY = 32
@@ -158,7 +158,7 @@ def test_kept_machine_code_is_thrown_away_when_any_source_of_its_package_changes
     """What was called is a part of it, and numba would only look at the file of the function itself."""
     package = tmp_path / "package"
     package.mkdir()
-    begin, inner = "from forerun.index.compiling import compiled\n", "@compiled\ndef inner(x):\n    return x + 1\n"
+    begin, inner = "from forerun.core.compiling import compiled\n", "@compiled\ndef inner(x):\n    return x + 1\n"
     outer = "from package.inner import inner\n@compiled\ndef outer(x):\n    return inner(x) * 10\n"
     (package / "inner.py").write_text(begin + inner)
     (package / "outer.py").write_text(begin + outer)

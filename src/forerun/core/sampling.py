@@ -14,7 +14,10 @@ from typing import Literal
 
 import torch
 
+from forerun.core import noise
+from forerun.core.compiling import COMPILES
 from forerun.core.constraint import Constraint
+from forerun.core.noise import BITS, GOLDEN, MIX1, MIX2
 
 Method = Literal["greedy", "coupled", "rejection"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -85,18 +88,15 @@ class Sampler:
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
         """The token at ``position`` (its index in the sequence, prompt included) for processed scores ``[V]``."""
-        return int(self._noisy(scores, position, salt).argmax())
+        if self.method == "greedy":
+            return int(scores.argmax())
+        return _sample(scores, self.seed, position, salt)
 
     def candidates(self, scores: torch.Tensor, position: int, count: int) -> list[int]:
         """The ``count`` best tokens, best first, or as many as can come; the first is the one that ``choose`` takes."""
-        best = self._noisy(scores, position, Salt.TARGET).topk(min(count, scores.shape[-1]))
-        found: list[int] = best.indices[best.values > -torch.inf].tolist()
-        return found
-
-    def _noisy(self, scores: torch.Tensor, position: int, salt: Salt) -> torch.Tensor:
         if self.method == "greedy":
-            return scores
-        return scores.double() + gumbel(self.seed, position, scores.shape[-1], salt, scores.device)
+            return _highest(scores, count)
+        return _best(scores, self.seed, position, Salt.TARGET, count)
 
     def inner(self) -> Sampler:
         """The sampler for speculative tokens in a drafter.
@@ -114,30 +114,48 @@ class Sampler:
         return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
 
 
+def _best(scores: torch.Tensor, seed: int, position: int, salt: Salt, count: int) -> list[int]:
+    """The best tokens with noise, best first."""
+    if scores.device.type == "cpu" and COMPILES:
+        found = noise.best(scores.contiguous().numpy(), _key(seed, position, salt), count)
+    else:
+        found = _highest(scores.double() + gumbel(seed, position, scores.shape[-1], salt, scores.device), count)
+    return found
+
+
+def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
+    """The best token with noise; 0 where none can come."""
+    return next(iter(_best(scores, seed, position, salt, 1)), 0)
+
+
+def _highest(scores: torch.Tensor, count: int) -> list[int]:
+    best = scores.topk(min(count, scores.shape[-1]))
+    found: list[int] = best.indices[best.values > -torch.inf].tolist()
+    return found
+
+
 _MASK64 = (1 << 64) - 1
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def uniform(seed: int, position: int, salt: Salt) -> float:
     """One number in (0, 1)."""
-    return ((_mix(_key(seed, position, salt)) >> 12) + 0.5) * 2.0**-52
+    return ((_mix(_key(seed, position, salt)) >> 64 - BITS) + 0.5) * 2.0**-BITS
 
 
 def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; entries do not depend on ``size``."""
     bits = torch.arange(size, dtype=torch.int64, device=device)
-    bits.mul_(_signed(_GOLDEN)).add_(_signed(_key(seed, position, salt)))
-    for shift, factor in ((30, _MIX1), (27, _MIX2)):
+    bits.mul_(_signed(GOLDEN)).add_(_signed(_key(seed, position, salt)))
+    for shift, factor in ((30, MIX1), (27, MIX2)):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31))
-    u = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # 52 bits: with 53, adding 0.5 could round up to 1
+    u = _shift_right(bits, 64 - BITS).double().add_(0.5).mul_(2.0**-BITS)
     return u.log_().neg_().log_().neg_()
 
 
 def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
     """A sample of an unnormalised distribution ``[V]``."""
-    noise = gumbel(seed, position, probability.shape[-1], salt, probability.device)
-    return int((probability.double().log() + noise).argmax())
+    return _sample(probability.double().log(), seed, position, salt)
 
 
 def _key(seed: int, position: int, salt: Salt) -> int:
@@ -146,9 +164,9 @@ def _key(seed: int, position: int, salt: Salt) -> int:
 
 def _mix(value: int) -> int:
     """One round of splitmix64 on a Python integer."""
-    value = (value + _GOLDEN) & _MASK64
-    value = ((value ^ value >> 30) * _MIX1) & _MASK64
-    value = ((value ^ value >> 27) * _MIX2) & _MASK64
+    value = (value + GOLDEN) & _MASK64
+    value = ((value ^ value >> 30) * MIX1) & _MASK64
+    value = ((value ^ value >> 27) * MIX2) & _MASK64
     return value ^ value >> 31
 
 

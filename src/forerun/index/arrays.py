@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
-from forerun.index.compiling import compiled
 from forerun.index.tables import CHUNK, ENTRY, SLOT, STATE, TEXT, RecordArray
 
 Int32Array = npt.NDArray[np.int32]

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.index.arrays import ORDERS, Index, mix
 from forerun.index.board import NONE, UNIGRAM, Board, candidate, clear
-from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, hear, look, stand
 from forerun.index.evidence import ENOUGH, complete, gather, gather_recent
 from forerun.index.frontier import (

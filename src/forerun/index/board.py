@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.index.arrays import ORDERS, Int32Array
-from forerun.index.compiling import compiled
 from forerun.index.tables import ABSENT, CANDIDATE, PREDICTION, RecordArray
 from forerun.index.trail import TRAIL_CELLS, WAYS
 

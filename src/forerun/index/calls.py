@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.index import bestfirst, learning, multibranch
 from forerun.index import place as place_module
 from forerun.index.arrays import Index
-from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft
 from forerun.index.mixing import untrained
 from forerun.index.pinned import reader

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.index.arrays import CLASSES, Index, add_slot, drop_slot, find
-from forerun.index.compiling import compiled
 
 FIRST_CLASS = 2
 """Size class of a context's first block: four rows, for a header and two followers."""

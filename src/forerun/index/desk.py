@@ -7,10 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import Int8Array, IntArray
 from forerun.index.arrays import ORDERS, HashArray, Index, Int32Array, find
 from forerun.index.board import Board, Facts
-from forerun.index.compiling import compiled
 from forerun.index.evidence import copy_cell
 from forerun.index.frontier import Frontier
 from forerun.index.history import UNWRITTEN, read

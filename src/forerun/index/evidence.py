@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.index.arrays import ORDERS, HashArray, Index, Int32Array, find, mix
 from forerun.index.board import (
     AHEAD_ON,
@@ -38,7 +39,6 @@ from forerun.index.board import (
     clear,
     context_input,
 )
-from forerun.index.compiling import compiled
 from forerun.index.foresight import foresee
 from forerun.index.history import FAR, UNWRITTEN
 from forerun.index.tables import OUTPUT, OWN, PROMPT, SHARED, RecordArray

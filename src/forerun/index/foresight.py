@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.index.arrays import Index, find
 from forerun.index.board import (
     AHEAD_CELLS,
@@ -23,7 +24,6 @@ from forerun.index.board import (
     class_of_count,
     class_of_total,
 )
-from forerun.index.compiling import compiled
 from forerun.index.history import UNWRITTEN, following, read
 from forerun.index.spelling import spelled
 from forerun.index.tables import PROMPT, RecordArray

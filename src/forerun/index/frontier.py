@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.core.origin import Origin
 from forerun.core.tree import IntArray
 from forerun.index.arrays import FloatArray
-from forerun.index.compiling import compiled
 from forerun.index.tables import SPAN, RecordArray
 
 ORDER_BITS, NODE_BITS = 3, 20

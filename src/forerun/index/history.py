@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.index.arrays import HashArray, Index, Int32Array, mix
-from forerun.index.compiling import compiled
 from forerun.index.tables import CHUNK, RecordArray
 
 REACH, LONGEST = 3, 5

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.index.arrays import Index, tight
-from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, hear, stand
 from forerun.index.evidence import ENOUGH, complete, gather, gather_recent
 from forerun.index.mixing import Mixer, teach, weigh

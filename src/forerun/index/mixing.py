@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from forerun.core.compiling import compiled
 from forerun.index.arrays import ORDERS, FloatArray
 from forerun.index.board import (
     AHEAD_CELLS,
@@ -41,7 +42,6 @@ from forerun.index.board import (
     Facts,
     context_input,
 )
-from forerun.index.compiling import compiled
 from forerun.index.history import UNWRITTEN
 from forerun.index.tables import OWN, SHARED
 from forerun.index.trail import AHEAD, GAPS, JOINS, KINDS

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT
 from forerun.index.arrays import ORDERS, Index, find, mix
 from forerun.index.board import NONE, Board, candidate, clear
-from forerun.index.compiling import compiled
 from forerun.index.desk import Desk, Draft, stand
 from forerun.index.evidence import WIDTH
 from forerun.index.frontier import above_of, empty, offer, origin_of, packed, token_of

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.index.arrays import ORDERS, HashArray, Index
-from forerun.index.compiling import compiled
 from forerun.index.contexts import count, uncount
 from forerun.index.history import (
     FAR,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.index.arrays import Int32Array
-from forerun.index.compiling import compiled
 from forerun.index.history import UNWRITTEN
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.index.arrays import Index, mix
-from forerun.index.compiling import compiled
 from forerun.index.contexts import times
 from forerun.index.history import UNWRITTEN, following, read
 from forerun.index.spelling import spelled

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.canonical import BLOCK, AttendCode, AttendOp, RowFields
 from forerun.kernels.memory import address_of, floats
 from forerun.kernels.rowwise import LOG2E, soften

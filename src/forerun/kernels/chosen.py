@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels import memory, team
 from forerun.kernels.memory import Job, Room, address_of, floats, integers, place
 from forerun.kernels.scan import CHUNK

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels import memory, team
 from forerun.kernels.memory import Job, Room, address_of, floats, place
 from forerun.kernels.tiles import (

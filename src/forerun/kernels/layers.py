@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.canonical import ROW_BYTES, read_row
 from forerun.kernels.memory import Job, floats, integers
 from forerun.kernels.rowwise import TO_FLOATS, rotate, scale, squares, widen, words

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.memory import Job, address_of, bytes_at, call5, call7, call8, doubles, floats
 from forerun.kernels.panels import few, many, transpose
 from forerun.kernels.rowwise import gated, words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.blocks import clear, copy_block, hide, join, pack_one, shared, soften_tile, tiles_of
 from forerun.kernels.canonical import (
     BLOCK,

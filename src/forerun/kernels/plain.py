@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.canonical import ROW_BYTES, AttendOp, RowFields, read_row
 from forerun.kernels.memory import bfloat16_at, doubles, floats, integers
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.memory import floats, integers
 from forerun.kernels.vector import LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.blocks import clear, copy_row, hide, join, pack_one, shared, soften_tile, tiles_of
 from forerun.kernels.canonical import BLOCK, PIECE, ROW_BYTES, AttendCode, AttendOp, RowFields, read_row
 from forerun.kernels.memory import call8, call9, floats, integers

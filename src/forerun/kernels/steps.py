@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.blocks import attend_code
 from forerun.kernels.canonical import read_attend, read_attend_code
 from forerun.kernels.layers import embed, norm, read_embed, read_norm, read_rotary, turn

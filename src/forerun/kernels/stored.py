@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels.formats import FORMATS
 from forerun.kernels.linear import GATE, begin_sums, finish
 from forerun.kernels.memory import Job, address_of, call5, call6, call7, call11, floats, integers

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.kernels import team
 from forerun.kernels.canonical import ATTEND
 from forerun.kernels.layers import EMBED, NORM, ROTARY

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 import forerun
-from forerun.index.compiling import sources
+from forerun.core.compiling import sources
 from forerun.kernels.vector import features, unusable
 from forerun.model.exactness import Exactness
 from forerun.model.parts import CHANGING, hooked

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.index.compiling import compiled
+from forerun.core.compiling import compiled
 from forerun.plan.costs import FloatArray
 
 FIRST_GUESS = 0.8

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT, IntArray
-from forerun.index.compiling import compiled
 from forerun.plan.calibration import DEPTHS, KINDS, Table, by_depth, corrected, count, kind_of, odds_of
 from forerun.plan.costs import FloatArray
 

@@ -18,6 +18,9 @@ import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+COMPILES = not numba.config.DISABLE_JIT
+"""Whether anything is compiled in this process."""
+
 
 def compiled(function: F) -> F:
     """Compile on the first call.
@@ -26,7 +29,7 @@ def compiled(function: F) -> F:
     ``NUMBA_DISABLE_JIT`` the function stays Python. It is compiled without numba's reference counts (``_nrt``), which
     took more time than the work, so it may not allocate anything.
     """
-    if numba.config.DISABLE_JIT:
+    if not COMPILES:
         return np.errstate(over="ignore")(function)  # hashes are meant to overflow
     try:
         dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)

@@ -1,0 +1,84 @@
+"""The best tokens under Gumbel noise, without working out the noise of all others.
+
+Noise comes from a uniform number u: g = -log(-log u). Two logarithms a token take longer than a small model's pass. But
+hardly any token can win: -log u is at least 1 - u, so g is at most -log(1 - u), and log2 of a float is at least what
+its bits say as a fixed-point number. That bound takes no logarithm. The tokens whose bound exceeds the best score so
+far get their noise in full.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.core.compiling import compiled
+
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of splitmix64."""
+BITS = 52
+"""Of the hash that make a uniform number. With 53, adding 0.5 could round up to 1."""
+
+_GOLDEN, _MIX1, _MIX2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
+_SHIFT1, _SHIFT2, _SHIFT3, _REST = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64 - BITS)
+_ONES = np.uint64((1 << BITS) - 1)
+_UNIT = 2.0**-BITS
+_LOG2 = math.log(2.0)
+_EXPONENT = 1023.0 + BITS  # of 2 ** -BITS in a float's bits
+_SLACK = 1e-6  # more than the bound's own rounding
+_BLOCK = 512  # tokens whose bounds are worked out together, so that the loop is vectorised
+
+
+def best(scores: npt.NDArray[Any], key: int, count: int) -> list[int]:
+    """The tokens with the highest sum of score and noise, best first.
+
+    Args:
+        scores: float ``[V]``; minus infinity for tokens that cannot come.
+        key: of the noise; 64 bits.
+        count: tokens to find, at most.
+    """
+    found, sums = np.empty(count, np.int64), np.empty(count, np.float64)
+    size = _search(scores, np.uint64(key), np.empty(_BLOCK, np.float64), found, sums)
+    return found[:size].tolist()  # type: ignore[no-any-return]
+
+
+@compiled
+def _hash(key: np.uint64, token: int) -> np.int64:
+    bits = key + np.uint64(token) * _GOLDEN
+    bits = (bits ^ (bits >> _SHIFT1)) * _MIX1
+    bits = (bits ^ (bits >> _SHIFT2)) * _MIX2
+    return np.int64((bits ^ (bits >> _SHIFT3)) >> _REST)
+
+
+@compiled
+def _search(
+    scores: npt.NDArray[Any],
+    key: np.uint64,
+    bounds: npt.NDArray[np.float64],
+    found: npt.NDArray[np.int64],
+    sums: npt.NDArray[np.float64],
+) -> int:
+    """Fill ``found`` and ``sums``; how many there are."""
+    raw, size, least = bounds.view(np.int64), 0, -np.inf
+    for first in range(0, len(scores), len(bounds)):
+        count = min(len(bounds), len(scores) - first)
+        for i in range(count):
+            bounds[i] = float(np.int64(_ONES) - _hash(key, first + i)) + 0.5  # 1 - u, in units of 2 ** -BITS
+        for i in range(count):
+            bounds[i] = scores[first + i] + _LOG2 * (_EXPONENT - raw[i] * _UNIT) + _SLACK
+        for i in range(count):
+            if bounds[i] > least:
+                u = (float(_hash(key, first + i)) + 0.5) * _UNIT
+                value = float(scores[first + i]) - math.log(-math.log(u))
+                if value > least:
+                    at = min(size, len(found) - 1)
+                    while at > 0 and sums[at - 1] < value:
+                        sums[at], found[at] = sums[at - 1], found[at - 1]
+                        at -= 1
+                    sums[at], found[at] = value, first + i
+                    size = min(size + 1, len(found))
+                    if size == len(found):
+                        least = sums[size - 1]
+    return size
