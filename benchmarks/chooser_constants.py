@@ -26,10 +26,9 @@ import torch
 
 CONSTANTS = {
     "plan/account.py": ("SHARE", "START", "SAVINGS"),
-    "plan/calibration.py": ("FIRST_GUESS", "DOUBT", "UNSEEN", "MEMORY", "DEPTHS"),
+    "plan/calibration.py": ("FIRST_GUESS", "DOUBT", "UNSEEN", "MEMORY"),
     "plan/chains.py": ("AGREEING",),
-    "plan/passes.py": ("RECALL",),
-    "plan/times.py": ("SETTLED", "ALONE"),
+    "plan/passes.py": ("RECALL", "ALONE"),
     "drafters/chooser.py": ("LEAST", "GROWTH"),
 }
 BELOW_ONE = ("FIRST_GUESS", "MEMORY")

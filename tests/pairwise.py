@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 
 Cell = tuple[Hashable, ...]
 Pair = tuple[int, Hashable, int, Hashable]
 """Two factors by their place in a cell, each with its value."""
 
 
-def pairs(cell: Cell) -> set[Pair]:
-    """Which values meet in a cell."""
-    return {(i, cell[i], j, cell[j]) for i, j in itertools.combinations(range(len(cell)), 2)}
+def pairs(cell: Cell, apart: Collection[tuple[int, int]] = ()) -> set[Pair]:
+    """Which values meet in a cell, but for those of factors that need not."""
+    meeting = itertools.combinations(range(len(cell)), 2)
+    return {(i, cell[i], j, cell[j]) for i, j in meeting if (i, j) not in apart}
 
 
-def pairwise(cells: Iterable[Cell]) -> list[Cell]:
+def pairwise(cells: Iterable[Cell], apart: Collection[tuple[int, int]] = ()) -> list[Cell]:
     """Of the cells that there are, so many that whatever two values meet in one of them meet in one that is chosen.
 
     Greedy, in one go over the cells for each number of pairs that a cell may bring: those that bring the most come
@@ -23,14 +24,15 @@ def pairwise(cells: Iterable[Cell]) -> list[Cell]:
 
     Args:
         cells: each with as many values as the others, and none twice.
+        apart: factors, two by two and the first one first, whose values need not meet.
     """
     bits: dict[Pair, int] = {}
     waiting = []
     for cell in spread(list(cells)):
-        brings = sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs(cell))
+        brings = sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs(cell, apart))
         waiting.append((cell, brings))
     missing, chosen = (1 << len(bits)) - 1, []
-    for most in range(len(pairs(waiting[0][0])), 0, -1):
+    for most in range(len(pairs(waiting[0][0], apart)), 0, -1):
         left = []
         for cell, brings in waiting:
             new = (missing & brings).bit_count()

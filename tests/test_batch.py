@@ -69,8 +69,19 @@ class Reads:
         return sum(map(sum, self.passes))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("drafter", ["none", "trie", "triforce", "triforce-trie", "low-rank", "retrieval"])
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+COMING = ("none", "trie", "triforce", "triforce-trie", "low-rank", "retrieval")
+
+
+@pytest.mark.parametrize(
+    ("drafter", "dtype"),
+    [
+        pytest.param(drafter, dtype, marks=[pytest.mark.matrix] * ((i - j) % 3 > 0))
+        for i, drafter in enumerate(COMING)
+        for j, dtype in enumerate(DTYPES)
+    ],
+    ids=str,
+)
 def test_rows_that_come_and_go_get_the_text_they_get_alone(drafter: str, dtype: torch.dtype) -> None:
     one = engine(drafter, dtype)
     alone = engine("none", dtype)

@@ -1,7 +1,8 @@
 """The promise: every drafter, type, batch and way of sampling gives, bit for bit, the text that plain generation gives.
 
-``make test`` takes so many cells of the matrix that every two values meet, ``make matrix`` takes all of them. In a cell
-nothing goes by a clock: all that is drafted is scored, and some of it has to be accepted.
+``make test`` takes so many cells of the matrix that every two values meet, except that not every architecture meets
+every drafter. ``make matrix`` takes all of them. In a cell nothing goes by a clock: all that is drafted is scored, and
+some of it has to be accepted.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ EVERY = [
 ]
 EVERY = list(dict.fromkeys(EVERY))
 """The matrix: every architecture and type with every drafter, and three of them with every budget and choice, too."""
-FEW = pairwise(cells(tuple(ARCHITECTURES), DRAFTERS, BUDGETS, together=TOGETHER))
+APART = ((0, 4),)
+FEW = pairwise(cells(tuple(ARCHITECTURES), DRAFTERS, BUDGETS, together=TOGETHER), APART)
 """What is tested each time, of all that can be combined."""
 
 
@@ -168,17 +170,18 @@ def test_output_equals_plain_generation_in_every_cell(cell: Cell) -> None:
 
 
 def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice() -> None:
-    meet = [set().union(*map(pairs, some)) for some in (FEW, EVERY)]
+    meet = [set().union(*(pairs(cell, APART) for cell in some)) for some in (FEW, EVERY)]
     assert meet[0] >= meet[1]
     values = [set(column) for column in zip(*FEW, strict=True)]
     assert values[:5] == [set(ARCHITECTURES), set(DTYPES), set(SAMPLING), set(TOGETHER), set(DRAFTERS)]
     assert values[5:] == [{*BUDGETS, None}, {"", "low-rank", *POLICIES}]
-    for i, j in itertools.combinations(range(5), 2):  # what meets in any case, counted on its own
+    for i, j in {*itertools.combinations(range(5), 2)} - {*APART}:  # what meets in any case, counted on its own
         assert {(cell[i], cell[j]) for cell in FEW} == set(itertools.product(values[i], values[j]))
     assert {cell[4:] for cell in EVERY if cell[4] in LEVELS} >= set(
         itertools.product(LEVELS, BUDGETS, ("low-rank", *POLICIES))
     )
-    assert len(set(FEW)) == len(FEW) < 300 and len(set(EVERY)) == len(EVERY)
+    assert len(set(FEW)) == len(FEW) < 150 and len(set(EVERY)) == len(EVERY)
+    assert {cell[::4] for cell in EVERY} == set(itertools.product(ARCHITECTURES, DRAFTERS))
     assert len(set(map(name_of, FEW))) == len(FEW)
 
 

@@ -77,8 +77,16 @@ def texts(one: Engine, drafter: str, lengths: Sequence[int], **how: Any) -> list
 
 
 @NATIVE
-@pytest.mark.parametrize("place", ["host", "file and host"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "place"),
+    [
+        (torch.float32, "file and host"),
+        (torch.bfloat16, "host"),
+        pytest.param(torch.float32, "host", marks=pytest.mark.matrix),
+        pytest.param(torch.bfloat16, "file and host", marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
 def test_every_bit_is_that_of_a_text_on_the_device(dtype: torch.dtype, place: str, tmp_path: Path) -> None:
     plain, away = engines(model("qwen2", dtype), **_tiers(place, tmp_path))
     assert isinstance(away.target, NativeScorer)

@@ -12,6 +12,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     SynthIDTextWatermarkLogitsProcessor,
+    TopPLogitsWarper,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
@@ -19,7 +20,8 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 import forerun
 from forerun.core.settings import Settings
 from forerun.drafters.lookup import LookupDrafter
-from forerun.model.processors import stateless
+from forerun.model.nucleus import Nucleus
+from forerun.model.processors import of_row, stateless
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
@@ -220,3 +222,23 @@ def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name: str) 
         assert engine.generate(PROMPT, **options).generated == [expected]
     custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": "lookup"}
     assert by_transformers(PROMPT, **options, **custom) == expected
+
+
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize("p", [0.0, 0.05, 0.5, 0.9, 0.999])
+def test_top_p_keeps_what_transformers_keeps(p: float, least: int) -> None:
+    warper, generator = TopPLogitsWarper(p, min_tokens_to_keep=least), torch.Generator().manual_seed(1)
+    for spread in (0.0, 0.5, 3.0, 30.0):
+        scores = spread * torch.randn(1, 5000, generator=generator)
+        scores[:, torch.rand(5000, generator=generator) < 0.3] = -torch.inf
+        found, wanted = Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores)
+        if spread:  # where all are alike, which of them are kept is nobody's promise
+            assert torch.equal(found, wanted)
+        assert abs(int(found.isfinite().sum()) - int(wanted.isfinite().sum())) <= 1
+
+
+def test_every_row_gets_the_quick_top_p_and_drafts_may_use_it() -> None:
+    processor = of_row([TopPLogitsWarper(0.5)], MODEL, row=1, rows=2)
+    scores = torch.randn(1, 100)
+    assert processor is not None and stateless(Nucleus(TopPLogitsWarper(0.5)))
+    assert torch.equal(processor(torch.zeros(1, 1), scores), TopPLogitsWarper(0.5)(torch.zeros(1, 1), scores))

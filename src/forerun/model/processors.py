@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
 from forerun.core.sampling import Processor, Remembering
+from forerun.model.nucleus import Nucleus
 
 HOME = "transformers.generation.logits_process"
 STATELESS = frozenset(
@@ -56,7 +57,7 @@ def of_row(
     Raises:
         NotImplementedError: for several rows and a processor that cannot be copied.
     """
-    own = [_of_place(each, row, place) if stateless(each) else each for each in processors]
+    own = [_quick(_of_place(each, row, place)) if stateless(each) else each for each in processors]
     if rows > 1:
         own = [each if stateless(each) else _copied(each, model) for each in own]
     whole, pure = _in_turn(own), [each for each in own if stateless(each)]
@@ -84,6 +85,10 @@ def _copied(processor: Any, model: PreTrainedModel) -> Any:
         f"several rows need a copy each, which cannot be made ({reason}); generate one row at a time, or set "
         f"{DECLARATION} = True on it if its result depends on nothing but ids and scores"
     )
+
+
+def _quick(processor: Any) -> Any:
+    return Nucleus(processor) if type(processor) is TopPLogitsWarper else processor
 
 
 def _of_place(processor: Any, row: int, place: int) -> Any:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 RECALL = 15
 """Passes whose median counts: one that something else held up moves nothing, and a machine that slows down is noticed
 after half as many."""
-DOUBTED = 0.75
-"""Of the slopes between passes, the quantile that counts: a pass is undisturbed one time in four (``times.ALONE``)."""
+ALONE = 0.25
+"""The share of passes that are taken to be undisturbed. What disturbs a pass only ever slows it, so what passes take
+alone is this quantile of what they took."""
 
 
 class Passes:
@@ -107,7 +108,7 @@ class Rise:
             return AS_THE_CURVE_SAYS
         points = list(seen) if len(seen) == RECALL else [*seen, (0.0, unit)]
         slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(points, 2) if a != b]
-        each = min(max(ranked(slopes, DOUBTED), 0.0), unit) if slopes else unit
+        each = min(max(ranked(slopes, 1 - ALONE), 0.0), unit) if slopes else unit
         start = ranked((seconds - each * added for added, seconds in points), 0.5)
         return Line(max(start, 0.0) / unit, each / unit)
 

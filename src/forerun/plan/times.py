@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from forerun.plan.account import SHARE, START
-from forerun.plan.passes import AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
+from forerun.plan.passes import ALONE, AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
 
-SETTLED = 2
-"""Plain steps, each behind another one, before drafts that take passes are compared with them: among drafts a plain
-step takes longer, for drafting displaces what it reads from caches."""
-
-ALONE = 0.25
-"""Of plain passes, the quantile that counts: what disturbs one only ever slows it, and one in four is undisturbed."""
+PAIR = 2
+"""Plain steps that show what one of them takes: among drafts a plain step takes longer, for drafting displaces what it
+reads from the processor's caches. So one counts that comes behind another."""
 
 
 class Times:
@@ -44,7 +41,7 @@ class Times:
     @property
     def settled(self) -> bool:
         """Whether it is known what plain steps take."""
-        return self.plain.known >= SETTLED
+        return self.plain.unit is not None
 
     @property
     def rise(self) -> Line:
@@ -72,4 +69,4 @@ class Times:
         were, or not for so long that it costs less than the share of time that may be lost."""
         if not self.settled:
             return gain - 1.0 <= START
-        return self._since * SHARE > SETTLED * max(gain, 1.0)
+        return self._since * SHARE > PAIR * max(gain, 1.0)
