@@ -1,12 +1,11 @@
-"""Takes from each source what gives the most tokens a second: branches of a tree, a chain that a model drafts, nothing.
+"""Chooses at every step what gives the most tokens a second: a tree from texts, a chain from a model, or nothing.
 
-A tree costs next to nothing to propose and is there before anything is decided: its best part gives so many tokens for
-so much time. A chain takes passes of its own. What it would give is known from what chains gave before, and what those
-passes take. The better one is taken, at every step anew: a passage that is quoted goes by the tree, and the next
-sentence, which nobody has seen, by the model.
+A tree costs next to nothing to propose, so it is asked for first, and cut to its best part. A chain takes passes of its
+own. Its value is estimated from earlier chains, and from the time of those passes. The better of the two is taken: the
+tree where a passage is quoted, the model in the next sentence, which nobody has seen.
 
-Estimates can be wrong. So every source has an account (``plan/account.py``): of all time it may lose a small share, and
-what it saved before, and no more.
+Estimates can be wrong. So every source has a budget (``plan/account.py``): it may lose what it saved before, and a
+small share of all time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from forerun.plan.passes import Line
 from forerun.plan.times import Times
 
 LEAST, GROWTH = 8, 4
-"""Nodes of a row that are asked for at least, and for each that was worth scoring in the step before: to propose a node
-takes time whether it is scored or not."""
+"""Nodes that a source is asked for: at least ``LEAST`` per row, and ``GROWTH`` for each that was scored in the step
+before. Proposing takes time, whether the nodes are scored or not."""
 
 
 @dataclass(slots=True)
@@ -39,14 +38,14 @@ class _Step:
     """A step under way, and what came of it."""
 
     rows: dict[int, int]
-    """The number of each request's row in what was cut; those whose outcome is still to come."""
+    """The row number of each request whose outcome is still to come."""
     drawn: list[bool]
-    """Whether its branches carry ``q``."""
+    """Whether each row's tree carries ``q``."""
     cut: Cut
-    """What is scored: the branches, or the chains."""
+    """What is scored: the trees, or the chains."""
     source: Source | None
     asking: float
-    """Seconds until there were branches; 0 where none were asked for."""
+    """Seconds until there were trees; 0 where none were asked for."""
     drafting: float
     """Seconds of the chains' passes."""
     ended: float
@@ -56,22 +55,22 @@ class _Step:
     tokens: int = 0
     accepted: int = 0
     foreseen: int = 0
-    """Nodes of branches that came true, scored or not."""
+    """Nodes of trees that were right, scored or not."""
 
 
 class Chooser(OuterDrafter):
-    """Chooses between two sources, and how much of them.
+    """Chooses between two sources of drafts, and how much of them is scored.
 
     Args:
-        inner: told of all that happens; one of the sources, or what holds both.
-        trees: proposes branches, at next to no cost.
-        chains: drafts chains of at most the budget it is given, with passes of a model.
-        most: tokens of a chain, at most.
-        reach: cached tokens that such a pass looks back on, at most; None for all.
-        beyond: cached tokens up to which such a pass would be the target's own.
-        weight: what such a pass costs, until it was seen, where one of the target's over as many cached tokens costs 1.
-        costs: of the target's passes; measured where none are given.
-        clock: seconds.
+        inner: receives all events; one of the sources, or a drafter that contains both.
+        trees: proposes trees, at next to no cost.
+        chains: drafts chains with passes of a model.
+        most: maximum length of a chain, in tokens.
+        reach: maximum number of cached tokens that a drafting pass reads; None for all.
+        beyond: number of cached tokens up to which a drafting pass would read as much as the target's.
+        weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1.
+        costs: of the target's passes; measured if not given.
+        clock: gives seconds.
     """
 
     sized = True
@@ -119,8 +118,8 @@ class Chooser(OuterDrafter):
     def prefilled(self, request: Request, cache: Cache) -> None:
         """See ``Drafter.prefilled``.
 
-        What chains need of a prompt belongs to reading it: it is made now where they could pay if all of them were
-        accepted, and elsewhere when the first one is asked for.
+        Chains need a sparse cache of the prompt. It is made now if chains could pay at all, else when the first one is
+        asked for.
         """
         self._prompts[request.id] = cache
         load = Load([1], [len(request) - 1])
@@ -128,7 +127,7 @@ class Chooser(OuterDrafter):
             self._prepare([request])
 
     def _could_pay(self, load: Load, most: int) -> bool:
-        """Whether chains of at most so many tokens could give more than plain steps, if all of them were accepted."""
+        """Whether chains of at most so many tokens would pay if all of them were accepted."""
         if max(load.cached) < self.beyond or most < 1:
             return False
         passes = self._cutter.passes(load, most)
@@ -141,7 +140,7 @@ class Chooser(OuterDrafter):
                 self._behind.add(request.id)
 
     def _prepared(self, requests: Sequence[Request]) -> bool:
-        """Whether chains have all they need of the prompts; reads on in a piece of each that they have not."""
+        """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not."""
         self._prepare(requests)
         behind = [request for request in requests if not self.catch_up(request, READ_BLOCK)]
         return not behind
@@ -162,7 +161,7 @@ class Chooser(OuterDrafter):
         super().finish(request)
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """What pays: the best part of each tree, or chains, or nothing."""
+        """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
         pending = [request.unread for request in requests]
         load = Load(pending, [len(request) - request.unread for request in requests], self.beside)
         asking = len(requests) * self._times.asking_cost
@@ -191,8 +190,7 @@ class Chooser(OuterDrafter):
         return cut.trees
 
     def _length(self, requests: Sequence[Request], cut: Cut, sunk: float, budget: int) -> int | None:
-        """Tokens of the chains that give more than the trees by cost, or are to be tried; 0 if there are none, and None
-        if it has to be seen what a plain step takes."""
+        """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""
         load, rows, rate = cut.load, len(requests), cut.tokens / (sunk + cut.cost)
         if self.chains is None or not load.decoding or max(load.cached) < self.beyond:
             return 0
@@ -216,12 +214,12 @@ class Chooser(OuterDrafter):
         return int(not cut.nodes and may_try)
 
     def _draft_cost(self, load: Load) -> Line:
-        """What drafting chains for every row costs by their tokens, in the curve's units."""
+        """Cost of drafting chains for every row by their length, in the curve's units."""
         start, each = self._times.drafting_cost
         return Line(start, each * self._draft_size(load))
 
     def _draft_size(self, load: Load) -> float:
-        """What a drafting pass costs, going by what it reads."""
+        """Estimated cost of a drafting pass, by the cached tokens that it reads."""
         seen = [length if self.reach is None else min(length, self.reach) for length in load.cached]
         return self.weight * self._cutter.cost([1] * len(seen), seen)
 
@@ -235,14 +233,14 @@ class Chooser(OuterDrafter):
         super().observe(request, outcome)
 
     def _close(self, step: _Step) -> None:
-        """Learn from a step when all rows were heard of that are still there."""
+        """Learn from a step when the outcome of every remaining row is known."""
         if not step.rows:
             self._step = None
             if step.seen:
                 self._learn(step)
 
     def _count(self, step: _Step, row: int, request: Request, outcome: Outcome) -> None:
-        """What became of a row; what its branches foresaw is counted, scored or not."""
+        """Count a row's outcome; nodes of its tree count whether they were scored or not."""
         accepted, chain = len(outcome.verdict.path), step.source == "chain"
         step.seen += 1
         step.tokens += len(outcome.verdict.tokens)
@@ -254,8 +252,8 @@ class Chooser(OuterDrafter):
             step.foreseen += self._cutter.learn(row, outcome, step.drawn[row])
 
     def _learn(self, step: _Step) -> None:
-        """What the step took, and what it saved; what branches foresaw and was not scored would have saved as much, and
-        asking for them is worth it."""
+        """Learn the step's times, and book what it saved. Right nodes that were not scored are booked, too: they would
+        have saved a step each, so asking for trees is worth its time."""
         cut, times, rows = step.cut, self._times, step.seen
         self._cutter.end(cut, step.tokens)
         if not cut.load.decoding:

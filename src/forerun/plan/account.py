@@ -1,4 +1,8 @@
-"""What drafts may lose: a share of all time, so that where nothing can be foreseen plain decoding is hardly slower."""
+"""A budget for drafts that do not pay.
+
+Estimates can be wrong, and only drafting shows it. The time lost that way stays under a small share of all time. So a
+text that cannot be predicted takes hardly longer than with plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,18 @@ from typing import Literal
 
 Source = Literal["tree", "chain"]
 SHARE = 0.01
-"""Of all time, that drafts which did not pay may take."""
+"""The share of all time that drafts without success may take."""
 START = 1.0
-"""Plain steps that may be lost at first, and at once by a source that saved nothing. A single draft may cost more: no
-more than a step, or it could not pay."""
+"""The budget at first, and its maximum for a source without savings, in plain steps."""
 SAVINGS = 16.0
-"""Plain steps of what drafts saved that they may lose again: how long a source that was good is believed in after it is
-not any more."""
+"""The maximum of a source's savings, in plain steps: how long a source is trusted after it stops paying."""
 
 
 class Account:
-    """Books what steps with drafts took against what plain steps would have taken for the same tokens.
+    """Compares the time of steps with drafts to what plain steps would have taken for the same tokens.
 
-    A source lives on what it saved, and all of them on a share of all time. Amounts are plain steps, so that batches
-    and contexts of any size share an account.
+    Each source may lose what it saved before. Beyond that, all sources share one budget, which grows with time. Amounts
+    are in plain steps, so that batches and contexts of any size share an account.
     """
 
     def __init__(self) -> None:
@@ -31,12 +33,13 @@ class Account:
         return self._saved[source] + self._common
 
     def affords(self, source: Source, cost: float) -> bool:
-        """Whether this source may lose so much, which is to be tried now and then however much it is."""
+        """Whether this source may lose so much. More than ``START`` never is in the budget, so such a cost is allowed
+        when the budget is full: every source is tried now and then."""
         return self.left(source) >= min(cost, START) and self.left(source) > 0
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing was lost lately, so that something may be tried."""
+        """Whether the common budget is full: nothing was lost lately, so something may be tried."""
         return self._common == START
 
     def pass_by(self, took: float) -> None:

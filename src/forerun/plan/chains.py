@@ -1,9 +1,9 @@
-"""Chains that take passes of a model to draft: how long they should be, and what they give.
+"""Chains that a model drafts: how long they should be, and what they give.
 
-For a chain whose tokens are accepted with probability a, a step over n drafts commits (1 - a^(n+1)) / (1 - a) tokens
-(Leviathan et al., 2023, equation 1), and takes the time to draft n tokens and to verify them. A model knows more: how
-likely it found each token. From that, and from what was accepted of tokens like it, a chain's chance is known as it
-grows, and it ends where the next token would bring less than the time it takes is worth elsewhere.
+If each token is accepted with probability a, a step over n drafts commits (1 - a^(n+1)) / (1 - a) tokens (Leviathan et
+al., 2023, equation 1). It takes the time to draft n tokens and to verify them. The drafting model also states how
+likely each token is. So the chance that the whole chain is accepted is known while it grows, and it ends where one more
+token would cost more time than it is expected to save.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from forerun.plan.calibration import (
     corrected,
     count,
     forget,
-    kind_of,
+    group_of,
     odds_of,
     settle,
 )
@@ -31,8 +31,8 @@ from forerun.plan.costs import FloatArray
 from forerun.plan.passes import Line
 
 AGREEING = 0.2
-"""A token of probability p is taken to be accepted with probability p to this power at first: where a model is not sure
-either, the target often chooses the same."""
+"""At first a token of probability p is taken to be accepted with probability p to this power: where the model is
+unsure, the target still often chooses the same token."""
 
 
 class Length(NamedTuple):
@@ -44,7 +44,7 @@ class Length(NamedTuple):
 
 @dataclass
 class Acceptance:
-    """How often drafts are accepted that were put to the test."""
+    """The acceptance rate: accepted of tested drafts. Those behind a rejected one are not tested."""
 
     tested: float = DOUBT
     accepted: float = DOUBT * FIRST_GUESS
@@ -75,7 +75,7 @@ class Chains:
         """Whether who drafts asks where chains end."""
 
     def begin(self, request: Request) -> None:
-        """A text of which nothing is known: what other texts accepted, counted as a first guess is."""
+        """Start a text with the acceptance rate of all texts, weighed as a first guess."""
         self._rates[request.id] = Acceptance(DOUBT, DOUBT * self._all.rate)
 
     def finish(self, request: Request) -> None:
@@ -93,19 +93,19 @@ class Chains:
         return best([self._rates[request.id].rate for request in requests], draft, passes)
 
     def open(self, requests: Sequence[Request], price: float) -> None:
-        """Chains begin to grow; a token of a row has to be likelier than ``price`` to be accepted."""
+        """Start new chains. Each grows as long as the chance that all of it is accepted is above ``price``."""
         self._price, self._likely = price, {}
         self._alive = {request.id: 1.0 for request in requests}
 
     def enough(self, request: Request, likely: float) -> bool:
-        """Whether the token behind this one, which the model found so likely, would cost more than it brings."""
+        """Whether the chain should end with this token, to which the model gave the probability ``likely``."""
         self.asked = True
         self._likely.setdefault(request.id, []).append(likely)
         self._alive[request.id] *= corrected(self._table, odds_of(likely**AGREEING))
         return self._alive[request.id] < self._price
 
     def count(self, request: Request, accepted: int, drafted: int) -> None:
-        """What became of a row's chain."""
+        """Learn from a row's verified chain."""
         if not drafted:
             return
         for acceptance in (self._rates[request.id], self._all):
@@ -114,7 +114,7 @@ class Chains:
             forget(self._table)
             for depth, said in enumerate(likely):
                 odds = odds_of(said**AGREEING)
-                count(self._table, kind_of(odds), odds, depth < accepted)
+                count(self._table, group_of(odds), odds, depth < accepted)
             settle(self._table)
 
 

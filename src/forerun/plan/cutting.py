@@ -1,16 +1,15 @@
-"""Which nodes of trees are worth scoring: those that give the most tokens for the time that the pass takes.
+"""Which nodes of trees are worth scoring: those that maximise expected tokens over the time of the pass.
 
-A pass costs what its ``CostCurve`` says, and a node adds its chance of being accepted to the tokens that it gives. So
-the likeliest nodes are taken, over all rows of the batch, up to the number that gives the most tokens by cost. Where
-the pass reads a prompt, only the nodes are ours to choose: a node must give as many tokens for what it adds to the cost
-as passes lately gave for all of theirs.
+The ``CostCurve`` gives the cost of a pass. A node adds its chance of being accepted to the expected tokens. So the
+likeliest nodes of all rows are taken, as many as maximise tokens over cost. A pass that reads a prompt has to be made
+anyway. There, a node must give at least as many tokens for its cost as recent passes gave for theirs.
 
-A node's chance is the drafter's, corrected by what became of nodes like it (``calibration.py``). All that was proposed
-is counted, scored or not, for what was committed shows whether it would have been right. Under rejection sampling a
-drawn token's own probability must not decide about it, and whether it would have been accepted is not known unless it
-is scored: trees with ``q`` are judged by depth, by what was scored.
+A node's chance is the one that the drafter states, corrected by how often similar nodes were right
+(``calibration.py``). Nodes that were not scored count as well, because the committed text shows whether they were
+right. Rejection sampling is different: the decision must not depend on the drawn token's own probability, and only
+scoring shows whether it is accepted. So nodes with ``q`` are judged by their depth, and count only if they were scored.
 
-Nothing here looks at a clock: for a given curve, what is cut repeats exactly.
+Nothing here looks at a clock: for a given curve, the choice repeats exactly.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ class Cutter:
         vocabulary: tokens that the target knows; by default all that there can be.
 
     Attributes:
-        rise: how much longer passes with trees take than those without, by what the curve says that the trees add; both
-            as shares of a pass without.
+        rise: the correction of the curve for passes with trees; see ``Rise``.
     """
 
     def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
@@ -113,7 +111,7 @@ class Cutter:
             requests: the rows.
             trees: one for each.
             load: of the rows.
-            sunk: what the step cost already, in the curve's units: the more, the more is worth scoring in it.
+            sunk: what the step has cost already, in the curve's units. The more, the more nodes are worth scoring.
         """
         end = self._enter(requests, trees)
         plain = self.plain(load)
@@ -131,7 +129,7 @@ class Cutter:
         return Cut(parts, kept, load.rows + tokens, plain, added, self._raised(plain, added, kept), load)
 
     def _enter(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> int:
-        """Write trees without probes down."""
+        """Enter the trees without probes."""
         size = sum(map(len, trees))
         if size > len(self._sheet.tokens):
             self._sheet = Sheet.allocate(2 * size)
@@ -172,15 +170,15 @@ class Cutter:
         return self.rise.start * plain + self.rise.each * added if nodes else plain
 
     def learn(self, row: int, outcome: Outcome, drawn: bool) -> int:
-        """Take in what became of a row's tree, whatever part of it was scored, or none.
+        """Learn which nodes of a row's tree were right, whether they were scored or not.
 
         Args:
-            row: of the last ``cut``.
+            row: its number in the last ``cut``.
             outcome: of the row.
-            drawn: whether the tree was scored and carries ``q``: what was rejected is not what was chosen instead.
+            drawn: whether the tree carries ``q``, so that only accepted and rejected nodes count.
 
         Returns:
-            How many nodes came true.
+            How many nodes were right.
         """
         begin, end = self._places[row]
         if begin == end:
@@ -191,7 +189,7 @@ class Cutter:
         return sheet.learn(self._sheet, self._table, begin, end, tokens, drawn)
 
     def end(self, cut: Cut, tokens: int) -> None:
-        """All rows of a step have been learnt from, which gave so many tokens."""
+        """All rows of a step were learned from; together they gave so many tokens."""
         if self._places and self._places[-1][1]:
             settle(self._table)
             forget(self._table)

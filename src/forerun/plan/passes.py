@@ -1,4 +1,4 @@
-"""How long passes take: what the cost curve says of their size, times how long such passes took lately."""
+"""How long passes take on this machine: the cost curve scaled to recent measurements."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from statistics import median
 from typing import NamedTuple
 
 RECALL = 15
-"""Passes whose median counts: one that something else held up moves nothing, and a machine that slows down is noticed
-after half as many."""
+"""Passes that are remembered. Their median ignores single slow ones, and follows a machine that slows down."""
 ALONE = 0.25
 """The share of passes that are taken to be undisturbed. What disturbs a pass only ever slows it, so what passes take
 alone is this quantile of what they took."""
@@ -20,9 +19,9 @@ class Passes:
     """Passes of one kind.
 
     Args:
-        like: passes of another kind that these are taken to be like, until they were seen.
-        quantile: of those that were seen, which one counts. What disturbs a pass only ever slows it, so a low one is
-            what it takes alone.
+        like: passes of another kind, which stand for these until some were measured.
+        quantile: which of the measured times counts. Disturbances only ever slow a pass, so a low quantile is what it
+            takes by itself.
     """
 
     def __init__(self, like: Passes | None = None, quantile: float = 0.5) -> None:
@@ -38,15 +37,15 @@ class Passes:
 
     @property
     def known(self) -> int:
-        """Passes that were seen lately."""
+        """Passes measured, of the last ``RECALL``."""
         return len(self._seen)
 
     @property
     def unit(self) -> float | None:
         """Seconds of a pass of cost 1; None where nothing is known.
 
-        A first pass is cold as often as not. So one of the other kind is among them, and the lower of two counts; where
-        there is no other kind, nothing is known before the second.
+        The first pass is often slow, because caches are cold. So it is never taken alone: the time of the other kind
+        counts as one more measurement, and without another kind two are needed.
         """
         if self._unit is None:
             other = None if self._like is None else self._like.unit
@@ -79,13 +78,12 @@ AS_THE_CURVE_SAYS = Line(1.0, 1.0)
 
 
 class Rise:
-    """How much longer passes take for the drafts in them, compared with what the curve says.
+    """How much longer passes with drafts take: a correction of the cost curve, by a line through recent measurements.
 
-    The curve does not know all. Drafting displaces what a pass reads from the processor's caches, so a pass with drafts
-    takes longer as a whole. And where keys come over a slow link, drafts add hardly anything, whatever they add
-    elsewhere. So the line through the passes seen lately counts, by the slopes between any two of them. Noise makes
-    slopes large and small alike; where it is most of what differs, the large ones win, and the curve's slope is the
-    most that is believed.
+    The curve was measured alone and with short caches. In use, drafting displaces what a pass reads from the
+    processor's caches, so a pass with drafts has an overhead. And where keys come over a slow link, drafts add hardly
+    anything to a pass. The slope is a high quantile of the slopes between any two passes, at most the curve's: where
+    noise hides the slope, the curve is believed.
 
     Args:
         plain: passes without drafts.
@@ -114,14 +112,14 @@ class Rise:
 
 
 class Growth:
-    """How long chains take to draft, by their size.
+    """How long chains take to draft, by their length: a line through recent measurements.
 
-    The first pass of a chain takes longer than the others: a cache takes in what was committed, and what the pass reads
-    is cold. Short chains alone would make all of them look dear. So the line through the chains seen lately counts,
-    by the median of their slopes (Theil and Sen), which no disturbed one moves.
+    A chain's first pass takes longer than the others: the sparse cache takes in what was committed, and the processor's
+    caches are cold. So the time grows with the length, but not in proportion to it. The slope is the median of the
+    slopes between any two chains (Theil and Sen), which single slow ones do not change.
 
     Args:
-        like: passes that a chain's are taken to be like, until some were seen.
+        like: passes that stand for a chain's until some were measured.
     """
 
     def __init__(self, like: Passes) -> None:

@@ -1,7 +1,7 @@
-"""Trees of all rows on one sheet: what each node's chance is, which are scored, and what became of them.
+"""The trees of all rows in one table: each node's chance, which nodes are scored, and which were right.
 
-A tree has a dozen nodes, and a step of a small model takes less than half a millisecond: what takes a microsecond for
-each operation on an array would take longer than it saves. So this is compiled, over columns that are laid out once.
+A tree has a dozen nodes, and a step of a small model takes half a millisecond. numpy's microsecond per operation would
+cost more than it saves. So this is compiled, over columns that are allocated once.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT, IntArray
-from forerun.plan.calibration import DEPTHS, KINDS, Table, by_depth, corrected, count, kind_of, odds_of
+from forerun.plan.calibration import DEPTHS, GROUPS, Table, by_depth, corrected, count, group_of, odds_of
 from forerun.plan.costs import FloatArray
 
 
 class Sheet(NamedTuple):
-    """The nodes of all rows' trees, one behind the other; each column ``[n]``.
+    """The nodes of all rows' trees, one tree after the other; each column ``[n]``.
 
     Attributes:
         tokens: token ids.
-        parents: where on the sheet; ``ROOT`` for none.
-        rows: whose tree it is.
-        depths: 1 under the root.
-        odds: what its drafter says, under its parent; 0 where it says nothing.
-        kinds: in a ``Table``.
-        chances: that it is accepted; 0 where it cannot be.
-        kept: its place in what is scored of its tree, or -1.
+        parents: the parent's place on the sheet; ``ROOT`` for none.
+        rows: the number of the row.
+        depths: 1 for a child of the root.
+        odds: stated log-odds that the node is right if its parent is; 0 where the drafter states nothing.
+        groups: the node's group in a ``Table``.
+        chances: the probability that it is accepted; 0 where it cannot be.
+        kept: its number in the tree that is scored, or -1.
         order: nodes by their worth, best first.
-        worth: of these.
+        worth: of the nodes in ``order``.
     """
 
     tokens: IntArray
@@ -37,7 +37,7 @@ class Sheet(NamedTuple):
     rows: IntArray
     depths: IntArray
     odds: FloatArray
-    kinds: IntArray
+    groups: IntArray
     chances: FloatArray
     kept: IntArray
     order: IntArray
@@ -62,23 +62,23 @@ def enter(
     deepest: int,
     vocabulary: int,
 ) -> None:
-    """Write a row's tree down, from ``begin`` on, with each node's chance.
+    """Enter a row's tree, from ``begin`` on, with each node's chance.
 
     Args:
-        said: the drafter's estimate that a node is accepted; empty if it says nothing.
-        deepest: nodes below cannot be accepted, nor tokens outside of the vocabulary, nor what is under them.
-        vocabulary: tokens that the target knows.
+        said: the stated probability that a node is accepted; empty if the drafter states none.
+        deepest: the maximum depth of an accepted node.
+        vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
     """
     for node in range(len(tokens)):
         at, above = begin + node, begin + parents[node] if parents[node] != ROOT else ROOT
         depth = 1 if above == ROOT else sheet.depths[above] + 1
         chance = 1.0 if above == ROOT else sheet.chances[above]
         sheet.tokens[at], sheet.parents[at], sheet.rows[at], sheet.depths[at] = tokens[node], above, row, depth
-        sheet.odds[at], sheet.kinds[at], sheet.kept[at] = 0.0, KINDS + min(depth, DEPTHS) - 1, -1
+        sheet.odds[at], sheet.groups[at], sheet.kept[at] = 0.0, GROUPS + min(depth, DEPTHS) - 1, -1
         if len(said):
             before = 1.0 if above == ROOT else max(said[parents[node]], 1e-12)
             sheet.odds[at] = odds_of(said[node] / before)
-            sheet.kinds[at] = kind_of(sheet.odds[at])
+            sheet.groups[at] = group_of(sheet.odds[at])
             chance *= corrected(table, sheet.odds[at])
         else:
             chance *= by_depth(table, depth)
@@ -88,7 +88,7 @@ def enter(
 
 @compiled
 def _sort(sheet: Sheet, end: int, reading: FloatArray, rate: float) -> int:
-    """Put all nodes that can be accepted in the order of their worth, parents first; how many there are."""
+    """Sort the nodes that can be accepted by their worth, parents before children; returns how many there are."""
     order, worth, size = sheet.order, sheet.worth, 0
     for node in range(end):
         if sheet.chances[node] <= 0.0:
@@ -116,17 +116,18 @@ def choose(
     slope: float,
     rate: float,
 ) -> tuple[int, float, float]:
-    """Keep the nodes that give the most tokens by cost.
+    """Keep the nodes that maximise expected tokens over cost.
 
     Args:
-        end: of what was entered.
+        end: number of nodes that were entered.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
-        fed: tokens of the pass besides nodes; one a row but where prompts are read.
-        reading: what looking back costs a node of each row.
+        fed: tokens of the pass besides nodes: one per row, more where prompts are read.
+        reading: cost of attention to the cache, per node of each row.
         plain: cost of the pass without nodes.
-        sunk: what the step cost already.
-        lift, slope: how much longer passes with nodes take: so many plain ones, and so many times what nodes add.
-        rate: tokens by cost, of late; of a pass that reads a prompt only the nodes are ours to choose.
+        sunk: what the step has cost already.
+        lift, slope: a pass with nodes costs ``lift`` times ``plain``, and ``slope`` times what the nodes add.
+        rate: recent tokens per cost. A pass that reads a prompt has to be made anyway; there, nodes are kept that give
+            more tokens for their cost than this.
 
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
@@ -152,7 +153,7 @@ def choose(
 
 @compiled
 def take(sheet: Sheet, begin: int, end: int, tokens: IntArray, parents: IntArray) -> int:
-    """Copy what is kept of a row's tree; how many nodes there are."""
+    """Copy the nodes of a row's tree that are kept; returns how many there are."""
     size = 0
     for node in range(begin, end):
         if sheet.kept[node] >= 0:
@@ -166,16 +167,16 @@ def take(sheet: Sheet, begin: int, end: int, tokens: IntArray, parents: IntArray
 
 @compiled
 def learn(sheet: Sheet, table: Table, begin: int, end: int, tokens: IntArray, scored: bool) -> int:
-    """Take in what a row's committed tokens say of its tree: those under the root and under nodes that came were put to
-    the test, as far as the text is known.
+    """Count the nodes of a row's tree that its committed tokens show to be right or wrong: the children of the root and
+    of right nodes, as far as the text is known.
 
     Args:
-        scored: whether only nodes that were scored are.
+        scored: whether only nodes that were scored count.
 
     Returns:
-        How many came.
+        How many were right.
     """
-    came, right = sheet.order, 0  # how deep a node is that came, or 0
+    came, right = sheet.order, 0  # the depth of a node that was right, or 0
     for node in range(begin, end):
         above = sheet.parents[node]
         depth = 0 if above == ROOT else came[above]
@@ -185,5 +186,5 @@ def learn(sheet: Sheet, table: Table, begin: int, end: int, tokens: IntArray, sc
         if right == depth and sheet.tokens[node] == tokens[depth]:
             came[node] = depth + 1
             right += 1
-        count(table, sheet.kinds[node], sheet.odds[node], came[node] > 0)
+        count(table, sheet.groups[node], sheet.odds[node], came[node] > 0)
     return right

@@ -6,8 +6,8 @@ from forerun.plan.account import SHARE, START
 from forerun.plan.passes import ALONE, AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
 
 PAIR = 2
-"""Plain steps that show what one of them takes: among drafts a plain step takes longer, for drafting displaces what it
-reads from the processor's caches. So one counts that comes behind another."""
+"""Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
+only a plain step that follows another one is measured."""
 
 
 class Times:
@@ -40,12 +40,12 @@ class Times:
 
     @property
     def settled(self) -> bool:
-        """Whether it is known what plain steps take."""
+        """Whether plain steps were measured."""
         return self.plain.unit is not None
 
     @property
     def rise(self) -> Line:
-        """How much longer passes with drafts take than those without, by what the curve says that the drafts add."""
+        """The correction of the curve for passes with drafts; see ``Rise``."""
         return self._rise.line if self.settled else AS_THE_CURVE_SAYS
 
     @property
@@ -60,13 +60,16 @@ class Times:
 
     @property
     def drafting_cost(self) -> Line:
-        """What chains take to draft, in units of a pass of cost 1; their size, where nothing is known of it."""
+        """What chains take to draft, in units of a pass of cost 1; in proportion to their size until it is known."""
         line, unit = self.drafting.line, self.unit
         return Line(line.start / unit, line.each / unit) if line is not None and unit else Line(0.0, 1.0)
 
     def due(self, gain: float) -> bool:
-        """Whether plain steps have to be seen, for drafts that give ``gain`` times as many tokens a second: they never
-        were, or not for so long that it costs less than the share of time that may be lost."""
+        """Whether to measure a plain step now, though drafts give ``gain`` times as many tokens a second.
+
+        It is due if none was measured yet, or the last one was so long ago that another costs less than ``SHARE`` of
+        the time since then.
+        """
         if not self.settled:
             return gain - 1.0 <= START
         return self._since * SHARE > PAIR * max(gain, 1.0)
