@@ -1,4 +1,4 @@
-"""The drafter's side of a step: propose a tree, then observe what became of it."""
+"""The drafter's side of a step: propose a tree, then observe its outcome."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from forerun.plan.costs import CostCurve
 
 
 class Drafter(ABC):
-    """Proposes what may come next. One drafter serves all rows of an engine, keyed by ``request.id``.
+    """Proposes the next tokens. One drafter serves all rows of an engine, keyed by ``request.id``.
 
     The engine calls ``bind`` once; for every request ``begin``, ``prefilled``, and ``catch_up`` until nothing is left;
     then ``propose`` and ``observe`` in turn, and ``finish`` however it ends (an error and a cancellation included). A
     drafter can never change the output, only the speed.
 
     A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets a fork of the request whose last tokens
-    are on trial: they may be gone at the next call, and ``observe`` tells which of them came true.
+    are on trial: they may be gone at the next call, and ``observe`` tells which of them were accepted.
     """
 
     sized: bool = False
-    """Whether it knows how much to draft, so that nobody needs to cut its trees."""
+    """Whether it decides itself how much to draft, so that its trees need no cutting."""
 
     beside: int = 0
-    """Tokens of prompts that share the next pass with the rows that are drafted for."""
+    """Tokens of prompts that the next pass reads besides the rows that are drafted for."""
 
     enough: Callable[[Request, float], bool] | None = None
-    """Set by who paces this drafter: told how likely its model found each token of a chain, says where to end it. Who
-    does not grow chains token by token need not ask."""
+    """Set by the chooser. A drafter that grows chains token by token calls it with the request and the probability that
+    its model gave to the last token; it returns whether the chain should end there."""
 
     def bind(self, target: Scorer) -> None:  # noqa: B027
-        """An engine takes the drafter into service for its target.
+        """Called once, with the engine's target.
 
         Raises:
             ValueError: if the drafter does not fit it.
         """
 
     def spell(self, tokenizer: Tokenizer) -> None:  # noqa: B027
-        """What the tokens say, where that is known: a drafter may see the same word in different tokens."""
+        """Called with the tokenizer, where there is one: a drafter may match words across different tokenizations."""
 
     def fit(self, costs: CostCurve) -> None:  # noqa: B027
-        """What the target's passes cost, before the first request: a drafter may choose its sizes by it."""
+        """Called before the first request, with the costs of the target's passes, by which it may choose its sizes."""
 
     def begin(self, request: Request) -> None:  # noqa: B027
         """A request starts; ``request.prompt`` is known."""
@@ -61,9 +61,9 @@ class Drafter(ABC):
         """
 
     def catch_up(self, request: Request, tokens: int) -> bool:
-        """Read on in a prompt, in a piece of about ``tokens`` tokens so that other rows do not wait long.
+        """Read about ``tokens`` more tokens of the prompt; the pieces are small, so that other rows do not wait long.
 
-        Called after ``prefilled`` until there is nothing left to read; the request's first step comes then.
+        Called after ``prefilled`` until nothing is left to read. The request's first step comes then.
 
         Returns:
             Whether nothing is left.
@@ -72,8 +72,8 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, request: Request, budget: int) -> DraftTree:
-        """A tree of at most ``budget`` nodes that may be accepted (probes come on top), at most
-        ``request.max_draft_depth`` deep, to follow ``request.tokens``."""
+        """A tree that follows ``request.tokens``: at most ``budget`` nodes, not counting probes, and at most
+        ``request.max_draft_depth`` deep."""
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """One tree per row. Drafters that run a model override it to share the forward passes."""
@@ -99,12 +99,12 @@ class Drafter(ABC):
         return 0
 
     def needs(self, tokens: int) -> int:
-        """Bytes that drafting for a request takes until its text has so many tokens, at most, with all levels' caches;
-        they are freed when it ends. Known before the request begins."""
+        """Maximum bytes that drafting takes for a text of so many tokens, all levels' caches included. They are freed
+        when the request ends."""
         return 0
 
     def warm_up(self) -> None:  # noqa: B027
-        """Compile, or load, what drafting needs; an engine calls it once, so that no user's answer waits for it."""
+        """Compile or load what drafting needs. An engine calls it once, so that no request waits for it."""
 
 
 class OuterDrafter(Drafter):

@@ -29,12 +29,11 @@ from forerun.model.scorer import Scorer
 from forerun.model.sharded import is_sharded
 
 TRIE_NODES = 16
-"""Of a trie's tree, at most, where it drafts for a sparse cache."""
-
+"""Maximum size of a trie's tree that the target verifies over its sparse cache."""
 
 HELPED = 0.1
-"""What drafting a token is taken to cost, of a pass of the target's, until it was seen, where a small model drafts or
-something else helps: little, so that it is seen."""
+"""First guess of what it costs to draft a token over a sparse cache with the help of a small model or a trie; a pass of
+the target costs 1. It is low, so that drafting is tried, and then measured."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Recipe:
     Attributes:
         build: from settings, each time anew.
         small: whether it needs ``Settings.draft_model``.
-        sparse: from settings, what makes the cache that the target drafts through, if it does.
+        sparse: from settings, the sparse cache over which the target drafts, if it does.
     """
 
     build: Callable[[Settings], Drafter]
@@ -72,12 +71,12 @@ def _small(settings: Settings, gamma: int) -> ModelDrafter:
 
 
 def small_cache(settings: Settings) -> CacheFactory:
-    """What the small model reads through."""
+    """The small model's cache: StreamingLLM's, of ``Settings.window`` tokens."""
     return _streaming(settings, settings.window)
 
 
 def _slack(settings: Settings) -> int:
-    """What a level may have read on trial when the target has its say, at least: what both levels draft."""
+    """Tokens that a level's cache can take back: what both levels draft in a step, at least."""
     return max(SLACK, settings.gamma1 + settings.gamma2)
 
 
@@ -127,7 +126,7 @@ SPARSE: dict[str, Callable[[Settings], CacheFactory]] = {
 
 
 def sparse_cache(settings: Settings) -> CacheFactory:
-    """What the middle level reads through."""
+    """The middle level's cache."""
     return SPARSE[settings.sparse](settings)
 
 
@@ -136,7 +135,7 @@ def _triforce(settings: Settings, inner: Drafter, nodes: int) -> Drafter:
 
 
 def _auto(settings: Settings) -> Drafter:
-    """All sources that are there: what the texts say, and the target over a sparse cache, with what helps it."""
+    """All sources: a trie, and the target over a sparse cache, which the trie and a small model draft for."""
     trie = TrieDrafter()
     small = settings.draft_model is not None
     inner = MergedDrafter(trie, _small(settings, settings.gamma1), settings.gamma1) if small else trie
