@@ -118,12 +118,13 @@ class Chooser(OuterDrafter):
     def prefilled(self, request: Request, cache: Cache) -> None:
         """See ``Drafter.prefilled``.
 
-        Chains need a sparse cache of the prompt. It is made now if chains could pay at all, else when the first one is
-        asked for.
+        Chains need a cache of the prompt. It is made now if the prompt is long and chains could pay at all. A short
+        one's takes a single pass, and waits until the first chain is asked for.
         """
         self._prompts[request.id] = cache
         load = Load([1], [len(request) - 1])
-        if self.chains is None or self._could_pay(load, min(self.most, request.max_draft_depth)):
+        short = len(request) <= READ_BLOCK and self.trees is not None
+        if self.chains is None or not short and self._could_pay(load, min(self.most, request.max_draft_depth)):
             self._prepare([request])
 
     def _could_pay(self, load: Load, most: int) -> bool:
@@ -171,10 +172,11 @@ class Chooser(OuterDrafter):
         sunk = asking if trees else 0.0
         cut = self._cutter.cut(requests, proposed, load, sunk)
         self._nodes = max(LEAST, self._nodes // 2, GROWTH * max(map(len, cut.trees)))
-        asked = ended = self._clock()
+        asked = self._clock()
         length = self._length(requests, cut, sunk, budget)
         if length and not self._prepared(requests):
             length = 0
+        prepared = ended = self._clock()
         if length != 0:
             cut = self._cutter.whole(_ask(self.chains if length else None, requests, length or 0), load)
             ended = self._clock()
@@ -184,7 +186,7 @@ class Chooser(OuterDrafter):
             cut,
             "chain" if length else "tree" if trees else None,
             asked - began if trees else 0.0,
-            ended - asked if length else 0.0,
+            ended - prepared if length else 0.0,
             ended,
         )
         return cut.trees
