@@ -124,7 +124,7 @@ class Chooser(OuterDrafter):
         self._prompts[request.id] = cache
         load = Load([1], [len(request) - 1])
         short = len(request) <= READ_BLOCK and self.trees is not None
-        if self.chains is None or not short and self._could_pay(load, min(self.most, request.max_draft_depth)):
+        if self.chains is None or (not short and self._could_pay(load, min(self.most, request.max_draft_depth))):
             self._prepare([request])
 
     def _could_pay(self, load: Load, most: int) -> bool:
