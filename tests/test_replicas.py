@@ -156,7 +156,7 @@ def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(
 # one may die
 
 
-class Dead(Exception):
+class GoneError(Exception):
     pass
 
 
@@ -202,7 +202,7 @@ def ask(replicas: Replicas, path: str = "/v1/completions", gone: bool = False) -
             sent.append(message)
 
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "state": {}}
-        await Front(replicas, figures, (Dead,))(scope, receive, send)
+        await Front(replicas, figures, (GoneError,))(scope, receive, send)
         await asyncio.sleep(0)
         return sent
 
@@ -222,18 +222,18 @@ def test_an_answer_is_handed_on() -> None:
 
 
 def test_who_asks_does_not_notice_a_replica_that_dies_before_the_first_word() -> None:
-    replicas = Replicas([Dead()], [head(), Dead()], [head(), b"a"])
+    replicas = Replicas([GoneError()], [head(), GoneError()], [head(), b"a"])
     assert told(ask(replicas)) == b"a" and len(replicas.asked) == 3
 
 
 def test_an_answer_that_began_ends_with_an_error() -> None:
-    sent = ask(Replicas([head(), b"data: 1\n\n", Dead()], [head(), b"never"]))
+    sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()], [head(), b"never"]))
     first, last = told(sent).split(b"\n\n")[:2]
     assert first == b"data: 1" and json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
 
 
 def test_after_so_many_deaths_a_request_is_given_up() -> None:
-    replicas = Replicas(*[[Dead()] for _ in range(TRIES + 1)])
+    replicas = Replicas(*[[GoneError()] for _ in range(TRIES + 1)])
     sent = ask(replicas)
     assert sent[0]["status"] == 503 and json.loads(told(sent))["error"]["code"] == "replica_lost"
     assert len(replicas.asked) == TRIES

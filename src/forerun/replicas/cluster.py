@@ -56,9 +56,7 @@ def serve(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> No
         _join()
         try:
             ray.serve.start(http_options={"host": told.host, "port": told.port})
-            plain = ServerSettings.model_construct(
-                **dict(told)
-            )  # the class of ``told`` may be one of this process alone
+            plain = ServerSettings.model_construct(**dict(told))  # its class may be one of this process alone
             ray.serve.run(_application(plain, build), name=APP, route_prefix="/")
             log.info("%d replicas answer at http://%s:%d", told.replicas, told.host, told.port)
             ended.wait()

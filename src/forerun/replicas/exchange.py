@@ -1,8 +1,8 @@
 """What replicas learn from each other: texts that one has generated, brought to the indexes of the others.
 
-Each replica collects what it generates, and trades at intervals: it hands in its own texts, and gets those of the others
-since it last asked. No request waits for that. The exchange keeps the latest texts up to a number of bytes; a new
-replica begins with them, and one that was away for long misses what was dropped.
+Each replica collects what it generates, and trades at intervals: it hands in its own texts, and gets what the others
+handed in since it last asked. No request waits for that. The exchange keeps the latest texts up to a number of bytes. A
+new replica begins with them; one that was away for long misses what was dropped.
 """
 
 from __future__ import annotations

@@ -145,4 +145,4 @@ def merged(figures: Mapping[str, str]) -> bytes:
         def collect(self) -> Iterable[Metric]:
             return families.values()
 
-    return generate_latest(All())  # type: ignore[arg-type]
+    return generate_latest(All())

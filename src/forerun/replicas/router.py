@@ -13,7 +13,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from forerun.replicas.beginnings import Places, preferred
 
 
-class BeginningRouter(RequestRouter):
+class BeginningRouter(RequestRouter):  # type: ignore[misc]
     """Routes by ``Places``; requests of which nobody has read anything go to the less busy of two random replicas."""
 
     def initialize_state(self, rows: int) -> None:
