@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forerun.core.compiling import compiled
+from forerun.core.compiling import COMPILES, compiled
 
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of splitmix64."""
@@ -42,6 +42,12 @@ def best(scores: npt.NDArray[Any], key: int, count: int) -> list[int]:
     found, sums = np.empty(count, np.int64), np.empty(count, np.float64)
     size = _search(scores, np.uint64(key), np.empty(_BLOCK, np.float64), found, sums)
     return found[:size].tolist()  # type: ignore[no-any-return]
+
+
+def warm_up() -> None:
+    """Compile this, or load it from an earlier process."""
+    if COMPILES:
+        best(np.zeros(1, np.float32), 0, 1)
 
 
 @compiled

@@ -29,7 +29,7 @@ from forerun.decoding.together import together
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
 from forerun.drafters.recipes import build_drafter
-from forerun.kernels import attention
+from forerun.kernels.warming import warm_up
 from forerun.model.exactness import probe
 from forerun.model.fingerprint import fingerprint
 from forerun.model.grammar import Grammars, ResponseFormat
@@ -112,7 +112,7 @@ class Engine:
         self._tokenizer, self._turns = tokenizer, Turns()
         self._grammars: Grammars | None = None
         chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
-        attention.warm_up(self.target.device, self.target.model.dtype)
+        warm_up(self.target.device, self.target.model.dtype)
         self.budget, self.cut, self.prefill_block = budget, cut, prefill_block
         self.use(chosen)
 

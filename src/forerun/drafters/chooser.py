@@ -21,6 +21,7 @@ from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, OuterDrafter
 from forerun.model.scorer import Scorer
 from forerun.model.timing import costs_of
+from forerun.plan import fitting, sheet
 from forerun.plan.account import Account, Source
 from forerun.plan.chains import Chains, best
 from forerun.plan.costs import CostCurve
@@ -109,6 +110,12 @@ class Chooser(OuterDrafter):
 
     def fit(self, costs: CostCurve) -> None:
         """Nothing: it has its own costs, and its inner drafters know them."""
+
+    def warm_up(self) -> None:
+        """See ``Drafter.warm_up``."""
+        sheet.warm_up()
+        fitting.warm_up()
+        super().warm_up()
 
     def begin(self, request: Request) -> None:
         """See ``Drafter.begin``."""

@@ -25,6 +25,7 @@ from forerun.model.level import CacheFactory, Level
 from forerun.model.scorer import Scorer
 from forerun.plan.costs import CostCurve
 from forerun.plan.cutting import Cut, Cutter, Load
+from forerun.plan.passes import Growth
 
 
 class HierarchyDrafter(OuterDrafter):
@@ -33,8 +34,8 @@ class HierarchyDrafter(OuterDrafter):
     While the middle level's cache holds all of a text, it could only do what the target does: the inner drafter's trees
     go to the target then, at once.
 
-    Trees of an inner drafter that does not know how much to draft are cut to what pays, by what passes of the target
-    cost: those of the middle level have the same weights to read, and few keys.
+    Trees of an inner drafter that does not know how much to draft are cut to what pays: by what passes of the target
+    cost over few keys, until it is known what those of the middle level cost.
 
     Args:
         inner: proposes to the middle level.
@@ -66,6 +67,7 @@ class HierarchyDrafter(OuterDrafter):
         self.middle = middle
         self._cutter: Cutter | None = None  # of trees for the middle level
         self._passing: Cutter | None = None  # of trees that go past it
+        self._passes = Growth()  # of the middle level, by their tokens
         self._cache = cache
         self._past: _Past | None = None
 
@@ -136,11 +138,12 @@ class HierarchyDrafter(OuterDrafter):
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose_batch(twins, self.gamma1)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
-        cut = None if self._cutter is None else self._cutter.cut(twins, trees, _decoding(twins))
+        cut = None if self._cutter is None else self._cut(self._cutter, twins, trees)
         trees = trees if cut is None else cut.trees
         clock.append(time.perf_counter())
         scored = self._level.score(twins, trees)
         clock.append(time.perf_counter())
+        self._passes.learn(len(trees) + sum(map(len, trees)), clock[2] - clock[1])
         tokens = 0
         for row, (draft, tree, (block, logits)) in enumerate(zip(drafts, trees, scored, strict=True)):
             verdict = draft.extend(tree, logits)
@@ -155,6 +158,13 @@ class HierarchyDrafter(OuterDrafter):
         clock.append(time.perf_counter())
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())
+
+    def _cut(self, cutter: Cutter, requests: Sequence[Request], trees: Sequence[DraftTree]) -> Cut:
+        """The best part of each tree, by what the middle level's passes lately took. Its cache chooses keys for every
+        token, so a token may add far more to a pass than to one of the target's."""
+        if (curve := self._passes.curve) is not None and curve != cutter.costs:
+            cutter.fit(curve)
+        return cutter.cut(requests, trees, _decoding(requests))
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""

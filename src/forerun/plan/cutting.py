@@ -96,13 +96,16 @@ class Cutter:
     """
 
     def __init__(self, costs: CostCurve, vocabulary: int = 1 << 31) -> None:
-        self.costs = costs
         self.rise = AS_THE_CURVE_SAYS
         self._vocabulary = vocabulary
         self._table, self._sheet = Table.empty(), Sheet.allocate(64)
         self._places: list[tuple[int, int]] = []  # where each row's tree is on the sheet
         self._tokens = self._spent = 1.0
-        self._known = costs.passes(np.arange(128))
+        self.fit(costs)
+
+    def fit(self, costs: CostCurve) -> None:
+        """Go by other costs from now on."""
+        self.costs, self._known = costs, costs.passes(np.arange(128))
 
     def cut(self, requests: Sequence[Request], trees: Sequence[DraftTree], load: Load, sunk: float = 0.0) -> Cut:
         """What is worth scoring of each row's tree; trees with probes are left as they are.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import combinations
-from statistics import median
 from typing import NamedTuple
+
+from forerun.plan.costs import CostCurve
+from forerun.plan.fitting import Points
 
 RECALL = 15
 """Passes that are remembered. Their median ignores single slow ones, and follows a machine that slows down."""
@@ -91,58 +92,65 @@ class Rise:
 
     def __init__(self, plain: Passes) -> None:
         self._plain = plain
-        self._seen: deque[tuple[float, float]] = deque(maxlen=RECALL)
+        self._seen = Points(RECALL)
 
     def learn(self, plain: float, added: float, seconds: float) -> None:
         """A pass that costs ``plain`` without its drafts, which add so much to it, took so long."""
         if plain > 0 and seconds > 0:
-            self._seen.append((added / plain, seconds / plain))
+            if not self._seen.count and (unit := self._plain.unit):
+                self._seen.add(0.0, unit)  # until others have taken its place
+            self._seen.add(added / plain, seconds / plain)
 
     @property
     def line(self) -> Line:
         """By what drafts add, both as shares of what a pass without them costs and takes."""
-        unit, seen = self._plain.unit, self._seen
-        if not unit or not seen:
+        unit = self._plain.unit
+        if not unit or not self._seen.count:
             return AS_THE_CURVE_SAYS
-        points = list(seen) if len(seen) == RECALL else [*seen, (0.0, unit)]
-        slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(points, 2) if a != b]
-        each = min(max(ranked(slopes, 1 - ALONE), 0.0), unit) if slopes else unit
-        start = ranked((seconds - each * added for added, seconds in points), 0.5)
-        return Line(max(start, 0.0) / unit, each / unit)
+        slope = self._seen.slope(1 - ALONE)
+        each = unit if slope is None else min(max(slope, 0.0), unit)
+        return Line(max(self._seen.start(each), 0.0) / unit, each / unit)
 
 
 class Growth:
-    """How long chains take to draft, by their length: a line through recent measurements.
+    """How long something takes by its size: a line through recent measurements.
 
-    A chain's first pass takes longer than the others: the sparse cache takes in what was committed, and the processor's
-    caches are cold. So the time grows with the length, but not in proportion to it. The slope is the median of the
-    slopes between any two chains (Theil and Sen), which single slow ones do not change.
+    Chains that a model drafts are an example. Their first pass takes longer than the others: the sparse cache takes in
+    what was committed, and the processor's caches are cold. So the time grows with the length, but not in proportion to
+    it. The slope is the median of the slopes between any two (Theil and Sen), which single slow ones do not change.
 
     Args:
-        like: passes that stand for a chain's until some were measured.
+        like: passes that stand for these until some were measured.
     """
 
-    def __init__(self, like: Passes) -> None:
-        self._like, self._mean = like, Passes(like)
-        self._seen: deque[tuple[float, float]] = deque(maxlen=RECALL)
+    def __init__(self, like: Passes | None = None) -> None:
+        self._mean = Passes(like)
+        self._seen = Points(RECALL)
         self._line: Line | None = None
 
     def learn(self, size: float, seconds: float) -> None:
-        """A chain of this size took so long."""
+        """One of this size took so long."""
         self._mean.learn(size, seconds)
         if size > 0 and seconds > 0:
-            self._seen.append((size, seconds))
+            self._seen.add(size, seconds)
             self._line = None
 
     @property
     def line(self) -> Line | None:
         """In seconds; None where nothing is known."""
         unit = self._mean.unit
-        if not self._seen or unit is None:
+        if not self._seen.count or unit is None:
             return None if unit is None else Line(0.0, unit)
         if self._line is None:
-            slopes = [(t - s) / (b - a) for (a, s), (b, t) in combinations(self._seen, 2) if a != b]
-            slope = median(slopes) if slopes else 0.0
-            each = min(slope, unit) if slope > 0 else unit
-            self._line = Line(max(median(seconds - each * size for size, seconds in self._seen), 0.0), each)
+            slope = self._seen.slope(0.5)
+            each = unit if slope is None or slope <= 0 else min(slope, unit)
+            self._line = Line(max(self._seen.start(each), 0.0), each)
         return self._line
+
+    @property
+    def curve(self) -> CostCurve | None:
+        """What passes over so many tokens cost, rounded; None where nothing is known of how their time grows."""
+        slope = self._seen.slope(0.5)
+        if slope is None or slope <= 0 or (line := self.line) is None:
+            return None
+        return CostCurve.linear((line.start + line.each) / line.each).rounded()

@@ -12,7 +12,18 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT, IntArray
-from forerun.plan.calibration import DEPTHS, GROUPS, Table, by_depth, corrected, count, group_of, odds_of
+from forerun.plan.calibration import (
+    DEPTHS,
+    GROUPS,
+    Table,
+    by_depth,
+    corrected,
+    count,
+    forget,
+    group_of,
+    odds_of,
+    settle,
+)
 from forerun.plan.costs import FloatArray
 
 
@@ -188,3 +199,15 @@ def learn(sheet: Sheet, table: Table, begin: int, end: int, tokens: IntArray, sc
             right += 1
         count(table, sheet.groups[node], sheet.odds[node], came[node] > 0)
     return right
+
+
+def warm_up() -> None:
+    """Compile what choosing nodes runs, or load it from an earlier process."""
+    sheet, table, tokens, parents = Sheet.allocate(1), Table.empty(), np.zeros(1, np.int64), np.full(1, ROOT, np.int64)
+    for said in (np.empty(0), np.ones(1)):
+        enter(sheet, table, 0, 0, tokens, parents, said, 1, 1)
+    choose(sheet, 1, np.arange(3.0), 1, np.zeros(1), 1.0, 0.0, 1.0, 1.0, 1.0)
+    take(sheet, 0, 1, tokens, parents)
+    learn(sheet, table, 0, 1, tokens, False)
+    settle(table)
+    forget(table)

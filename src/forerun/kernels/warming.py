@@ -1,0 +1,14 @@
+"""Compiling before the first request what every engine runs, so that no request waits for it."""
+
+from __future__ import annotations
+
+import torch
+
+from forerun.core import noise
+from forerun.kernels import attention
+
+
+def warm_up(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what passes on this device with this type and sampling may run, or load it from an earlier process."""
+    attention.warm_up(device, dtype)
+    noise.warm_up()
