@@ -63,8 +63,10 @@ class Exchange:
         self._figures: dict[str, str] = {}
 
     def trade(self, who: str, texts: Sequence[Text], since: int, figures: str) -> News:
-        """Hand in texts and figures, and get what others handed in behind number ``since``."""
+        """Hand in texts and figures, and get what others handed in behind number ``since``; all of it, if an exchange
+        that had come further than this one was replaced by it."""
         self._figures[who] = figures
+        since = since if since <= self._number else 0
         for text in texts:
             self._number += 1
             self._texts.append((self._number, who, text))
