@@ -37,6 +37,7 @@ from forerun.model.inputs import position_limit
 from forerun.model.level import Progress, counting, read
 from forerun.model.prompts import Prompts, encode
 from forerun.model.requests import RowOptions, build_requests
+from forerun.model.timing import costs_of
 from forerun.parallel.ranks import admit
 
 BUDGET = 64
@@ -59,15 +60,12 @@ class Engine:
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
-        cut: score what pays of each draft, by what passes cost; that is measured once for a model, in a few passes.
-            Otherwise all is scored, but by drafters that know how much to draft.
+        cut: score the part of each draft that pays, by the cost of passes, measured once for a model; else all of it.
         prefill_block: prompt tokens in one pass.
-        prefix_cache: bytes of prompts' keys and values that are kept for later prompts that begin alike, at most. Those
-            of one ``generate`` share what they begin with in any case.
+        prefix_cache: maximum bytes of prompts' keys and values that are kept for later prompts that begin alike.
         kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
         kv_store_limit: bytes on disk, at most; see ``KVStore``.
-        kv_memory: how much all keys and values may take on the device, in bytes, or a ``KVMemory``; the rest is
-            offloaded.
+        kv_memory: bytes that keys and values may take on the device, or a ``KVMemory``; the rest is offloaded.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
@@ -125,6 +123,8 @@ class Engine:
         if self.cut and not drafter.sized:
             drafter = Chooser(drafter, trees=drafter)
         self.target.led(lambda: drafter.bind(self.target))
+        if self.cut and drafter.weighs:
+            drafter.fit(costs_of(self.target))
         drafter.warm_up()
         self.drafter = drafter
         self._spell()

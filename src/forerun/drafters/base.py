@@ -29,6 +29,9 @@ class Drafter(ABC):
     sized: bool = False
     """Whether it decides itself how much to draft, so that its trees need no cutting."""
 
+    weighs: bool = False
+    """Whether it goes by the costs of the target's passes, and so wants ``fit``, though it is ``sized``."""
+
     beside: int = 0
     """Tokens of prompts that the next pass reads besides the rows that are drafted for."""
 

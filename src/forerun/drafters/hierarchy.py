@@ -84,6 +84,11 @@ class HierarchyDrafter(OuterDrafter):
             self._cutter, self._passing = Cutter(costs), Cutter(costs)
         super().fit(costs)
 
+    @property
+    def weighs(self) -> bool:  # type: ignore[override]
+        """See ``Drafter.weighs``: where it cuts the trees of its inner drafter."""
+        return not self.inner.sized
+
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the middle level's cache."""
         self._level.begin(request, cache)
