@@ -12,10 +12,11 @@ demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test: $(READY) ## all tests but for the matrix, of which a few cells in which every two values meet
-	$(PYTEST) -m "not matrix"
+	$(PYTEST) -m "not matrix and not alone"
 
 matrix: $(READY) ## every cell of the matrix, and many examples of what is tested by examples
-	$(PYTEST) -m matrix
+	$(PYTEST) -m "matrix and not alone"
+	$(BIN)/python -m pytest -m alone
 
 lint: $(READY) ## format check, ruff, mypy
 	$(BIN)/ruff format --check .

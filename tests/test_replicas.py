@@ -310,7 +310,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def until(true: Any, log: str = "") -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + 2 * PATIENCE  # Ray starts a dozen processes
     while not true():
         assert time.monotonic() < end, Path(log).read_text() if log else "too late"
         time.sleep(0.1)
@@ -349,6 +349,7 @@ def process_of(replica: str) -> int:
     raise AssertionError(f"no process of {replica}")
 
 
+@pytest.mark.alone
 def test_replicas_answer_alike_and_one_may_die(cluster: str) -> None:
     prompts = [f"def number_{i}(a, b):\n    return" for i in range(6)]
     alone = {prompt: complete(cluster, prompt).json()["choices"][0]["text"] for prompt in prompts}

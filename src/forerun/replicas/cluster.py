@@ -25,7 +25,11 @@ from forerun.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 APP, REPLICA, EXCHANGE = "forerun", "Replica", "forerun-exchange"
-LOOPBACK = "127.0.0.1"
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to Ray's makers
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by default 5 seconds, after which a busy machine's is killed
+}
+"""For Ray, where the environment does not say otherwise."""
 
 
 def check(told: ServerSettings) -> None:
@@ -47,7 +51,8 @@ def serve(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> No
         told: checked settings.
         build: makes a replica's engine; importable there.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     import ray
     import ray.serve
 
@@ -66,13 +71,13 @@ def serve(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> No
 
 
 def _join() -> None:
-    """The cluster that the environment names, or one of this machine that nobody else can reach."""
+    """The cluster that the environment names, or one of this machine alone."""
     import ray
 
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, _node_ip_address=LOOPBACK)
+        ray.init(address="local", include_dashboard=False, log_to_driver=False)
 
 
 def _application(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> Any:
