@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 KEPT = 64 << 20
 """Bytes of texts that the exchange keeps: 16 million tokens."""
+SILENT = 10.0
+"""Seconds without a trade after which a replica's figures are no longer shown: it has died, most likely."""
 OUTBOX = 4 << 20
 """Bytes of texts that wait in a replica; a trade is a few of Ray's messages at most."""
 
@@ -55,17 +58,19 @@ class Exchange:
 
     Args:
         limit: bytes that are kept.
+        clock: seconds.
     """
 
-    def __init__(self, limit: int = KEPT) -> None:
+    def __init__(self, limit: int = KEPT, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._taken, self._number = limit, 0, 0
         self._texts: deque[tuple[int, str, Text]] = deque()
-        self._figures: dict[str, str] = {}
+        self._clock = clock
+        self._figures: dict[str, tuple[float, str]] = {}
 
     def trade(self, who: str, texts: Sequence[Text], since: int, figures: str) -> News:
         """Hand in texts and figures, and get what others handed in behind number ``since``; all of it, if an exchange
         that had come further than this one was replaced by it."""
-        self._figures[who] = figures
+        self._figures[who] = self._clock(), figures
         since = since if since <= self._number else 0
         for text in texts:
             self._number += 1
@@ -76,11 +81,11 @@ class Exchange:
         new = [text for number, source, text in self._texts if number > since and source != who]
         return News(new, self._number)
 
-    def figures(self, there: Sequence[str] | None = None) -> Mapping[str, str]:
-        """The last metrics of each replica; only of those in ``there``, if it is given."""
-        if there is not None:
-            self._figures = {who: self._figures[who] for who in there if who in self._figures}
-        return dict(self._figures)
+    def figures(self) -> Mapping[str, str]:
+        """The last metrics of each replica that has not been silent for long."""
+        since = self._clock() - SILENT
+        self._figures = {who: said for who, said in self._figures.items() if said[0] >= since}
+        return {who: text for who, (_, text) in self._figures.items()}
 
 
 class Trader:
