@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test matrix lint bench real reference clean
+.PHONY: demo test matrix alone lint bench real reference clean
 
 demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
 	$(BIN)/forerun demo
@@ -12,10 +12,14 @@ demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test: $(READY) ## all tests but for the matrix, of which a few cells in which every two values meet
-	$(PYTEST) -m "not matrix"
+	$(PYTEST) -m "not matrix and not alone"
 
 matrix: $(READY) ## every cell of the matrix, and many examples of what is tested by examples
-	$(PYTEST) -m matrix
+	$(PYTEST) -m "matrix and not alone"
+
+alone: $(READY) ## what wants the whole machine: two replicas on Ray, which it installs
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
+	$(BIN)/python -m pytest -m alone
 
 lint: $(READY) ## format check, ruff, mypy
 	$(BIN)/ruff format --check .

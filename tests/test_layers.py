@@ -10,7 +10,7 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     "reference", "core", "index", "integrations", "kernels", "caches", "plan", "model", "parallel", "drafters",
-    "decoding", "audit", "api", "server", "bench", "cli",
+    "decoding", "audit", "api", "server", "replicas", "bench", "cli",
 ]  # fmt: skip
 USES_TRANSFORMERS = {"model", "parallel", "decoding", "audit", "api", "reference", "bench", "cli"}
 RANK = {name: rank for rank, name in enumerate(LAYERS)}

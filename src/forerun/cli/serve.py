@@ -40,13 +40,28 @@ def run(options: ServeOptions) -> None:
     told = read_settings(options.flags(), options.config)
     check_drafter(told.drafter)
     check_files(told.warm, told.namespaces)
-    if followed(lambda: _engine(told.model_copy(update={"drafter": "none", "draft_model": None}))):
+    if told.ray:
+        _serve_replicas(told)
         return
-    with quiet(), closing(_engine(told)) as engine, leading(engine):
+    if told.replicas > 1:
+        raise ValueError(f"replicas is {told.replicas}, which needs --ray")
+    if followed(lambda: build_engine(told.model_copy(update={"drafter": "none", "draft_model": None}))):
+        return
+    with quiet(), closing(build_engine(told)) as engine, leading(engine):
         _serve(engine, told)
 
 
-def _engine(told: ServerSettings) -> Engine:
+def _serve_replicas(told: ServerSettings) -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("--ray needs Ray Serve; install it by: pip install 'forerun[ray]'")
+    from forerun.replicas import cluster
+
+    cluster.check(told)
+    cluster.serve(told, build_engine)
+
+
+def build_engine(told: ServerSettings) -> Engine:
+    """The engine that settings describe."""
     with working(stderr(), f"loading {told.model}"):
         model, tokenizer = load(
             told.model, told.dtype, device=told.device, trust_remote_code=told.trust_remote_code, ranks=ranks()

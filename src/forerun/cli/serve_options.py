@@ -98,6 +98,10 @@ class ServeOptions:
     page: Annotated[
         bool | None, option("--page/--no-page", panel=_WHO, help="Show a page to try the model at /; shown by default.")
     ] = None
+    ray: Annotated[
+        bool | None, option("--ray/--no-ray", panel=_WHO, help="Serve by replicas on Ray; RAY_ADDRESS names a cluster.")
+    ] = None
+    replicas: Annotated[int | None, option("--replicas", panel=_WHO, help="With --ray: how many.", min=1)] = None
     debug: Debug = False
 
     def flags(self) -> dict[str, Any]:

@@ -73,6 +73,8 @@ class Scheduler:
         self._changed = threading.Condition()
         self._closing = False
         self._durations: deque[float] = deque(maxlen=RECENT)
+        self.on_finished: Callable[[Request], None] = lambda request: None
+        """Called in the scheduler's thread with each request that has ended by itself; must return at once."""
         self._thread = threading.Thread(target=self._work, name="forerun-scheduler", daemon=True)
         self._thread.start()
 
@@ -261,4 +263,6 @@ class Scheduler:
             elif not self._waiting.remove(ticket):
                 return
             self._waiting.forget({each.tenant for each in self._running.values()})
+        if how == "finished":
+            self.on_finished(ticket.request)
         ticket.end(how)

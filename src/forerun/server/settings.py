@@ -62,6 +62,8 @@ class ServerSettings(BaseSettings):
     timeout: Annotated[float, Field(gt=0)] | None = 600.0
     drain: Annotated[float, Field(ge=0)] = 5.0
     page: bool = True
+    ray: bool = False
+    replicas: Annotated[int, Field(ge=1)] = 1
 
     @field_validator("api_keys", "warm", mode="before")
     @classmethod

@@ -1,0 +1,1 @@
+"""Replicas of the server behind Ray Serve, on one machine or many (``forerun serve --ray``)."""

@@ -1,0 +1,52 @@
+"""Ray Serve's request router that prefers the replica which has read the longest beginning of a request.
+
+Ray calls this interface alpha. It is used here alone.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from forerun.replicas.beginnings import Places, preferred
+
+
+class BeginningRouter(RequestRouter):  # type: ignore[misc]
+    """Routes by ``Places``; requests of which nobody has read anything go to the less busy of two random replicas."""
+
+    def initialize_state(self, rows: int) -> None:
+        """Called by Ray.
+
+        Args:
+            rows: requests that a replica decodes at once; one with more is busy.
+        """
+        self._rows = rows
+        self._places: Places[ReplicaID] = Places()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Replicas to try, in ranks; see Ray's class."""
+        candidates = {replica.replica_id: replica for replica in candidate_replicas}
+        chosen = preferred(_beginnings(pending_request), candidates, self._places, self._busy)
+        others = random.sample(list(candidates), min(2, len(candidates)))
+        return [*([candidates[each]] for each in chosen), [candidates[each] for each in others]]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Called by Ray."""
+        self._places.remember(_beginnings(pending_request), replica_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray when replicas come and go."""
+        super().update_replicas(replicas)
+        self._places.keep(replica.replica_id for replica in replicas)
+
+    def _busy(self, replica: ReplicaID) -> bool:
+        waiting = self.replica_queue_len_cache.get(replica)
+        return waiting is not None and waiting >= self._rows
+
+
+def _beginnings(pending: PendingRequest | None) -> list[bytes]:
+    return [] if pending is None or not pending.args else list(getattr(pending.args[0], "beginnings", ()))
