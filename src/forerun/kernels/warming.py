@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from forerun.core import noise
+from forerun.core import noise, nucleus
 from forerun.kernels import attention
 
 
@@ -12,3 +12,4 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     """Compile what passes on this device with this type and sampling may run, or load it from an earlier process."""
     attention.warm_up(device, dtype)
     noise.warm_up()
+    nucleus.warm_up()
