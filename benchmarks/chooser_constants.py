@@ -26,7 +26,7 @@ import torch
 
 CONSTANTS = {
     "plan/account.py": ("SHARE", "START", "SAVINGS"),
-    "plan/calibration.py": ("FIRST_GUESS", "DOUBT", "UNSEEN", "MEMORY"),
+    "plan/calibration.py": ("FIRST_GUESS", "DOUBT", "MEMORY"),
     "plan/chains.py": ("AGREEING",),
     "plan/passes.py": ("RECALL", "ALONE"),
     "drafters/chooser.py": ("LEAST", "GROWTH"),
@@ -36,6 +36,8 @@ BELOW_ONE = ("FIRST_GUESS", "MEMORY")
 FILES = {"maths": "gsm8k_train_human.jsonl", "code": "humaneval_human.jsonl", "chat": "mtbench_vicuna7b.jsonl"}
 ROWS = 8
 """Answers of each file."""
+SURE = 4.0
+"""A model that is right with probability p states p to this power: it is less sure than it may be."""
 
 
 @dataclass
@@ -105,9 +107,12 @@ def _drafted(right: Callable[[int], float]) -> float:
 
     class Levels(Drafter):
         def propose(self, request: Request, budget: int) -> DraftTree:
-            world.now += 0.2 * budget
-            first = len(request)
-            came = [uniform(0, at, Salt.ACCEPT) < right(at) for at in range(first, first + budget)]
+            came: list[bool] = []
+            for at in range(len(request), len(request) + budget):
+                world.now += 0.2
+                came.append(uniform(0, at, Salt.ACCEPT) < right(at))
+                if self.enough is not None and self.enough(request, max(right(at), 1e-3) ** SURE):
+                    break
             return DraftTree.chain([7 if hit else 9 for hit in came])
 
     levels = Levels()

@@ -23,13 +23,12 @@ LOWEST, HIGHEST = -6, 8
 """Nodes are grouped by their stated log-odds, rounded to whole numbers in this range."""
 DOUBT = 2.0
 """How many seen nodes a drafter's own statement weighs as much as."""
-UNSEEN = 0.1
-"""The same where groups are merged because their order is wrong: a group without nodes must hardly count there."""
 MEMORY = 0.97
 """The factor by which counts fade at each step with nodes: half is left after 23 of them."""
 
 GROUPS = HIGHEST - LOWEST + 1
 DEPTHS = 24
+_NONE = 1e-9  # the weight of a group without nodes
 _FURTHEST = 12.0  # log-odds that are told from certainty
 
 
@@ -120,7 +119,7 @@ def settle(table: Table) -> None:
         own, seen = DOUBT * chance_of(group + LOWEST), table.seen[group] + DOUBT
         right, expected = table.right[group] + own, table.expected[group] + own
         value = group + LOWEST + math.log(right / (seen - right) * (seen - expected) / expected)
-        weight, members = table.seen[group] + UNSEEN, 1.0
+        weight, members = max(table.seen[group], _NONE), 1.0
         while size > 0 and pools[size - 1, 0] > value:
             size -= 1
             before, heavy = pools[size, 0], pools[size, 1]
