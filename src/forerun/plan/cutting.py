@@ -165,6 +165,8 @@ class Cutter:
     def whole(self, trees: Sequence[DraftTree], load: Load) -> Cut:
         """All of each tree."""
         plain, nodes = self.plain(load), sum(map(len, trees))
+        if not nodes:
+            return Cut(list(trees), 0, load.rows, plain, 0.0, plain, load)
         tokens = [fed + len(tree) for fed, tree in zip(load.pending, trees, strict=True)]
         added = self.cost(tokens, load.cached, load.beside) - plain
         return Cut(list(trees), nodes, load.rows, plain, added, self._raised(plain, added, nodes), load)

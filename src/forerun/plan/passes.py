@@ -93,6 +93,7 @@ class Rise:
     def __init__(self, plain: Passes) -> None:
         self._plain = plain
         self._seen = Points(RECALL)
+        self._line: tuple[float, Line] | None = None  # by what a plain pass took
 
     def learn(self, plain: float, added: float, seconds: float) -> None:
         """A pass that costs ``plain`` without its drafts, which add so much to it, took so long."""
@@ -100,6 +101,7 @@ class Rise:
             if not self._seen.count and (unit := self._plain.unit):
                 self._seen.add(0.0, unit)  # until others have taken its place
             self._seen.add(added / plain, seconds / plain)
+            self._line = None
 
     @property
     def line(self) -> Line:
@@ -107,9 +109,11 @@ class Rise:
         unit = self._plain.unit
         if not unit or not self._seen.count:
             return AS_THE_CURVE_SAYS
-        slope = self._seen.slope(1 - ALONE)
-        each = unit if slope is None else min(max(slope, 0.0), unit)
-        return Line(max(self._seen.start(each), 0.0) / unit, each / unit)
+        if self._line is None or self._line[0] != unit:
+            slope = self._seen.slope(1 - ALONE)
+            each = unit if slope is None else min(max(slope, 0.0), unit)
+            self._line = unit, Line(max(self._seen.start(each), 0.0) / unit, each / unit)
+        return self._line[1]
 
 
 class Growth:
