@@ -228,7 +228,7 @@ def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name: str) 
 @pytest.mark.parametrize("p", [0.0, 0.05, 0.5, 0.9, 0.999])
 def test_top_p_keeps_what_transformers_keeps(p: float, least: int) -> None:
     warper, generator = TopPLogitsWarper(p, min_tokens_to_keep=least), torch.Generator().manual_seed(1)
-    for spread in (0.0, 0.5, 3.0, 30.0):
+    for spread in (0.0, 1e-3, 0.5, 3.0, 30.0):
         scores = spread * torch.randn(1, 5000, generator=generator)
         scores[:, torch.rand(5000, generator=generator) < 0.3] = -torch.inf
         found, wanted = Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores)
@@ -242,3 +242,11 @@ def test_every_row_gets_the_quick_top_p_and_drafts_may_use_it() -> None:
     scores = torch.randn(1, 100)
     assert processor is not None and stateless(Nucleus(TopPLogitsWarper(0.5)))
     assert torch.equal(processor(torch.zeros(1, 1), scores), TopPLogitsWarper(0.5)(torch.zeros(1, 1), scores))
+
+
+def test_top_p_takes_scores_of_any_type() -> None:
+    """A processor before it may return other floats."""
+    warper = TopPLogitsWarper(0.5)
+    for dtype in (torch.float64, torch.bfloat16):
+        scores = torch.randn(1, 1000, generator=torch.Generator().manual_seed(2)).to(dtype)
+        assert torch.equal(Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores))

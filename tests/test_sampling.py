@@ -241,3 +241,10 @@ def test_the_largest_and_the_smallest_noise_are_compared_rightly() -> None:
         scores = torch.linspace(0, 80, 32)
         noisy = scores.double() + gumbel(seed, 2, 32, Salt.TARGET)
         assert Sampler("coupled", seed).candidates(scores, 2, 32) == noisy.argsort(descending=True).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scores_of_any_type_are_sampled(dtype: torch.dtype) -> None:
+    scores = torch.randn(600, generator=torch.Generator().manual_seed(1)).to(dtype)
+    wanted = (scores.double() + gumbel(4, 3, 600, Salt.TARGET)).argmax()
+    assert Sampler("coupled", 4).choose(scores, 3) == wanted

@@ -1,8 +1,9 @@
 """Top-p without sorting the vocabulary.
 
-The least likely tokens that sum to at most 1 - p are left out. Probabilities are put into bins by the upper bits of
-their floats, which are in order of size. Bins are left out whole, from the lowest up, until one would exceed the sum;
-only the tokens of that bin are sorted.
+The least likely tokens that sum to at most 1 - p are left out. Positive floats are in the order of their bits. So the
+least probability that is kept is found bit by bit, a few of them at a time: probabilities are summed by their upper
+bits, and bins are left out from the lowest up, until one would exceed the sum. The next bits divide that one. So it
+takes as long for any distribution.
 """
 
 from __future__ import annotations
@@ -14,22 +15,21 @@ import numpy.typing as npt
 
 from forerun.core.compiling import COMPILES, compiled
 
-_SHIFT = 19  # a bin has all floats of one exponent and the same upper 4 bits of 23
-_BINS = 1 << (31 - _SHIFT)
+_BITS, _DIGIT = 36, 12  # of a float32, with zeros above, and of those that are looked at together
 
 
 def cut(
-    scores: npt.NDArray[Any], chances: npt.NDArray[Any], out: float, filtered: float
+    scores: npt.NDArray[np.float32], chances: npt.NDArray[np.float32], out: float, filtered: float
 ) -> tuple[npt.NDArray[np.float32], int]:
     """Scores with ``filtered`` in place of the tokens that are left out, and how many tokens are kept.
 
     Args:
-        scores: float32 ``[V]``.
-        chances: their softmax, float32 ``[V]``.
-        out: the probability that may be left out.
+        scores: ``[V]``.
+        chances: their softmax, ``[V]``.
+        out: the probability that may be left out. Of equally likely tokens at the edge, the first go.
     """
-    result, mass = np.empty(len(scores), np.float32), np.zeros(_BINS, np.float64)
-    kept = _cut(scores, chances, out, filtered, result, mass, np.empty(len(scores), np.int64))
+    result = np.empty(len(scores), np.float32)
+    kept = _cut(scores, chances, out, filtered, result, np.empty(1 << _DIGIT, np.float64))
     return result, kept
 
 
@@ -47,29 +47,26 @@ def _cut(
     filtered: float,
     result: npt.NDArray[np.float32],
     mass: npt.NDArray[np.float64],
-    order: npt.NDArray[np.int64],
 ) -> int:
-    bits, kept, size, last, left = chances.view(np.int32), 0, 0, 0, 0.0
+    bits, edge, left = chances.view(np.int32), 0, 0.0  # the upper bits of the edge, and the sum of all below it
+    for digit in range(1, _BITS // _DIGIT + 1):
+        shift = _BITS - digit * _DIGIT
+        mass[:] = 0.0
+        for token in range(len(chances)):
+            upper = np.int64(bits[token]) >> shift
+            if upper >> _DIGIT == edge:
+                mass[upper & (len(mass) - 1)] += chances[token]
+        last = 0
+        while last < len(mass) - 1 and left + mass[last] <= out:
+            left += mass[last]
+            last += 1
+        edge = edge << _DIGIT | last
+    kept = 0
     for token in range(len(chances)):
-        mass[bits[token] >> _SHIFT] += chances[token]
-    while last < len(mass) - 1 and left + mass[last] <= out:
-        left += mass[last]
-        last += 1
-    for token in range(len(chances)):
-        bin_of = bits[token] >> _SHIFT
-        keep = bin_of > last
+        keep = bits[token] > edge
+        if bits[token] == edge:
+            left += chances[token]
+            keep = left > out
         result[token] = scores[token] if keep else filtered
         kept += keep
-        if bin_of == last:
-            at = size
-            while at > 0 and chances[order[at - 1]] > chances[token]:
-                order[at] = order[at - 1]
-                at -= 1
-            order[at] = token
-            size += 1
-    for at in range(size):
-        left += chances[order[at]]
-        if left > out:
-            result[order[at]] = scores[order[at]]
-            kept += 1
     return kept

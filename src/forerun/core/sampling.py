@@ -116,11 +116,9 @@ class Sampler:
 
 def _best(scores: torch.Tensor, seed: int, position: int, salt: Salt, count: int) -> list[int]:
     """The best tokens with noise, best first."""
-    if scores.device.type == "cpu" and COMPILES:
-        found = noise.best(scores.detach().contiguous().numpy(), _key(seed, position, salt), count)
-    else:
-        found = _highest(scores.double() + gumbel(seed, position, scores.shape[-1], salt, scores.device), count)
-    return found
+    if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return noise.best(scores.detach().contiguous().numpy(), _key(seed, position, salt), count)
+    return _highest(scores.double() + gumbel(seed, position, scores.shape[-1], salt, scores.device), count)
 
 
 def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
