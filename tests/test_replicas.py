@@ -57,6 +57,11 @@ def test_what_is_refused_later_has_no_beginnings(wrong: bytes) -> None:
     assert digests("a", wrong) == []
 
 
+def test_half_a_character_is_no_obstacle() -> None:
+    asked = b'{"prompt": "' + b"\\ud800" * BLOCK + b'", "forerun": {"namespace": "\\ud800"}}'
+    assert len(digests("a", asked)) == 2
+
+
 def test_conversations_and_token_ids_have_beginnings_too() -> None:
     turns = [{"role": "user", "content": BOOK}, {"role": "assistant", "content": "Yes."}]
     first = digests("a", json.dumps({"messages": turns[:1]}).encode())

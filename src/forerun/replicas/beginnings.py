@@ -32,7 +32,7 @@ def digests(tenant: str, body: bytes) -> list[bytes]:
         text = _text(asked)
     except (ValueError, AttributeError, RecursionError):
         return []
-    running = hashlib.blake2b(f"{tenant}/{namespace}\0".encode(), digest_size=16)
+    running = hashlib.blake2b(f"{tenant}/{namespace}\0".encode(errors="surrogatepass"), digest_size=16)
     found = [running.copy().digest()]
     for first in range(0, len(text) - BLOCK + 1, BLOCK):
         running.update(text[first : first + BLOCK].encode(errors="surrogatepass"))

@@ -62,7 +62,8 @@ class Front:
     async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
         tenant = scope.get("state", {}).get("tenant")
-        beginnings = digests(tenant or "", body) if scope["method"] == "POST" else ()
+        # in another thread: a large body takes 0.1 s and more, in which streams would wait
+        beginnings = await asyncio.to_thread(digests, tenant or "", body) if scope["method"] == "POST" else ()
         asked = Asked(
             scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), body, tenant, beginnings
         )
