@@ -148,7 +148,6 @@ class HierarchyDrafter(OuterDrafter):
         clock.append(time.perf_counter())
         scored = self._level.score(twins, trees)
         clock.append(time.perf_counter())
-        self._passes.learn(len(trees) + sum(map(len, trees)), clock[2] - clock[1])
         tokens = 0
         for row, (draft, tree, (block, logits)) in enumerate(zip(drafts, trees, scored, strict=True)):
             verdict = draft.extend(tree, logits)
@@ -160,6 +159,7 @@ class HierarchyDrafter(OuterDrafter):
                 draft.wanted = 0
         if self._cutter is not None and cut is not None:
             self._cutter.end(cut, tokens)
+            self._passes.learn(len(trees) + cut.nodes, clock[2] - clock[1])
         clock.append(time.perf_counter())
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())
