@@ -149,6 +149,22 @@ def test_a_trader_hands_in_what_ended_and_learns_what_is_new() -> None:
     assert learned == [("a/default", [[3], [4]]), ("b/y", [[5]])]
 
 
+def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog: pytest.LogCaptureFixture) -> None:
+    exchange, learned = Exchange(), []
+
+    def learn(namespace: str, sequences: list[list[int]]) -> None:
+        learned.append(sequences)
+        raise LookupError("broken")
+
+    trader = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), learn, 0.01)
+    trader.start()
+    for token in (1, 2):
+        exchange.trade("two", [text(token)], 0, "")
+        until(lambda token=token: learned[-1:] == [[[token]]])
+    trader.close()
+    assert "not learned" in caplog.text
+
+
 def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

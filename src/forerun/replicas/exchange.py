@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class Text(NamedTuple):
 
 
 class News(NamedTuple):
-    """What a replica gets: texts of others, up to the number ``until``, and figures of all that are there."""
+    """What a replica gets: texts of others, up to the number ``until``."""
 
     texts: list[Text]
     until: int
@@ -78,8 +79,8 @@ class Exchange:
             self._taken += len(text.tokens)
         while self._taken > self._limit:
             self._taken -= len(self._texts.popleft()[2].tokens)
-        new = [text for number, source, text in self._texts if number > since and source != who]
-        return News(new, self._number)
+        later = takewhile(lambda item: item[0] > since, reversed(self._texts))
+        return News([text for _, source, text in later if source != who][::-1], self._number)
 
     def figures(self) -> Mapping[str, str]:
         """The last metrics of each replica that has not been silent for long."""
@@ -154,4 +155,7 @@ class Trader:
 
     def _work(self) -> None:
         while not self._end.wait(self._interval):
-            self.turn()
+            try:
+                self.turn()
+            except Exception:  # the next texts may be learned
+                log.exception("texts of other replicas were not learned")

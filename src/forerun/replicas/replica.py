@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message
 
 from forerun.decoding.engine import Engine
+from forerun.drafters.base import Drafter
+from forerun.drafters.recipes import trie_of
 from forerun.replicas.exchange import News, Text, Trader
 from forerun.replicas.messages import Asked, Start
 from forerun.server.app import create_app
 from forerun.server.settings import ServerSettings
-
-log = logging.getLogger(__name__)
 
 INTERVAL = 1.0
 """Seconds between trades with the other replicas."""
@@ -43,15 +42,10 @@ class Replica:
             figures = self._service.metrics.text().decode()
             return ray.get(exchange.trade.remote(self._name, texts, since, figures))  # type: ignore[no-any-return]
 
-        self._trader = Trader(trade, self._learn, INTERVAL)
-        self._service.scheduler.on_finished = self._trader.take
+        self._trader = Trader(trade, lambda namespace, rows: self._engine.warm([rows], namespace), INTERVAL)
+        if learns(self._engine.drafter):
+            self._service.scheduler.on_finished = self._trader.take
         self._trader.start()
-
-    def _learn(self, namespace: str, sequences: list[list[int]]) -> None:
-        try:
-            self._engine.warm([sequences], namespace)
-        except ValueError:  # this drafter keeps nothing
-            log.debug("nothing is learned from other replicas", exc_info=True)
 
     async def answer(self, asked: Asked) -> AsyncIterator[Start | bytes]:
         """The answer's head, then its body in pieces."""
@@ -75,6 +69,15 @@ class Replica:
             self._service.scheduler.close()
             self._trader.close()
             self._engine.close()
+
+
+def learns(drafter: Drafter) -> bool:
+    """Whether a drafter keeps anything of earlier texts."""
+    try:
+        trie_of(drafter)
+    except ValueError:
+        return False
+    return True
 
 
 async def played(app: ASGIApp, asked: Asked) -> AsyncIterator[Message]:
