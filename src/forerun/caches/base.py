@@ -49,6 +49,24 @@ class KVShape:
         return sum(layer.nbytes for layer in self.layers.values())
 
 
+@dataclass(frozen=True, eq=False)
+class Addresses:
+    """Where a program of kernels reads a cache's keys and values, and writes those of a block.
+
+    Attributes:
+        layers: addresses of each layer's keys and values, int64 ``[layers, 2]``.
+        strides: in bytes: heads and rows of keys, heads and rows of values.
+        place: index there of the block's first token. All before it are seen.
+        sought: what queries choose among besides, one row of ``SoughtFields`` per layer, int64; None if they do not
+            choose. Fields that depend on the pass are 0.
+    """
+
+    layers: IntArray
+    strides: tuple[int, int, int, int]
+    place: int
+    sought: IntArray | None = None
+
+
 class Cache(ABC):
     """Keys and values of one row's committed tokens, and attention over them.
 
@@ -80,6 +98,17 @@ class Cache(ABC):
         Returns:
             ``[1, H, n, dv]``.
         """
+
+    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+        """Room for a block of ``count`` tokens, for a program that writes their keys and values and attends to them.
+
+        Args:
+            layers, heads, dim, dtype: of the model, with KV heads.
+
+        Returns:
+            None if the cache computes attention only itself, by ``attend``.
+        """
+        return None
 
     def next_read(self, goal: int) -> int:
         """How many tokens to read next on the way to a length of ``goal``.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from forerun.caches.full import FullCache
-from forerun.caches.rows import Rows, append, compact
+from forerun.caches.rows import Rows, append, compact, moved
 
 ROOM = 64
 """A buffer grows by at least this many tokens."""
@@ -49,6 +49,13 @@ class ChosenChunks:
         """Write keys and values ``[1, Hkv, n, d]`` at index ``place``; those at later indices may be lost."""
         end = place + k.shape[2]
         self._rows = append(self._rows, (k, v), place, end + max(ROOM, end // 32))
+
+    def reserve(self, place: int, count: int) -> Rows:
+        """Its keys and values, with room for ``count`` more at index ``place``."""
+        assert self._rows is not None
+        if self._rows[0].shape[2] < place + count:
+            self._rows = moved(self._rows, self._rows, place, place + count + max(ROOM, (place + count) // 32))
+        return self._rows
 
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of indices ``first`` to ``last`` (excluded)."""

@@ -9,7 +9,7 @@ from weakref import WeakSet
 import numpy as np
 import torch
 
-from forerun.caches.base import Cache, KVShape, LayerShape
+from forerun.caches.base import Addresses, Cache, KVShape, LayerShape
 from forerun.caches.beginning import Beginning, Tensors
 from forerun.caches.rows import Rows, append, attend_in_order, compact
 from forerun.core.block import Block
@@ -100,6 +100,15 @@ class FullCache(Cache):
             self._hold(store)
         assert self._store is not None
         return self._store
+
+    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+        """See ``Cache.addressed``."""
+        if self.offloaded:
+            return None
+        store = self.reserve(layers, heads, dim, dtype, count)
+        width = store.element_size()
+        head, row = store.stride(2) * width, store.stride(3) * width
+        return Addresses(self.addresses, (head, row, head, row), self.length)
 
     def _grow(self, end: int) -> None:
         if end > self._capacity:

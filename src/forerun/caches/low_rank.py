@@ -14,20 +14,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from forerun.caches.base import KVShape
+from forerun.caches.base import Addresses, KVShape
 from forerun.caches.beginning import Tensors
 from forerun.caches.bounded import SLACK
 from forerun.caches.chunks import HeldChunks
 from forerun.caches.full import FullCache
-from forerun.caches.rows import attend_in_order, compact
+from forerun.caches.rows import addresses, attend_in_order, compact
 from forerun.caches.short_keys import GROUPS, ShortKeys, sampled
 from forerun.caches.view import View
 from forerun.core.block import Block
+from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, AttentionState, attend, attend_chosen, merge
 from forerun.kernels.chosen import MARGIN
 from forerun.kernels.scan import CHUNK, GROUP, QUAD
+from forerun.kernels.sought import SoughtFields
 
 SHARE, LONG = 4, 60
 """A query chooses tokens for 1/4 of the budget, or for 1/60 of the text if that is more: in a long text the target's
@@ -93,6 +96,7 @@ class LowRankCache(View):
         self._indexes = self._kept()
         self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent and speculative tokens
         self._brought: dict[int, HeldChunks] = {}  # what the last query saw of an offloaded source
+        self._table: tuple[IntArray, int, IntArray] | None = None  # of the source's addresses and the tail: see _sought
 
     @property
     def ready(self) -> bool:
@@ -174,6 +178,29 @@ class LowRankCache(View):
         local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
         return merge(seen, *local, sinks=spec.sinks)
 
+    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+        """See ``Cache.addressed``. Attention with windows, soft caps or sinks is left to ``attend``."""
+        source = self.source.addressed(layers, heads, dim, dtype, 0)
+        if source is None or not all(spec.plain for spec in self.source.specs.values()):
+            return None
+        place = self.near
+        near = [self._reserve(layer, place, place + count) for layer in range(layers)]
+        return Addresses(*addresses(near), place, self._sought(source))
+
+    def _sought(self, source: Addresses) -> IntArray:
+        """One row of ``SoughtFields`` per layer; made again when the tail, or the source's memory, has moved."""
+        known = self._table
+        if known is None or known[0] is not source.layers or known[1] != self._tail:
+            chunks, (k_head, k_row, v_head, v_row) = self._tail // CHUNK, source.strides
+            rows = []
+            for layer, (k, v) in enumerate(source.layers.tolist()):
+                most, index = chunks, (0, 0, 0, 0)
+                if self.choosing(layer):
+                    most, index = self.slots(layer), self._indexes[layer].addresses
+                rows.append(SoughtFields(chunks, most, *index, k, k_head, k_row, v, v_head, v_row))
+            self._table = known = source.layers, self._tail, np.array(rows, np.int64)
+        return known[2]
+
     def _attend_brought(self, layer: int, q: torch.Tensor, worth: torch.Tensor, spec: AttentionSpec) -> AttentionState:
         """Attention over each query's chunks, one query after the other. The source's memory is far away: of the chunks
         that are not here, only those are copied that could have some weight."""
@@ -231,13 +258,21 @@ class LowRankCache(View):
     def _store(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write keys and values at a recent position; those at later positions may be lost."""
         place = position - self._tail
-        end, old = place + k.shape[2], self._near.get(layer)
-        if old is None or old[0].shape[2] < end + CHUNK:
+        end = place + k.shape[2]
+        if layer not in self._near:
             self._near[layer] = (_room(k, end), _room(v, end))
-            for new, before in zip(self._near[layer], old or (), strict=bool(old)):
-                new[:, :, :place] = before[:, :, :place]
-        for buffer, part in zip(self._near[layer], (k, v), strict=True):
+        near = self._reserve(layer, place, end)
+        for buffer, part in zip(near, (k, v), strict=True):
             buffer[:, :, place:end] = part
+        return near
+
+    def _reserve(self, layer: int, place: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's buffer of recent tokens, with room for ``end``; what it has from ``place`` on may be lost."""
+        keys, values = self._near[layer]
+        if keys.shape[2] < end + CHUNK:
+            self._near[layer] = (_room(keys, end), _room(values, end))
+            for new, before in zip(self._near[layer], (keys, values), strict=True):
+                new[:, :, :place] = before[:, :, :place]
         return self._near[layer]
 
     def _compact(self, start: int, path: Sequence[int]) -> None:

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.caches.base import KVShape
+from forerun.caches.base import Addresses, KVShape
 from forerun.caches.bounded import SLACK
 from forerun.caches.chunks import ROOM, ChosenChunks
 from forerun.caches.full import FullCache
+from forerun.caches.rows import addresses
 from forerun.caches.view import View
 from forerun.core.block import Block
 from forerun.core.settings import Policy
@@ -182,6 +183,13 @@ class RetrievalCache(View):
             return merge(attend(q, *mine.read(0, held + 1), spec), sinks=spec.sinks)
         parts = [attend(q, *mine.read(0, held), spec)] if held else []
         return merge(*parts, attend(q, k, v, spec, block.bias(None, range(0), q)), sinks=spec.sinks)
+
+    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+        """See ``Cache.addressed``. A layer with a sliding window reads more than the cache's own memory."""
+        if any(self.source.specs[layer].window is not None for layer in self._layers):
+            return None
+        held = self._place(self.length)
+        return Addresses(*addresses([self._layers[layer].reserve(held, count) for layer in range(layers)]), held)
 
     def _attend_window(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec

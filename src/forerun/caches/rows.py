@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from forerun.core.block import Block
+from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, AttentionState, attend
+from forerun.kernels.memory import place
 
 Rows = tuple[torch.Tensor, ...]
 """Keys, values and other tensors that a cache keeps per token; tokens are dimension 2: ``[1, Hkv, m, ...]``."""
@@ -17,13 +20,26 @@ def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
     """Write ``new`` after the first ``held`` rows; if they do not fit, move to a buffer for ``capacity`` tokens."""
     end = held + new[0].shape[2]
     if rows is None or rows[0].shape[2] < end:
-        grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in new)
-        for old, room in zip(rows or (), grown, strict=bool(rows)):
-            room[:, :, :held] = old[:, :, :held]
-        rows = grown
+        rows = moved(rows, new, held, max(capacity, end))
     for room, part in zip(rows, new, strict=True):
         room[:, :, held:end] = part
     return rows
+
+
+def moved(rows: Rows | None, like: Rows, held: int, capacity: int) -> Rows:
+    """The first ``held`` rows in a new buffer for ``capacity`` tokens, of the same shape otherwise as ``like``."""
+    grown = tuple(t.new_empty(*t.shape[:2], capacity, *t.shape[3:]) for t in like)
+    for old, room in zip(rows or (), grown, strict=bool(rows)):
+        room[:, :, :held] = old[:, :, :held]
+    return grown
+
+
+def addresses(rows: Sequence[Rows]) -> tuple[IntArray, tuple[int, int, int, int]]:
+    """Addresses of each layer's keys and values, int64 ``[layers, 2]``, and strides in bytes that hold for all: of
+    heads and rows of keys, and of values."""
+    keys, values = rows[0]
+    found = np.array([[k.data_ptr(), v.data_ptr()] for k, v in rows], np.int64)
+    return found, (*place(keys)[1:], *place(values)[1:])
 
 
 def compact(rows: Rows, start: int, path: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ class ShortKeys:
 
     def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:
         self.group = group
-        self._of_keys, self._of_queries, self._mean = of_keys, of_queries, mean
+        self._of_keys, self._of_queries, self._mean = of_keys, of_queries.contiguous(), mean
         shape = (len(mean), 0, CHUNK, of_keys.shape[2] // QUAD, GROUP, QUAD)
         self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
         self._known = 0  # chunks
@@ -101,6 +101,11 @@ class ShortKeys:
         heads, n, d = queries.shape
         turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
         return best_keys(self._short, self._known, turned)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """As in ``SoughtFields``: ``rank``, ``short``, ``short_head`` and ``turn``."""
+        return self._of_queries.shape[2], self._short.data_ptr(), self._short.stride(0), self._of_queries.data_ptr()
 
     @property
     def known(self) -> int:

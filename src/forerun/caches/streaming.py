@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import torch
 
-from forerun.caches.base import READ_BLOCK
+from forerun.caches.base import READ_BLOCK, Addresses
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rotation import Rotation
-from forerun.caches.rows import Rows, attend_in_order
+from forerun.caches.rows import Rows, addresses, attend_in_order
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, merge
@@ -54,6 +54,12 @@ class StreamingCache(BoundedCache):
         """See ``Cache.attend``."""
         rows = self._store(layer, k, v)
         return merge(*attend_in_order(q, rows, self._held, block, spec), sinks=spec.sinks)
+
+    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+        """See ``Cache.addressed``."""
+        like = torch.empty(1, heads, 0, dim, dtype=dtype)
+        rows = [self._reserve(layer, (like, like), count) for layer in range(layers)]
+        return Addresses(*addresses(rows), self._held)
 
     def next_read(self, goal: int) -> int:
         """See ``Cache.next_read``: reads the sinks, then skips to the last ``window`` tokens before ``goal``."""

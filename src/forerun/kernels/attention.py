@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.kernels import chosen, fewquery, scan, tape, vector
+from forerun.kernels import chosen, chunked, fewquery, scan, tape, vector
 from forerun.kernels.memory import address_of
 
 
@@ -45,6 +45,11 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def plain(self) -> bool:
+        """Whether a query sees all keys, and nothing is done to its scores but scaling."""
+        return self.window is None and self.softcap is None and self.sinks is None
 
 
 FEW_QUERIES: dict[int, dict[int, float]] = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
@@ -79,7 +84,7 @@ def attend_chosen(
     v: torch.Tensor,
     worth: torch.Tensor,
     count: int,
-    near: chosen.Near,
+    near: chunked.Near,
     spec: AttentionSpec,
 ) -> AttentionState:
     """Attention of each query over the first chunk, the chunks that are worth most to it, and the near keys.
@@ -94,8 +99,8 @@ def attend_chosen(
             must be finite.
         spec: the layer's attention parameters; without a window. Sinks are left to the caller.
     """
-    if spec.softcap is None and chosen.fits(q, k, v):
-        return AttentionState(*chosen.attend_chosen(q, k, v, worth, count, near, spec.scaling))
+    if spec.softcap is None and chunked.fits(q, k, v):
+        return AttentionState(*chunked.attend_chosen(q, k, v, worth, count, near, spec.scaling))
     worth[..., 0] = -torch.inf
     heads, n = q.shape[1:3]
     best, chunks = worth.topk(count, -1)
@@ -164,8 +169,11 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
         return
     address_of(tape.work)
     if dtype in fewquery.KINDS:
-        for kernel in (fewquery, scan, chosen):
+        for kernel in (fewquery, scan):
             address_of(kernel.work)
+    if dtype in chunked.KINDS:
+        for step in (tape.DO_SHORTEN, tape.DO_RANK, tape.DO_CHOOSE):
+            address_of(tape.STEPS[step], 5)
 
 
 def _math(

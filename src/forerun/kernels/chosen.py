@@ -6,19 +6,20 @@ copied. Many heads look at a few places only, so chunks that are worth almost no
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels import memory, team
-from forerun.kernels.memory import Job, Room, address_of, floats, integers, place
+from forerun.kernels.canonical import ROW_BYTES, RowFields, read_row
+from forerun.kernels.memory import floats, integers
+from forerun.kernels.rowwise import HALF_LINE, by_kind, number, words
 from forerun.kernels.scan import CHUNK
 from forerun.kernels.selection import choose, numbers_of
-from forerun.kernels.tiles import ticket
+from forerun.kernels.sought import SOUGHT_BYTES, SoughtFields, SoughtOp, read_sought
 from forerun.kernels.vector import F32, LANES, LINE, Code, Emitter, constant, intrinsic, intrinsic_code
 
 KEYS = 4
@@ -27,146 +28,140 @@ MARGIN = 7.0
 """Chunks further than this below the best score, in nats, are skipped: their keys weigh under a thousandth."""
 
 
-class Fields(NamedTuple):
-    """One call, as threads see it: addresses, strides in bytes, and counts."""
-
-    next_task: int
-    next_slot: int
-    queries: int
-    share: int
-    dim: int
-    chunks: int
-    chosen: int
-    slots: int
-    slot_size: int
-    worth: int
-    worth_row: int
-    q: int
-    k: int
-    k_head: int
-    k_row: int
-    v: int
-    v_head: int
-    v_row: int
-    near: int
-    near_k: int
-    near_k_head: int
-    near_k_row: int
-    near_v: int
-    near_v_head: int
-    near_v_row: int
-    out: int
-    lse: int
-    scale: float
-
-
-JOB = Job(Fields)
-read_job = JOB.reader()
-
-Near = tuple[torch.Tensor, torch.Tensor, int]
-
-_room = Room()
-
-
-def attend_chosen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, worth: torch.Tensor, count: int, near: Near, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over the first chunk, up to ``count`` chunks by worth to each query, and the near keys.
-
-    For tensors that ``fits`` accepts.
-
-    Args:
-        q: ``[1, H, n, d]``.
-        k, v: ``[1, Hkv, m, d]``.
-        worth: each chunk's best product of a key with the query, float32 ``[H, n, chunks]``; the first chunk's entry is
-            overwritten. Of equal chunks the earlier ones are taken; chunks whose scaled product is more than ``MARGIN``
-            below the best are skipped.
-        count: the most chunks; less than there are.
-        near: keys, values, and how many of them all queries see. One more chunk of finite numbers must follow them.
-        scaling: factor on the scores.
-
-    Returns:
-        The output ``[1, H, n, d]`` and the log-sum-exp ``[1, H, n]``.
-    """
-    _, heads, n, dim = q.shape
-    q, worth, chunks = q.contiguous(), worth.contiguous(), worth.shape[2]
-    threads = min(torch.get_num_threads(), heads * n)
-    numbers, keys = 1 + numbers_of(chunks), (1 + count + math.ceil(near[2] / CHUNK)) * CHUNK
-    slot_size = LINE * math.ceil((8 * (numbers + chunks) + 4 * (keys + dim)) / LINE)
-    job = _room.claim(JOB.size + threads * slot_size)
-    out, lse = q.new_empty(1, heads, n, dim), q.new_empty(1, heads, n)
-    sizes = (0, 0, heads * n, n * (heads // k.shape[1]), dim, chunks, count, job + JOB.size, slot_size)
-    recent = (near[2], *place(near[0]), *place(near[1]))
-    places = (worth.data_ptr(), 4 * chunks, q.data_ptr(), *place(k), *place(v), *recent)
-    JOB.layout.pack_into(_room.bytes.data, 0, *sizes, *places, out.data_ptr(), lse.data_ptr(), scaling / math.log(2))
-    team.run(address_of(work), job, threads)
-    return out, lse
-
-
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether ``attend_chosen`` can read these: floats on a CPU, in rows of a multiple of 16."""
-    return q.dtype == torch.float32 and memory.fits(q, k, v)
-
-
 @compiled
-def work(address: int) -> None:
-    """Each thread's loop: take queries until none are left."""
-    job = read_job(address)
-    slot = job.slots + ticket(address + 8) * job.slot_size
-    while True:
-        task = ticket(address)
-        if task >= job.queries:
-            return
-        _attend(job, task, slot)
-
-
-@compiled
-def _attend(job: Fields, task: int, slot: int) -> None:
-    """Output and log-sum-exp of one query of one head."""
-    found, spare = slot, slot + 8 * (1 + numbers_of(job.chunks))
-    weights = spare + 8 * job.chunks
-    recent = (job.near + CHUNK - 1) // CHUNK
-    q = weights + 4 * (1 + job.chosen + recent) * CHUNK
-    query, scaled = floats(job.q + 4 * task * job.dim, job.dim), floats(q, job.dim)
-    for c in range(job.dim):
-        scaled[c] = np.float32(query[c] * job.scale)
-    worth = floats(job.worth + task * job.worth_row, job.chunks)
-    worth[0] = -np.inf
-    count = 1 + choose(worth, job.chosen, MARGIN / (job.scale * math.log(2.0)), found + 8, spare)
-    chosen, head = integers(found, count), task // job.share
-    chosen[0] = 0
-    k, v, chunk_k, chunk_v = job.k + head * job.k_head, job.v + head * job.v_head, CHUNK * job.k_row, CHUNK * job.v_row
+def attend_chosen(op: SoughtOp, rows: int, owners: int, parents: int, task: int, slot: int) -> None:
+    """One token and head: its output and log-sum-exp."""
+    token, head = task // op.heads, task % op.heads
+    number, own = integers(owners + 8 * token, 1)[0], head // (op.heads // op.kv_heads)
+    row, seek = read_row(rows + number * ROW_BYTES), read_sought(op.sought + number * SOUGHT_BYTES)
+    near = row.start + (row.n if op.block else 0)
+    recent, room = (near + CHUNK - 1) // CHUNK, min(1 + seek.most, seek.chunks)
+    query = slot
+    found = query + LINE * ((4 * op.dim + LINE - 1) // LINE)
+    weights = found + 8 * (1 + numbers_of(seek.chunks))
+    spare = weights + 4 * (room + recent) * CHUNK
+    source, scaled = floats(op.q + token * op.q_row + head * op.q_head, op.dim), floats(query, op.dim)
+    for c in range(op.dim):
+        scaled[c] = np.float32(source[c] * op.scale)
+    count = _choose(op, seek, row, token, head, found, spare)
+    chosen = integers(found, max(count, 1))
+    k, v = seek.k + own * seek.k_head, seek.v + own * seek.v_head
+    chunk_k, chunk_v = CHUNK * seek.k_row, CHUNK * seek.v_row
     for i in range(count):
-        after = k + chosen[min(i + 1, count - 1)] * chunk_k
-        value = v + chosen[i] * chunk_v
-        products(q, k + chosen[i] * chunk_k, job.k_row, job.dim, weights + 4 * i * CHUNK, after, value, job.v_row)
-    k = job.near_k + head * job.near_k_head
+        after, value = k + chosen[min(i + 1, count - 1)] * chunk_k, v + chosen[i] * chunk_v
+        here = k + chosen[i] * chunk_k
+        products(op.kind, query, here, seek.k_row, op.dim, weights + 4 * i * CHUNK, after, value, seek.v_row)
+    k = integers(op.kv + 16 * number, 2)[0] + own * row.k_head
     for i in range(recent):
-        here = k + i * CHUNK * job.near_k_row
-        products(q, here, job.near_k_row, job.dim, weights + 4 * (count + i) * CHUNK, here, here, job.near_k_row)
-    floats(weights, (count + recent) * CHUNK)[count * CHUNK + job.near :] = -np.inf
-    state = floats(spare, 2)
+        here = k + i * CHUNK * row.k_row
+        products(op.kind, query, here, row.k_row, op.dim, weights + 4 * (count + i) * CHUNK, here, here, row.k_row)
+    _hide(op, row, parents, token, weights + 4 * count * CHUNK, recent)
     exponentials(weights, count + recent, spare)
-    out = job.out + 4 * task * job.dim
-    result = floats(out, job.dim)
-    result[:] = np.float32(0)
+    state, result = floats(spare, 2), spare + LINE
+    sums = floats(result, op.dim)
+    sums[:] = np.float32(0)
     for i in range(count):
-        add(weights + 4 * i * CHUNK, v + chosen[i] * chunk_v, job.v_row, job.dim, out)
-    v = job.near_v + head * job.near_v_head
+        add(op.kind, weights + 4 * i * CHUNK, v + chosen[i] * chunk_v, seek.v_row, op.dim, result)
+    v = integers(op.kv + 16 * number, 2)[1] + own * row.v_head
     for i in range(recent):
-        here = v + i * CHUNK * job.near_v_row
-        add(weights + 4 * (count + i) * CHUNK, here, job.near_v_row, job.dim, out)
-    for c in range(job.dim):
-        result[c] = np.float32(result[c] / state[1])
-    floats(job.lse + 4 * task, 1)[0] = np.float32((state[0] + math.log2(state[1])) * math.log(2.0))
+        add(op.kind, weights + 4 * (count + i) * CHUNK, v + i * CHUNK * row.v_row, row.v_row, op.dim, result)
+    for c in range(op.dim):
+        sums[c] = np.float32(sums[c] / state[1])
+    width = 2 if op.out_kind == 1 else 4
+    words(op.out_kind, result, op.dim // LANES, op.out + token * op.out_row + head * op.dim * width)
+    if op.lse:
+        place = op.lse + 4 * (head * row.n + token)
+        floats(place, 1)[0] = np.float32((state[0] + math.log2(state[1])) * math.log(2.0))
+
+
+@compiled
+def _choose(op: SoughtOp, seek: SoughtFields, row: RowFields, token: int, head: int, found: int, spare: int) -> int:
+    """Write the numbers of the chunks that a query sees, in ascending order; returns how many."""
+    if seek.most >= seek.chunks:
+        every = integers(found, max(seek.chunks, 1))
+        for c in range(seek.chunks):
+            every[c] = c
+        return seek.chunks
+    group, place = op.heads // op.kv_heads, token - row.first
+    first = seek.worth + head // group * seek.worth_head + place * seek.worth_row
+    step, chunks = row.n * seek.worth_row, seek.chunks
+    if op.joint and group > 1:
+        # a chunk's worth to a group: the largest of its worths beside each query's best chunk
+        beside, rest = floats(spare + 8 * chunks, chunks), spare + 12 * chunks
+        beside[:] = -np.inf
+        for g in range(group):
+            each = floats(first + g * step, chunks)
+            each[0] = -np.inf
+            peak(each.ctypes.data, chunks // LANES, rest)
+            top = floats(rest, 1)
+            for c in range(chunks // LANES * LANES, chunks):
+                top[0] = max(top[0], each[c])
+            lift(each.ctypes.data, rest, beside.ctypes.data, chunks // LANES)
+            for c in range(chunks // LANES * LANES, chunks):
+                beside[c] = max(beside[c], each[c] - top[0])
+        worth = beside
+    else:
+        worth = floats(first + head % group * step, chunks)
+        worth[0] = -np.inf
+    count = choose(worth, seek.most, MARGIN / (op.scale * math.log(2.0)), found + 8, spare)
+    integers(found, 1)[0] = 0
+    return count + 1
+
+
+@compiled
+def _hide(op: SoughtOp, row: RowFields, parents: int, token: int, scores: int, recent: int) -> None:
+    """Hide the near keys that a token does not see: of the pass, all but the token and its ancestors."""
+    each = floats(scores, recent * CHUNK)
+    if not op.block:
+        each[row.start :] = -np.inf
+        return
+    place = token - row.first
+    if place < row.straight:
+        each[row.start + place + 1 :] = -np.inf
+        return
+    first, nodes = row.start + row.straight, row.n - row.straight
+    each[first + nodes :] = -np.inf
+    at = place - row.straight
+    for node in range(nodes - 1, -1, -1):
+        if node == at:
+            at = integers(parents + 8 * (row.first + row.straight + node), 1)[0]
+        else:
+            each[first + node] = -np.inf
+
+
+@intrinsic
+def peak(typing: Any, values: Any, vectors: Any, out: Any) -> Code:
+    """The largest of a row of floats; minus infinity of none."""
+
+    def emit(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
+        b, highest = e.builder, e.variable(constant(-math.inf))
+        with e.loop(vectors) as i:
+            b.store(e.larger(e.load(e.at(values, e.times(i, LINE))), b.load(highest)), highest)
+        e.store(e.largest(b.load(highest)), out)
+
+    return intrinsic_code(3, emit)
+
+
+@intrinsic
+def lift(typing: Any, values: Any, less: Any, to: Any, vectors: Any) -> Code:
+    """Raise each number at ``to`` to that of ``values``, minus the float at ``less``, if it is larger."""
+
+    def emit(e: Emitter, values: ir.Value, less: ir.Value, to: ir.Value, vectors: ir.Value) -> None:
+        every = e.everywhere(e.load(less, F32))
+        with e.loop(vectors) as i:
+            place = e.at(to, e.times(i, LINE))
+            value = e.builder.fsub(e.load(e.at(values, e.times(i, LINE))), every)
+            e.store(e.larger(value, e.load(place)), place)
+
+    return intrinsic_code(4, emit)
 
 
 @intrinsic
 def products(
-    typing: Any, q: Any, keys: Any, row: Any, dim: Any, out: Any, ahead: Any, values: Any, values_row: Any
+    typing: Any, kind: Any, q: Any, keys: Any, row: Any, dim: Any, out: Any, ahead: Any, values: Any, values_row: Any
 ) -> Code:
     """Products of a query with a chunk's keys; meanwhile prefetches the chunks at ``ahead`` and ``values``."""
-    return intrinsic_code(8, _products)
+    return intrinsic_code(9, lambda e, kind, *rest: by_kind(e, kind, functools.partial(_products, e, *rest)))
 
 
 @intrinsic
@@ -176,9 +171,9 @@ def exponentials(typing: Any, scores: Any, vectors: Any, state: Any) -> Code:
 
 
 @intrinsic
-def add(typing: Any, weights: Any, values: Any, row: Any, dim: Any, out: Any) -> Code:
+def add(typing: Any, kind: Any, weights: Any, values: Any, row: Any, dim: Any, out: Any) -> Code:
     """Add a chunk's weighted values."""
-    return intrinsic_code(5, _add)
+    return intrinsic_code(6, lambda e, kind, *rest: by_kind(e, kind, functools.partial(_add, e, *rest)))
 
 
 def _products(
@@ -191,19 +186,20 @@ def _products(
     ahead: ir.Value,
     values: ir.Value,
     values_row: ir.Value,
+    half: bool,
 ) -> None:
-    b = e.builder
+    b, width = e.builder, HALF_LINE if half else LINE
     with e.loop(b.udiv(row.type(CHUNK), row.type(KEYS))) as group:
         first = e.times(group, KEYS)
         offsets = [e.times(e.at(first, j), row) for j in range(KEYS)]
         sums = [e.variable(constant(0.0)) for _ in range(KEYS)]
         with e.loop(b.udiv(dim, row.type(LANES))) as c:
-            line = e.times(c, LINE)
-            part = e.load(e.at(q, line))
+            line = e.times(c, width)
+            part = e.load(e.at(q, e.times(c, LINE)))
             for j, (offset, place) in enumerate(zip(offsets, sums, strict=True)):
                 e.prefetch(e.at(ahead, offset, line))
                 e.prefetch(e.at(values, e.times(e.at(first, j), values_row), line))
-                b.store(e.fma(e.load(e.at(keys, offset, line)), part, b.load(place)), place)
+                b.store(e.fma(number(e, half, e.at(keys, offset), c), part, b.load(place)), place)
         for j, place in enumerate(sums):
             e.store(e.total(b.load(place)), e.at(out, e.times(first, 4), 4 * j))
 
@@ -224,15 +220,17 @@ def _exponentials(e: Emitter, scores: ir.Value, vectors: ir.Value, state: ir.Val
     e.store(e.total(b.load(total)), e.at(state, 4))
 
 
-def _add(e: Emitter, weights: ir.Value, values: ir.Value, row: ir.Value, dim: ir.Value, out: ir.Value) -> None:
+def _add(
+    e: Emitter, weights: ir.Value, values: ir.Value, row: ir.Value, dim: ir.Value, out: ir.Value, half: bool
+) -> None:
     b = e.builder
     with e.loop(b.udiv(dim, row.type(LANES))) as c:
         line = e.times(c, LINE)
         parts = [e.variable(constant(0.0)) for _ in range(KEYS)]
         for key in range(CHUNK):
-            offset = e.at(e.times(row, key), line)
             weight = e.everywhere(e.load(e.at(weights, 4 * key), F32))
             place = parts[key % KEYS]
-            b.store(e.fma(e.load(e.at(values, offset)), weight, b.load(place)), place)
+            value = number(e, half, e.at(values, e.times(row, key)), c)
+            b.store(e.fma(value, weight, b.load(place)), place)
         low, high = (b.fadd(b.load(x), b.load(y)) for x, y in (parts[:2], parts[2:]))
         e.store(b.fadd(e.load(e.at(out, line)), b.fadd(low, high)), e.at(out, line))

@@ -72,7 +72,7 @@ def scale(typing: Any, kind: Any, mode: Any, x: Any, weight: Any, one: Any, fact
     def choose(e: Emitter, kind: ir.Value, mode: ir.Value, *rest: ir.Value) -> None:
         for which in (TO_WORDS, TO_FLOATS, TO_SUM):
             with e.builder.if_then(e.builder.icmp_signed("==", mode, I64(which))):
-                _by_kind(e, kind, functools.partial(emit, e, which, *rest))
+                by_kind(e, kind, functools.partial(emit, e, which, *rest))
 
     return intrinsic_code(8, choose)
 
@@ -85,7 +85,7 @@ def words(typing: Any, kind: Any, x: Any, vectors: Any, to: Any) -> Code:
         with e.loop(vectors) as i:
             put(e, half, e.load(e.at(x, e.times(i, LINE))), to, i)
 
-    return intrinsic_code(4, lambda e, kind, *rest: _by_kind(e, kind, lambda half: emit(e, half, *rest)))
+    return intrinsic_code(4, lambda e, kind, *rest: by_kind(e, kind, lambda half: emit(e, half, *rest)))
 
 
 @intrinsic
@@ -97,7 +97,7 @@ def widen(typing: Any, kind: Any, source: Any, factor: Any, vectors: Any, to: An
         with e.loop(vectors) as i:
             e.store(e.builder.fmul(number(e, half, source, i), times), e.at(to, e.times(i, LINE)))
 
-    return intrinsic_code(5, lambda e, kind, *rest: _by_kind(e, kind, lambda half: emit(e, half, *rest)))
+    return intrinsic_code(5, lambda e, kind, *rest: by_kind(e, kind, lambda half: emit(e, half, *rest)))
 
 
 @intrinsic
@@ -128,7 +128,7 @@ def gated(typing: Any, kind: Any, activation: Any, gate: Any, up: Any, to: Any) 
     def choose(e: Emitter, kind: ir.Value, activation: ir.Value, *rest: ir.Value) -> None:
         for which in (SILU, GELU):
             with e.builder.if_then(e.builder.icmp_signed("==", activation, I64(which))):
-                _by_kind(e, kind, functools.partial(emit, e, which, *rest))
+                by_kind(e, kind, functools.partial(emit, e, which, *rest))
 
     return intrinsic_code(5, choose)
 
@@ -171,7 +171,8 @@ def put(e: Emitter, half: bool, value: ir.Value, address: ir.Value, index: ir.Va
     )
 
 
-def _by_kind(e: Emitter, kind: ir.Value, emit: Callable[[bool], None]) -> None:
+def by_kind(e: Emitter, kind: ir.Value, emit: Callable[[bool], None]) -> None:
+    """Write code for bfloat16 (``emit(True)``) and for float32; the kind decides which of them runs."""
     with e.builder.if_else(e.builder.icmp_signed("==", kind, I64(1))) as (then, otherwise):
         with then:
             emit(True)

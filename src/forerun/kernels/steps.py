@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 from forerun.core.compiling import compiled
 from forerun.kernels.blocks import attend_code
 from forerun.kernels.canonical import read_attend, read_attend_code
+from forerun.kernels.chosen import attend_chosen
 from forerun.kernels.layers import embed, norm, read_embed, read_norm, read_rotary, turn
 from forerun.kernels.linear import linear_begin, linear_task, linear_tasks, panels_of, read_linear, read_panels
 from forerun.kernels.memory import Job, address_of, integers
 from forerun.kernels.pieces import scan
 from forerun.kernels.plain import attend_plainly
 from forerun.kernels.settling import settle
+from forerun.kernels.sought import rank, read_sought_op, shorten
 from forerun.kernels.stored import (
     lookup,
     read_lookup,
@@ -26,6 +28,7 @@ from forerun.kernels.stored import (
 )
 
 DO_EMBED, DO_NORM, DO_LINEAR, DO_TURN, DO_SCAN, DO_SETTLE, DO_PLAINLY, DO_STORED, DO_LOOKUP = range(9)
+DO_SHORTEN, DO_RANK, DO_CHOOSE = range(9, 12)
 BEGIN = -1
 """Instead of a task: a thread's preparation before its first task of an operation."""
 
@@ -38,8 +41,8 @@ class TapeFields(NamedTuple):
         n: number of tokens.
         wanted: number of tokens whose logits are wanted; ``wanted_list`` has their indices.
         x, y: default input and output of linear layers that name no addresses.
-        rows, units, owners, positions, parents: tables of attention, see ``canonical.py``; ``owners`` has each token's
-            row.
+        rows, units, owners, parents: tables of attention, see ``canonical.py``; ``owners`` has each token's row.
+        positions: each token's position for the model, and ``places`` that in its cache.
         parts: room for attention's states.
         slots: each thread's scratch memory.
     """
@@ -59,6 +62,7 @@ class TapeFields(NamedTuple):
     unit_count: int
     owners: int
     positions: int
+    places: int
     parents: int
     parts: int
     slots: int
@@ -85,6 +89,12 @@ def tasks_of(tape: TapeFields, op: int) -> int:
         return int(tape.n * read_attend(op).kv_heads)
     if code == DO_PLAINLY:
         return int(tape.n * read_attend(op).heads)
+    if code == DO_SHORTEN:
+        return int(tape.n * read_sought_op(op).kv_heads)
+    if code == DO_RANK:
+        return int(tape.unit_count * read_sought_op(op).kv_heads)
+    if code == DO_CHOOSE:
+        return int(tape.n * read_sought_op(op).heads)
     return tape.n
 
 
@@ -144,7 +154,7 @@ def do_scan(address: int, op: int, code: int, task: int, slot: int) -> None:
     """One unit and KV head."""
     if task != BEGIN:
         tape = read_tape(address)
-        scan(read_attend(op), read_attend_code(code), tape.rows, tape.units, tape.positions, tape.parts, task, slot)
+        scan(read_attend(op), read_attend_code(code), tape.rows, tape.units, tape.places, tape.parts, task, slot)
 
 
 @compiled
@@ -153,7 +163,7 @@ def do_settle(address: int, op: int, code: int, task: int, slot: int) -> None:
     if task != BEGIN:
         tape = read_tape(address)
         settle(
-            read_attend(op), read_attend_code(code), tape.rows, tape.owners, tape.positions, tape.parents, tape.parts,
+            read_attend(op), read_attend_code(code), tape.rows, tape.owners, tape.places, tape.parents, tape.parts,
             task, slot,
         )  # fmt: skip
 
@@ -163,7 +173,30 @@ def do_plainly(address: int, op: int, code: int, task: int, slot: int) -> None:
     """One token and head."""
     if task != BEGIN:
         tape = read_tape(address)
-        attend_plainly(read_attend(op), tape.rows, tape.owners, tape.positions, tape.parents, task, slot)
+        attend_plainly(read_attend(op), tape.rows, tape.owners, tape.places, tape.parents, task, slot)
+
+
+@compiled
+def do_shorten(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token and KV head."""
+    if task != BEGIN:
+        tape = read_tape(address)
+        shorten(read_sought_op(op), tape.rows, tape.owners, task, slot)
+
+
+@compiled
+def do_rank(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One unit and KV head."""
+    if task != BEGIN:
+        rank(read_sought_op(op), read_tape(address).units, task, slot)
+
+
+@compiled
+def do_choose(address: int, op: int, code: int, task: int, slot: int) -> None:
+    """One token and head."""
+    if task != BEGIN:
+        tape = read_tape(address)
+        attend_chosen(read_sought_op(op), tape.rows, tape.owners, tape.parents, task, slot)
 
 
 STEPS: dict[int, Callable[[int, int, int, int, int], None]] = {
@@ -176,6 +209,9 @@ STEPS: dict[int, Callable[[int, int, int, int, int], None]] = {
     DO_PLAINLY: do_plainly,
     DO_STORED: do_stored,
     DO_LOOKUP: do_lookup,
+    DO_SHORTEN: do_shorten,
+    DO_RANK: do_rank,
+    DO_CHOOSE: do_choose,
 }
 
 

@@ -22,21 +22,26 @@ from forerun.kernels.canonical import ATTEND
 from forerun.kernels.layers import EMBED, NORM, ROTARY
 from forerun.kernels.linear import LINEAR
 from forerun.kernels.memory import Job, address_of, call5, integers
+from forerun.kernels.sought import SOUGHT_OP
 from forerun.kernels.steps import BEGIN, TAPE, TapeFields, code_of, read_tape, tasks_of
+from forerun.kernels.steps import DO_CHOOSE as DO_CHOOSE
 from forerun.kernels.steps import DO_EMBED as DO_EMBED
 from forerun.kernels.steps import DO_LINEAR as DO_LINEAR
 from forerun.kernels.steps import DO_LOOKUP as DO_LOOKUP
 from forerun.kernels.steps import DO_NORM as DO_NORM
 from forerun.kernels.steps import DO_PLAINLY as DO_PLAINLY
+from forerun.kernels.steps import DO_RANK as DO_RANK
 from forerun.kernels.steps import DO_SCAN as DO_SCAN
 from forerun.kernels.steps import DO_SETTLE as DO_SETTLE
+from forerun.kernels.steps import DO_SHORTEN as DO_SHORTEN
 from forerun.kernels.steps import DO_STORED as DO_STORED
 from forerun.kernels.steps import DO_TURN as DO_TURN
+from forerun.kernels.steps import STEPS as STEPS
 from forerun.kernels.stored import LOOKUP, STORED
 from forerun.kernels.tiles import ticket
 from forerun.kernels.vector import I64, LINE, Code, Emitter, intrinsic, intrinsic_code
 
-OP_BYTES = LINE + max(job.size for job in (ATTEND, EMBED, NORM, ROTARY, LINEAR, STORED, LOOKUP))
+OP_BYTES = LINE + max(job.size for job in (ATTEND, EMBED, NORM, ROTARY, LINEAR, STORED, LOOKUP, SOUGHT_OP))
 """Bytes per operation: a line with the addresses of its machine code, and its fields."""
 COUNTER = 2 * LINE
 """Bytes of an operation's counters: tasks taken and tasks done, in separate cache lines."""

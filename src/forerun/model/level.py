@@ -15,7 +15,7 @@ from forerun.core.block import Block
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
-from forerun.model.flat import flatten
+from forerun.model.native import inner
 from forerun.model.scorer import Scorer
 
 UNLIMITED = 1 << 30
@@ -84,12 +84,12 @@ class Level:
     reads the text's new tokens.
 
     Args:
-        scorer: the model. A faster pass is used if there is one; it rounds differently (``flat.py``).
+        scorer: the model. A faster pass is used if there is one; it may round differently (``native.inner``).
         cache: makes a request's cache. A ``View`` reads the target's cache; any other cache reads the prompt itself.
     """
 
     def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
-        self.scorer = flatten(scorer)
+        self.scorer = inner(scorer)
         scorer.keeps_queries = True
         self._make = cache
         self._readers: dict[int, _Reader] = {}

@@ -11,15 +11,19 @@ The kernels sum in a fixed order, so a token's logits have the same bits whateve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from forerun.caches.base import Cache
+from forerun.caches.base import Addresses, Cache
 from forerun.caches.full import FullCache
 from forerun.core.block import Block
 from forerun.core.turns import Turns
 from forerun.kernels.vector import LINE
+from forerun.model.choice import Choice
+from forerun.model.flat import flatten
 from forerun.model.packing import Packed, address
 from forerun.model.parts import known
 from forerun.model.program import Parts, Size, Written
@@ -33,18 +37,20 @@ SPARE = 4096
 
 
 class NativeScorer(Scorer):
-    """A scorer that runs a program of kernels over the model's own weights, for full caches.
+    """A scorer that runs a program of kernels over the model's own weights.
 
     Args:
         model: one that ``parts.known`` knows; see ``native``.
+        otherwise: takes the passes over caches that a program cannot read; by default the model's own forward pass.
     """
 
     def reads_whole(self, cache: Cache) -> bool:
         """See ``Scorer.reads_whole``."""
         return self._parts is not None and isinstance(cache, FullCache) and cache.offloaded
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, otherwise: Scorer | None = None) -> None:
         super().__init__(model)
+        self._otherwise = otherwise
         self._turns = Turns()
         self._slots = self._states = torch.empty(0, dtype=torch.uint8)
         self._read()
@@ -54,42 +60,57 @@ class NativeScorer(Scorer):
         self._watch = Watch(self.model)
         self._inputs = self.model.get_input_embeddings()
         self._parts = Parts(self.model) if known(self.model) else None
-        self._written: Written | None = None
+        self._written: dict[bool, Written] = {}  # by whether queries choose
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """See ``Scorer.score``. Caches other than full ones take the model's own forward pass."""
-        full = [cache for cache in caches if isinstance(cache, FullCache)]
-        if len(full) == len(caches):
-            with self._turns:
-                if not self._watch.same():
-                    self._read()
-                if self._parts is not None:
-                    run = run_by_layers if any(cache.offloaded for cache in full) else NativeScorer._run
-                    logits = run(self, self._parts, blocks, full)
-                    return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
-        return super().score(blocks, caches)
+        """See ``Scorer.score``."""
+        with self._turns:
+            if not self._watch.same():
+                self._read()
+            logits = None if self._parts is None else self._score(self._parts, blocks, caches)
+        if logits is not None:
+            return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
+        return super().score(blocks, caches) if self._otherwise is None else self._otherwise.score(blocks, caches)
 
-    def _run(self, parts: Parts, blocks: Sequence[Block], caches: Sequence[FullCache]) -> torch.Tensor:
-        packed = Packed(blocks, parts.heads, torch.get_num_threads())
-        written, wanted = self.room(parts, packed), packed.wanted
-        heads, layers, strides = parts.heads, len(parts.layers), []
-        for row, (cache, count) in enumerate(zip(caches, packed.counts, strict=True)):
-            store = cache.reserve(layers, heads.kv_heads, heads.dim, parts.dtype, count)
-            written.kv[:, row] = cache.addresses
-            strides.append((store.stride(2) * parts.width, store.stride(3) * parts.width) * 2)
-        rows = packed.rows(strides)
+    def _score(self, parts: Parts, blocks: Sequence[Block], caches: Sequence[Cache]) -> torch.Tensor | None:
+        """All rows' logits; None if a program cannot read some of the caches."""
+        full = [cache for cache in caches if isinstance(cache, FullCache)]
+        if len(full) == len(caches) and any(cache.offloaded for cache in full):
+            return run_by_layers(self, parts, blocks, full)
+        shape = len(parts.layers), parts.heads.kv_heads, parts.heads.dim, parts.dtype
+        rows = [cache.addressed(*shape, len(block)) for cache, block in zip(caches, blocks, strict=True)]
+        known = [row for row in rows if row is not None]
+        if len(known) < len(rows) or len({row.sought is None for row in known}) > 1:
+            return None
+        return self._run(parts, blocks, caches, known)
+
+    def _run(
+        self, parts: Parts, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[Addresses]
+    ) -> torch.Tensor:
+        placed = [Block(block.pending, block.tree, row.place) for block, row in zip(blocks, rows, strict=True)]
+        positions = np.concatenate([cache.positions(block) for cache, block in zip(caches, blocks, strict=True)])
+        packed = Packed(placed, parts.heads, torch.get_num_threads(), positions)
+        choice = None if rows[0].sought is None else Choice(packed, rows)
+        written, wanted = self.room(parts, packed, choice), packed.wanted
+        for number, row in enumerate(rows):
+            written.kv[:, number] = row.layers
+        if choice is not None:
+            choice.fill(written.sought, self._states.data_ptr())
+        table = packed.rows([row.strides for row in rows])
         logits = torch.empty(len(wanted), parts.head.out_features, dtype=torch.float32)
         wanted_now = {"wanted": len(wanted), "wanted_list": address(wanted), "y": logits.data_ptr()}
-        written.program.run(**wanted_now, **self.fields(packed, rows))
+        written.program.run(**wanted_now, **self.fields(packed, table, choice))
         self._tell(parts, written, packed, caches)
         return logits
 
-    def fields(self, packed: Packed, rows: bytearray) -> dict[str, int]:
+    def fields(self, packed: Packed, rows: bytearray, choice: Choice | None = None) -> dict[str, int]:
         """A program's fields for a pass that there is ``room`` for, given its table of rows; but for its output."""
+        work = packed if choice is None else choice
         return {
-            "n": packed.n, "ids": address(packed.ids), "rows": address(rows), "units": address(packed.units),
-            "unit_count": packed.unit_count, "owners": address(packed.owners), "positions": address(packed.positions),
-            "parents": address(packed.parents), "parts": self._states.data_ptr(), "slots": self._slots.data_ptr(),
+            "n": packed.n, "ids": address(packed.ids), "rows": address(rows), "units": address(work.units),
+            "unit_count": work.unit_count, "owners": address(packed.owners), "positions": address(packed.positions),
+            "places": address(packed.places), "parents": address(packed.parents), "parts": self._states.data_ptr(),
+            "slots": self._slots.data_ptr(),
             "slot_size": len(self._slots) // torch.get_num_threads() // LINE * LINE,
         }  # fmt: skip
 
@@ -100,7 +121,7 @@ class NativeScorer(Scorer):
             wrong = least if least < 0 else most
             raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
 
-    def room(self, parts: Parts, packed: Packed) -> Written:
+    def room(self, parts: Parts, packed: Packed, choice: Choice | None = None) -> Written:
         """Buffers for this pass's tokens, rows and positions. If one has to grow, the program is rewritten.
 
         Raises:
@@ -108,27 +129,31 @@ class NativeScorer(Scorer):
         """
         self._check(packed)
         threads = torch.get_num_threads()
-        slot = max(packed.slot_size, parts.room(packed.n)) + SPARE
+        work = packed if choice is None else choice
+        slot = max(work.slot_size, parts.room(packed.n)) + SPARE
         if len(self._slots) < threads * slot:
             self._slots = torch.empty(threads * slot, dtype=torch.uint8)
-        if len(self._states) < packed.parts_size:
-            self._states = torch.empty(packed.parts_size + packed.parts_size // 4, dtype=torch.uint8)
+        if len(self._states) < work.parts_size:
+            self._states = torch.empty(work.parts_size + work.parts_size // 4, dtype=torch.uint8)
         if parts.positions < packed.reach:
             parts.reach(packed.reach)
-        needed, before = Size(packed.n, len(packed.blocks), threads, self.keeps_queries), self._written
+        chooses = choice is not None
+        needed = Size(packed.n, len(packed.blocks), threads, self.keeps_queries and not chooses, chooses)
+        before = self._written.get(chooses)
         if before is None or not before.size.holds(needed) or before.positions != parts.positions:
             tokens, rows = 1 << max(3, (packed.n - 1).bit_length()), needed.rows
             if before is not None:
                 tokens, rows = max(tokens, before.size.tokens), max(rows, before.size.rows)
-            self._written = before = Written(parts, Size(tokens, rows, threads, self.keeps_queries))
+            self._written[chooses] = before = Written(parts, replace(needed, tokens=tokens, rows=rows))
         return before
 
-    def _tell(self, parts: Parts, written: Written, packed: Packed, caches: Sequence[FullCache]) -> None:
+    def _tell(self, parts: Parts, written: Written, packed: Packed, caches: Sequence[Cache]) -> None:
         """Give full caches what sparse caches read from them: queries and attention parameters."""
         heads, first, specs = parts.heads, 0, {i: layer.spec for i, layer in enumerate(parts.layers)}
         for cache, count in zip(caches, packed.counts, strict=True):
-            cache.specs = dict(specs)
-            if self.keeps_queries:  # a copy, as the next pass overwrites them
+            if isinstance(cache, FullCache):
+                cache.specs = dict(specs)
+            if isinstance(cache, FullCache) and self.keeps_queries:  # a copy, as the next pass overwrites them
                 turned = written.mixed[:, first : first + count, : heads.heads * heads.dim].clone()
                 parted = turned.view(*turned.shape[:2], heads.heads, heads.dim).transpose(1, 2)
                 for layer, queries in enumerate(parted):
@@ -140,3 +165,10 @@ def native(scorer: Scorer) -> Scorer:
     """A ``NativeScorer`` if the model's structure is known; else ``scorer`` itself. The gate compares their logits."""
     whole = type(scorer) is Scorer and not is_sharded(scorer.model)
     return NativeScorer(scorer.model) if whole and known(scorer.model) else scorer
+
+
+def inner(scorer: Scorer) -> Scorer:
+    """The same model for a level of a hierarchy, whose logits decide what is drafted: the fastest pass over each cache.
+    It may round differently from the scorer that verifies."""
+    flat = flatten(scorer)
+    return NativeScorer(scorer.model, flat) if isinstance(scorer, NativeScorer) else flat

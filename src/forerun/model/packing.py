@@ -49,16 +49,20 @@ class Packed:
     """The blocks of all rows.
 
     Args:
-        blocks: each row's input.
+        blocks: each row's input, with its place in the row's cache as its start.
         heads: the model's.
         threads: number of threads of the pass.
+        positions: of the tokens for the model; by default their places.
     """
 
-    def __init__(self, blocks: Sequence[Block], heads: Heads, threads: int) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], heads: Heads, threads: int, positions: IntArray | None = None
+    ) -> None:
         self.blocks, self.heads = blocks, heads
         self.counts = [len(block) for block in blocks]
         self.n = sum(self.counts)
-        self.positions: IntArray = np.concatenate([block.positions for block in blocks])
+        self.places: IntArray = np.concatenate([block.positions for block in blocks])
+        self.positions = self.places if positions is None else positions
         self.parents: IntArray = np.concatenate([_parents(block) for block in blocks])
         self.owners: IntArray = np.repeat(np.arange(len(blocks)), self.counts)
         self.tiles = [math.ceil(count * heads.group / QUERIES) for count in self.counts]
@@ -119,7 +123,7 @@ class Packed:
         """Bytes that each thread needs for attention."""
         heads = self.heads
         scan = canonical.room(self.most_tiles, heads.group, heads.dim, heads.out_dim)
-        return max(scan, plain.room(self.reach, heads.out_dim))
+        return max(scan, plain.room(int(self.places.max()) + 1, heads.out_dim))
 
 
 def _parents(block: Block) -> IntArray:

@@ -21,6 +21,7 @@ from forerun.kernels.canonical import ATTEND, AttendOp
 from forerun.kernels.layers import EMBED, NORM, ROTARY, EmbedOp, NormOp, RotaryOp
 from forerun.kernels.linear import ADD, GATE, LINEAR, PUT, LinearOp
 from forerun.kernels.rowwise import TO_SUM, TO_WORDS
+from forerun.kernels.sought import SOUGHT_BYTES, SOUGHT_OP, SoughtOp
 from forerun.kernels.stored import LOOKUP
 from forerun.model.packing import Heads
 from forerun.model.parts import ACTIVATIONS, KINDS, Layer, activation, angles, embed_scale, eps, layers, one
@@ -43,17 +44,20 @@ class Size:
         rows: of a batch.
         threads: number of threads for which the work is cut.
         keeps: whether every layer's queries are kept until the next pass.
+        chooses: whether queries choose what they see (``kernels/sought.py``).
     """
 
     tokens: int
     rows: int
     threads: int
     keeps: bool
+    chooses: bool = False
 
     def holds(self, other: Size) -> bool:
         """Whether a pass of the other size fits."""
         enough = self.tokens >= other.tokens and self.rows >= other.rows
-        return enough and self.threads == other.threads and self.keeps == other.keeps
+        alike = self.keeps == other.keeps and self.chooses == other.chooses
+        return enough and alike and self.threads == other.threads
 
 
 class Parts:
@@ -102,6 +106,7 @@ class Written:
 
     Attributes:
         kv: addresses of each layer's keys and values in each row's cache, int64 ``[layers, rows, 2]``.
+        sought: each layer's and row's ``SoughtFields``, int64 ``[layers, rows, ...]``.
         mixed: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
         x: what goes from layer to layer, ``[tokens, hidden]``.
     """
@@ -115,6 +120,7 @@ class Written:
         self._gated = torch.zeros(n, parts.inner, dtype=parts.dtype)
         self.mixed = torch.zeros(count if size.keeps else 1, n, width, dtype=torch.float32)
         self.kv = np.zeros((count, size.rows, 2), np.int64)
+        self.sought = np.zeros((count, size.rows, SOUGHT_BYTES // 8), np.int64)
         self._tables: list[blockwise.Table] = []
         last = (NORM, self._norm(parts.norm, self.x, TO_WORDS, self._words, which=1))
         logits = (0, parts.head.out_features * 4)
@@ -142,21 +148,37 @@ class Written:
         return EMBED, EmbedOp(tape.DO_EMBED, parts.kind, *table, parts.hidden, *_place(self.x), scale)
 
     def _attention(self, number: int, layer: Layer) -> list[Op]:
-        part, parts, heads = layer.attention, self._parts, self._parts.heads
-        mixed, kv, spec = self.mixed[number % len(self.mixed)], self.kv[number].ctypes.data, layer.spec
+        part = layer.attention
+        mixed, kv = self.mixed[number % len(self.mixed)], self.kv[number].ctypes.data
+        see = self._see_chosen if self.size.chooses else self._see_all
+        return [
+            (NORM, self._norm(layer.before, self.x, TO_WORDS, self._words)),
+            self._linear([part.q_proj, part.k_proj, part.v_proj], self._words, PUT, _place(mixed)),
+            (ROTARY, self._turn(layer, mixed, kv)),
+            *see(number, layer, mixed, kv),
+            *self._back(part.o_proj, self._words, layer.behind),
+        ]
+
+    def _see_all(self, number: int, layer: Layer, mixed: torch.Tensor, kv: int) -> list[Op]:
+        """Attention over all keys, in a fixed order."""
+        parts, heads, spec = self._parts, self._parts.heads, layer.spec
         fields = (
             parts.kind, parts.width, heads.heads, heads.kv_heads, heads.dim, heads.out_dim, spec.window or 0,
             mixed.data_ptr(), mixed.stride(0) * 4, heads.dim * 4, kv, 0, *_place(self._words), parts.kind,
             spec.scaling / math.log(2), spec.softcap or 0.0,
         )  # fmt: skip
-        return [
-            (NORM, self._norm(layer.before, self.x, TO_WORDS, self._words)),
-            self._linear([part.q_proj, part.k_proj, part.v_proj], self._words, PUT, _place(mixed)),
-            (ROTARY, self._turn(layer, mixed, kv)),
-            (ATTEND, AttendOp(tape.DO_SCAN, *fields)),
-            (ATTEND, AttendOp(tape.DO_SETTLE, *fields)),
-            *self._back(part.o_proj, self._words, layer.behind),
-        ]
+        return [(ATTEND, AttendOp(code, *fields)) for code in (tape.DO_SCAN, tape.DO_SETTLE)]
+
+    def _see_chosen(self, number: int, layer: Layer, mixed: torch.Tensor, kv: int) -> list[Op]:
+        """Attention over the keys that each query chooses."""
+        parts, heads = self._parts, self._parts.heads
+        fields = (
+            parts.kind, parts.width, heads.heads, heads.kv_heads, heads.dim, mixed.data_ptr(), mixed.stride(0) * 4,
+            heads.dim * 4, kv, self.sought[number].ctypes.data, 1, 1, *_place(self._words), parts.kind, 0,
+            layer.spec.scaling / math.log(2),
+        )  # fmt: skip
+        codes = (tape.DO_SHORTEN, tape.DO_RANK, tape.DO_CHOOSE)
+        return [(SOUGHT_OP, SoughtOp(code, *fields)) for code in codes]
 
     def _turn(self, layer: Layer, mixed: torch.Tensor, kv: int) -> RotaryOp:
         parts, heads, (cos, sin) = self._parts, self._parts.heads, self._parts.angles[layer.kind]

@@ -76,7 +76,7 @@ class Pass:
         table = packed.rows([(*place(keys)[1:], *place(values)[1:]) for keys, values in rows])
         tables = {
             "rows": address(table), "units": address(packed.units), "unit_count": packed.unit_count,
-            "owners": address(packed.owners), "positions": address(packed.positions),
+            "owners": address(packed.owners), "places": address(packed.places),
             "parents": address(packed.parents),
         }  # fmt: skip
         how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
