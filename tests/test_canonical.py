@@ -117,7 +117,7 @@ def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float3
     program = tape.Program([(ATTEND, AttendOp(code, *fields)) for code in (tape.DO_SCAN, tape.DO_SETTLE)])
     program.run(
         n=packed.n, rows=address(rows), units=address(packed.units), unit_count=packed.unit_count,
-        owners=address(packed.owners), positions=address(packed.positions), parents=address(packed.parents),
+        owners=address(packed.owners), places=address(packed.places), parents=address(packed.parents),
         parts=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot,
     )  # fmt: skip
     return list(torch.split(out, packed.counts))

@@ -1,8 +1,8 @@
 """Attention over the chunks that a query chooses, as operations of a program: for the low-rank cache.
 
 *Shorten* projects each query into the dimensions of the index, and rounds it to bytes. *Rank* scores all chunks of a
-text by their best key (``scan.py``). *Choose* (``chosen.py``) takes each query's best chunks and attends to them, to the
-recent tokens, and to the query's own branch of the tree. This file has the data of all three, and the first two.
+text by their best key (``scan.py``). *Choose* (``chosen.py``) takes each query's best chunks and attends to them, to
+the recent tokens, and to the query's own branch of the tree. This file has the data of all three, and the first two.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.kernels.canonical import ROW_BYTES, read_row
 from forerun.kernels.memory import Job, floats, integers, signed_bytes
-from forerun.kernels.scan import CHUNK, GROUP, LARGEST, PIECE, QUAD, SMALLEST, TILE, score_queries, score_query
+from forerun.kernels.scan import CHUNK, GROUP, LARGEST, PIECE, SMALLEST, TILE, score_queries, score_query
 from forerun.kernels.selection import numbers_of
 from forerun.kernels.vector import LINE
+
+HEADS = 4
+"""Heads of a group that are computed at once, at most."""
 
 
 class SoughtFields(NamedTuple):
@@ -122,7 +125,7 @@ def rank_units(chunks: list[int]) -> bytearray:
 def room(chunks: int, most: int, near: int, dim: int) -> int:
     """Bytes that a thread needs to choose among so many chunks, with ``near`` recent tokens, the pass's among them."""
     keys = (min(1 + most, chunks) + math.ceil(near / CHUNK)) * CHUNK
-    return 8 * (1 + numbers_of(chunks)) + 12 * chunks + 4 * (keys + 2 * dim + QUAD) + 4 * LINE
+    return 8 * (1 + numbers_of(chunks)) + 12 * chunks + 4 * HEADS * (keys + 2 * dim) + (HEADS + 4) * LINE
 
 
 @compiled

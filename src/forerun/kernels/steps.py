@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from forerun.core.compiling import compiled
 from forerun.kernels.blocks import attend_code
 from forerun.kernels.canonical import read_attend, read_attend_code
-from forerun.kernels.chosen import attend_chosen
+from forerun.kernels.chosen import attend_chosen, choose_tasks
 from forerun.kernels.layers import embed, norm, read_embed, read_norm, read_rotary, turn
 from forerun.kernels.linear import linear_begin, linear_task, linear_tasks, panels_of, read_linear, read_panels
 from forerun.kernels.memory import Job, address_of, integers
@@ -94,7 +94,7 @@ def tasks_of(tape: TapeFields, op: int) -> int:
     if code == DO_RANK:
         return int(tape.unit_count * read_sought_op(op).kv_heads)
     if code == DO_CHOOSE:
-        return int(tape.n * read_sought_op(op).heads)
+        return choose_tasks(read_sought_op(op), tape.n)
     return tape.n
 
 
@@ -193,7 +193,7 @@ def do_rank(address: int, op: int, code: int, task: int, slot: int) -> None:
 
 @compiled
 def do_choose(address: int, op: int, code: int, task: int, slot: int) -> None:
-    """One token and head."""
+    """One token and tile of heads."""
     if task != BEGIN:
         tape = read_tape(address)
         attend_chosen(read_sought_op(op), tape.rows, tape.owners, tape.parents, task, slot)

@@ -55,9 +55,7 @@ class Packed:
         positions: of the tokens for the model; by default their places.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], heads: Heads, threads: int, positions: IntArray | None = None
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], heads: Heads, threads: int, positions: IntArray | None = None) -> None:
         self.blocks, self.heads = blocks, heads
         self.counts = [len(block) for block in blocks]
         self.n = sum(self.counts)
