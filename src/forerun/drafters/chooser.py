@@ -207,7 +207,8 @@ class Chooser(OuterDrafter):
         if most < 1:
             return 0
         draft, passes = self._draft_cost(load), sunk + self._cutter.passes(load, most)
-        if best([1.0] * rows, draft, passes).rate <= rate:  # not even if all of it were accepted
+        hopeless = best([1.0] * rows, draft, passes).rate <= rate  # not even if all of it were accepted
+        if hopeless and (self._times.drafts_known or any(request.id in self._prompts for request in requests)):
             return 0
         found = self._grown.best(requests, draft, passes)
         if self._times.due((found.rate if self._times.settled else rate) * (sunk + cut.plain) / rows):

@@ -111,7 +111,7 @@ class Level:
         """
         reader = self._readers[request.id]
         if isinstance(reader.cache, View):
-            return _prepare(reader.cache, tokens)
+            return self._prepare(request, reader.cache, tokens)
         if self._reads(request.prompt) > 0:
             text = request.tokens[: reader.first]
             read(self.scorer, reader.cache, text, min(READ_BLOCK, tokens), most=tokens)
@@ -193,7 +193,23 @@ class Level:
             nodes = len(outcome.logits)  # the root and the tree's nodes are the pass's last rows
             rows = [-nodes, *(node + 1 - nodes for node in outcome.verdict.path)]
             cache.verified(rows, outcome.tree.drafted, len(outcome.verdict.path))
-        _prepare(cache, READ_BLOCK)
+        self._prepare(request, cache, READ_BLOCK)
+
+    def _prepare(self, request: Request, cache: View, tokens: int) -> bool:
+        """Let a view get ready for its first choice, piece by piece, make it, and make a pass that is thrown away.
+
+        The choice costs as much as many passes, and the first pass touches memory and writes programs. All that belongs
+        to reading the prompt, or to the step that ends it. It would spoil the first time of a draft that is measured.
+        """
+        if cache.settled or not cache.ready or cache.whole:
+            return True
+        if not cache.prepare(tokens):
+            return False
+        cache.sync()
+        next_token = request.tokens[cache.length : cache.length + 1]
+        if len(next_token) and self._reads(next_token, cache.length + 1) > 0:
+            self.scorer.score([Block(next_token.copy(), DraftTree.empty(), cache.length)], [cache])
+        return True
 
     def nbytes(self, request: Request) -> int:
         """Bytes of the request's cache."""
@@ -202,16 +218,3 @@ class Level:
     def needs(self, tokens: int) -> int:
         """Bytes that the cache of a text of so many tokens holds at most."""
         return self._make(self.scorer, FullCache()).needs(self.scorer.kv, tokens)
-
-
-def _prepare(cache: View, tokens: int) -> bool:
-    """Let a cache get ready for its first choice, piece by piece, and then make it.
-
-    The choice costs as much as many passes. It belongs to reading the prompt, or to the step that ends it.
-    """
-    if cache.settled or not cache.ready or cache.whole:
-        return True
-    if not cache.prepare(tokens):
-        return False
-    cache.sync()
-    return True

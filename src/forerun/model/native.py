@@ -34,6 +34,8 @@ from forerun.model.watch import Watch
 
 SPARE = 4096
 """Extra bytes in each thread's scratch memory."""
+LEAST = 16
+"""Tokens and rows that a program has room for, at least: writing one takes as long as a few short passes."""
 
 
 class NativeScorer(Scorer):
@@ -141,7 +143,7 @@ class NativeScorer(Scorer):
         needed = Size(packed.n, len(packed.blocks), threads, self.keeps_queries and not chooses, chooses)
         before = self._written.get(chooses)
         if before is None or not before.size.holds(needed) or before.positions != parts.positions:
-            tokens, rows = 1 << max(3, (packed.n - 1).bit_length()), needed.rows
+            tokens, rows = (max(LEAST, 1 << (count - 1).bit_length()) for count in (packed.n, needed.rows))
             if before is not None:
                 tokens, rows = max(tokens, before.size.tokens), max(rows, before.size.rows)
             self._written[chooses] = before = Written(parts, replace(needed, tokens=tokens, rows=rows))

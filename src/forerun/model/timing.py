@@ -25,7 +25,7 @@ LEAST = 3
 """How many of these sizes are always measured, however long they take."""
 ROUNDS = 9
 """The most passes of each kind."""
-SECONDS = 0.4
+SECONDS = 1.0
 """No pass starts after this time."""
 NEAR, FAR = 64, 4096
 """Tokens in the cache. ``NEAR``: for the cost curve, so that it includes merging two attentions. ``FAR``: for the cost

@@ -140,6 +140,11 @@ class Growth:
             self._line = None
 
     @property
+    def known(self) -> bool:
+        """Whether any was measured."""
+        return self._mean.known > 0
+
+    @property
     def line(self) -> Line | None:
         """In seconds; None where nothing is known."""
         unit = self._mean.unit

@@ -44,6 +44,11 @@ class Times:
         return self.plain.unit is not None
 
     @property
+    def drafts_known(self) -> bool:
+        """Whether chains were measured. Until then their cost is a guess, and may be far too high."""
+        return self.drafting.known
+
+    @property
     def rise(self) -> Line:
         """The correction of the curve for passes with drafts; see ``Rise``."""
         return self._rise.line if self.settled else AS_THE_CURVE_SAYS
