@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from test_native import DTYPES, MODELS, TEXT, kept, scored
+from test_native import DTYPES, MODELS, TEXT, kept
 from transformers import PreTrainedModel
 
 from forerun.caches.base import Cache
@@ -56,7 +56,7 @@ def source(model: PreTrainedModel, length: int) -> FullCache:
     """The target's cache over the text, with the queries by which sparse caches choose."""
     target, full = admit(model), FullCache()
     target.keeps_queries = True
-    scored(target, [length - 1, 1], full)
+    read(target, full, TEXT[:length], 300)
     return full
 
 

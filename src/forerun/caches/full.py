@@ -70,6 +70,13 @@ class FullCache(Cache):
         if layer not in self.sample or self.sample[layer].shape[2] <= count:
             self.sample[layer] = q[:, :, :: q.shape[2] // count][:, :, :count].clone()
 
+    def wants(self, block: Block) -> bool:
+        """Whether to keep the queries of a pass over this block: of a text that is read, of a pass with more of them
+        than ever before, or for a view that chooses by them. Keeping them takes time."""
+        known = next(iter(self.sample.values()), None)
+        more = known is None or len(block) >= known.shape[2]
+        return len(block.pending) > 1 or more or any(view.asks for view in self.views)
+
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
         if self._store is not None:

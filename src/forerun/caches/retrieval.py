@@ -92,6 +92,7 @@ class RetrievalCache(View):
         config: what is kept.
     """
 
+    asks = True
     copies = True
 
     def __init__(self, source: FullCache, config: RetrievalConfig) -> None:

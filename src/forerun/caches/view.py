@@ -24,6 +24,9 @@ class View(Cache):
     keepsake: str | None = None
     """The name by which ``made`` is kept with a text; None if nothing is dear enough to be kept."""
 
+    asks = False
+    """Whether it chooses by the queries of the source's last pass."""
+
     copies = False
     """Whether it copies what it chooses. A view that reads the source's own memory in each of its passes is no use over
     an offloaded cache."""

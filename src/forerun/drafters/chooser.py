@@ -46,7 +46,7 @@ class _Step:
     """What is scored: the trees, or the chains."""
     source: Source | None
     asking: float
-    """Seconds until there were trees; 0 where none were asked for."""
+    """Seconds until there were trees, and of learning from them; 0 where none were asked for."""
     drafting: float
     """Seconds of the chains' passes."""
     ended: float
@@ -54,9 +54,6 @@ class _Step:
     seconds: float = 0.0
     seen: int = 0
     tokens: int = 0
-    accepted: int = 0
-    foreseen: int = 0
-    """Nodes of trees that were right, scored or not."""
 
 
 class Chooser(OuterDrafter):
@@ -236,9 +233,12 @@ class Chooser(OuterDrafter):
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Learn how long the step took, and what was accepted."""
         if (step := self._step) is not None and (row := step.rows.pop(request.id, None)) is not None:
+            began = self._clock()
             if not step.seen:
-                step.seconds = self._clock() - step.ended
+                step.seconds = began - step.ended
             self._count(step, row, request, outcome)
+            if step.asking:
+                step.asking += self._clock() - began
             self._close(step)
         super().observe(request, outcome)
 
@@ -251,19 +251,16 @@ class Chooser(OuterDrafter):
 
     def _count(self, step: _Step, row: int, request: Request, outcome: Outcome) -> None:
         """Count a row's outcome; nodes of its tree count whether they were scored or not."""
-        accepted, chain = len(outcome.verdict.path), step.source == "chain"
+        chain = step.source == "chain"
         step.seen += 1
         step.tokens += len(outcome.verdict.tokens)
         if chain:
-            self._grown.count(request, accepted, outcome.tree.drafted)
-        else:
-            step.accepted += accepted
+            self._grown.count(request, len(outcome.verdict.path), outcome.tree.drafted)
         if not (chain and step.drawn[row]):
-            step.foreseen += self._cutter.learn(row, outcome, step.drawn[row])
+            self._cutter.learn(row, outcome, step.drawn[row])
 
     def _learn(self, step: _Step) -> None:
-        """Learn the step's times, and book what it saved. Right nodes that were not scored are booked, too: they would
-        have saved a step each, so asking for trees is worth its time."""
+        """Learn the step's times, and book what it saved."""
         cut, times, rows = step.cut, self._times, step.seen
         self._cutter.end(cut, step.tokens)
         if not cut.load.decoding:
@@ -277,7 +274,7 @@ class Chooser(OuterDrafter):
         drafting = times.drafting_cost.at(size) if size else 0.0
         took = (cut.cost + drafting) / cut.plain
         self._account.pass_by(took + asking)
-        self._account.enter("tree", (step.foreseen - step.accepted) / rows - asking)
+        self._account.enter("tree", -asking)
         if cut.nodes:
             self._account.enter(step.source or "tree", step.tokens / rows - took)
 

@@ -7,10 +7,14 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 
 from forerun.core.request import Request
-from forerun.core.tree import DraftTree, IntArray
+from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
 from forerun.index.trie import Trie, TrieConfig
+
+LATE = 16
+"""Tokens of a text that the trie may lack. It learns them when it is asked for drafts, or else so many at once: where
+nobody asks, no step pays for a call."""
 
 
 class TrieDrafter(Drafter):
@@ -28,6 +32,8 @@ class TrieDrafter(Drafter):
         if config is not None and trie is not None:
             raise ValueError("config and trie are both given; a trie brings its own configuration")
         self.trie = trie or Trie(config)
+        self._committed: dict[int, int] = {}
+        """Length of each request's text; what a request has beyond that is a draft."""
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
         """Learn from token ids as if they had been generated in ``namespace``; see ``Trie.warm``."""
@@ -49,20 +55,38 @@ class TrieDrafter(Drafter):
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""
         self.trie.begin(request.id, request.drafts_from, request.prompt, request.max_new_tokens)
+        self._committed[request.id] = request.prompt_length
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         """The likeliest branches, merged, at most ``budget`` nodes."""
-        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, self._pending(request))
+        return self.propose_batch([request], budget)[0]
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        """See ``Drafter.propose_batch``. All rows' texts are learned before the first row is drafted for."""
+        for request in requests:
+            self._learn(request)
+        return [self._draft(request, budget) for request in requests]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
+        tried = request.tokens[self._committed[request.id] :]
+        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, tried)
         return DraftTree(draft.tokens, draft.parents, probability=draft.probability, origins=draft.origins)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
-        """Index what was committed."""
-        self.trie.extend(request.id, self._pending(request))
+        """Note what was committed, to be learned before the next draft at the latest."""
+        self._committed[request.id] = len(request)
+        if len(request) - self.trie.length(request.id) >= LATE:
+            self._learn(request)
 
-    def _pending(self, request: Request) -> IntArray:
-        """The end of a text that the trie does not have."""
-        return request.tokens[self.trie.length(request.id) :]
+    def _learn(self, request: Request) -> None:
+        """Let the trie have all of a request's text."""
+        known, committed = self.trie.length(request.id), self._committed[request.id]
+        if known < committed:
+            self.trie.extend(request.id, request.tokens[known:committed])
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""
+        if request.id in self._committed:
+            self._learn(request)
+            del self._committed[request.id]
         self.trie.finish(request.id)

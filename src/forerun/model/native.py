@@ -152,10 +152,10 @@ class NativeScorer(Scorer):
     def _tell(self, parts: Parts, written: Written, packed: Packed, caches: Sequence[Cache]) -> None:
         """Give full caches what sparse caches read from them: queries and attention parameters."""
         heads, first, specs = parts.heads, 0, {i: layer.spec for i, layer in enumerate(parts.layers)}
-        for cache, count in zip(caches, packed.counts, strict=True):
+        for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if isinstance(cache, FullCache):
-                cache.specs = dict(specs)
-            if isinstance(cache, FullCache) and self.keeps_queries:  # a copy, as the next pass overwrites them
+                cache.specs, cache.queries = dict(specs), {}
+            if isinstance(cache, FullCache) and self.keeps_queries and cache.wants(block):  # of what is overwritten
                 turned = written.mixed[:, first : first + count, : heads.heads * heads.dim].clone()
                 parted = turned.view(*turned.shape[:2], heads.heads, heads.dim).transpose(1, 2)
                 for layer, queries in enumerate(parted):
