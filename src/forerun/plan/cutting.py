@@ -2,7 +2,8 @@
 
 The ``CostCurve`` gives the cost of a pass. A node adds its chance of being accepted to the expected tokens. So the
 likeliest nodes of all rows are taken, as many as maximise tokens over cost. A pass that reads a prompt has to be made
-anyway. There, a node must give at least as many tokens for its cost as recent passes gave for theirs.
+anyway. There, a node must give at least as many tokens for its cost as passes of these rows alone give for theirs, by
+the curve and by what drafts gained lately.
 
 A node's chance is the one that the drafter states, corrected by how often similar nodes were right
 (``calibration.py``). Nodes that were not scored count as well, because the committed text shows whether they were
@@ -100,7 +101,7 @@ class Cutter:
         self._vocabulary = vocabulary
         self._table, self._sheet = Table.empty(), Sheet.allocate(64)
         self._places: list[tuple[int, int]] = []  # where each row's tree is on the sheet
-        self._tokens = self._spent = 1.0
+        self._tokens = self._spent = 1.0  # of recent passes: tokens of a row, and cost in passes without trees
         self.fit(costs)
 
     def fit(self, costs: CostCurve) -> None:
@@ -122,7 +123,8 @@ class Cutter:
             return self.whole(trees, load)
         fed = load.fed
         reading = self.costs.per_pair * np.array(load.cached, np.float64)
-        curve, rate = self._curve(fed + end + 1), self._tokens / self._spent
+        alone = plain if load.decoding else self.cost([1] * load.rows, load.cached)
+        curve, rate = self._curve(fed + end + 1), load.rows * self._tokens / self._spent / alone
         kept, tokens, added = sheet.choose(self._sheet, end, curve, fed, reading, plain, sunk, *self.rise, rate)
         parts = list(trees)
         for row, tree in enumerate(trees):
@@ -199,7 +201,8 @@ class Cutter:
             settle(self._table)
             forget(self._table)
         if cut.load.decoding:
-            self._tokens, self._spent = MEMORY * self._tokens + tokens, MEMORY * self._spent + cut.cost
+            self._tokens = MEMORY * self._tokens + tokens / cut.load.rows
+            self._spent = MEMORY * self._spent + cut.cost / cut.plain
 
     def plain(self, load: Load) -> float:
         """What a pass without trees costs."""
