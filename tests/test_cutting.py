@@ -162,6 +162,13 @@ def test_beside_rows_that_read_their_prompts_a_node_must_be_worth_what_it_adds()
     assert not found.load.decoding
 
 
+def test_beside_a_prompt_many_rows_draft_less_than_one() -> None:
+    """Nine rows alone give nine tokens for the cost of three plain passes; so a quarter of one must give 0.75."""
+    rows, load = [Request([1], 99) for _ in range(9)], Load([1] * 9, [0] * 9, beside=60)
+    found = Cutter(CostCurve.linear(4)).cut(rows, [chain(chance=0.8) for _ in rows], load)
+    assert [len(tree) for tree in found.trees] == [1] * 9
+
+
 def test_a_drawn_token_s_own_probability_decides_nothing() -> None:
     q = torch.full((3, 5), 0.2)
     low, high = (DraftTree(np.arange(3), np.arange(-1, 2), q=q, probability=np.full(3, p)) for p in (0.01, 0.99))

@@ -17,8 +17,8 @@ import forerun
 from forerun.core.compiling import sources
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.core.verify import Outcome, verify
-from forerun.drafters.trie import TrieDrafter
+from forerun.core.verify import Outcome, Verdict, verify
+from forerun.drafters.trie import LATE, TrieDrafter
 from forerun.index import arrays, calls, multibranch, place
 from forerun.index.trie import Form, Trie, TrieConfig
 
@@ -103,6 +103,41 @@ def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
     drafter.finish(request)
     assert drafter.trie.tokens("default") == 0
     assert drafter.nbytes < 4096
+
+
+def test_a_text_is_learned_whole_whenever_it_is_learned() -> None:
+    """Where nobody asks for drafts, it is learned in pieces, and the rest at its end; drafts are then the same."""
+    answer = [5, 9, 2, 7, 11, 3, 8]
+    asked, unasked = TrieDrafter(), TrieDrafter()
+    for drafter, budget in ((asked, 8), (unasked, 0)):
+        request = Request([1, 2, 3], 40)
+        drafter.begin(request)
+        while not request.finish_reason:
+            if budget:
+                step(drafter, request, answer, 0)
+            else:
+                request.append(answer[len(request.generated) % len(answer)])
+                drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], []), torch.zeros(1, VOCABULARY)))
+                assert len(request) - drafter.trie.length(request.id) < LATE
+        drafter.finish(request)
+    found = []
+    for drafter in (asked, unasked):
+        request = Request([4, 5, 9], 20)
+        drafter.begin(request)
+        found.append(drafter.propose(request, 12))
+    assert found[0].tokens.tolist() == found[1].tokens.tolist() and len(found[0]) > 4
+    assert found[0].probability.tolist() == found[1].probability.tolist()  # type: ignore[union-attr]
+
+
+def test_drafts_on_trial_are_not_learned() -> None:
+    drafter, request = TrieDrafter(), Request([1, 2, 3], 20)
+    drafter.begin(request)
+    twin = request.fork()
+    for token in (7, 7, 7):
+        twin.append(token)
+    drafter.propose(twin, 4)
+    assert drafter.trie.length(request.id) == 3
+    drafter.finish(request)
 
 
 def test_warming_teaches_one_namespace_an_answer() -> None:
