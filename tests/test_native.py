@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from forerun.caches.full import FullCache
+from forerun.caches.retrieval import RetrievalCache, RetrievalConfig
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels import vector
@@ -174,6 +175,8 @@ def test_another_default_type_changes_nothing() -> None:
 def test_queries_are_those_of_their_pass() -> None:
     model = kept("llama", torch.float32)
     scorers, caches = [Scorer(model), native(Scorer(model))], [FullCache(), FullCache()]
+    views = [RetrievalCache(cache, RetrievalConfig()) for cache in caches]  # which choose by them
+    assert all(view.asks for view in views)
     for scorer, cache in zip(scorers, caches, strict=True):
         scorer.keeps_queries = True
         scored(scorer, [7, 5], cache)
@@ -183,6 +186,19 @@ def test_queries_are_those_of_their_pass() -> None:
         assert all(torch.equal(held[layer], first[layer]) for layer in first)
     for layer in range(3):
         assert torch.allclose(caches[0].queries[layer], caches[1].queries[layer], rtol=1e-4, atol=1e-4)
+
+
+def test_queries_that_nobody_chooses_by_are_not_copied() -> None:
+    """But for those of a text that is read, and of more tokens than any pass had: of these a sample is kept."""
+    scorer, cache = native(Scorer(kept("llama", torch.float32))), FullCache()
+    scorer.keeps_queries = True
+    for count, length, copied in ((7, 7, True), (5, 7, False), (7, 7, True), (9, 9, True), (1, 9, False)):
+        scored(scorer, [count], cache)
+        assert bool(cache.queries) == copied
+        assert cache.sample[0].shape[2] == length
+    with torch.inference_mode():
+        scorer.score([Block(TEXT[29:31], DraftTree.empty(), 29)], [cache])
+    assert cache.queries[0].shape[2] == 2
 
 
 def test_tokens_that_there_are_not_are_refused() -> None:
