@@ -127,37 +127,44 @@ def work(address: int) -> None:
     job = read_job(address)
     slot = job.slots + ticket(address + 8) * job.slot_size
     queries = job.heads * job.rows
-    _round(job, floats(slot, queries), signed_bytes(slot + 4 * queries, queries * job.rank))
+    for i in range(queries):
+        round_query(job.q + 4 * i * job.rank, job.rank, slot + 4 * i, slot + 4 * queries + i * job.rank)
     while True:
         task = ticket(address)
         if task >= job.heads * job.pieces:
             return
         head, first = task // job.pieces, task % job.pieces * PIECE
         size, groups = CHUNK * job.rank * GROUP, min(PIECE, job.groups - first)
-        keys, row = job.keys + head * job.keys_head + first * size, 0
-        while row < job.rows:
-            place = head * job.rows + row
-            scale, q = slot + 4 * place, slot + 4 * queries + place * job.rank
-            out = job.out + 4 * GROUP * (place * job.groups + first)
-            if row + TILE <= job.rows:
-                score_queries(keys, q, job.rank, groups, scale, out, 4 * GROUP * job.groups)
-                row += TILE
-            else:
-                score_query(keys, q, job.rank, groups, scale, out, 0)
-                row += 1
+        keys, place = job.keys + head * job.keys_head + first * size, head * job.rows
+        scales, q = slot + 4 * place, slot + 4 * queries + place * job.rank
+        row = 4 * GROUP * job.groups
+        score_all(keys, q, job.rows, job.rank, groups, scales, job.out + place * row + 4 * GROUP * first, row)
 
 
 @compiled
-def _round(job: Fields, scales: Any, numbers: Any) -> None:
-    """Round all queries to bytes, and write each query's unit."""
-    for i in range(job.heads * job.rows):
-        query = floats(job.q + 4 * i * job.rank, job.rank)
-        largest = np.float32(0)
-        for d in range(job.rank):
-            largest = max(largest, abs(query[d]))
-        scales[i] = largest / np.float32(LARGEST)
-        for d in range(job.rank):
-            numbers[i * job.rank + d] = int(np.rint(query[d] / max(scales[i], np.float32(SMALLEST))))
+def round_query(query: int, rank: int, unit: int, to: int) -> None:
+    """Round a query to bytes, and write its unit, a float."""
+    numbers, rounded, largest = floats(query, rank), signed_bytes(to, rank), np.float32(0)
+    for d in range(rank):
+        largest = max(largest, abs(numbers[d]))
+    floats(unit, 1)[0] = largest / np.float32(LARGEST)
+    step = max(floats(unit, 1)[0], np.float32(SMALLEST))
+    for d in range(rank):
+        rounded[d] = int(np.rint(numbers[d] / step))
+
+
+@compiled
+def score_all(keys: int, q: int, rows: int, rank: int, groups: int, scales: int, out: int, out_row: int) -> None:
+    """All of a KV head's rounded queries over some groups: tiles of them first, then single ones."""
+    row = 0
+    while row < rows:
+        query, scale, to = q + row * rank, scales + 4 * row, out + row * out_row
+        if row + TILE <= rows:
+            score_queries(keys, query, rank, groups, scale, to, out_row)
+            row += TILE
+        else:
+            score_query(keys, query, rank, groups, scale, to, 0)
+            row += 1
 
 
 @intrinsic

@@ -14,8 +14,8 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.kernels.canonical import ROW_BYTES, read_row
-from forerun.kernels.memory import Job, floats, integers, signed_bytes
-from forerun.kernels.scan import CHUNK, GROUP, LARGEST, PIECE, SMALLEST, TILE, score_queries, score_query
+from forerun.kernels.memory import Job, floats, integers
+from forerun.kernels.scan import CHUNK, GROUP, PIECE, TILE, round_query, score_all
 from forerun.kernels.selection import numbers_of
 from forerun.kernels.vector import LINE
 
@@ -139,11 +139,18 @@ def shorten(op: SoughtOp, rows: int, owners: int, task: int, slot: int) -> None:
     group, place = op.heads // op.kv_heads, token - row.first
     for g in range(group):
         _turn(op, seek, token, head * group + g, head, slot)
-        _round(seek, head, g * row.n + place, slot)
+        _keep(seek, head, g * row.n + place, slot)
     if place == row.n - 1:  # what pads the last tile
         floats(slot, seek.rank)[:] = np.float32(0)
         for i in range(group * row.n, seek.asked):
-            _round(seek, head, i, slot)
+            _keep(seek, head, i, slot)
+
+
+@compiled
+def _keep(seek: SoughtFields, head: int, i: int, query: int) -> None:
+    """Keep a query, rounded."""
+    place = head * seek.asked + i
+    round_query(query, seek.rank, seek.units + 4 * place, seek.bytes + place * seek.rank)
 
 
 @compiled
@@ -159,32 +166,11 @@ def _turn(op: SoughtOp, seek: SoughtFields, token: int, head: int, own: int, to:
 
 
 @compiled
-def _round(seek: SoughtFields, head: int, i: int, source: int) -> None:
-    """Round a query to bytes, and write its unit."""
-    short, place = floats(source, seek.rank), head * seek.asked + i
-    largest = np.float32(0)
-    for r in range(seek.rank):
-        largest = max(largest, abs(short[r]))
-    unit = largest / np.float32(LARGEST)
-    floats(seek.units + 4 * place, 1)[0] = unit
-    rounded, least = signed_bytes(seek.bytes + place * seek.rank, seek.rank), max(unit, np.float32(SMALLEST))
-    for r in range(seek.rank):
-        rounded[r] = int(np.rint(short[r] / least))
-
-
-@compiled
 def rank(op: SoughtOp, units: int, task: int, slot: int) -> None:
     """One unit and KV head: the worth of its chunks to all queries."""
     unit, head = read_rank_unit(units + task // op.kv_heads * RANK_BYTES), task % op.kv_heads
     seek = read_sought(op.sought + unit.row * SOUGHT_BYTES)
     keys = seek.short + head * seek.short_head + unit.first * CHUNK * seek.rank * GROUP
-    scores, i = seek.worth + head * seek.worth_head + 4 * GROUP * unit.first, 0
-    while i < seek.asked:
-        place = head * seek.asked + i
-        q, scale, out = seek.bytes + place * seek.rank, seek.units + 4 * place, scores + i * seek.worth_row
-        if i + TILE <= seek.asked:
-            score_queries(keys, q, seek.rank, unit.groups, scale, out, seek.worth_row)
-            i += TILE
-        else:
-            score_query(keys, q, seek.rank, unit.groups, scale, out, 0)
-            i += 1
+    place, scores = head * seek.asked, seek.worth + head * seek.worth_head + 4 * GROUP * unit.first
+    q, units_of = seek.bytes + place * seek.rank, seek.units + 4 * place
+    score_all(keys, q, seek.asked, seek.rank, unit.groups, units_of, scores, seek.worth_row)
