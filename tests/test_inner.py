@@ -148,6 +148,47 @@ def test_the_target_may_grow_its_memory_between_passes() -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("kind", ["streaming", "low-rank"])
+def test_layers_whose_buffers_differ_take_the_flat_pass(kind: str) -> None:
+    """As a pass that failed half-way may leave them."""
+    model = kept("llama", torch.float32)
+    own, full, block = inner(admit(model)), source(model, 400), Block(TEXT[400:401], TREES[2], 400)
+    found = []
+    for broken in (False, True):
+        cache = CACHES[kind](own, full)
+        follow(own, cache, 400)
+        if broken:
+            layers = cache._layers if isinstance(cache, StreamingCache) else cache._near  # type: ignore[attr-defined]
+            layers[0] = tuple(torch.nn.functional.pad(t, (0, 0, 0, 99)) for t in layers[0])
+            assert cache.addressed(3, 2, 16, torch.float32, len(block)) is None
+        found.append(own.score([block], [cache])[0])
+    assert difference(*found) < 2e-5
+
+
+@torch.inference_mode()
+def test_an_index_that_moved_unused_is_found() -> None:
+    """The text grows, the index with it, and nothing is drafted; then the text is cut back to where it was."""
+    model = kept("llama", torch.float32)
+    target, full = admit(model), FullCache(9000)  # whose memory need not move
+    target.keeps_queries = True
+    read(target, full, TEXT[:300], 300)
+    view, own, block = CACHES["low-rank"](target, full), inner(target), Block(TEXT[300:301], TREES[2], 300)
+    follow(own, view, 300)
+    assert isinstance(view, LowRankCache)
+    before, place = own.score([block], [view])[0], view._indexes[0].addresses[1]
+    copies = []
+    for length in (8000, 300):
+        if length > 300:
+            read(target, full, np.resize(TEXT, length), 500)
+        else:
+            full.truncate(length)
+        view.sync()
+        copies.append(view._indexes[0]._short)
+    assert view._indexes[0].addresses[1] != place
+    assert difference(own.score([block], [view])[0], before) < 2e-5
+
+
+@torch.inference_mode()
 def test_other_caches_take_the_flat_pass() -> None:
     target = admit(kept("llama", torch.float32))
     own, cache = inner(target), HeavyHitterCache(64, 32)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from forerun.caches.base import READ_BLOCK, Cache, KVShape, LayerShape
-from forerun.caches.rows import Rows, append, compact, moved
+from forerun.caches.rows import Rows, append, compact, reserve
 from forerun.core.block import Block
 
 SLACK = 64
@@ -115,16 +115,18 @@ class BoundedCache(Cache):
 
     def _store(self, layer: int, *new: torch.Tensor) -> Rows:
         """Write the block after the committed tokens; room for it grows to the largest block so far."""
-        rows = self._layers[layer] = append(self._reserve(layer, new, new[0].shape[2]), new, self._held, 0)
+        rows = self._layers[layer] = append(self._layers.get(layer), new, self._held, self._capacity(new[0].shape[2]))
         return rows
 
     def _reserve(self, layer: int, like: Rows, count: int) -> Rows:
         """A layer's rows, with room for a block of ``count`` tokens of the shape of ``like``."""
-        rows = self._layers.get(layer)
-        if rows is None or rows[0].shape[2] < self._held + count:
-            capacity = self._fixed + self._budget + self.slack + count
-            rows = self._layers[layer] = moved(rows, like, self._held, max(capacity, self._held + count))
+        held, end = self._held, self._held + count
+        rows = self._layers[layer] = reserve(self._layers.get(layer), like, held, end, self._capacity(count))
         return rows
+
+    def _capacity(self, count: int) -> int:
+        """Tokens that a buffer for blocks of ``count`` tokens has room for."""
+        return self._fixed + self._budget + self.slack + count
 
     def _keep(self, block: Block, path: Sequence[int]) -> None:
         start = self._held + len(block.pending)

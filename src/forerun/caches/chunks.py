@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from forerun.caches.full import FullCache
-from forerun.caches.rows import Rows, append, compact, moved
+from forerun.caches.rows import Rows, append, compact, reserve
 
 ROOM = 64
 """A buffer grows by at least this many tokens."""
@@ -47,14 +47,12 @@ class ChosenChunks:
 
     def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write keys and values ``[1, Hkv, n, d]`` at index ``place``; those at later indices may be lost."""
-        end = place + k.shape[2]
-        self._rows = append(self._rows, (k, v), place, end + max(ROOM, end // 32))
+        self._rows = append(self._rows, (k, v), place, _grown(place + k.shape[2]))
 
     def reserve(self, place: int, count: int) -> Rows:
         """Its keys and values, with room for ``count`` more at index ``place``."""
         assert self._rows is not None
-        if self._rows[0].shape[2] < place + count:
-            self._rows = moved(self._rows, self._rows, place, place + count + max(ROOM, (place + count) // 32))
+        self._rows = reserve(self._rows, self._rows, place, place + count, _grown(place + count))
         return self._rows
 
     def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,3 +174,8 @@ class HeldChunks:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(t.nbytes for t in self._slots)
+
+
+def _grown(end: int) -> int:
+    """Tokens that a buffer which must hold ``end`` has room for."""
+    return end + max(ROOM, end // 32)

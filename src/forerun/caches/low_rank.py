@@ -22,7 +22,7 @@ from forerun.caches.beginning import Tensors
 from forerun.caches.bounded import SLACK
 from forerun.caches.chunks import HeldChunks
 from forerun.caches.full import FullCache
-from forerun.caches.rows import addresses, attend_in_order, compact
+from forerun.caches.rows import attend_in_order, compact, located
 from forerun.caches.short_keys import GROUPS, ShortKeys, sampled
 from forerun.caches.view import View
 from forerun.core.block import Block
@@ -96,7 +96,7 @@ class LowRankCache(View):
         self._indexes = self._kept()
         self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent and speculative tokens
         self._brought: dict[int, HeldChunks] = {}  # what the last query saw of an offloaded source
-        self._table: tuple[IntArray, int, IntArray] | None = None  # of the source's addresses and the tail: see _sought
+        self._table: tuple[IntArray, IntArray] | None = None  # for the source's addresses: see _sought
 
     @property
     def ready(self) -> bool:
@@ -122,7 +122,7 @@ class LowRankCache(View):
     def sync(self) -> None:
         """See ``View.sync``."""
         self.length = self.settled = self.source.length
-        self._tail = self._far(self.length)
+        self._tail, self._table = self._far(self.length), None
         for layer in self.source.layers:
             self._store(layer, self._tail, *self.source.read(layer, self._tail, self.length))
             if self.whole or self.source.specs[layer].window is not None:
@@ -185,12 +185,12 @@ class LowRankCache(View):
             return None
         place = self.near
         near = [self._reserve(layer, place, place + count) for layer in range(layers)]
-        return Addresses(*addresses(near), place, self._sought(source))
+        return located(near, place, self._sought(source))
 
     def _sought(self, source: Addresses) -> IntArray:
-        """One row of ``SoughtFields`` per layer; made again when the tail, or the source's memory, has moved."""
+        """One row of ``SoughtFields`` per layer; made again when the index, or the source's memory, may have moved."""
         known = self._table
-        if known is None or known[0] is not source.layers or known[1] != self._tail:
+        if known is None or known[0] is not source.layers:
             chunks, (k_head, k_row, v_head, v_row) = self._tail // CHUNK, source.strides
             rows = []
             for layer, (k, v) in enumerate(source.layers.tolist()):
@@ -198,8 +198,8 @@ class LowRankCache(View):
                 if self.choosing(layer):
                     most, index = self.slots(layer), self._indexes[layer].addresses
                 rows.append(SoughtFields(chunks, most, *index, k, k_head, k_row, v, v_head, v_row))
-            self._table = known = source.layers, self._tail, np.array(rows, np.int64)
-        return known[2]
+            self._table = known = source.layers, np.array(rows, np.int64)
+        return known[1]
 
     def _attend_brought(self, layer: int, q: torch.Tensor, worth: torch.Tensor, spec: AttentionSpec) -> AttentionState:
         """Attention over each query's chunks, one query after the other. The source's memory is far away: of the chunks

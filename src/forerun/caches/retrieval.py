@@ -19,7 +19,7 @@ from forerun.caches.base import Addresses, KVShape
 from forerun.caches.bounded import SLACK
 from forerun.caches.chunks import ROOM, ChosenChunks
 from forerun.caches.full import FullCache
-from forerun.caches.rows import addresses
+from forerun.caches.rows import located
 from forerun.caches.view import View
 from forerun.core.block import Block
 from forerun.core.settings import Policy
@@ -190,7 +190,7 @@ class RetrievalCache(View):
         if any(self.source.specs[layer].window is not None for layer in self._layers):
             return None
         held = self._place(self.length)
-        return Addresses(*addresses([self._layers[layer].reserve(held, count) for layer in range(layers)]), held)
+        return located([self._layers[layer].reserve(held, count) for layer in range(layers)], held)
 
     def _attend_window(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec

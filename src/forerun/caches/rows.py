@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from forerun.caches.base import Addresses
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, AttentionState, attend
@@ -19,27 +20,31 @@ Rows = tuple[torch.Tensor, ...]
 def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
     """Write ``new`` after the first ``held`` rows; if they do not fit, move to a buffer for ``capacity`` tokens."""
     end = held + new[0].shape[2]
-    if rows is None or rows[0].shape[2] < end:
-        rows = moved(rows, new, held, max(capacity, end))
+    rows = reserve(rows, new, held, end, capacity)
     for room, part in zip(rows, new, strict=True):
         room[:, :, held:end] = part
     return rows
 
 
-def moved(rows: Rows | None, like: Rows, held: int, capacity: int) -> Rows:
-    """The first ``held`` rows in a new buffer for ``capacity`` tokens, of the same shape otherwise as ``like``."""
-    grown = tuple(t.new_empty(*t.shape[:2], capacity, *t.shape[3:]) for t in like)
+def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int) -> Rows:
+    """Rows with room for ``end`` tokens: these, or their first ``held`` in a new buffer for ``capacity`` tokens, whose
+    shape is otherwise that of ``like``."""
+    if rows is not None and rows[0].shape[2] >= end:
+        return rows
+    grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in like)
     for old, room in zip(rows or (), grown, strict=bool(rows)):
         room[:, :, :held] = old[:, :, :held]
     return grown
 
 
-def addresses(rows: Sequence[Rows]) -> tuple[IntArray, tuple[int, int, int, int]]:
-    """Addresses of each layer's keys and values, int64 ``[layers, 2]``, and strides in bytes that hold for all: of
-    heads and rows of keys, and of values."""
+def located(rows: Sequence[Rows], index: int, sought: IntArray | None = None) -> Addresses | None:
+    """Where a program finds each layer's keys and values; see ``Addresses``. None if the layers' strides differ, as a
+    pass that failed half-way may leave them."""
     keys, values = rows[0]
+    if any(k.stride() != keys.stride() or v.stride() != values.stride() for k, v in rows):
+        return None
     found = np.array([[k.data_ptr(), v.data_ptr()] for k, v in rows], np.int64)
-    return found, (*place(keys)[1:], *place(values)[1:])
+    return Addresses(found, (*place(keys)[1:], *place(values)[1:]), index, sought)
 
 
 def compact(rows: Rows, start: int, path: Sequence[int]) -> None:

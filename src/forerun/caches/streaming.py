@@ -12,7 +12,7 @@ import torch
 from forerun.caches.base import READ_BLOCK, Addresses
 from forerun.caches.bounded import SLACK, BoundedCache, Extent
 from forerun.caches.rotation import Rotation
-from forerun.caches.rows import Rows, addresses, attend_in_order
+from forerun.caches.rows import Rows, attend_in_order, located
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, merge
@@ -59,7 +59,7 @@ class StreamingCache(BoundedCache):
         """See ``Cache.addressed``."""
         like = torch.empty(1, heads, 0, dim, dtype=dtype)
         rows = [self._reserve(layer, (like, like), count) for layer in range(layers)]
-        return Addresses(*addresses(rows), self._held)
+        return located(rows, self._held)
 
     def next_read(self, goal: int) -> int:
         """See ``Cache.next_read``: reads the sinks, then skips to the last ``window`` tokens before ``goal``."""
