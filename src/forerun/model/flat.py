@@ -1,4 +1,4 @@
-"""The forward pass of the most common decoders as one function, for the inner levels of a hierarchy.
+"""The forward pass of the most common decoders as one function, for inner levels that no program can run (``native``).
 
 Inner levels make many passes over one or a few tokens, and a small model's pass spends more time in Python than in its
 operations. Their logits decide what is drafted, never what is generated. So they may round differently from the model's

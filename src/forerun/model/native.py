@@ -35,7 +35,8 @@ from forerun.model.watch import Watch
 SPARE = 4096
 """Extra bytes in each thread's scratch memory."""
 LEAST = 16
-"""Tokens and rows that a program has room for, at least: writing one takes as long as a few short passes."""
+"""Tokens and rows that a program has room for, at least. Writing one takes up to as long as a pass over one token (0.9
+ms for the bundled model, 5 for SmolLM2), so it should be rare. Room that is not used costs some hundred kilobytes."""
 
 
 class NativeScorer(Scorer):
@@ -89,7 +90,10 @@ class NativeScorer(Scorer):
     def _run(
         self, parts: Parts, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[Addresses]
     ) -> torch.Tensor:
-        placed = [Block(block.pending, block.tree, row.place) for block, row in zip(blocks, rows, strict=True)]
+        placed = [
+            block if row.place == block.start else Block(block.pending, block.tree, row.place)
+            for block, row in zip(blocks, rows, strict=True)
+        ]
         positions = np.concatenate([cache.positions(block) for cache, block in zip(caches, blocks, strict=True)])
         packed = Packed(placed, parts.heads, torch.get_num_threads(), positions)
         choice = None if rows[0].sought is None else Choice(packed, rows)
