@@ -27,10 +27,9 @@ from mixture import TEXT, Asked, Said, mixed, streamed, whole
 from served import Served
 
 CLIENTS = 6
+KNOWN = {"model": "bundled", "max_tokens": 48, "seed": 1}
 FIXED = [
-    Asked(
-        "text", {"model": "bundled", "prompt": TEXT[at : at + 6000], "max_tokens": 48, "seed": 1, "temperature": heat}
-    )
+    Asked("text", {**KNOWN, "prompt": TEXT[at : at + 6000], "temperature": heat})
     for at, heat in ((0, 0), (900, 0), (3000, 1))
 ]
 """Questions whose answers are known; their prompts are long enough to be stored."""
