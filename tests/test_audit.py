@@ -54,7 +54,7 @@ def test_progress_counts_every_run() -> None:
 
 
 def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gullible(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
+    def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
         if not len(tree) or len(request.generated) < 4:
             return verify(tree, logits, request)
         request.append(int(tree.tokens[0]))

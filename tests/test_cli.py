@@ -278,7 +278,7 @@ def test_generated_text_cannot_control_the_terminal() -> None:
 # --- audit
 
 
-def gullible(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
+def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
     """Accepts a wrong draft, now and then."""
     if not len(tree) or len(request.generated) < 4:
         return verify(tree, logits, request)

@@ -138,9 +138,13 @@ class Request:
 
     def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, rows: Sequence[int]) -> None:
         """Note how likely committed tokens were, if that is wanted, by the rows of logits ``[n, V]`` they follow."""
-        if self.top_logprobs is not None:
-            for token, row in zip(tokens, rows, strict=False):
-                self.logprobs.append(logprob_of(logits[row], token, self.top_logprobs))
+        if self.top_logprobs is None:
+            return
+        found = [logits[row] for _, row in zip(tokens, rows, strict=False)]
+        if logits.device.type != "cpu":
+            found = list(torch.stack(found).cpu())  # one transfer; it has not run on a GPU
+        for token, own in zip(tokens, found, strict=False):
+            self.logprobs.append(logprob_of(own, token, self.top_logprobs))
 
     def fork(self) -> Request:
         """A copy that a drafter may continue speculatively.

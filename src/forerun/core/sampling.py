@@ -8,10 +8,12 @@ they agree where their distributions are close. Gumbel-max: argmax(log p + g), w
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Literal
 
+import numpy as np
 import torch
 
 from forerun.core import noise
@@ -22,6 +24,26 @@ from forerun.core.noise import BITS, GOLDEN, MIX1, MIX2
 Method = Literal["greedy", "coupled", "rejection"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """What ``transformers`` calls a logits processor: (ids ``[1, t]``, scores ``[1, V]``) -> scores ``[1, V]``."""
+
+
+@dataclass(frozen=True)
+class InTurn:
+    """Processors that run one after the other.
+
+    Attributes:
+        parts: the processors, in order.
+        rowwise: whether each looks at nothing but a row's scores, so that scores of many rows ``[n, V]`` may come at
+            once. No value is read from their device.
+        anywhere: whether they may be called on one device now, and on another one next.
+    """
+
+    parts: tuple[Processor, ...]
+    rowwise: bool = False
+    anywhere: bool = False
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See ``Processor``."""
+        return reduce(lambda so_far, part: part(ids, so_far), self.parts, scores)
 
 
 @dataclass(frozen=True)
@@ -77,6 +99,18 @@ class Sampler:
         """Whether the token is the best by the logits themselves."""
         return self.method == "greedy" and self.processor is None and self.constraint is None
 
+    @property
+    def rowwise(self) -> bool:
+        """Whether a choice depends on logits and position alone, so that those of many rows can be made at once."""
+        return self.constraint is None and (
+            self.processor is None or (isinstance(self.processor, InTurn) and self.processor.rowwise)
+        )
+
+    @property
+    def anywhere(self) -> bool:
+        """Whether it may choose from logits that were brought to the CPU, if the model lies elsewhere."""
+        return self.processor is None or (isinstance(self.processor, InTurn) and self.processor.anywhere)
+
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Processed scores ``[V]`` in float32, as in ``transformers``, from logits ``[V]`` that follow ids ``[t]``."""
         scores = logits.to(torch.float32, copy=self.processor is not None)
@@ -84,13 +118,33 @@ class Sampler:
             scores = self.constraint.mask(ids, scores)
         if self.processor is None:
             return scores
-        return self.processor(ids[None].to(scores.device), scores[None])[0]
+        return self.processor(ids[None].to(scores.device, non_blocking=True), scores[None])[0]
+
+    def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """``scores`` of many rows at once, ``[n, V]`` in and out; for samplers that are ``rowwise``."""
+        scores = logits.to(torch.float32, copy=self.processor is not None)
+        if self.processor is None:
+            return scores
+        return self.processor(torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device), scores)
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
         """The token at ``position`` (its index in the sequence, prompt included) for processed scores ``[V]``."""
         if self.method == "greedy":
             return int(scores.argmax())
         return _sample(scores, self.seed, position, salt)
+
+    def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt = Salt.TARGET) -> torch.Tensor:
+        """``choose`` for rows of scores ``[n, V]``, each at its own position; int64 ``[n]``, on the scores' device."""
+        if self.method == "greedy":
+            return scores.argmax(-1)
+        return highest_of_rows(scores, self.seed, positions, salt)
+
+    def candidate_rows(self, scores: torch.Tensor, position: int, count: int) -> torch.Tensor:
+        """``candidates`` for scores ``[V]``, on their device: int64 ``[min(count, V)]``, with -1 behind the last."""
+        if self.method == "greedy":
+            return _top(scores, count)
+        noise = gumbel(self.seed, position, scores.shape[-1], Salt.TARGET, scores.device)
+        return _top(scores.double() + noise, count)
 
     def candidates(self, scores: torch.Tensor, position: int, count: int) -> list[int]:
         """The ``count`` best tokens, best first, or as many as can come; the first is the one that ``choose`` takes."""
@@ -127,9 +181,20 @@ def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
 
 
 def _highest(scores: torch.Tensor, count: int) -> list[int]:
+    return [token for token in _top(scores, count).tolist() if token >= 0]
+
+
+def _top(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The best tokens, best first, on the scores' device, and -1 in place of those that cannot come."""
     best = scores.topk(min(count, scores.shape[-1]))
-    found: list[int] = best.indices[best.values > -torch.inf].tolist()
-    return found
+    return best.indices.where(best.values > -torch.inf, -1)
+
+
+def highest_of_rows(scores: torch.Tensor, seed: int, positions: Sequence[int], salt: Salt) -> torch.Tensor:
+    """The best token of each row of scores ``[n, V]`` with the noise at the row's position, int64 ``[n]``, on the
+    scores' device; 0 where none can come."""
+    best = (scores.double() + _gumbel_of_rows(seed, positions, scores.shape[-1], salt, scores.device)).max(-1)
+    return best.indices.where(best.values > -torch.inf, 0)
 
 
 _MASK64 = (1 << 64) - 1
@@ -143,7 +208,22 @@ def uniform(seed: int, position: int, salt: Salt) -> float:
 def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
     """Standard Gumbel noise for token ids 0..size-1, float64 ``[size]``; entries do not depend on ``size``."""
     bits = torch.arange(size, dtype=torch.int64, device=device)
-    bits.mul_(_signed(GOLDEN)).add_(_signed(_key(seed, position, salt)))
+    return _gumbel(bits.mul_(_signed(GOLDEN)).add_(_signed(_key(seed, position, salt))))
+
+
+def _gumbel_of_rows(
+    seed: int, positions: Sequence[int], size: int, salt: Salt, device: torch.device | str
+) -> torch.Tensor:
+    """``gumbel`` at each of these positions, ``[n, size]``; nothing waits for the device."""
+    distinct, rows = np.unique(positions, return_inverse=True)
+    keys = torch.tensor([_signed(_key(seed, position, salt)) for position in distinct.tolist()])
+    bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN))
+    noise = _gumbel(bits + keys.to(device, non_blocking=True)[:, None])
+    return noise.index_select(0, torch.from_numpy(rows).to(device, non_blocking=True))
+
+
+def _gumbel(bits: torch.Tensor) -> torch.Tensor:
+    """Noise by keys plus multiples of ``GOLDEN``, which are overwritten."""
     for shift, factor in ((30, MIX1), (27, MIX2)):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31))

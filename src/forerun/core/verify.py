@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
@@ -17,7 +18,8 @@ from torch.nn.functional import pad
 from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
-from forerun.core.tree import ROOT, DraftTree
+from forerun.core.transfers import Trial, elsewhere, foresee, tested
+from forerun.core.tree import ROOT, DraftTree, IntArray
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,33 @@ class Outcome:
         return drafted + [int(Origin.TARGET)] * (len(self.verdict.tokens) - len(drafted))
 
 
-def verify(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
+def verify(tree: DraftTree, logits: torch.Tensor, request: Request, told: IntArray | None = None) -> Verdict:
     """Commit the accepted path of ``tree``, and the token after it, to ``request``.
 
     Args:
         tree: the draft under the last committed token.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
         request: supplies the sampler, receives the tokens, and ends the walk where the text ends.
+        told: what ``transfers.foresee`` said of these logits; it is asked here if it was not.
 
     Raises:
         ValueError: if ``q`` comes with a tree that is not a chain, or has probes, under rejection sampling.
     """
-    if request.sampler.method == "rejection" and tree.q is not None:
-        return _rejection(tree, tree.q, logits, request)
-    return _walk(tree, _chooser(logits, request), request)
+    q = tested(tree, request)
+    if elsewhere(logits):
+        if told is None:
+            [told] = foresee([tree], [logits], [request])
+        if told is None and request.sampler.anywhere:
+            logits, q = logits.cpu(), q if q is None else q.cpu()
+    if q is not None:
+        return _rejection(tree, _OneByOne(q, logits, request) if told is None else Trial.of(told), request)
+    return _walk(tree, _chooser(logits, request) if told is None else _chosen(told), request)
+
+
+def _chosen(told: IntArray) -> Callable[[int], int]:
+    """A function from a node to the token chosen there, which is known."""
+    tokens: list[int] = told.tolist()
+    return lambda node: tokens[node + 1]
 
 
 def _chooser(logits: torch.Tensor, request: Request) -> Callable[[int], int]:
@@ -94,23 +109,52 @@ def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Ve
     return Verdict(path, tokens)
 
 
-def _rejection(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Request) -> Verdict:
-    if not tree.is_chain or tree.drafted < len(tree):
-        raise ValueError("rejection sampling with q needs a chain; it branches or has probes")
+class _Test(Protocol):
+    """What the test of a chain by rejection asks for; see ``Trial``."""
+
+    def chances(self, node: int, token: int) -> tuple[float, float]: ...
+
+    def residual(self, node: int) -> int: ...
+
+    def after(self) -> int: ...
+
+
+def _rejection(tree: DraftTree, test: _Test, request: Request) -> Verdict:
     tokens: list[int] = []
-    q = pad(q, (0, logits.shape[-1] - q.shape[-1]))  # a draft model may know fewer tokens
     for node, token in enumerate(tree.tokens.tolist()):
-        p = request.scores(logits[node]).double().softmax(-1)
-        if uniform(request.sampler.seed, len(request), Salt.ACCEPT) * float(q[node, token]) >= float(p[token]):
-            tokens.append(_draw_residual(p, q[node], request))
+        p, q = test.chances(node, token)
+        if uniform(request.sampler.seed, len(request), Salt.ACCEPT) * q >= p:
+            tokens.append(test.residual(node))
             request.append(tokens[-1])
             return Verdict(list(range(node)), tokens)
         tokens.append(token)
         if request.append(token):
             return Verdict(list(range(node + 1)), tokens)
-    tokens.append(request.choose(logits[len(tree)]))
+    tokens.append(test.after())
     request.append(tokens[-1])
     return Verdict(list(range(len(tree))), tokens)
+
+
+class _OneByOne:
+    """A chain's test, worked out node by node while the request comes by."""
+
+    def __init__(self, q: torch.Tensor, logits: torch.Tensor, request: Request) -> None:
+        self._q = pad(q, (0, logits.shape[-1] - q.shape[-1]))  # a draft model may know fewer tokens
+        self._logits, self._request = logits, request
+
+    def chances(self, node: int, token: int) -> tuple[float, float]:
+        self._p = self._request.scores(self._logits[node]).double().softmax(-1)
+        p, q = self._p[token], self._q[node, token]
+        if not elsewhere(p):
+            return float(p), float(q)
+        both: tuple[float, float] = tuple(torch.stack([p, q.double()]).tolist())
+        return both
+
+    def residual(self, node: int) -> int:
+        return _draw_residual(self._p, self._q[node], self._request)
+
+    def after(self) -> int:
+        return self._request.choose(self._logits[-1])
 
 
 def _draw_residual(p: torch.Tensor, q: torch.Tensor, request: Request) -> int:

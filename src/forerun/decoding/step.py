@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from forerun.core.block import Block
-from forerun.core.tree import DraftTree
+from forerun.core.transfers import foresee, settle
+from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, verify
 from forerun.decoding.commit import Commit, committed
 from forerun.decoding.row import Row
@@ -61,7 +62,8 @@ class Step:
         scored = time.perf_counter()
         lengths = [len(row.request) for row in rows]
         scores = list(zip(rows, blocks, logits, strict=True))
-        outcomes = [self._verify(*parts) for parts in scores[: len(decoding)]]
+        told = foresee(trees, logits[: len(decoding)], [row.request for row in decoding])
+        outcomes = [self._verify(*parts, told=own) for parts, own in zip(scores, told, strict=False)]
         for row, block, found in scores[len(decoding) :]:
             if isinstance(found, Exception):
                 row.request.fail(found)
@@ -88,23 +90,25 @@ class Step:
         return [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        """Logits of each row. A pass that fails leaves no trace; then each row has a pass of its own, and those that
-        fail again are the ones to blame."""
+        """Logits of each row, once they are there. A pass that fails leaves no trace; then each row has a pass of its
+        own, and those that fail again are the ones to blame."""
         try:
-            return self.target.score(blocks, [row.cache for row in rows])
+            logits = self.target.score(blocks, [row.cache for row in rows])
+            settle(logits[-1].device)
+            return logits
         except Exception as error:
             if len(rows) == 1:
                 return [error]
             log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
         return [self._score([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
 
-    def _verify(self, row: Row, block: Block, logits: Scored) -> Outcome | None:
-        """What became of a row's tree; None for a row that failed."""
+    def _verify(self, row: Row, block: Block, logits: Scored, told: IntArray | None) -> Outcome | None:
+        """What became of a row's tree; None for a row that failed. ``told`` is what ``foresee`` said of it."""
         if isinstance(logits, Exception):
             row.request.fail(logits)
             return None
         try:
-            verdict = verify(block.tree, logits, row.request)
+            verdict = verify(block.tree, logits, row.request, told)
             row.commit(block, verdict)
             row.request.keep_logprobs(verdict.tokens, logits, [0, *(node + 1 for node in verdict.path)])
             outcome = Outcome(block.tree, verdict, logits)

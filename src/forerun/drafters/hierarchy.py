@@ -18,6 +18,7 @@ import torch
 from forerun.caches.base import Cache
 from forerun.core.origin import Origin
 from forerun.core.request import Request
+from forerun.core.transfers import settle
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafters.base import Drafter, OuterDrafter
@@ -147,6 +148,7 @@ class HierarchyDrafter(OuterDrafter):
         trees = trees if cut is None else cut.trees
         clock.append(time.perf_counter())
         scored = self._level.score(twins, trees)
+        settle(scored[-1][1].device)
         clock.append(time.perf_counter())
         tokens = 0
         for row, (draft, tree, (block, logits)) in enumerate(zip(drafts, trees, scored, strict=True)):

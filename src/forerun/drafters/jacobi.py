@@ -197,7 +197,7 @@ def _new_level(levels: IntArray, outcome: Outcome) -> IntArray | None:
     if len(nodes) != levels.size - 1:
         return None
     rows = np.concatenate([[0], nodes + 1])[-levels.shape[1] :]
-    best = outcome.logits[torch.from_numpy(rows).to(outcome.logits.device)].argmax(-1)
+    best = outcome.logits[torch.from_numpy(rows).to(outcome.logits.device, non_blocking=True)].argmax(-1)
     return np.asarray(best.tolist(), np.int64)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from forerun.caches.base import Cache
 from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.shape import Shape
-from forerun.core.tree import ROOT, DraftTree
+from forerun.core.transfers import carried, elsewhere
+from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
 from forerun.model.level import CacheFactory, Level
@@ -74,11 +76,12 @@ class ModelDrafter(Drafter):
         while active := [draft for draft in drafts if not draft.done]:
             trees = [draft.unread() for draft in active]
             scored = self._level.score([draft.twin for draft in active], trees)
-            for draft, (block, logits) in zip(active, scored, strict=True):
+            for draft, (block, _) in zip(active, scored, strict=True):
                 self._level.commit(draft.twin, block, [])
-                draft.extend(logits)
+            _extend(active, [logits for _, logits in scored])
+            for draft in active:
                 if self.enough is not None and isinstance(draft, _Chain):
-                    draft.ended = self.enough(draft.twin, float(logits[0].softmax(-1)[draft.last]))
+                    draft.ended = self.enough(draft.twin, draft.chance)
         origin = Origin.SELF if self.draft is None else Origin.MODEL
         return [draft.tree().by(origin) for draft in drafts]
 
@@ -89,7 +92,7 @@ class ModelDrafter(Drafter):
             return _Chain(twin, 0)
         self._level.follow(twin)
         if self.shape is None or request.sampler.method == "rejection":
-            return _Chain(twin, min(depth, budget))
+            return _Chain(twin, min(depth, budget), self.enough is not None)
         return _Tree(twin, self.shape, min(budget, len(self.shape)), depth)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
@@ -125,17 +128,45 @@ class _Draft(ABC):
         """Take in the logits after the text (row 0) and at what was read on trial, ``[n + 1, V]``."""
 
     @abstractmethod
+    def ask(self, logits: torch.Tensor) -> torch.Tensor:
+        """What ``extend`` would read of these logits, int64, a vector on their device; nothing waits for that."""
+
+    @abstractmethod
+    def take(self, told: IntArray) -> None:
+        """Do the same as ``extend``, by the values that were asked for."""
+
+    @abstractmethod
     def tree(self) -> DraftTree:
         """What was drafted."""
 
 
-class _Chain(_Draft):
-    """Grows by a token a pass, each read into the cache."""
+def _extend(drafts: Sequence[_Draft], logits: Sequence[torch.Tensor]) -> None:
+    """Take in a pass: on a CPU draft by draft, elsewhere with one transfer for all (which has not run on a GPU)."""
+    if not elsewhere(logits[0]):
+        for draft, own in zip(drafts, logits, strict=True):
+            draft.extend(own)
+        return
+    asked = [draft.ask(own) for draft, own in zip(drafts, logits, strict=True)]
+    for draft, told in zip(drafts, carried(asked), strict=True):
+        draft.take(told)
 
-    def __init__(self, twin: Request, wanted: int) -> None:
+
+class _Chain(_Draft):
+    """Grows by a token a pass, each read into the cache.
+
+    Args:
+        twin: the fork.
+        wanted: tokens.
+        weighed: whether ``chance`` is wanted, too.
+    """
+
+    def __init__(self, twin: Request, wanted: int, weighed: bool = False) -> None:
         super().__init__(twin)
         self.ended = False
         """Whether it is long enough, however much was wanted."""
+        self.chance = 1.0
+        """What the model gave the last token, before any processor."""
+        self._weighed = weighed
         self._wanted = wanted
         self._tokens: list[int] = []
         self._q: list[torch.Tensor] = []
@@ -145,23 +176,51 @@ class _Chain(_Draft):
         full = self.ended or len(self._tokens) >= self._wanted
         return full or (bool(self._tokens) and self.twin.finish_reason is not None)
 
-    @property
-    def last(self) -> int:
-        """The last token."""
-        return self._tokens[-1]
-
     def unread(self) -> DraftTree:
         return DraftTree.empty()
 
     def extend(self, logits: torch.Tensor) -> None:
-        sampler, scores = self.twin.sampler, self.twin.scores(logits[0])
-        if sampler.method == "rejection":
+        sampler, scores = self.twin.sampler, self._scores(logits)
+        token = sampler.choose(scores, len(self.twin), sampler.draft_salt())
+        if self._weighed:
+            self.chance = float(logits[0].softmax(-1)[token])
+        self._append(token)
+
+    def ask(self, logits: torch.Tensor) -> torch.Tensor:
+        sampler, scores = self.twin.sampler, self._scores(logits)
+        token = sampler.choices(scores[None], [len(self.twin)], sampler.draft_salt())
+        if not self._weighed:
+            return token
+        return torch.cat([token, logits[0].softmax(-1).gather(0, token).double().view(torch.int64)])
+
+    def take(self, told: IntArray) -> None:
+        if self._weighed:
+            self.chance = float(told.view(np.float64)[1])
+        self._append(int(told[0]))
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scores ``[V]`` for the next token; ``q`` is kept where it is needed."""
+        scores = self.twin.scores(logits[0])
+        if self.twin.sampler.method == "rejection":
             self._q.append(scores.double().softmax(-1))
-        self._tokens.append(sampler.choose(scores, len(self.twin), sampler.draft_salt()))
-        self.twin.append(self._tokens[-1])
+        return scores
+
+    def _append(self, token: int) -> None:
+        self._tokens.append(token)
+        self.twin.append(token)
 
     def tree(self) -> DraftTree:
         return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None)
+
+
+class _Question(NamedTuple):
+    """A node whose children are looked for: its row of logits, the tokens down to it, its children in the shape, and
+    how many of its best tokens they need."""
+
+    row: int
+    path: list[int]
+    nodes: list[int]
+    most: int
 
 
 class _Tree(_Draft):
@@ -188,23 +247,49 @@ class _Tree(_Draft):
         return DraftTree(np.array([self._tokens[node] for node in nodes], np.int64), np.array(parents, np.int64))
 
     def extend(self, logits: torch.Tensor) -> None:
+        for each in self._questions():
+            position = len(self.twin) + len(each.path)
+            found = self.twin.sampler.candidates(self._scores(each, logits), position, each.most)
+            self._add(each, found)
+        self._level += 1
+
+    def ask(self, logits: torch.Tensor) -> torch.Tensor:
+        found = [torch.empty(0, dtype=torch.int64, device=logits.device)]
+        for each in self._questions():
+            position = len(self.twin) + len(each.path)
+            found.append(self.twin.sampler.candidate_rows(self._scores(each, logits), position, each.most))
+        self._ends = np.cumsum([len(row) for row in found])
+        return torch.cat(found)
+
+    def take(self, told: IntArray) -> None:
+        parts = np.split(told, self._ends[:-1])[1:]
+        for each, found in zip(self._questions(), parts, strict=True):
+            self._add(each, found[found >= 0].tolist())
+        self._level += 1
+
+    def _questions(self) -> list[_Question]:
+        """Where the next level's nodes go: below nodes that are there and do not end the text."""
         row = {ROOT: 0} | {node: i + 1 for i, node in enumerate(sorted(self._tokens))}
         children: dict[int, list[int]] = {}
         for node in self._levels[self._level]:
             if self._shape.parents[node] in row:
                 children.setdefault(self._shape.parents[node], []).append(node)
+        found = []
         for parent, nodes in children.items():
             path = self._paths[parent]
-            if path and path[-1] in self.twin.eos_token_ids:
-                continue
-            scores = self.twin.scores(logits[row[parent]], path)
-            most = 1 + max(self._shape.ranks[node] for node in nodes)
-            found = self.twin.sampler.candidates(scores, len(self.twin) + len(path), most)
-            for node in nodes:
-                if (rank := self._shape.ranks[node]) < len(found):
-                    self._tokens[node] = found[rank]
-                    self._paths[node] = [*path, found[rank]]
-        self._level += 1
+            if not path or path[-1] not in self.twin.eos_token_ids:
+                found.append(_Question(row[parent], path, nodes, 1 + max(self._shape.ranks[node] for node in nodes)))
+        return found
+
+    def _scores(self, question: _Question, logits: torch.Tensor) -> torch.Tensor:
+        return self.twin.scores(logits[question.row], question.path)
+
+    def _add(self, question: _Question, found: list[int]) -> None:
+        """Make nodes of the best tokens, as many as there are."""
+        for node in question.nodes:
+            if (rank := self._shape.ranks[node]) < len(found):
+                self._tokens[node] = found[rank]
+                self._paths[node] = [*question.path, found[rank]]
 
     def tree(self) -> DraftTree:
         return self.unread()

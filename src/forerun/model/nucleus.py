@@ -15,7 +15,7 @@ class Nucleus:
 
     Args:
         warper: whose settings it takes. It is called where it has to keep more tokens, for scores that are not float32,
-            and elsewhere than on a CPU.
+            for several rows, and elsewhere than on a CPU.
     """
 
     forerun_stateless = True
@@ -25,7 +25,7 @@ class Nucleus:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See ``forerun.core.sampling.Processor``."""
-        if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
+        if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32 and len(scores) == 1:
             own = scores[0].detach().contiguous()
             found, kept = cut(own.numpy(), own.softmax(-1).numpy(), 1 - self._warper.top_p, self._warper.filter_value)
             if kept >= self._warper.min_tokens_to_keep:

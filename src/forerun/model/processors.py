@@ -11,12 +11,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any
 
 from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
-from forerun.core.sampling import Processor, Remembering
+from forerun.core.sampling import InTurn, Processor, Remembering
 from forerun.model.nucleus import Nucleus
 
 HOME = "transformers.generation.logits_process"
@@ -31,6 +30,14 @@ STATELESS = frozenset(
     f"{name}LogitsWarper" for name in ("Epsilon", "Eta", "MinP", "Temperature", "TopH", "TopK", "TopP", "Typical")
 ) | {"ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor", "LogitNormalization"}  # fmt: skip
 """transformers' classes whose result depends on ids and scores only. Its watermark is one: it seeds itself from ids."""
+ROWWISE = frozenset(
+    f"{name}LogitsWarper" for name in ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
+) | {"InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"}  # fmt: skip
+"""Those that ignore ids, take scores of many rows, and read no value back from their device."""
+ANYWHERE = ROWWISE - {"SuppressTokensLogitsProcessor"} | {
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopHLogitsWarper"
+}  # fmt: skip
+"""Those that hold nothing on the model's device; biases and the ids that end a text do, some since their first call."""
 DECLARATION = "forerun_stateless"
 """Attribute by which any other processor declares the same."""
 
@@ -68,7 +75,15 @@ def _in_turn(processors: Sequence[Any]) -> Processor | None:
     """All of them as one processor. transformers' own list inspects each processor's parameters at every token."""
     if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
         return LogitsProcessorList(processors)  # type: ignore[no-any-return]
-    return (lambda ids, scores: reduce(lambda so_far, p: p(ids, so_far), processors, scores)) if processors else None
+    if not processors:
+        return None
+    rowwise, anywhere = (all(_among(names, each) for each in processors) for names in (ROWWISE, ANYWHERE))
+    return InTurn(tuple(processors), rowwise, anywhere)
+
+
+def _among(names: frozenset[str], processor: Any) -> bool:
+    kind = TopPLogitsWarper if type(processor) is Nucleus else type(processor)
+    return kind.__module__ == HOME and kind.__name__ in names
 
 
 def _copied(processor: Any, model: PreTrainedModel) -> Any:

@@ -1,0 +1,149 @@
+"""What has to be known of logits that lie elsewhere than on a CPU, in one transfer.
+
+To read a value from another device is to wait until it has done all that it was told. So the choices at all nodes of a
+tree are made there, whether a walk will come by or not, and read together, those of all rows at once. Where a sampler
+needs the ids before a choice (penalties, grammars), the logits are brought to the CPU in one piece, and walked there.
+A sampler with processors that may hold something on the model's device chooses there, node by node.
+
+On a CPU nothing of this happens. It has not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, highest_of_rows
+from forerun.core.tree import DraftTree, IntArray
+
+log = logging.getLogger(__name__)
+
+ROWS = 16
+"""Rows of logits for which noise and scores in float64 are held at the same time: 8 bytes a token each."""
+
+
+def elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether reading a value of it is a transfer."""
+    return tensor.device.type != "cpu"
+
+
+def settle(device: torch.device) -> None:
+    """Wait until a device has done what it was told, so that a clock can be read. Streams that copy beside the present
+    one go on. Nothing to do on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def carried(found: Sequence[torch.Tensor]) -> list[IntArray]:
+    """Int64 vectors of one device, brought to the CPU in one transfer."""
+    ends = np.cumsum([len(each) for each in found])
+    return np.split(torch.cat(list(found)).cpu().numpy(), ends[:-1]) if found else []
+
+
+def foresee(trees: Sequence[DraftTree], logits: Sequence[object], requests: Sequence[Request]) -> list[IntArray | None]:
+    """What ``verify`` needs to know of each row, in one transfer for all of them.
+
+    Args:
+        trees, requests: of the rows.
+        logits: of each row, ``[n + 1, V]``; anything else for a row without logits.
+
+    Returns:
+        For each row what ``foretell`` says; None for a row on a CPU, one whose sampler needs more than logits, and one
+        that failed here. It will fail again when it is verified, alone.
+    """
+    told: list[IntArray | None] = [None] * len(trees)
+    found: dict[int, torch.Tensor] = {}
+    for row, (tree, own, request) in enumerate(zip(trees, logits, requests, strict=True)):
+        if isinstance(own, torch.Tensor) and elsewhere(own) and request.sampler.rowwise:
+            try:
+                found[row] = foretell(tree, own, request)
+            except Exception as error:  # a processor may raise anything
+                log.debug("row %d cannot be verified: %s", row, error)
+    for row, values in zip(found, carried(list(found.values())), strict=True):
+        told[row] = values
+    return told
+
+
+def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """All that a walk may ask for, worked out on the logits' device: int64, a vector. Nothing waits for the device.
+
+    For a chain that is tested by rejection see ``Trial``. Otherwise the tokens chosen at the root and at each node.
+    """
+    q = tested(tree, request)
+    if q is not None:
+        return _trial(tree, q, logits, request)
+    if request.sampler.takes_best:
+        return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
+    positions = len(request) + np.append(0, tree.depths)
+    parts = zip(torch.split(logits, ROWS), np.split(positions, range(ROWS, len(positions), ROWS)), strict=True)
+    sampler = request.sampler
+    return torch.cat([sampler.choices(sampler.scores_of_rows(part), own.tolist()) for part, own in parts])
+
+
+def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
+    """The ``q`` of a chain that is tested by rejection.
+
+    Raises:
+        ValueError: if ``q`` comes with a tree that is not a chain, or has probes, under rejection sampling.
+    """
+    if request.sampler.method != "rejection" or tree.q is None:
+        return None
+    if not tree.is_chain or tree.drafted < len(tree):
+        raise ValueError("rejection sampling with q needs a chain; it branches or has probes")
+    return tree.q
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A chain's test by rejection, as ``foretell`` found it. A vector of it has the same parts, in this order.
+
+    Attributes:
+        p, q: what the target and the draft give each token, float64 ``[n]``; in a vector their bits.
+        residuals: the token that comes in place of each node's, if that is rejected, ``[n]``.
+        last: the token after the chain, if all of it is accepted, ``[1]``.
+    """
+
+    p: list[float]
+    q: list[float]
+    residuals: list[int]
+    last: int
+
+    @classmethod
+    def of(cls, told: IntArray) -> Trial:
+        """From a vector."""
+        p, q, residuals, last = np.split(told, np.arange(1, 4) * (len(told) // 3))
+        return cls(p.view(np.float64).tolist(), q.view(np.float64).tolist(), residuals.tolist(), int(last[0]))
+
+    def chances(self, node: int, token: int) -> tuple[float, float]:
+        """``p`` and ``q`` of a node's token."""
+        return self.p[node], self.q[node]
+
+    def residual(self, node: int) -> int:
+        """The token that comes in place of a node's."""
+        return self.residuals[node]
+
+    def after(self) -> int:
+        """The token after the chain."""
+        return self.last
+
+
+def _trial(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Request) -> torch.Tensor:
+    sampler, positions = request.sampler, range(len(request), len(request) + len(tree))
+    scores = sampler.scores_of_rows(logits)
+    last = sampler.choices(scores[-1:], [positions.stop])
+    if not len(tree):
+        return last
+    tokens = torch.from_numpy(tree.tokens).to(logits.device, non_blocking=True)[:, None]
+    p = scores[:-1].double().softmax(-1)
+    q = pad(q, (0, p.shape[-1] - q.shape[-1])).double()
+    residual = (p - q).clamp_min(0)
+    residual = residual.where(residual.any(-1, keepdim=True), p)  # see verify._draw_residual
+    drawn = highest_of_rows(residual.log(), sampler.seed, positions, Salt.RESIDUAL)
+    bits = [each.gather(1, tokens)[:, 0].view(torch.int64) for each in (p, q)]
+    return torch.cat([*bits, drawn, last])
