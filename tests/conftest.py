@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Triton: its kernels run without a GPU
+
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +35,7 @@ def fixed_costs():
     find out about a model, once for each."""
     known: dict[tuple[int, type], tuple[Any, exactness.Exactness]] = {}
 
-    def probe(scorer: Any, limit: int | None = None) -> exactness.Exactness:
+    def probe(scorer: Any, limit: int | None = None, offloads: bool = False) -> exactness.Exactness:
         key = (id(scorer.model), type(scorer))
         if key not in known:
             known[key] = (scorer.model, exactness.probe(scorer, limit))  # the model is kept, or its id would be reused

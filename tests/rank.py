@@ -248,7 +248,7 @@ def fix_costs() -> None:
     """As ``conftest`` does: nothing but tokens decides what is drafted."""
     known: list[exactness.Exactness] = []
 
-    def probe(scorer: Any, limit: int | None = None) -> exactness.Exactness:
+    def probe(scorer: Any, limit: int | None = None, offloads: bool = False) -> exactness.Exactness:
         known[:] = known or [exactness.probe(scorer, limit)]
         return known[0]
 

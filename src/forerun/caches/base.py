@@ -99,11 +99,12 @@ class Cache(ABC):
             ``[1, H, n, dv]``.
         """
 
-    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
-        """Room for a block of ``count`` tokens, for a program that writes their keys and values and attends to them.
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+        """Room for a block of ``count`` tokens, for kernels that write their keys and values and attend to them.
 
         Args:
-            layers, heads, dim, dtype: of the model, with KV heads.
+            layers: how many the model has.
+            like: any tokens' keys, ``[1, Hkv, m, d]``; the values are like them.
 
         Returns:
             None if the cache computes attention only itself, by ``attend``.

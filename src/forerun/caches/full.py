@@ -80,17 +80,17 @@ class FullCache(Cache):
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
         if self._store is not None:
-            self.reserve(len(self._store), k.shape[1], k.shape[3], k.dtype, k.shape[2])
+            self.reserve(len(self._store), k, k.shape[2])
         self._grow(self.length + k.shape[2])
         self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
         keys, values = self._layers[layer]
         return keys, values
 
-    def reserve(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """Make room for ``count`` tokens after the committed ones, for all layers, on a CPU.
+    def reserve(self, layers: int, like: torch.Tensor, count: int) -> torch.Tensor:
+        """Make room for ``count`` tokens after the committed ones, for all layers; see ``Cache.addressed``.
 
         Returns:
-            ``[layers, 2, heads, capacity, dim]``: keys, then values. What is written from ``length`` on is speculative.
+            ``[layers, 2, Hkv, capacity, d]``: keys, then values. What is written from ``length`` on is speculative.
 
         Raises:
             ValueError: if the cache holds rows of another shape.
@@ -100,7 +100,7 @@ class FullCache(Cache):
             if self._layers and len(self._layers) != layers:
                 raise ValueError(f"this cache holds {len(self._layers)} layers and the model has {layers}")
             self._grow(end)
-            store = torch.empty(layers, 2, heads, self._capacity, dim, dtype=dtype)
+            store = like.new_empty(layers, 2, like.shape[1], self._capacity, like.shape[3])
             for layer, both in enumerate(self._layers.values()):
                 for new, old in zip(store[layer], both, strict=True):
                     new[:, : self.length] = old[0, :, : self.length]
@@ -108,11 +108,11 @@ class FullCache(Cache):
         assert self._store is not None
         return self._store
 
-    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         """See ``Cache.addressed``."""
         if self.offloaded:
             return None
-        store = self.reserve(layers, heads, dim, dtype, count)
+        store = self.reserve(layers, like, count)
         width = store.element_size()
         head, row = store.stride(2) * width, store.stride(3) * width
         return Addresses(self.addresses, (head, row, head, row), self.length)
@@ -148,6 +148,12 @@ class FullCache(Cache):
         self._begun = min(self._begun, length)
         self.length = length
 
+    def clear(self) -> None:
+        """Hold nothing, and let go of all memory; it is of no use afterwards."""
+        self.length, self._capacity, self._begun = 0, 0, 0
+        self._layers, self.queries, self.sample = {}, {}, {}
+        self._store = self._beginning = None
+
     def blank(self, length: int) -> None:
         """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
         if self._store is not None:
@@ -165,7 +171,7 @@ class FullCache(Cache):
             raise ValueError("keys and values must be given for every layer, for as many tokens in each")
         end = self.length + max(count)
         if self._store is not None:
-            self.reserve(len(self._store), self._store.shape[2], self._store.shape[4], self._store.dtype, max(count))
+            self.reserve(len(self._store), self._store[0, :1], max(count))
         self._capacity = max(self._capacity, end)
         for layer, pair in layers.items():
             self._layers[layer] = append(self._layers.get(layer), pair, self.length, self._capacity)
@@ -212,7 +218,7 @@ class FullCache(Cache):
         alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
         in_order = list(self._layers) == list(range(len(self._layers)))
         side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
-        return first.device.type == "cpu" and alike and in_order and side_by_side
+        return alike and in_order and side_by_side
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
@@ -231,6 +237,11 @@ class FullCache(Cache):
         """
         places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
         return tuple(t[0][head[:, None], places] for t in self._layers[layer])
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why some of its keys and values are lost; None if none are."""
+        return None
 
     @property
     def capacity(self) -> int:

@@ -21,6 +21,10 @@ Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors ``[1, Hkv, m, d]`` to write, each with the one that is copied there."""
 
 
+class AwayError(OSError):
+    """Keys and values cannot be kept off the device, or not be brought there."""
+
+
 class Ticket(Protocol):
     """A copy that was asked for."""
 
@@ -28,14 +32,14 @@ class Ticket(Protocol):
         """What computes from now on comes after the copy.
 
         Raises:
-            Exception: the copy's own.
+            AwayError: if it failed.
         """
 
     def done(self) -> bool:
         """Whether it is over.
 
         Raises:
-            Exception: the copy's own.
+            AwayError: if it failed.
         """
 
 
@@ -80,7 +84,11 @@ class Link:
         return self._submit(job)
 
     def urgent(self, parts: Parts) -> None:
-        """Copy to the device now, before what was asked for earlier."""
+        """Copy to the device now, before what was asked for earlier.
+
+        Raises:
+            AwayError: if it failed.
+        """
         self.fetched += size(parts)
         with self._turn:
             self._hurried += 1
@@ -88,6 +96,8 @@ class Link:
             with self._way:
                 for to, source in parts:
                     self._paced(to, source)
+        except Exception as error:
+            raise AwayError(f"keys and values could not be copied: {error}") from error
         finally:
             with self._turn:
                 self._hurried -= 1
@@ -128,10 +138,17 @@ class _Copied:
         self._done = done
 
     def wait(self) -> None:
-        self._done.result()
+        try:
+            self._done.result()
+        except Exception as error:
+            told = f"keys and values could not be copied: {error}"
+            raise AwayError(told) from error.with_traceback(None)  # its frames would keep them alive
 
     def done(self) -> bool:
-        return self._done.done() and self._done.result() is None
+        if not self._done.done():
+            return False
+        self.wait()
+        return True
 
 
 class _Ordered:

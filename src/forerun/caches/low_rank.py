@@ -178,9 +178,9 @@ class LowRankCache(View):
         local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
         return merge(seen, *local, sinks=spec.sinks)
 
-    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         """See ``Cache.addressed``. Attention with windows, soft caps or sinks is left to ``attend``."""
-        source = self.source.addressed(layers, heads, dim, dtype, 0)
+        source = self.source.addressed(layers, like, 0)
         if source is None or not all(spec.plain for spec in self.source.specs.values()):
             return None
         place = self.near

@@ -8,6 +8,7 @@ written back. The buffers are in text order, as a full cache is, so the bits of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ import torch
 from forerun.caches.base import KVShape
 from forerun.caches.beginning import Beginning
 from forerun.caches.full import FullCache
-from forerun.caches.link import Link, Ticket
+from forerun.caches.link import AwayError, Link, Ticket
 from forerun.caches.rows import Rows, compact
 from forerun.core.block import Block
 
@@ -56,6 +57,25 @@ class OffloadedCache(FullCache):
         self._away = sorted(home)
         self._buffers = [_Buffer(layer, 0) for layer in self._away[:BUFFERS]]
         self._writes: list[Ticket] = []
+        self._failed: AwayError | None = None
+
+    @property
+    def lost(self) -> Exception | None:
+        """See ``FullCache.lost``. It waits for what is being copied."""
+        try:
+            for ticket in self._asked():
+                ticket.wait()
+        except AwayError as error:
+            return error
+        return self._failed
+
+    def clear(self) -> None:
+        """See ``FullCache.clear``. Copies on their way end first: they write to this memory."""
+        for ticket in self._asked():
+            with suppress(AwayError):
+                ticket.wait()
+        super().clear()
+        self._rows, self._away, self._buffers, self._writes = {}, [], [], []
 
     @property
     def away(self) -> Sequence[int]:
@@ -68,7 +88,7 @@ class OffloadedCache(FullCache):
 
         Raises:
             ValueError: if there is no room.
-            Exception: of a copy that failed.
+            AwayError: if a copy failed.
         """
         if self.length + count > self._capacity:
             raise ValueError(f"this cache has room for {self._capacity} tokens, not for {self.length + count}")
@@ -167,7 +187,7 @@ class OffloadedCache(FullCache):
         found = super().chunks(layer, head.to(place), chunk.to(place), size)
         return tuple(t[0] for t in self._brought([t[None] for t in found]))
 
-    def reserve(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    def reserve(self, layers: int, like: torch.Tensor, count: int) -> torch.Tensor:
         """There is no one piece of memory to reserve."""
         raise TypeError("an offloaded cache is not in one piece; its passes go layer by layer (enter, leave)")
 
@@ -201,8 +221,16 @@ class OffloadedCache(FullCache):
         """Rows at home, on the device, at the link's speed."""
         self._settle()
         to = tuple(t.new_empty(t.shape, device=self.link.device) for t in rows)
-        self.link.urgent(list(zip(to, rows, strict=True)))
+        try:
+            self.link.urgent(list(zip(to, rows, strict=True)))
+        except AwayError as error:
+            self._failed = error
+            raise
         return to
+
+    def _asked(self) -> list[Ticket]:
+        """Copies that may not be done."""
+        return [*self._writes, *(ticket for buffer in self._buffers for ticket in buffer.copies)]
 
     def _settle(self) -> None:
         """What was written is at home."""

@@ -185,7 +185,7 @@ class RetrievalCache(View):
         parts = [attend(q, *mine.read(0, held), spec)] if held else []
         return merge(*parts, attend(q, k, v, spec, block.bias(None, range(0), q)), sinks=spec.sinks)
 
-    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         """See ``Cache.addressed``. A layer with a sliding window reads more than the cache's own memory."""
         if any(self.source.specs[layer].window is not None for layer in self._layers):
             return None

@@ -55,9 +55,8 @@ class StreamingCache(BoundedCache):
         rows = self._store(layer, k, v)
         return merge(*attend_in_order(q, rows, self._held, block, spec), sinks=spec.sinks)
 
-    def addressed(self, layers: int, heads: int, dim: int, dtype: torch.dtype, count: int) -> Addresses | None:
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         """See ``Cache.addressed``."""
-        like = torch.empty(1, heads, 0, dim, dtype=dtype)
         rows = [self._reserve(layer, (like, like), count) for layer in range(layers)]
         return located(rows, self._held)
 

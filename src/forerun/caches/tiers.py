@@ -6,64 +6,29 @@ layers as fit stay on the device, and the others go to the host's memory, or to 
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import tempfile
+import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from forerun.caches.base import KVShape
-from forerun.caches.beginning import ALIGNMENT, Kind, Layout
+from forerun.caches.beginning import Kind, Layout
 from forerun.caches.full import FullCache
-from forerun.caches.link import Link
+from forerun.caches.link import AwayError, Link
 from forerun.caches.offloaded import BUFFERS, OffloadedCache
+from forerun.caches.placement import TIERS, KVMemory, NoRoomError, Placement, layer_bytes, least, place
 from forerun.caches.rows import Rows
 
-
-@dataclass(frozen=True)
-class KVMemory:
-    """How much memory all full caches of an engine may take.
-
-    Attributes:
-        device: bytes on the device that computes.
-        host: bytes of the host's memory for what does not fit there; None for no limit.
-        folder: where files are made for what does not fit in either; None for no files.
-        bandwidth: bytes a second between the device and the rest, to try out what a slower link would do; on a CPU.
-
-    Raises:
-        ValueError: for a value out of range.
-    """
-
-    device: int
-    host: int | None = None
-    folder: str | Path | None = None
-    bandwidth: float | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("device", "host"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} is {value} bytes; it must be 0 or more")
-        if self.bandwidth is not None and not self.bandwidth > 0:
-            raise ValueError(f"the bandwidth is {self.bandwidth} bytes a second; it must be more than 0")
-
-
-class NoRoomError(MemoryError):
-    """A cache fits nowhere."""
-
-
-def least(shape: KVShape, tokens: int) -> int:
-    """Bytes on the device without which a text of so many tokens cannot be offloaded: of its largest layer, twice."""
-    return BUFFERS * max(each.nbytes for each in shape.layers.values()) * _rounded(tokens)
+__all__ = ["KVMemory", "NoRoomError", "Tiers", "least"]
 
 
 class Tiers:
-    """Makes full caches within a ``KVMemory``. What a cache takes is free again when it is gone.
+    """Makes full caches within a ``KVMemory``. What a cache takes is free again when it is gone. Threads may share it.
 
     Args:
         memory: the limits, or bytes on the device.
@@ -76,78 +41,103 @@ class Tiers:
         self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
         self.shape, self.dtype = shape, dtype
         self.link = Link(device, self.memory.bandwidth)
-        self.taken = {"device": 0, "host": 0, "file": 0}
+        self.leave: Callable[[int], int] = _nothing
+        """Of the tokens of a new text: bytes on the device that it is to leave to others, if it can go elsewhere."""
+        self._lock = threading.Lock()
+        self._taken = dict.fromkeys(TIERS, 0)
+        self._gone: deque[Mapping[str, int]] = deque()  # of caches that are gone; a finalizer must wait for no lock
+        self._held: weakref.WeakKeyDictionary[FullCache, weakref.finalize[..., FullCache]] = weakref.WeakKeyDictionary()
+        self._told = threading.local()  # each thread expects its own caches
+
+    @property
+    def taken(self) -> dict[str, int]:
         """Bytes by tier."""
-        self._expected: list[int] = []
+        with self._lock:
+            return dict(self._count())
 
     def expect(self, texts: Sequence[int]) -> None:
-        """Tell of the next caches, in order, by their tokens: each leaves the others what they need on the device."""
-        self._expected = [min(self.shape.nbytes * tokens, least(self.shape, tokens)) for tokens in texts]
+        """Tell of this thread's next caches, in order, by their tokens: each leaves the others what they need on the
+        device."""
+        self._told.expected = [min(self.shape.nbytes * tokens, least(self.shape, tokens)) for tokens in texts]
+
+    def placed(self, tokens: int, beside: int = 0, empty: bool = False) -> Placement:
+        """Where a cache would lie now; nothing is made.
+
+        Args:
+            tokens: as for ``cache``.
+            beside: bytes on the device that are needed besides it; see ``lend``.
+            empty: as if nothing were taken.
+
+        Raises:
+            NoRoomError: if it would fit nowhere.
+        """
+        with self._lock:
+            taken = dict.fromkeys(TIERS, 0) if empty else self._count()
+            return place(self.memory, taken, self.shape, tokens, beside, 0 if empty else self.leave(tokens))
+
+    def lend(self, nbytes: int) -> None:
+        """Count bytes on the device for something else than a full cache; what is negative is given back."""
+        with self._lock:
+            self._taken["device"] += nbytes
 
     def cache(self, tokens: int) -> FullCache:
         """A cache with room for so many tokens.
 
         Raises:
             NoRoomError: if it fits nowhere.
-            OSError: if its file cannot be made.
+            AwayError: if its file cannot be made.
         """
-        shape, self._expected = self.shape, self._expected[1:]
-        left = self.memory.device - self.taken["device"] - sum(self._expected)
-        if shape.nbytes * tokens <= left:
-            plain = FullCache(tokens)
-            self._keep(plain, device=shape.nbytes * tokens)
-            return plain
-        capacity = _rounded(tokens)
-        sizes = {layer: each.nbytes * capacity for layer, each in shape.layers.items()}
-        stay = _fitting(sizes, left - least(shape, tokens))
-        if stay is None:
-            raise NoRoomError(
-                f"a text of {tokens:,} tokens needs {least(shape, tokens):,} bytes on the device, for two of its "
-                f"layers; {max(0, left):,} of {self.memory.device:,} are free"
-            )
-        return self._offloaded(sizes, capacity, stay)
+        self._told.expected = others = getattr(self._told, "expected", [])[1:]
+        with self._lock:
+            placed = place(self.memory, self._count(), self.shape, tokens, sum(others), self.leave(tokens))
+            for tier, size in placed.nbytes.items():
+                self._taken[tier] += size
+        try:
+            made = FullCache(tokens) if placed.whole else self._offloaded(placed)
+        except BaseException:
+            self._gone.append(placed.nbytes)
+            raise
+        with self._lock:
+            self._held[made] = weakref.finalize(made, self._gone.append, placed.nbytes)
+        return made
+
+    def free(self, cache: FullCache) -> None:
+        """Let go of a cache's memory now, whoever still has the cache; nothing can be read from it any more."""
+        with self._lock:
+            held = self._held.pop(cache, None)
+        if held is not None:
+            cache.clear()
+            held()
 
     def close(self) -> None:
         """End the link's thread."""
         self.link.close()
 
-    def _offloaded(self, sizes: Mapping[int, int], capacity: int, stay: Sequence[int]) -> OffloadedCache:
+    def _count(self) -> dict[str, int]:
+        while self._gone:
+            for tier, size in self._gone.popleft().items():
+                self._taken[tier] -= size
+        return self._taken
+
+    def _offloaded(self, placed: Placement) -> OffloadedCache:
         kinds: dict[int, tuple[Kind, ...]] = {
             layer: ((each.heads, each.dim, self.dtype), (each.heads, each.out_dim, self.dtype))
             for layer, each in self.shape.layers.items()
         }
-        away = [layer for layer in kinds if layer not in stay]
-        host = self._in_host(sizes, away)
-        file = away[len(host) :]
-        nbytes = {
-            "device": sum(sizes[layer] for layer in stay) + BUFFERS * max(sizes.values()),
-            "host": sum(sizes[layer] for layer in host),
-            "file": sum(sizes[layer] for layer in file),
+        cut = {
+            tier: Layout({layer: kinds[layer] for layer in layers}, placed.tokens)
+            for tier, layers in placed.layers.items()
         }
-        if file and self.memory.folder is None:
-            limit = self.memory.host or 0
-            raise NoRoomError(
-                f"a text of {capacity:,} tokens needs {nbytes['host'] + nbytes['file']:,} bytes beside the device; "
-                f"{limit - self.taken['host']:,} of {limit:,} are free, and no folder is given for a file"
-            )
-        cut = {name: Layout({layer: kinds[layer] for layer in layers}, capacity) for name, layers in
-               (("device", stay), ("host", host), ("file", file))}  # fmt: skip
-        home = cut["host"].cut(self._host_memory(nbytes["host"])) | cut["file"].cut(self._file_memory(nbytes["file"]))
-        spare = [torch.empty(max(sizes.values()), dtype=torch.uint8, device=self.link.device) for _ in range(BUFFERS)]
+        home = cut["host"].cut(self._host_memory(placed.nbytes["host"]))
+        home |= cut["file"].cut(self._file_memory(placed.nbytes["file"]))
+        largest = max(layer_bytes(self.shape, placed.tokens).values())
+        spare = [torch.empty(largest, dtype=torch.uint8, device=self.link.device) for _ in range(BUFFERS)]
         buffers: dict[int, Rows] = {}
-        for place, layer in enumerate(away):
-            one = Layout({layer: kinds[layer]}, capacity)
-            buffers |= one.cut(spare[place % BUFFERS][: one.size])
+        for number, layer in enumerate(sorted(home)):
+            one = Layout({layer: kinds[layer]}, placed.tokens)
+            buffers |= one.cut(spare[number % BUFFERS][: one.size])
         resident = cut["device"].cut(torch.empty(cut["device"].size, dtype=torch.uint8, device=self.link.device))
-        cache = OffloadedCache(capacity, resident, home, buffers, self.link)
-        self._keep(cache, **nbytes)
-        return cache
-
-    def _in_host(self, sizes: Mapping[int, int], away: Sequence[int]) -> list[int]:
-        """The first layers of ``away`` that fit in the host's memory."""
-        if self.memory.host is None:
-            return list(away)
-        return _fitting({layer: sizes[layer] for layer in away}, self.memory.host - self.taken["host"]) or []
+        return OffloadedCache(placed.tokens, resident, home, buffers, self.link)
 
     def _host_memory(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=self.link.device.type == "cuda")
@@ -157,36 +147,14 @@ class Tiers:
         here, and not when it is written to."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        with tempfile.TemporaryFile(dir=self.memory.folder, prefix="forerun-kv-") as file:
-            try:
+        try:
+            with tempfile.TemporaryFile(dir=self.memory.folder, prefix="forerun-kv-") as file:
                 os.posix_fallocate(file.fileno(), 0, size)
-            except OSError as error:
-                told = f"{size:,} bytes of keys and values cannot be kept in {self.memory.folder}"
-                raise OSError(error.errno, f"{told}: {error.strerror}") from None
-            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-
-    def _keep(self, cache: FullCache, **nbytes: int) -> None:
-        for name, size in nbytes.items():
-            self.taken[name] += size
-        weakref.finalize(cache, self._free, nbytes)
-
-    def _free(self, nbytes: Mapping[str, int]) -> None:
-        for name, size in nbytes.items():
-            self.taken[name] -= size
+                return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        except OSError as error:
+            told = f"{size:,} bytes of keys and values cannot be kept in {self.memory.folder}"
+            raise AwayError(error.errno, f"{told}: {error.strerror}") from error
 
 
-def _rounded(tokens: int) -> int:
-    return math.ceil(tokens / ALIGNMENT) * ALIGNMENT
-
-
-def _fitting(sizes: Mapping[int, int], left: int) -> list[int] | None:
-    """The first layers that fit in what is left; None if that is less than nothing."""
-    if left < 0:
-        return None
-    found: list[int] = []
-    for layer, size in sizes.items():
-        if size > left:
-            break
-        found.append(layer)
-        left -= size
-    return found
+def _nothing(tokens: int) -> int:
+    return 0

@@ -30,17 +30,22 @@ class Batch:
         turns: the engine's; a step is one turn.
         chunk: prompt tokens that a row reads in one pass, at most.
         limit: tokens of texts that a pass reads, at most; drafts come on top. Each row that decodes reads one. A chunk
-            of one prompt is read in any case, so that every prompt is read some day.
+            of one prompt is read in any case, so that every prompt is read some day. The fewer, the sooner rows that
+            decode get their next token while another row reads its prompt.
         following: keeps what prompts begin with; its chunks are no longer than those of reading.
         make: makes a cache that has room for so many tokens.
+        free: lets go of such a cache's memory when its row ends; by default it goes with the cache.
     """
 
     def __init__(
         self, step: Step, turns: Turns, chunk: int, limit: int, following: Following,
-        make: Callable[[int], FullCache] = FullCache,
+        make: Callable[[int], FullCache] = FullCache, free: Callable[[FullCache], None] | None = None,
     ) -> None:  # fmt: skip
-        self._step, self._turns, self._make = step, turns, make
+        self._step, self._turns, self._make, self._free = step, turns, make, free
         self.chunk, self.limit = min(chunk, limit), limit
+        self.pieces: int | None = None
+        """Chunks of a prompt off the device that one pass reads, at most; None for all, as each pass brings in what
+        lies before."""
         self._following = following
         self._rows: dict[int, Row] = {}
         self._steps = 0
@@ -84,16 +89,17 @@ class Batch:
         if cache is not None and cache.length >= request.prompt_length:
             raise ValueError(f"a cache holds {cache.length} tokens; it may hold at most {request.prompt_length - 1}")
         held = self._make(self.tokens(request)) if cache is None else cache
-        own = cache is None and not held.offloaded
-        row = Row(request, held, self.chunk, self._step.target.reads_whole(held))
+        piece = None if self.pieces is None else self.pieces * self.chunk
+        row = Row(request, held, self.chunk, self._step.target.reads_whole(held), piece, cache is None)
         with self._turns:
             try:
                 self._step.drafter.begin(request)
             except BaseException:
                 self._step.drafter.finish(request)
+                self._let_go(row)
                 raise
             self._rows[request.id] = row
-            if own:
+            if row.own and not held.offloaded:
                 self._following.join(row)
 
     def tokens(self, request: Request) -> int:
@@ -104,8 +110,11 @@ class Batch:
         """Bytes of keys and values that a request takes, at most, once it is admitted: those of the target and of all
         draft levels. What it shares with others is counted as if it were alone."""
         tokens = self.tokens(request)
-        drafting = 0 if request.budget == 0 else self._step.drafter.needs(tokens)
-        return FullCache(tokens).needs(self._step.target.kv, tokens) + drafting
+        return FullCache(tokens).needs(self._step.target.kv, tokens) + self.drafting(request)
+
+    def drafting(self, request: Request) -> int:
+        """Of the bytes that a request needs, those of all draft levels."""
+        return 0 if request.budget == 0 else self._step.drafter.needs(self.tokens(request))
 
     def step(self) -> list[Commit]:
         """One pass over all rows; what it adds to each.
@@ -119,7 +128,7 @@ class Batch:
             commits = [Commit(row.request, [], 0) for row in self._catch_up()]
             decoding, reading = self._schedule()
             if decoding or reading:
-                commits += self._step(decoding, reading)
+                commits += self._pass(decoding, reading)
             for row in (*decoding, *reading):
                 self._following.read(row)
         for commit in commits:
@@ -157,6 +166,19 @@ class Batch:
         self._steps += 1
         return decoding, reading
 
+    def _pass(self, decoding: list[Row], reading: list[Row]) -> list[Commit]:
+        """A step of these rows. If one fails while drafts are made, and keys and values of some rows are lost, it is
+        these rows that end."""
+        try:
+            return self._step(decoding, reading)
+        except Exception:
+            lost = {row: why for row in self._rows.values() if (why := row.cache.lost) is not None}
+            if not lost:
+                raise
+        for row, why in lost.items():
+            row.request.fail(why)
+        return [Commit(row.request, [], 0) for row in lost]
+
     def _catch_up(self) -> list[Row]:
         """Let the drafter read the prompts that the target has read, in pieces; gives the rows that failed."""
         failed = []
@@ -183,3 +205,8 @@ class Batch:
         with self._turns:
             self._following.leave(row)
             self._step.drafter.finish(request)
+        self._let_go(row)
+
+    def _let_go(self, row: Row) -> None:
+        if row.own and self._free is not None:
+            self._free(row.cache)

@@ -95,7 +95,7 @@ class Engine:
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
         self.target = admit(model, kv_store=kv_store, kv_memory=kv_memory)
-        self.exactly = probe(self.target, position_limit(model))
+        self.exactly = probe(self.target, position_limit(model), kv_memory is not None)
         """What drafts cannot change, and why it is no more."""
         if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
             raise ValueError(
@@ -275,8 +275,7 @@ class Engine:
         """Requests that come and go: ``admit`` them, ``step``, ``cancel``, ``close``.
 
         Args:
-            limit: tokens of texts that a step reads, at most; see ``Batch``. The fewer, the sooner rows that decode get
-                their next token while another row reads its prompt; by default as many as ``prefill_block``.
+            limit: tokens of texts that a step reads, at most; see ``Batch``. By default as many as ``prefill_block``.
 
         Raises:
             ValueError: for a limit under 1.
@@ -285,8 +284,9 @@ class Engine:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         step, chunk = Step(self.target, by_request(self.drafter), self.budget), min(self.prefill_block, limit)
-        shared = min(CHUNK, chunk) if self.exactness == "bitwise" else chunk
-        return Batch(step, self._turns, chunk, limit, Following(self.prefixes, self.store, shared), self._make)
+        kept = Following(self.prefixes, self.store, min(CHUNK, chunk) if self.exactness == "bitwise" else chunk)
+        free = None if self.tiers is None else self.tiers.free
+        return Batch(step, self._turns, chunk, limit, kept, self._make, free)
 
     def flush(self) -> None:
         """Wait until the store has all that it is to keep."""

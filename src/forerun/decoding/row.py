@@ -24,7 +24,9 @@ class Row:
         request: decoded in this row.
         cache: the target's, of this request.
         chunk: tokens of a chunk, at most.
-        whole: whether all chunks but the last are read in one pass; see ``Scorer.reads_whole``.
+        whole: whether chunks but the last are read together in one pass; see ``Scorer.reads_whole``.
+        piece: tokens of such a pass, at most, in whole chunks; None for no limit.
+        own: whether the cache was made for this row alone, and goes with it.
         pending: tokens of the request's text that the cache does not hold, int64.
         drafting: whether the drafter knows the cache, because the prompt is read but for its last chunk.
         ready: whether the drafter has read of the prompt what it needs.
@@ -36,6 +38,8 @@ class Row:
     cache: FullCache
     chunk: int
     whole: bool = False
+    piece: int | None = None
+    own: bool = False
     pending: IntArray = field(init=False)
     drafting: bool = False
     ready: bool = False
@@ -54,7 +58,7 @@ class Row:
     def next_chunk(self) -> int:
         """Pending tokens up to where the next chunk ends."""
         if self.whole and self.unread:
-            return self.unread
+            return self.unread if self.piece is None else min(self.unread, self.piece - self.cache.length % self.piece)
         return min(len(self.pending), self.chunk - self.cache.length % self.chunk)
 
     @property

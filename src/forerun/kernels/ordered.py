@@ -20,7 +20,7 @@ from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from forerun.kernels import elementwise, linear, tape
+from forerun.kernels import elementwise, gpu, linear, tape
 from forerun.kernels.canonical import ATTEND, AttendOp
 from forerun.kernels.linear import LINEAR, PUT, LinearOp
 from forerun.kernels.memory import Room
@@ -37,7 +37,7 @@ _local = threading.local()
 
 
 class Ordered(TorchFunctionMode):
-    """A context in which a token's results on a CPU have the same bits whatever shares the pass."""
+    """A context in which a token's results have the same bits whatever shares the pass."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,13 +52,13 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], torch.
 
 
 def _linear(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    return product(*args) if not kwargs and takes(args[0], args[1]) else None
+    return None if kwargs else _product(*args)
 
 
 def _addmm(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    if kwargs or args[0].dim() != 1 or args[2].dim() != 2 or not takes(args[1], args[2].t()):
+    if kwargs or args[0].dim() != 1 or args[2].dim() != 2:
         return None
-    return product(args[1], args[2].t(), args[0])
+    return _product(args[1], args[2].t(), args[0])
 
 
 def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -66,9 +66,30 @@ def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     if kwargs or weight.dim() != 2:
         return None
     rows = weight.t()
-    if not takes(x, rows):  # weights in another layout are copied: slower, but as exact
+    if weight.device.type == "cpu" and not takes(x, rows):  # another layout is copied: slower, but as exact
         rows = rows.contiguous()
-    return product(x, rows) if takes(x, rows) else None
+    return _product(x, rows)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """By the kernel for this device; None if it takes none of these."""
+    if takes(x, weight):
+        return product(x, weight, bias)
+    if not gpu.runs_on(weight.device):
+        return None
+    from forerun.kernels.gpu import linear as there  # which needs Triton
+
+    return there.product(x, weight, bias) if there.takes(x, weight) else None
+
+
+def _mean(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    told = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    x, last = told["input"], told.get("dim")
+    if not gpu.runs_on(x.device) or told.keys() - {"input", "dim", "keepdim"} or last not in (-1, x.dim() - 1):
+        return None
+    from forerun.kernels.gpu import mean as there  # which needs Triton
+
+    return there.mean(x, bool(told.get("keepdim"))) if there.takes(x) else None
 
 
 def _multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -99,6 +120,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, functional.sigmoid, functional.silu, functional.gelu), _fill),
     **dict.fromkeys((functional.softplus, functional.mish, functional.elu), _fill),
     **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _fill_halves),
+    **dict.fromkeys((torch.mean, Tensor.mean), _mean),
 }
 """Replacements for torch's functions; each returns None if torch should compute the call."""
 

@@ -14,7 +14,7 @@ import torch
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels import team
+from forerun.kernels import gpu, team
 from forerun.kernels.memory import Job, Room, address_of, floats, signed_bytes
 from forerun.kernels.tiles import ticket
 from forerun.kernels.vector import (
@@ -112,12 +112,17 @@ def best_keys(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
 
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
-    """The same with torch's operations."""
+    """The same with torch's operations; on a GPU, with a kernel that reads the bytes."""
     heads, rank = index.shape[0], q.shape[2]
     scale = q.abs().amax(-1, keepdim=True) / LARGEST
-    rounded = (q / scale.clamp_min(SMALLEST)).round().view(heads, -1, rank // QUAD, QUAD)
+    rounded = (q / scale.clamp_min(SMALLEST)).round()
+    if gpu.runs_on(index.device) and count:
+        from forerun.kernels.gpu import scan as there  # which needs Triton
+
+        grouped = (t.reshape(heads, -1, t.shape[2]) for t in (rounded, scale))
+        return there.best_keys(index, count, *grouped).reshape(*q.shape[:2], count)
     keys = index[:, : math.ceil(count / GROUP)].to(q.dtype)
-    products = torch.einsum("hnrj,hgkrcj->hngck", rounded, keys)
+    products = torch.einsum("hnrj,hgkrcj->hngck", rounded.view(heads, -1, rank // QUAD, QUAD), keys)
     return products.amax(-1).flatten(2)[..., :count].reshape(*q.shape[:2], count) * scale
 
 

@@ -16,6 +16,7 @@ import torch
 from forerun.caches.full import FullCache
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree, IntArray
+from forerun.kernels import gpu
 from forerun.kernels.vector import unusable
 from forerun.model.scorer import Scorer
 
@@ -40,21 +41,24 @@ class Exactness:
     reason: str | None = None
 
 
-def probe(scorer: Scorer, limit: int | None = None) -> Exactness:
+def probe(scorer: Scorer, limit: int | None = None, offloads: bool = False) -> Exactness:
     """Find the exactness of a model by comparing bits; the same on all ranks of a model in several processes.
 
     Args:
         scorer: the model.
         limit: the model's positions; test texts are no longer than this.
+        offloads: whether keys and values may lie off the device.
     """
+    if offloads and scorer.device.type != "cpu":
+        return Exactness("rounding", "keys and values off the device are attended to row by row")
     return Exactness(*scorer.led(lambda: astuple(_probe(scorer, limit))))
 
 
 @torch.inference_mode()
 def _probe(scorer: Scorer, limit: int | None) -> Exactness:
-    if scorer.device.type != "cpu":
+    if scorer.device.type != "cpu" and not gpu.runs_on(scorer.device):
         return Exactness("rounding", f"there is no kernel for {scorer.device.type} that sums in one order")
-    if (reason := unusable()) is not None:
+    if scorer.device.type == "cpu" and (reason := unusable()) is not None:
         return Exactness("rounding", reason)
     sizes = list(PASSES)
     while limit is not None and len(sizes) > 1 and sum(sizes) + 1 > limit:

@@ -19,7 +19,7 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels import ordered
 from forerun.kernels.attention import AttentionSpec
-from forerun.model.scorer import Pass, Scorer
+from forerun.model.scorer import Attends, Scorer
 from forerun.model.sharded import is_sharded
 from forerun.model.stored import is_stored
 
@@ -78,7 +78,7 @@ class FlatScorer(Scorer):
         self._dim = decoder.layers[0].self_attn.head_dim
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: Pass, wanted: int | torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: Attends, wanted: int | torch.Tensor
     ) -> torch.Tensor:
         x = self._embedding[ids]
         cos, sin = self._turns(x, positions)

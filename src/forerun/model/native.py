@@ -21,9 +21,11 @@ from forerun.caches.base import Addresses, Cache
 from forerun.caches.full import FullCache
 from forerun.core.block import Block
 from forerun.core.turns import Turns
+from forerun.kernels import gpu
 from forerun.kernels.vector import LINE
 from forerun.model.choice import Choice
 from forerun.model.flat import flatten
+from forerun.model.on_gpu import GpuScorer
 from forerun.model.packing import Packed, address
 from forerun.model.parts import known
 from forerun.model.program import Parts, Size, Written
@@ -80,8 +82,8 @@ class NativeScorer(Scorer):
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
             return run_by_layers(self, parts, blocks, full)
-        shape = len(parts.layers), parts.heads.kv_heads, parts.heads.dim, parts.dtype
-        rows = [cache.addressed(*shape, len(block)) for cache, block in zip(caches, blocks, strict=True)]
+        count = len(parts.layers)
+        rows = [cache.addressed(count, parts.like, len(block)) for cache, block in zip(caches, blocks, strict=True)]
         known = [row for row in rows if row is not None]
         if len(known) < len(rows) or len({row.sought is None for row in known}) > 1:
             return None
@@ -168,8 +170,11 @@ class NativeScorer(Scorer):
 
 
 def native(scorer: Scorer) -> Scorer:
-    """A ``NativeScorer`` if the model's structure is known; else ``scorer`` itself. The gate compares their logits."""
+    """A ``NativeScorer`` if the model's structure is known, a ``GpuScorer`` on a GPU; else ``scorer`` itself. The gate
+    compares their logits."""
     whole = type(scorer) is Scorer and not is_sharded(scorer.model)
+    if whole and gpu.runs_on(scorer.device):
+        return GpuScorer(scorer.model)
     return NativeScorer(scorer.model) if whole and known(scorer.model) else scorer
 
 
@@ -177,4 +182,6 @@ def inner(scorer: Scorer) -> Scorer:
     """The same model for a level of a hierarchy, whose logits decide what is drafted: the fastest pass over each cache.
     It may round differently from the scorer that verifies."""
     flat = flatten(scorer)
+    if isinstance(scorer, GpuScorer):
+        return GpuScorer(scorer.model, flat)
     return NativeScorer(scorer.model, flat) if isinstance(scorer, NativeScorer) else flat

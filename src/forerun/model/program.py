@@ -79,6 +79,8 @@ class Parts:
         first = self.layers[0].attention
         dim = first.head_dim
         self.heads = Heads(first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim, dim)
+        self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=self.dtype)
+        """Keys of no token; see ``Cache.addressed``."""
         self.inner = int(self.layers[0].mlp.gate_proj.out_features)
         self._rotary = decoder.rotary_emb
         self.positions = 0

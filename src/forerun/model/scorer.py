@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -39,9 +39,18 @@ NAME = "forerun"
 """Forerun's entry in transformers' attention interface."""
 
 
+class Attends(Protocol):
+    """What the attention function needs of a forward pass."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Each row's attention over its own cache; ``[1, H, n, d]`` in and out."""
+
+
 @dataclass(frozen=True)
 class Pass:
-    """What the attention function knows of a forward pass: its rows, in the order of the packed sequence."""
+    """A forward pass over any caches: its rows, in the order of the packed sequence."""
 
     blocks: Sequence[Block]
     caches: Sequence[Cache]
@@ -50,7 +59,7 @@ class Pass:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Each row's attention over its own cache; ``[1, H, n, d]`` in and out."""
+        """See ``Attends``."""
         full = [cache for cache in self.caches if isinstance(cache, FullCache)]
         if len(full) == len(self.caches) and ordered.attends(q, k, v):
             return self._attend_in_order(layer, q, k, v, spec, full)
@@ -89,7 +98,7 @@ class Pass:
         return self.packings[heads]
 
 
-_running: ContextVar[Pass | None] = ContextVar("running", default=None)
+_running: ContextVar[Attends | None] = ContextVar("running", default=None)
 """This thread's pass. It cannot be a keyword argument: some models pass none down to their attention."""
 
 
@@ -190,7 +199,7 @@ class Scorer:
         return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: Pass, wanted: int | torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: Attends, wanted: int | torch.Tensor
     ) -> torch.Tensor:
         """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
@@ -203,7 +212,7 @@ class Scorer:
 
 
 @contextmanager
-def _run(rows: Pass) -> Iterator[None]:
+def _run(rows: Attends) -> Iterator[None]:
     before = _running.set(rows)
     try:
         yield

@@ -109,8 +109,7 @@ def _pieces(block: Block) -> list[Block]:
 def _enter(cache: FullCache, layer: int, count: int, parts: Parts) -> Rows:
     if isinstance(cache, OffloadedCache):
         return cache.enter(layer, count)
-    heads = parts.heads
-    store = cache.reserve(len(parts.layers), heads.kv_heads, heads.dim, parts.dtype, count)
+    store = cache.reserve(len(parts.layers), parts.like, count)
     return store[layer, 0][None], store[layer, 1][None]
 
 

@@ -1,0 +1,112 @@
+"""Linear layers on a GPU that sum every output in one fixed order, however many tokens are in the pass.
+
+K, the length of a row of weights, is cut at fixed places into pieces. A piece is summed in steps of ``STEP`` columns by
+tensor-core products over tiles of 16 tokens; then the pieces are added in order. For few tokens each piece is a program
+of its own, so that all of the GPU reads the weights. For many tokens one program does the pieces one after the other.
+The order of the sums is the same. The idea is that of ``batch_invariant_ops`` (Thinking Machines, 2025).
+
+This has run in Triton's interpreter only; it has not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TOKENS = 16
+"""Tokens of a tile: the least that a tensor core takes. A tile with more of them may take another instruction, which
+may sum in another order."""
+OUTPUTS = 64
+"""Outputs of a tile."""
+STEP = 64
+"""Columns that are multiplied at once."""
+PIECE = 1024
+"""Columns of a piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
+WIDTH = 1024
+"""Outputs whose pieces a program adds up."""
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether ``product`` can compute this."""
+    return weight.dim() == 2 and weight.dtype in TYPES and x.dtype == weight.dtype and x.device == weight.device
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight.T + bias`` for rows of x ``[..., K]`` and a matrix ``[O, K]``."""
+    rows = x.reshape(-1, x.shape[-1])
+    n, (outs, columns) = len(rows), weight.shape
+    y = rows.new_empty(n, outs)
+    if not n:
+        return y.view(*x.shape[:-1], outs)
+    pieces = triton.cdiv(columns, PIECE)
+    alone = pieces > 1 and n <= TOKENS
+    to = rows.new_empty(pieces, n, outs, dtype=torch.float32) if alone else y
+    grid = (triton.cdiv(n, TOKENS), triton.cdiv(outs, OUTPUTS), pieces if alone else 1)
+    _sums[grid](
+        rows, weight, weight if bias is None else bias, to, n, outs, columns, *rows.stride(), *weight.stride(),
+        n * outs, alone, bias is not None, TOKENS, OUTPUTS, STEP, PIECE, enable_fp_fusion=False,
+    )  # fmt: skip
+    if alone:
+        size = n * outs
+        bias_or_any = weight if bias is None else bias
+        _total[(triton.cdiv(size, WIDTH),)](to, bias_or_any, y, size, outs, pieces, bias is not None, WIDTH)
+    return y.view(*x.shape[:-1], outs)
+
+
+@triton.jit(do_not_specialize=["n", "y_piece"])
+def _sums(
+    x, w, bias, y, n, outs, columns, x_row, x_column, w_row, w_column, y_piece,
+    ALONE: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """A tile's sums: of one piece, or of all of them."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    out = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    here = (token < n)[:, None] & (out < outs)[None, :]
+    place = token[:, None].to(tl.int64) * outs + out[None, :]
+    first = tl.program_id(2) * PIECE
+    if ALONE:
+        sums = _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first,
+                      TOKENS, OUTPUTS, STEP, PIECE)  # fmt: skip
+        tl.store(y + tl.program_id(2).to(tl.int64) * y_piece + place, sums, here)
+    else:
+        sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+        for at in range(0, columns, PIECE):
+            sums += _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, at,
+                           TOKENS, OUTPUTS, STEP, PIECE)  # fmt: skip
+        if BIAS:
+            sums += tl.load(bias + out, out < outs, 0.0).to(tl.float32)[None, :]
+        tl.store(y + place, sums.to(y.dtype.element_ty), here)
+
+
+@triton.jit
+def _piece(
+    x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """Sums over the columns of one piece."""
+    sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
+    for at in range(first, min(first + PIECE, columns), STEP):
+        column = at + tl.arange(0, STEP)
+        inside = column < columns
+        a = tl.load(x + token[:, None].to(tl.int64) * x_row + column[None, :] * x_column,
+                    (token < n)[:, None] & inside[None, :], 0.0)  # fmt: skip
+        b = tl.load(w + out[None, :].to(tl.int64) * w_row + column[:, None] * w_column,
+                    (out < outs)[None, :] & inside[:, None], 0.0)  # fmt: skip
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["size"])
+def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, WIDTH: tl.constexpr):
+    """Add the pieces in order, and the bias."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = at < size
+    sums = tl.zeros((WIDTH,), tl.float32)
+    for piece in range(pieces):
+        sums += tl.load(parts + piece * size + at, inside, 0.0)
+    if BIAS:
+        sums += tl.load(bias + at % outs, inside, 0.0).to(tl.float32)
+    tl.store(y + at, sums.to(y.dtype.element_ty), inside)

@@ -1,0 +1,181 @@
+"""Where the tokens, keys and values of a pass lie: tables in a GPU's memory, which one transfer fills.
+
+A pass that is recorded once and replayed (``model/graphs.py``) needs tables of the same size each time. So tables may
+be larger than a pass: further tokens belong to a row of their own, whose memory nobody reads, and further tiles are
+empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import IntArray
+
+BLOCK = 32
+"""Positions of a block. A tree's own keys begin at one."""
+QUERIES = 16
+"""Queries of a tile: the least that a tensor core takes. A larger tile may take another instruction, which may sum in
+another order."""
+PIECE = 512
+"""Positions of a piece. The states of a pass over 16 tokens are then a sixteenth of the keys and values that it reads,
+for heads of 128 numbers of 16 bits."""
+
+
+class Sizes(NamedTuple):
+    """How large a pass is.
+
+    Attributes:
+        layers: of the model.
+        rows: of the batch.
+        tokens: of all rows.
+        tiles: of queries of all rows.
+        own: keys that only one token sees, at most.
+        wanted: tokens whose logits are wanted.
+        pieces: of the longest scan.
+    """
+
+    layers: int
+    rows: int
+    tokens: int
+    tiles: int
+    own: int
+    wanted: int
+    pieces: int
+
+    def rounded(self) -> Sizes:
+        """The next larger size of few, with a spare row."""
+        rounded = (1 << (size - 1).bit_length() if size else 0 for size in self[2:])
+        return Sizes(self.layers, (1 << (self.rows - 1).bit_length()) + 1, *rounded)
+
+
+class Places:
+    """The tables of a pass, as views of one piece of memory.
+
+    Attributes:
+        ids: token ids, ``[n]``.
+        positions: of the tokens for the model, ``[n]``.
+        wanted: indices of the tokens whose logits are wanted.
+        addresses: of each layer's and row's keys and values, ``[layers, R, 2]``.
+        strides: numbers from head to head and from token to token, of keys and of values, ``[R, 4]``.
+        tokens: of each token its row, its slot in the row's memory, its position, and where its scan ends, ``[n, 4]``.
+        own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
+        rows: of each row its first token, how many it has, and its first tile, ``[R, 3]``.
+        tiles: of each tile its row, and its number within the row, ``[T, 2]``.
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+        self.sizes = sizes
+        shapes = {
+            "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
+            "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.rows, 4), "tokens": (sizes.tokens, 4),
+            "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3), "tiles": (sizes.tiles, 2),
+        }  # fmt: skip
+        total = sum(int(np.prod(shape)) for shape in shapes.values())
+        self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._there = self._host if device.type == "cpu" else torch.zeros(total, dtype=torch.int64, device=device)
+        self._copied: torch.cuda.Event | None = None
+        self._tables: dict[str, IntArray] = {}
+        first = 0
+        for name, shape in shapes.items():
+            last = first + int(np.prod(shape))
+            self._tables[name] = self._host.numpy()[first:last].reshape(shape)
+            setattr(self, name, self._there[first:last].view(shape))
+            first = last
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    wanted: torch.Tensor
+    addresses: torch.Tensor
+    strides: torch.Tensor
+    tokens: torch.Tensor
+    own: torch.Tensor
+    rows: torch.Tensor
+    tiles: torch.Tensor
+
+    def fill(self, batch: Rows, spare: Spare | None = None) -> None:
+        """Describe a pass; ``spare`` has the row of further tokens, if the tables are larger than the pass."""
+        size = batch.sizes
+        if self._copied is not None:
+            self._copied.synchronize()
+        for name, table in batch.tables.items():
+            whole = self._tables[name]
+            whole[...] = 0
+            whole[tuple(slice(count) for count in table.shape)] = table
+        if spare is not None:
+            self._tables["addresses"][:, size.rows] = spare.addresses
+            self._tables["strides"][size.rows] = spare.strides
+            self._tables["tokens"][size.tokens :] = size.rows, 0, -1, 0
+            self._tables["tiles"][size.tiles :, 0] = size.rows
+        if self._there is not self._host:
+            self._there.copy_(self._host, non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+
+class Spare(NamedTuple):
+    """Memory of a row that nobody reads, with room for one token.
+
+    Attributes:
+        addresses: of keys and values, as in ``Places``, ``[2]``.
+        strides: as in ``Places``, ``[4]``.
+    """
+
+    addresses: tuple[int, int]
+    strides: tuple[int, int, int, int]
+
+
+class Rows:
+    """A pass as ``Places`` takes it.
+
+    Args:
+        blocks: each row's input; its start is the number of tokens in the row's memory.
+        addresses, strides: as in ``Places``.
+        positions: of the tokens for the model, ``[n]``.
+        group: query heads of a KV head.
+    """
+
+    def __init__(
+        self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int
+    ) -> None:
+        counts = np.array([len(block) for block in blocks])
+        ends, tiles = np.cumsum(counts), -(-counts * group // QUERIES)
+        parts = [_described(row, block) for row, block in enumerate(blocks)]
+        tokens = np.concatenate([part for part, _ in parts])
+        width = max(own.shape[1] for _, own in parts)
+        last = zip(ends.tolist(), blocks, strict=True)
+        self.tables: dict[str, IntArray] = {
+            "ids": np.concatenate([block.tokens for block in blocks]),
+            "positions": positions,
+            "wanted": np.concatenate([np.arange(end - len(block.tree) - 1, end) for end, block in last]),
+            "addresses": addresses,
+            "strides": strides,
+            "tokens": tokens,
+            "own": np.concatenate([np.pad(own, ((0, 0), (0, width - own.shape[1]))) for _, own in parts]),
+            "rows": np.stack((ends - counts, counts, np.cumsum(tiles) - tiles), 1),
+            "tiles": np.array([(row, tile) for row, count in enumerate(tiles.tolist()) for tile in range(count)]),
+        }
+        count = len(self.tables["wanted"])
+        pieces = -(-int(tokens[:, 3].max()) // PIECE)
+        self.sizes = Sizes(len(addresses), len(blocks), len(tokens), int(tiles.sum()), width, count, pieces)
+
+
+def _described(row: int, block: Block) -> tuple[IntArray, IntArray]:
+    """A row's part of ``tokens`` and of ``own``."""
+    pending, n = len(block.pending), len(block)
+    tokens = np.stack((np.full(n, row), block.start + np.arange(n), block.positions, block.positions + 1), 1)
+    if block.tree.is_chain:
+        return tokens, np.zeros((n, 0), np.int64)
+    end = block.start + pending
+    base = end // BLOCK * BLOCK
+    tokens[pending:, 3] = base
+    before = np.arange(base, end)
+    own = np.zeros((n, len(before) + int(block.tree.depths.max())), np.int64)
+    for node, above in enumerate(block.tree.ancestors):
+        slots = np.concatenate((before, end + np.flatnonzero(above)))
+        own[pending + node, : len(slots)] = slots
+    return tokens, own

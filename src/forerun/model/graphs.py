@@ -1,0 +1,102 @@
+"""Passes of few tokens, recorded once for each size and replayed: a replay needs no Python between its kernels.
+
+A recording reads its input from tables that stay where they are, so sizes are rounded up to few (``Sizes.rounded``).
+It is made when a size comes for the second time. Recording takes as long as some passes; the first one compiles.
+
+The logic has run on a CPU, with a recording that runs the pass again. CUDA's graphs have not run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from forerun.kernels.gpu.places import Places, Rows, Sizes, Spare
+
+T = TypeVar("T")
+TOKENS = 64
+"""The largest pass that is recorded, in tokens. Larger ones compute for longer than Python takes to launch them."""
+KEPT = 32
+"""Recordings that are kept; the one not used for longest goes. Each holds the memory of its pass."""
+Record = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
+"""Runs a function and returns how to run it again, and its result, which a replay overwrites."""
+
+log = logging.getLogger(__name__)
+
+
+def record(work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    """As a CUDA graph; see ``Record``. A first run beside it compiles kernels and takes memory."""
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        work()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+    return graph.replay, result
+
+
+class _Recording(NamedTuple, Generic[T]):
+    places: Places
+    replay: Callable[[], None]
+    result: T
+
+
+class Graphs(Generic[T]):
+    """The recordings of one model.
+
+    Args:
+        run: a pass, given its tables.
+        spare: memory of a row for tokens that only fill up a size.
+        device: where passes run.
+        record: see ``Record``.
+    """
+
+    def __init__(
+        self, run: Callable[[Places], T], spare: Spare, device: torch.device, record: Record[T] = record
+    ) -> None:
+        self._run, self._spare, self._device, self._record = run, spare, device, record
+        self._kept: OrderedDict[Sizes, _Recording[T] | None] = OrderedDict()
+        self._refused = False
+
+    def run(self, batch: Rows) -> T:
+        """A pass's result; it is valid until the next pass."""
+        sizes = batch.sizes.rounded()
+        if self._refused or batch.sizes.tokens > TOKENS:
+            return self._at_once(batch)
+        if sizes not in self._kept:
+            self._kept[sizes] = None
+            return self._at_once(batch)
+        recording = self._kept[sizes]
+        if recording is None:
+            recording = self._recorded(batch, sizes)
+            if recording is None:
+                return self._at_once(batch)
+        recording.places.fill(batch, self._spare)
+        recording.replay()
+        self._kept.move_to_end(sizes)
+        return recording.result
+
+    def _at_once(self, batch: Rows) -> T:
+        places = Places(batch.sizes, self._device)
+        places.fill(batch)
+        return self._run(places)
+
+    def _recorded(self, batch: Rows, sizes: Sizes) -> _Recording[T] | None:
+        places = Places(sizes, self._device)
+        places.fill(batch, self._spare)
+        try:
+            replay, result = self._record(lambda: self._run(places))
+        except RuntimeError as error:
+            log.warning("this model's passes cannot be recorded as CUDA graphs, so they are slower: %s", error)
+            self._refused = True
+            return None
+        self._kept[sizes] = recording = _Recording(places, replay, result)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return recording
