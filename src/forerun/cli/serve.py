@@ -34,7 +34,7 @@ def run(options: ServeOptions) -> None:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: pip install 'forerun[serve]'")
-    from forerun.server.settings import read_settings
+    from forerun.server.settings import free_disk, read_settings
     from forerun.server.warming import check_files
 
     told = read_settings(options.flags(), options.config)
@@ -45,6 +45,8 @@ def run(options: ServeOptions) -> None:
         return
     if told.replicas > 1:
         raise ValueError(f"replicas is {told.replicas}, which needs --ray")
+    if told.kv_folder is not None:
+        free_disk(told.kv_folder)  # before the model is loaded
     if followed(lambda: build_engine(told.model_copy(update={"drafter": "none", "draft_model": None}))):
         return
     with quiet(), closing(build_engine(told)) as engine, leading(engine):
@@ -83,6 +85,7 @@ def build_engine(told: ServerSettings) -> Engine:
             prefix_cache=int(told.prefix_cache),
             kv_store=told.kv_store,
             kv_store_limit=None if told.kv_store_limit is None else int(told.kv_store_limit),
+            kv_memory=told.tiers(model.device),
         )
 
 
@@ -92,9 +95,9 @@ def _serve(engine: Engine, told: ServerSettings) -> None:
     from forerun.server.drain import DrainingServer
 
     limits = told.limits(engine.target.device)
-    log.info(
-        "%s as %r: %s rows, %s bytes for keys and values", told.model, told.served_name, limits.rows, limits.memory
-    )
+    log.info("%s as %r: %s rows, %s", told.model, told.served_name, limits.rows, _memory(engine, limits.memory))
+    if engine.tiers is not None and (told.prefix_cache or told.kv_store):
+        log.warning("texts that are not on the device as a whole share no beginnings: each reads its whole prompt")
     if not told.api_keys and not _loopback(told.host):
         log.warning("%s is open to other computers, and there are no API keys: anybody may use it", told.host)
     server = DrainingServer(create_app(engine, told, limits), told.host, told.port, told.drain, told.connections)
@@ -105,6 +108,15 @@ def _serve(engine: Engine, told: ServerSettings) -> None:
             server.run()
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _memory(engine: Engine, device: int) -> str:
+    """How much there is for keys and values."""
+    if engine.tiers is None:
+        return f"{device} bytes for keys and values"
+    memory = engine.tiers.memory
+    told = f"for keys and values {memory.device} bytes on the device, {memory.host} in the host's memory"
+    return told if memory.folder is None else f"{told}, {memory.file} in files in {memory.folder}"
 
 
 def _loopback(host: str) -> bool:

@@ -51,6 +51,18 @@ class ServeOptions:
     kv_memory: Annotated[
         str | None, option("--kv-memory", panel=_MUCH, help=f"For keys and values: half of what is free, or {_SIZE}")
     ] = None
+    kv_host_memory: Annotated[
+        str | None,
+        option("--kv-host-memory", panel=_MUCH, help="Then --kv-memory is the device's, and this the host's besides."),
+    ] = None
+    kv_folder: Annotated[
+        Path | None,
+        option("--kv-folder", panel=_MUCH, help="For files with what does not fit there either.", metavar="DIR"),
+    ] = None
+    kv_folder_limit: Annotated[
+        str | None,
+        option("--kv-folder-limit", panel=_MUCH, help=f"Of these files: half of what is free there, or {_SIZE}"),
+    ] = None
     prefix_cache: Annotated[
         str | None,
         option("--prefix-cache", panel=_MUCH, help=f"For beginnings of prompts, kept for later ones; {_SIZE}"),

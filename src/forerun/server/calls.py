@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from forerun.caches.link import AwayError
 from forerun.core.request import Request
 from forerun.decoding.commit import Commit
 from forerun.model.grammar import GrammarError
@@ -125,6 +127,8 @@ class Call:
         if isinstance(row.request.error, GrammarError):
             raise ApiError(400, str(row.request.error), "invalid_value", "response_format")
         log.error("call %s failed", self.number, exc_info=row.request.error)
+        if isinstance(row.request.error, AwayError):
+            raise _not_kept(row.request.error, self.number)
         raise ApiError(500, f"the request failed in the server, whose log says more of {self.number}", "failed")
 
     def _submit(self, tenant: str, deadline: float | None) -> None:
@@ -154,6 +158,13 @@ class Call:
 
 class ClientGoneError(Exception):
     """The client is not there any more, or the server closes."""
+
+
+def _not_kept(error: AwayError, number: str) -> ApiError:
+    """What a client is told; where the files are is for the log alone."""
+    why = "copying failed" if error.errno is None else os.strerror(error.errno)
+    told = f"the keys and values of this text could not be kept off the device: {why}; the log says more of {number}"
+    return ApiError(500, told, "kv_memory_failed", headers={"x-should-retry": "false"})
 
 
 def _refusal(error: BaseException) -> BaseException:

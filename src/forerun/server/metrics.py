@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from forerun.caches.tiers import Tiers
 from forerun.core.request import Request
 from forerun.decoding.engine import Engine
 from forerun.server.scheduler import Scheduler
@@ -54,12 +55,14 @@ class Metrics:
         gauge("num_requests_running", "Requests that decode.").set_function(lambda: scheduler.running)
         gauge("num_requests_waiting", "Requests that wait.").set_function(lambda: scheduler.waiting)
         gauge("kv_cache_usage_perc", "Part of the memory for keys and values that is taken; 1 is all.").set_function(
-            lambda: scheduler.memory / scheduler.limits.memory
+            lambda: scheduler.usage
         )
         gauge("index_bytes", "Bytes of what the drafter learned, of all namespaces.").set_function(
             lambda: engine.drafter.nbytes
         )
         registry.register(_Prefixes(engine))
+        if engine.tiers is not None:
+            registry.register(_Tiers(engine.tiers))
 
     def text(self) -> bytes:
         """In Prometheus's format."""
@@ -80,6 +83,31 @@ class _Prefixes(Collector):
             ("hits", "Tokens of prompts that were found there.", hits),
         ):
             yield CounterMetricFamily(f"forerun:prefix_cache_{name}", told, value=tokens)
+
+
+class _Tiers(Collector):
+    """Where keys and values lie, and what moves between the device and the rest."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    def collect(self) -> Iterator[Metric]:
+        """Two gauges by tier, and a counter by direction."""
+        limits, link = self._tiers.memory.limits, self._tiers.link
+        bounded = {tier: size for tier, size in limits.items() if size != float("inf")}
+        for name, told, values in (
+            ("kv_tier_bytes", "Bytes that running texts take of a tier.", self._tiers.taken),
+            ("kv_tier_limit_bytes", "Bytes that they may take.", bounded),
+        ):
+            gauge = GaugeMetricFamily(f"forerun:{name}", told, labels=["tier"])
+            for tier, value in values.items():
+                gauge.add_metric([tier], value)
+            yield gauge
+        told = "Bytes of keys and values that were copied to the device, and away from it."
+        counter = CounterMetricFamily("forerun:kv_tier_copied_bytes", told, labels=["way"])
+        for way, value in (("in", link.fetched), ("out", link.written)):
+            counter.add_metric([way], value)
+        yield counter
 
 
 class Meter:

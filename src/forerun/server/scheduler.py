@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from forerun.caches.placement import NoRoomError
 from forerun.core.memory import give_back
 from forerun.core.request import Request
 from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit
 from forerun.decoding.engine import Engine
+from forerun.server.room import Room, TieredRoom
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.waiting import QueueFullError, Waiting
 
@@ -30,13 +32,20 @@ REST = 5.0
 """Seconds without a request after which free memory goes back to the system. Whoever comes then pays for the pages that
 are taken again, 1 ms or more for each MiB; so it is kept between requests that follow each other."""
 
+PIECES = 8
+"""Chunks of a prompt that is not on the device that a step reads, at most. With fewer the others would wait less, but
+each step brings in all that was read before."""
+
+POLL = 0.01
+"""Seconds between two looks for memory that another user of the engine has."""
+
 
 @dataclass(frozen=True)
 class Limits:
     """What a scheduler takes on.
 
     Attributes:
-        memory: bytes of keys and values of all running requests, at most.
+        memory: bytes of keys and values of all running requests, at most; an engine's ``tiers`` have their own limits.
         rows: requests that run at once, at most.
         waiting: requests that wait, at most.
         step: tokens of texts that a step reads, at most; see ``Batch``.
@@ -66,9 +75,11 @@ class Scheduler:
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
-        self._batch: Batch = engine.batch(limits.step)
+        self._batch = self._fresh()
         self._waiting = Waiting()
         self._running: dict[int, Ticket] = {}
+        tiers, free = engine.tiers, lambda: limits.rows - len(self._running)
+        self._room = Room(limits.memory) if tiers is None else TieredRoom(tiers, free)
         self._cancelled: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -97,12 +108,9 @@ class Scheduler:
             QueueFullError: if as many wait as may.
             RuntimeError: after ``close``.
         """
-        ticket = Ticket(request, tenant, on_commit, on_end, deadline, self._batch.needs(request))
-        if ticket.needs > self.limits.memory:
-            raise ValueError(
-                f"the request needs {ticket.needs:,} bytes for keys and values, and there are {self.limits.memory:,}; "
-                "shorten the prompt or generate fewer tokens"
-            )
+        needs, drafting = self._batch.needs(request), self._batch.drafting(request)
+        ticket = Ticket(request, tenant, on_commit, on_end, deadline, needs, self._batch.tokens(request), drafting)
+        self._room.check(ticket)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the scheduler is closed")
@@ -168,10 +176,15 @@ class Scheduler:
         """Bytes of keys and values that the running requests were admitted with."""
         return sum(ticket.needs for ticket in list(self._running.values()))
 
+    @property
+    def usage(self) -> float:
+        """The part that is taken of all memory for keys and values."""
+        return self._room.usage
+
     def _fits(self, ticket: Ticket) -> bool:
         """Whether it could start now."""
         alone = not len(self._waiting) and len(self._running) < self.limits.rows
-        return alone and self.memory + ticket.needs <= self.limits.memory
+        return alone and self._room.fits(ticket)
 
     def _retry_after(self) -> float:
         """Seconds until a place in the queue is likely free: by how long requests took of late."""
@@ -192,9 +205,16 @@ class Scheduler:
             if self._running:
                 self._step()
                 stepped = True
+            elif len(self._waiting):  # others use the engine, and have the memory
+                time.sleep(POLL)
             elif not called:
                 give_back()
                 stepped = False
+
+    def _fresh(self) -> Batch:
+        batch = self.engine.batch(self.limits.step)
+        batch.pieces = PIECES
+        return batch
 
     def _called(self) -> bool:
         """Whether there is anything to do."""
@@ -213,16 +233,21 @@ class Scheduler:
     def _admit(self) -> None:
         """Whose turn it is starts, if its caches fit; nobody overtakes it, or a large one might wait for ever."""
         while (ticket := self._waiting.next()) is not None:
-            room = self.limits.memory - self.memory
-            if len(self._running) >= self.limits.rows or ticket.needs > room:
+            if len(self._running) >= self.limits.rows or not self._room.fits(ticket):
                 return
-            self._waiting.remove(ticket)
+            self._room.take(ticket)
             try:
                 self._batch.admit(ticket.request)
+            except NoRoomError:  # another thread has used the engine meanwhile
+                self._room.give(ticket)
+                return
             except Exception as error:
+                self._room.give(ticket)
+                self._waiting.remove(ticket)
                 ticket.request.fail(error)
                 ticket.end("error")
                 continue
+            self._waiting.remove(ticket)
             ticket.admitted = time.monotonic()
             self._running[ticket.request.id] = ticket
             self._waiting.serve(ticket.tenant, ticket.request.prompt_length)
@@ -233,7 +258,7 @@ class Scheduler:
         except Exception as error:
             log.exception("a step failed; the requests that ran in it end")
             self._batch.close()
-            self._batch = self.engine.batch(self.limits.step)
+            self._batch = self._fresh()
             for ticket in list(self._running.values()):
                 ticket.request.fail(error)
                 self._end(ticket, "error")
@@ -259,6 +284,7 @@ class Scheduler:
         with self._changed:
             if self._running.pop(ticket.request.id, None) is not None:
                 self._batch.cancel(ticket.request)
+                self._room.give(ticket)
                 self._durations.append(time.monotonic() - (ticket.admitted or ticket.submitted))
             elif not self._waiting.remove(ticket):
                 return

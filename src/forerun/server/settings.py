@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -17,6 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from forerun.caches.placement import KVMemory
 from forerun.server.scheduler import Limits
 
 PREFIX = "FORERUN_"
@@ -46,6 +49,9 @@ class ServerSettings(BaseSettings):
     waiting: Annotated[int, Field(ge=0)] = 128
     step: Annotated[int, Field(ge=1)] = 256
     kv_memory: Annotated[ByteSize, Field(ge=1)] | None = None
+    kv_host_memory: Annotated[ByteSize, Field(ge=0)] | None = None
+    kv_folder: Path | None = None
+    kv_folder_limit: Annotated[ByteSize, Field(ge=0)] | None = None
     prefix_cache: Annotated[ByteSize, Field(ge=0)] = ByteSize(256 * MIB)
     kv_store: Path | None = None
     kv_store_limit: Annotated[ByteSize, Field(ge=0)] | None = None
@@ -71,10 +77,38 @@ class ServerSettings(BaseSettings):
         """The environment has them with commas between."""
         return [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else given
 
+    @field_validator("kv_host_memory", "kv_folder", "kv_folder_limit")
+    @classmethod
+    def _tell_base(cls, given: Any, told: ValidationInfo) -> Any:
+        """These are of what others leave over, which must be told, too."""
+        base = "kv_folder" if told.field_name == "kv_folder_limit" else "kv_memory"
+        if given is not None and base in told.data and told.data[base] is None:
+            what = "the files there" if base == "kv_folder" else "what does not fit on the device"
+            raise ValueError(f"it is for {what}; set {base}, too")
+        return given
+
     @property
     def served_name(self) -> str:
         """What clients call the model: ``name``, or the last part of its path."""
         return self.name or Path(self.model).name
+
+    def tiers(self, device: torch.device) -> KVMemory | None:
+        """Where keys and values lie, if not on the device alone. Every tier has a limit; one that is not named is a
+        share of what is free.
+
+        Raises:
+            OSError: if no file can be made in the folder.
+        """
+        if self.kv_memory is None or (self.kv_host_memory is None and self.kv_folder is None):
+            return None
+        here, host, file = int(self.kv_memory), self.kv_host_memory, 0
+        if host is None:
+            free = free_memory(torch.device("cpu")) - (here if device.type == "cpu" else 0)
+            host = ByteSize(max(0, int(SHARE * free)))
+        if self.kv_folder is not None:
+            limit, free = self.kv_folder_limit, free_disk(self.kv_folder)
+            file = int(SHARE * free) if limit is None else int(limit)
+        return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> Limits:
         """Of the scheduler; memory that is not named is a share of what is free on the device."""
@@ -114,6 +148,17 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_input=False)]
         raise ValueError(f"settings: {'; '.join(wrong)}") from None
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that are free where files are to be made; the folder is made if it is not there.
+
+    Raises:
+        OSError: if no file can be made.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        return shutil.disk_usage(folder).free
 
 
 def free_memory(device: torch.device) -> int:

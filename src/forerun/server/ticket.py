@@ -28,7 +28,9 @@ class Ticket:
         on_commit: called with each step's tokens.
         on_end: called once, with how it ended; ``request.error`` says more about an error.
         deadline: by ``time.monotonic``, when it is ended with what it has by then; None for never.
-        needs: bytes of keys and values that it takes.
+        needs: bytes of keys and values that it takes, all in all.
+        tokens: of its text at its longest, drafts included.
+        drafting: of the bytes, those of draft levels.
         submitted, admitted, ended: by ``time.monotonic``; None before.
         ending: how it ended.
     """
@@ -39,6 +41,8 @@ class Ticket:
     on_end: Callable[[Ending], None]
     deadline: float | None = None
     needs: int = 0
+    tokens: int = 0
+    drafting: int = 0
     submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
     ended: float | None = None
