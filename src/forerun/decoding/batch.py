@@ -1,7 +1,7 @@
 """Rows that come and go: requests are admitted at any time, step together, and leave when they end.
 
-A long prompt does not hold up the rows that decode: every step reads at most so many tokens of prompts. A beginning
-that several prompts share is read once (``following.py``).
+A long prompt does not hold up the rows that decode: every step reads at most so many tokens of prompts, and fewer if
+that takes long (``pace.py``). A beginning that several prompts share is read once (``following.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from forerun.core.request import Request
 from forerun.core.turns import Turns
 from forerun.decoding.commit import Commit
 from forerun.decoding.following import Following
+from forerun.decoding.pace import Pace
 from forerun.decoding.row import Row
 from forerun.decoding.step import Step
 
@@ -46,6 +47,9 @@ class Batch:
         self.pieces: int | None = None
         """Chunks of a prompt off the device that one pass reads, at most; None for all, as each pass brings in what
         lies before."""
+        self.pace: Pace | None = None
+        """Bounds the time of steps that read, by cutting prompts anywhere; so only where passes are bitwise exact. None
+        to read as much as a step may."""
         self._following = following
         self._rows: dict[int, Row] = {}
         self._steps = 0
@@ -128,7 +132,7 @@ class Batch:
             commits = [Commit(row.request, [], 0) for row in self._catch_up()]
             decoding, reading = self._schedule()
             if decoding or reading:
-                commits += self._pass(decoding, reading)
+                commits += self._timed(decoding, reading)
             for row in (*decoding, *reading):
                 self._following.read(row)
         for commit in commits:
@@ -154,9 +158,16 @@ class Batch:
         rows = [row for row in self._rows.values() if row.request.error is None]
         decoding: list[Row] = [row for row in rows if row.begun]
         reading: list[Row] = []
-        left, taken = self.limit - len(decoding), False
+        most = self.limit if self.pace is None else self.pace.tokens(bool(decoding))
+        if not most:
+            return decoding, reading
+        left, taken = min(self.limit - len(decoding), most), False
         for row in sorted((row for row in rows if not row.begun), key=lambda row: row.served):
-            if self._following.waits(row) or not (row.reading or row.ready):
+            if self._following.waits(row):
+                continue
+            if self.pace is not None and not (taken or row.drafting):
+                row.most = most
+            if not (row.reading or row.ready):
                 continue
             if row.next_chunk > left and taken:
                 break
@@ -165,6 +176,15 @@ class Batch:
             row.served = self._steps
         self._steps += 1
         return decoding, reading
+
+    def _timed(self, decoding: list[Row], reading: list[Row]) -> list[Commit]:
+        """A step of these rows, whose time tells how much the next ones read."""
+        if self.pace is None:
+            return self._pass(decoding, reading)
+        begun, began = [row.begun for row in decoding], self.pace.clock()
+        commits = self._pass(decoding, reading)
+        self.pace.learn(any(begun), bool(reading) or not all(begun), self.pace.clock() - began)
+        return commits
 
     def _pass(self, decoding: list[Row], reading: list[Row]) -> list[Commit]:
         """A step of these rows. If one fails while drafts are made, and keys and values of some rows are lost, it is

@@ -18,7 +18,8 @@ class Row:
     """A request with its cache.
 
     A prompt is read in chunks that end at multiples of ``chunk`` tokens, so that every prompt is cut at the same
-    positions. The last chunk is read by the row's first step, together with a tree.
+    positions. The last chunk is read by the row's first step, together with a tree. Where bits do not depend on the
+    cuts, there may be more of them.
 
     Attributes:
         request: decoded in this row.
@@ -26,6 +27,7 @@ class Row:
         chunk: tokens of a chunk, at most.
         whole: whether chunks but the last are read together in one pass; see ``Scorer.reads_whole``.
         piece: tokens of such a pass, at most, in whole chunks; None for no limit.
+        most: tokens of the next chunk, at most, where prompts may be cut anywhere.
         own: whether the cache was made for this row alone, and goes with it.
         pending: tokens of the request's text that the cache does not hold, int64.
         drafting: whether the drafter knows the cache, because the prompt is read but for its last chunk.
@@ -40,6 +42,7 @@ class Row:
     whole: bool = False
     piece: int | None = None
     own: bool = False
+    most: int | None = None
     pending: IntArray = field(init=False)
     drafting: bool = False
     ready: bool = False
@@ -59,7 +62,8 @@ class Row:
         """Pending tokens up to where the next chunk ends."""
         if self.whole and self.unread:
             return self.unread if self.piece is None else min(self.unread, self.piece - self.cache.length % self.piece)
-        return min(len(self.pending), self.chunk - self.cache.length % self.chunk)
+        count = min(len(self.pending), self.chunk - self.cache.length % self.chunk)
+        return count if self.most is None else min(count, self.most)
 
     @property
     def begun(self) -> bool:

@@ -21,24 +21,28 @@ T = TypeVar("T")
 TOKENS = 64
 """The largest pass that is recorded, in tokens. Larger ones compute for longer than Python takes to launch them."""
 KEPT = 32
-"""Recordings that are kept; the one not used for longest goes. Each holds the memory of its pass."""
-Record = Callable[[Callable[[], T]], tuple[Callable[[], None], T]]
-"""Runs a function and returns how to run it again, and its result, which a replay overwrites."""
+"""Recordings that are kept; the one not used for longest goes."""
 
 log = logging.getLogger(__name__)
 
 
-def record(work: Callable[[], T]) -> tuple[Callable[[], None], T]:
-    """As a CUDA graph; see ``Record``. A first run beside it compiles kernels and takes memory."""
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        work()
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = work()
-    return graph.replay, result
+class Recorder:
+    """Makes CUDA graphs that share one pool of memory: what one leaves there, the next one that runs overwrites."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+        """Run a function and return how to run it again, and its result, which is overwritten then."""
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):  # compiles kernels
+            work()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads may allocate
+            result = work()
+        return graph.replay, result
 
 
 class _Recording(NamedTuple, Generic[T]):
@@ -54,13 +58,11 @@ class Graphs(Generic[T]):
         run: a pass, given its tables.
         spare: memory of a row for tokens that only fill up a size.
         device: where passes run.
-        record: see ``Record``.
     """
 
-    def __init__(
-        self, run: Callable[[Places], T], spare: Spare, device: torch.device, record: Record[T] = record
-    ) -> None:
-        self._run, self._spare, self._device, self._record = run, spare, device, record
+    def __init__(self, run: Callable[[Places], T], spare: Spare, device: torch.device) -> None:
+        self._run, self._spare, self._device = run, spare, device
+        self._recorder = Recorder()
         self._kept: OrderedDict[Sizes, _Recording[T] | None] = OrderedDict()
         self._refused = False
 
@@ -91,7 +93,7 @@ class Graphs(Generic[T]):
         places = Places(sizes, self._device)
         places.fill(batch, self._spare)
         try:
-            replay, result = self._record(lambda: self._run(places))
+            replay, result = self._recorder.record(lambda: self._run(places))
         except RuntimeError as error:
             log.warning("this model's passes cannot be recorded as CUDA graphs, so they are slower: %s", error)
             self._refused = True

@@ -19,6 +19,7 @@ from forerun.core.request import Request
 from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit
 from forerun.decoding.engine import Engine
+from forerun.decoding.pace import Pace
 from forerun.server.room import Room, TieredRoom
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.waiting import QueueFullError, Waiting
@@ -214,6 +215,7 @@ class Scheduler:
     def _fresh(self) -> Batch:
         batch = self.engine.batch(self.limits.step)
         batch.pieces = PIECES
+        batch.pace = Pace(batch.chunk) if self.engine.exactness == "bitwise" else None
         return batch
 
     def _called(self) -> bool:
