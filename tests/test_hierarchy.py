@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from forerun.core.sampling import Processor, Sampler
 from forerun.core.shape import Shape
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.drafters.base import Drafter
+from forerun.drafters.base import Drafter, NoDrafter
 from forerun.drafters.hierarchy import HierarchyDrafter
 from forerun.drafters.merged import MergedDrafter
 from forerun.drafters.model import ModelDrafter
@@ -338,3 +339,30 @@ def test_shapes_say_what_is_wrong_with_rates() -> None:
     for rates in ((0.2, 0.6), (0.9, 0.2)):
         with pytest.raises(ValueError, match=r"^rates are .*; they must fall and sum up to at most 1$"):
             Shape.sequoia(4, 2, rates)
+
+
+@pytest.mark.parametrize(("seconds", "tokens", "asked"), [((3.0, 1.0), (2, 1), False), ((1.2, 1.0), (3, 1), True)])
+def test_a_model_is_asked_while_that_gives_more_tokens_a_second(
+    seconds: tuple[float, float], tokens: tuple[int, int], asked: bool
+) -> None:
+    """Rounds with the model and without it take so long and give so much; the other way is tried now and then."""
+
+    class Nothing(NoDrafter):
+        calls = 0
+
+        def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+            self.calls += 1
+            return super().propose_batch(requests, budget)
+
+    model = Nothing()
+    merged = MergedDrafter(NoDrafter(), model, 1.0)
+    request, with_it = Request([1, 2], max_new_tokens=4), []
+    for _ in range(400):
+        before = model.calls
+        merged.propose_batch([request], 4)
+        with_it.append(model.calls > before)
+        way = 0 if with_it[-1] else 1
+        merged.took(tokens[way], seconds[way])
+    assert with_it[:8] == [True] * 4 + [False] * 4
+    share = sum(with_it) / len(with_it)
+    assert share > 0.9 if asked else 0 < share < 0.1

@@ -85,6 +85,10 @@ class Drafter(ABC):
     def observe(self, request: Request, outcome: Outcome) -> None:  # noqa: B027
         """A step was committed; ``request.tokens`` ends with ``outcome.verdict.tokens`` already."""
 
+    def took(self, tokens: int, seconds: float) -> None:  # noqa: B027
+        """Told by a level that drafts with this one: its round with the last proposal gave so many tokens, and took so
+        long, proposing included."""
+
     def finish(self, request: Request) -> None:  # noqa: B027
         """The request ended: forget what was private to it."""
 

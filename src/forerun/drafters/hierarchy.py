@@ -163,6 +163,7 @@ class HierarchyDrafter(OuterDrafter):
             self._cutter.end(cut, tokens)
             self._passes.learn(len(trees) + cut.nodes, clock[2] - clock[1])
         clock.append(time.perf_counter())
+        self.inner.took(tokens, clock[-1] - clock[0])
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())
 
