@@ -103,7 +103,7 @@ def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pyte
 
 
 def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hasty(tree: DraftTree, logits: torch.Tensor, request: Request) -> Verdict:
+    def hasty(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
         verdict = verify(tree, logits, request)
         if len(tree) and len(request.generated) >= 4:
             request.finish_reason = "stop"

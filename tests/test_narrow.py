@@ -37,6 +37,7 @@ PROMISES = {
 }
 
 
+@pytest.mark.matrix
 def test_narrow_vectors_keep_the_promises_too() -> None:
     if "+avx2" not in vector.features():
         pytest.skip("made for AVX2")

@@ -97,6 +97,16 @@ def _store(
 
 
 @triton.jit
+def _memory(q, addresses, strides, row, head):
+    """A row's keys and values of a head, of the queries' type, and how far tokens are apart in both."""
+    keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty))
+    values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
+    keys += head * tl.load(strides + row * 4)
+    values += head * tl.load(strides + row * 4 + 2)
+    return keys, values, tl.load(strides + row * 4 + 1), tl.load(strides + row * 4 + 3)
+
+
+@triton.jit
 def _block(
     q, keys, values, slots, seen, inside, top, total, out, k_row, v_row, scale, softcap, dim, out_dim,
     WIDE: tl.constexpr, OUT_WIDE: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -155,10 +165,7 @@ def _scan(
             q + (head * group + query % group)[:, None] * q_head + token[:, None] * q_token + d[None, :],
             real[:, None] & (d < dim)[None, :], 0.0,
         )  # fmt: skip
-        keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty)) + head * tl.load(strides + row * 4)
-        values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
-        values += head * tl.load(strides + row * 4 + 2)
-        k_row, v_row = tl.load(strides + row * 4 + 1), tl.load(strides + row * 4 + 3)
+        keys, values, k_row, v_row = _memory(q, addresses, strides, row, head)
         top = tl.full((QUERIES,), -3e38, tl.float32)
         total = tl.zeros((QUERIES,), tl.float32)
         out = tl.zeros((QUERIES, OUT_WIDE), tl.float32)
@@ -211,10 +218,7 @@ def _settle(
             q + (head * group + member)[:, None] * q_head + token * q_token + d[None, :],
             real[:, None] & (d < dim)[None, :], 0.0,
         )  # fmt: skip
-        keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty)) + head * tl.load(strides + row * 4)
-        values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
-        values += head * tl.load(strides + row * 4 + 2)
-        k_row, v_row = tl.load(strides + row * 4 + 1), tl.load(strides + row * 4 + 3)
+        keys, values, k_row, v_row = _memory(q, addresses, strides, row, head)
         for at in range(base, position + 1, BLOCK):
             if (at % PIECE == 0) & (at > base):
                 top, total, out = _merge(top, total, out, top2, total2, out2)
