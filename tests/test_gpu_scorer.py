@@ -125,7 +125,7 @@ def test_drafts_change_no_bit(on_gpu: list[int]) -> None:
     assert engine.exactness == "bitwise"
     texts: dict[str, list[Any]] = {}
     for drafter in ("none", "trie", "retrieval"):
-        engine.use(build_drafter(drafter, Settings(cache_budget=16)))
+        engine.use(build_drafter(drafter, Settings(cache_budget=6, chunk=2, gamma2=3, paced=False)))
         results = [engine.generate(prompt, max_new_tokens=8) for prompt in prompts]
         results += [engine.generate(prompts[0], max_new_tokens=6, do_sample=True, temperature=0.8, seed=3)]
         texts[drafter] = [result.generated for result in results]

@@ -61,6 +61,7 @@ class GpuScorer(Scorer):
         self._watch = Watch(self.model)
         self._inputs = self.model.get_input_embeddings()
         self._graphs: Graphs[tuple[torch.Tensor, Asked]] | None = None
+        self._asking = False
 
     @cached_property
     def _alike(self) -> _Alike | None:
@@ -94,7 +95,8 @@ class GpuScorer(Scorer):
         addresses = np.stack([row.layers for row in rows], 1)
         strides = np.array([row.strides for row in rows]) // alike.like.element_size()
         batch = Rows(placed, addresses, strides, positions, alike.group)
-        if self._graphs is None:
+        if self._graphs is None or self._asking != self.keeps_queries:  # a recording keeps queries, or it does not
+            self._asking = self.keeps_queries
             self._graphs = Graphs(self._run, self._spare(alike), self.device)
         logits, asked = self._graphs.run(batch)
         self._tell(asked, blocks, caches)
