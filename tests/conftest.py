@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Triton: its kernels run without a GPU
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,15 @@ class Ticks:
     def __call__(self) -> float:
         self.now += 1e-3
         return self.now
+
+
+@pytest.fixture
+def houses() -> Iterator[list[Any]]:
+    """Servers that a test builds (``house.House``); they end with it."""
+    built: list[Any] = []
+    yield built
+    for each in built:
+        each.close()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,6 @@ import gc
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,14 +36,6 @@ def engine() -> Engine:
     model, tokenizer = load("bundled", device="cpu")
     tokenizer.chat_template = TEMPLATE
     return Engine(model, "trie", tokenizer=tokenizer, prefix_cache=1 << 24)
-
-
-@pytest.fixture
-def houses() -> Iterator[list[House]]:
-    built: list[House] = []
-    yield built
-    for each in built:
-        each.close()
 
 
 def tasks() -> int:

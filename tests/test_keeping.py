@@ -377,14 +377,6 @@ def engine(model: tuple[Any, Any]) -> Engine:
     return Engine(model[0], "trie", tokenizer=model[1], prefix_cache=1 << 26)
 
 
-@pytest.fixture
-def houses() -> Iterator[list[House]]:
-    built: list[House] = []
-    yield built
-    for each in built:
-        each.close()
-
-
 def accepted(answer: httpx.Response) -> int:
     return int(answer.json()["usage"]["forerun"]["accepted"])
 

@@ -64,14 +64,6 @@ def house(engine: Engine) -> Iterator[House]:
     built.close()
 
 
-@pytest.fixture
-def houses() -> Iterator[list[House]]:
-    built: list[House] = []
-    yield built
-    for each in built:
-        each.close()
-
-
 def alone(engine: Engine, prompt: Any, **options: Any) -> str:
     """The text of the engine by itself, which learns nothing of it."""
     return engine.generate(prompt, namespace="alone", **{"max_new_tokens": NEW, **options}).texts[0]

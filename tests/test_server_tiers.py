@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -51,14 +50,6 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def plain(model: Any) -> Engine:
     return Engine(model[0], "none", tokenizer=model[1])
-
-
-@pytest.fixture
-def houses() -> Iterator[list[House]]:
-    built: list[House] = []
-    yield built
-    for each in built:
-        each.close()
 
 
 def tokens(one: Engine, text: str, new: int = NEW) -> int:
