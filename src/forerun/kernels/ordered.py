@@ -83,9 +83,12 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def _mean(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    x = args[0] if args else kwargs["input"]
+    if not gpu.runs_on(x.device):
+        return None
     told = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
-    x, last = told["input"], told.get("dim")
-    if not gpu.runs_on(x.device) or told.keys() - {"input", "dim", "keepdim"} or last not in (-1, x.dim() - 1):
+    last = told.get("dim")
+    if told.keys() - {"input", "dim", "keepdim"} or last not in (-1, x.dim() - 1):
         return None
     from forerun.kernels.gpu import mean as there  # which needs Triton
 
