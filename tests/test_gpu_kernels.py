@@ -88,12 +88,12 @@ def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -
 
 
 @pytest.mark.matrix
-def test_kernels_compile(capability: int = 90) -> None:
+def test_kernels_compile() -> None:
     """For Hopper, without a GPU (for Ampere: ``python tests/compile_gpu_kernels.py 80``); products of 16-bit numbers of
     all kernels by one instruction."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_gpu_kernels.py")
-    done = subprocess.run([sys.executable, script, str(capability)], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script, "90"], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = done.stdout.split()
     assert set(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
