@@ -19,7 +19,8 @@ from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
 
 VISIT = 4
-"""Rounds for which a way is tried. The first does not count, as a model then reads what it has missed."""
+"""Rounds for which a way is tried. The first does not count, as a model then reads what it has missed. Neither this
+number nor the next two were measured at other values."""
 STAY = 60
 """Rounds after which the slower way is tried again. At half the speed that costs 3 % of the time."""
 FADE = 0.9
