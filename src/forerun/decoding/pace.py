@@ -16,8 +16,8 @@ BESIDE = 4.0
 """Steps that only decode in the time of one that reads as well. Less holds the others up less, and the prompt takes
 longer. No other value was measured."""
 LEAST = 32
-"""Tokens that are read in any case. A pass reads all keys and values once, whatever it reads of the prompt. By reckoning,
-that takes the bundled model at 60,000 tokens as long as 32 tokens do. Not measured at other values."""
+"""Tokens that are read in any case. A pass reads all keys and values once, whatever it reads of the prompt. For the
+bundled model at 60,000 tokens that takes, by reckoning, as long as 32 tokens do. Not measured at other values."""
 RECENT = 32
 """Steps that only decode whose median counts; and after so many that read, one does not, to measure it anew."""
 
