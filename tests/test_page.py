@@ -186,6 +186,33 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held: Held
 
 
 @browsing
+def test_a_fast_server_is_drawn_once_a_frame(page: Page) -> None:
+    """To lay the text out for every token held the page up for twenty seconds at a stretch."""
+    page.greeted()
+    page.tell("Performance.enable")
+    before, tokens, after = layouts(page), page.run(f"({FLOOD})()"), layouts(page)
+    assert tokens == 1000 and after - before < 100
+    until(lambda: len(page.text("plain")) == 5000)
+    assert page.figure("plain", "summary").startswith("1000 tokens in 500 steps")
+
+
+FLOOD = """async () => {
+  const { Column } = await import("/page/column.js");
+  const column = new Column(document.getElementById("plain"));
+  const tokens = ["text", "target"].map((source, id) => ({ id, text: "word ", source }));
+  const step = { tokens, drafted: 1, accepted: 1, seconds: 0.001 };
+  for (let place = 0; place < 500; place++) column.take({ choices: [], forerun: step });
+  return column.ids.length;
+}"""
+"""A thousand tokens that come within one frame."""
+
+
+def layouts(page: Page) -> int:
+    told = page.tell("Performance.getMetrics")["metrics"]
+    return int(next(each["value"] for each in told if each["name"] == "LayoutCount"))
+
+
+@browsing
 def test_a_keyboard_is_enough(driver: Any, house: House, page: Page) -> None:
     from selenium.webdriver import Keys
 

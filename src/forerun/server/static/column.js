@@ -1,4 +1,5 @@
-// One of the two columns: a text that grows, and its figures.
+// One of the two columns: a text that grows, and its figures. What came is drawn once a frame: to lay the text out for
+// every token would hold up the whole page once a fast server has sent more than it can draw.
 
 const SHOWN_STEPS = 240;
 const HIGHEST = 12; // tokens of a step from which its bar grows no more
@@ -18,6 +19,8 @@ export class Column {
   clear() {
     this.ids = [];
     this.counts = {};
+    this.undrawn = []; // [text, source], and the steps as lists of sources, since the last frame
+    this.undrawnSteps = [];
     this.prompt = null;
     this.drafted = this.accepted = this.passes = this.first = 0;
     this.reading = this.seconds = 0;
@@ -50,7 +53,7 @@ export class Column {
     const choice = chunk.choices[0];
     if (choice?.finish_reason) this.finish = choice.finish_reason;
     if (chunk.forerun) this.step(chunk.forerun);
-    else this.write(choice?.text ?? choice?.delta?.content ?? "", "target"); // the rest of a text, at its end
+    else this.undrawn.push([choice?.text ?? choice?.delta?.content ?? "", "target"]); // the rest of a text, at its end
     this.scheduled ||= requestAnimationFrame(() => this.show());
   }
 
@@ -60,34 +63,43 @@ export class Column {
     this.accepted += accepted;
     if (this.passes === 1) [this.reading, this.first] = [seconds, tokens.length];
     else this.seconds += seconds;
-    const bar = this.steps.appendChild(document.createElement("span"));
-    for (const { id, text, source } of tokens.slice(0, HIGHEST)) bar.prepend(part(source));
-    if (this.steps.childElementCount > SHOWN_STEPS) this.steps.firstChild.remove();
+    this.undrawnSteps.push(tokens.slice(0, HIGHEST).map(({ source }) => source));
     for (const { id, text, source } of tokens) {
       this.ids.push(id);
       this.counts[source] = (this.counts[source] ?? 0) + 1;
-      this.write(text, source);
+      this.undrawn.push([text, source]);
     }
   }
 
-  /** Add to the text; what one source gave in a row is one element. */
-  write(text, source) {
-    if (!text) return;
-    const follows = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 40;
-    const last = this.text.lastChild;
-    if (last?.dataset.source === source) last.append(text);
-    else {
-      const piece = this.text.appendChild(document.createElement("span"));
-      piece.dataset.source = source;
-      piece.className = source;
-      piece.append(text);
+  /** Draw what came since the last frame. What one source gave in a row is one element. */
+  draw() {
+    for (const sources of this.undrawnSteps.splice(0).slice(-SHOWN_STEPS)) {
+      const bar = this.steps.appendChild(document.createElement("span"));
+      for (const source of sources) bar.prepend(part(source));
     }
+    while (this.steps.childElementCount > SHOWN_STEPS) this.steps.firstChild.remove();
+    const follows = this.text.scrollHeight - this.text.scrollTop - this.text.clientHeight < 40;
+    for (const [text, source] of this.undrawn.splice(0)) this.write(text, source);
     if (follows) this.text.scrollTop = this.text.scrollHeight;
   }
 
-  /** Write down the figures. */
+  write(text, source) {
+    if (!text) return;
+    const last = this.text.lastChild;
+    if (last?.dataset.source === source) {
+      last.firstChild.appendData(text);
+      return;
+    }
+    const piece = this.text.appendChild(document.createElement("span"));
+    piece.dataset.source = source;
+    piece.className = source;
+    piece.append(text);
+  }
+
+  /** Draw, and write down the figures. */
   show() {
     this.scheduled = 0;
+    this.draw();
     if (!this.passes) return;
     this.element.dispatchEvent(new Event("figures"));
     const { speed, stride, acceptance, summary } = this.figures;
