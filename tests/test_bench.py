@@ -47,6 +47,15 @@ def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> Non
     assert by_name["forerun trie, warm"]["tokens_per_pass"] > 1  # it has seen these very answers
 
 
+def test_contestants_are_left_out_by_name() -> None:
+    job = Job("copy", PROMPTS[:1], [], 2)
+    some = Bench(tiny("llama"), ["none"], skip=["transformers prompt lookup", "forerun, wrong drafts"]).run(job, 1)
+    assert [each.contestant for each in some] == [BASELINE, "forerun none"]
+    for name in ("forerun auto", BASELINE):
+        with pytest.raises(ValueError, match=f"--skip has '{name}'; known are 'transformers prompt lookup', 'forerun none'"):
+            Bench(tiny("llama"), ["none"], skip=[name]).run(job, 1)
+
+
 def test_speed_is_the_median_and_spread_the_extremes() -> None:
     runs = [[Run([[1] * 10], seconds, 5) for seconds in (1.0, 2.0, 4.0)]]
     one = Series("x", "t", runs)

@@ -56,6 +56,7 @@ class Bench:
         draft: a small model with the same tokenizer for transformers' assisted generation, or None.
         tokenizer: of the models, or None; drafters take the spelling of words from it.
         others: further contestants, by name.
+        skip: names of contestants that are not measured.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class Bench:
         draft: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         others: Mapping[str, Contestant] | None = None,
+        skip: Sequence[str] = (),
     ) -> None:
         self.settings = Settings(draft_model=draft)
         self.model = model
         self.draft = draft
         self.drafters = list(drafters)
         self.others = dict(others or {})
+        self.skip = list(skip)
         self._tokenizer = tokenizer
         self._engines: dict[str, Engine] = {}
         for name in self.drafters:
@@ -84,6 +87,9 @@ class Bench:
             job: its prompts are continued one at a time.
             rounds: turns of each contestant for each prompt.
             journal: see ``speed.measure``.
+
+        Raises:
+            ValueError: if ``skip`` names no contestant, or the one that the others are compared with.
         """
         groups = [[prompt] for prompt in job.prompts]
         return measure(self._contestants(job), job.task, groups, job.max_new_tokens, rounds, journal)
@@ -120,7 +126,11 @@ class Bench:
             if job.warm_prompts and name.startswith("trie"):
                 found[f"forerun {name}, warm"] = self._forerun(name, job.warm_prompts, job.max_new_tokens)
         found["forerun, wrong drafts"] = Contestant(_timed(_greedy(self._wrong)))
-        return found | self.others
+        found |= self.others
+        others = [name for name in found if name != BASELINE]
+        if unknown := [name for name in self.skip if name not in others]:
+            raise ValueError(f"--skip has {', '.join(map(repr, unknown))}; known are {', '.join(map(repr, others))}")
+        return {name: contestant for name, contestant in found.items() if name not in self.skip}
 
     def _transformers(self, **options: Any) -> Contestant:
         def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:

@@ -50,7 +50,7 @@ def run(options: BenchOptions) -> None:
     settings = plain(options) | {"dtype": dtype, "tasks": tasks, "prompts": max(len(job.prompts) for job in jobs)}
     journal = Journal(options.out / "speed-turns.jsonl", _about(options, dtype), options.resume)
     with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:
-        bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer, peers.contestants)
+        bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer, peers.contestants, options.skip or ())
         result = Result([], settings, [], skipped | peers.absent, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         with measuring(console) as progress:

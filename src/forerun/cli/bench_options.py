@@ -59,6 +59,10 @@ class BenchOptions:
     gguf: Annotated[
         Path | None, option("--gguf", panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
     ] = None
+    skip: Annotated[
+        list[str] | None,
+        option("--skip", panel=_OTHERS, help="A contestant, as the tables name it, to leave out; may be repeated."),
+    ] = None
     out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/bench")
     resume: Annotated[
         bool, option("--resume", panel=_OUTPUT, help="Go on with the journal in --out: what is in it is not run again.")
