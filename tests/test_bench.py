@@ -52,7 +52,9 @@ def test_contestants_are_left_out_by_name() -> None:
     some = Bench(tiny("llama"), ["none"], skip=["transformers prompt lookup", "forerun, wrong drafts"]).run(job, 1)
     assert [each.contestant for each in some] == [BASELINE, "forerun none"]
     for name in ("forerun auto", BASELINE):
-        with pytest.raises(ValueError, match=f"--skip has '{name}'; known are 'transformers prompt lookup', 'forerun none'"):
+        with pytest.raises(
+            ValueError, match=f"--skip has '{name}'; known are 'transformers prompt lookup', 'forerun none'"
+        ):
             Bench(tiny("llama"), ["none"], skip=[name]).run(job, 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -135,13 +136,17 @@ def test_passes_are_measured_once_where_drafts_are_cut(monkeypatch: pytest.Monke
         return CURVE
 
     monkeypatch.setattr("forerun.model.timing.measure", fake)
-    engine = forerun.Engine(tiny("llama"))
+    model = copy.deepcopy(tiny("llama"))
+    forerun.Engine(model, "none")
+    forerun.Engine(model, TrieDrafter(), cut=False)
+    assert not measured
+    engine = forerun.Engine(model)
     engine.generate([7, 9], max_new_tokens=4, do_sample=False)
     engine.use(TrieDrafter())
+    forerun.Engine(model, TrieDrafter())  # of the same model
     assert measured == [engine.target]
-    forerun.Engine(tiny("llama"), "none")
-    forerun.Engine(tiny("llama"), TrieDrafter(), cut=False)
-    assert len(measured) == 1
+    forerun.Engine(model.float(), TrieDrafter())
+    assert len(measured) == 2
 
 
 def test_a_chains_price_is_a_line_by_its_length_that_no_disturbed_one_moves() -> None:

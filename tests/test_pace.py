@@ -20,16 +20,25 @@ def after(pace: Pace, steps: int, seconds_a_token: float, plain: float = 1.0) ->
     """What so many steps read, if a token of a prompt takes so long and a step without them ``plain``."""
     read = []
     for _ in range(steps):
-        read.append(pace.tokens(True))
-        pace.learn(True, read[-1] > 0, plain + seconds_a_token * read[-1])
+        read.append(pace.tokens("reading", True))
+        pace.learn(plain + seconds_a_token * read[-1], True, ["reading"] if read[-1] else [])
     return read
 
 
 def test_alone_a_prompt_is_read_at_full_speed() -> None:
     pace = Pace(512)
-    assert pace.tokens(False) == 512
-    pace.learn(False, True, 100.0)
-    assert pace.tokens(False) == 512
+    assert pace.tokens("reading", False) == pace.tokens("preparing", False) == 512
+    pace.learn(100.0, False, ["reading", "preparing"])
+    assert pace.tokens("reading", False) == pace.tokens("preparing", False) == 512
+
+
+def test_each_work_has_an_amount_of_its_own() -> None:
+    pace = Pace(512)
+    pace.learn(1.0, True, [])
+    pace.learn(100.0, True, ["preparing"])
+    assert (pace.tokens("reading", True), pace.tokens("preparing", True)) == (512, 256)
+    pace.learn(100.0, True, ["reading", "preparing"])
+    assert (pace.tokens("reading", True), pace.tokens("preparing", True)) == (256, 128)
 
 
 def test_the_first_step_beside_others_only_decodes_and_so_does_one_now_and_then() -> None:

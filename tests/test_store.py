@@ -297,6 +297,23 @@ def test_the_index_of_a_text_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(made) == 4
 
 
+def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    of = ShortKeys.of
+    monkeypatch.setattr(ShortKeys, "of", lambda keys, *told: made.append(keys.shape[1]) or of(keys, *told))
+    wanted = [ask(engine(None, "none"), question(n))[0] for n in range(3)]
+    one = engine(None, "low-rank", prefix_cache=1 << 24)
+    assert ask(one, question(0)) == (wanted[0], 0)
+    bare = HELD * FullCache(1).needs(one.target.kv, 1)
+    assert one.prefixes.nbytes > bare  # the index counts
+    for n in (1, 2):
+        assert ask(one, question(n)) == (wanted[n], HELD)
+    assert len(made) == 2
+    one.prefixes.limit = bare
+    assert ask(one, question(0))[0] == wanted[0]
+    assert not len(one.prefixes)  # what goes beyond the limit with its index goes
+
+
 def test_an_index_that_was_kept_is_the_one_that_was_made() -> None:
     generator = torch.Generator().manual_seed(1)
     keys, queries = (torch.randn(2, 700, 16, generator=generator) for _ in range(2))

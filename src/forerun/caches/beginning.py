@@ -89,8 +89,9 @@ class Beginning:
         offset: int = 0,
         notes: Callable[[str], Tensors | None] = lambda name: None,
     ) -> None:
-        self.layout, self.length, self.notes = layout, length, notes
-        self._file, self._offset = file, offset
+        self.layout, self.length = layout, length
+        self._file, self._offset, self._notes = file, offset, notes
+        self._noted: dict[str, Tensors] = {}
         self._held: dict[int, Rows] = {}
         if file is not None:
             weakref.finalize(self, os.close, file)
@@ -129,10 +130,20 @@ class Beginning:
                 new[:, :, : self.length] = old[:, :, : self.length]
         return grown
 
+    def note(self, name: str, tensors: Tensors) -> None:
+        """Keep what a view has made of the text, by its ``keepsake``, unless there is such a thing already."""
+        if tensors and not self.notes(name):
+            self._noted[name] = tensors
+
+    def notes(self, name: str) -> Tensors | None:
+        """What a view of this name has made of the text; None if nothing is kept."""
+        return self._noted.get(name) or self._notes(name)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens' keys and values."""
-        return self.layout.token_bytes * self.length
+        """Bytes of the tokens' keys and values, and of what views have made of them."""
+        noted = sum(t.nbytes for tensors in self._noted.values() for t in tensors.values())
+        return self.layout.token_bytes * self.length + noted
 
 
 def privately(file: int, size: int, offset: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from forerun.caches.chunks import HeldChunks
 from forerun.caches.full import FullCache
 from forerun.caches.rows import attend_in_order, compact, located
 from forerun.caches.short_keys import GROUPS, ShortKeys, sampled
-from forerun.caches.view import View
+from forerun.caches.view import LOOKED_AT, View
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import AttentionSpec, AttentionState, attend, attend_chosen, merge
@@ -37,8 +37,6 @@ SHARE, LONG = 4, 60
 own pass is so slow that drafts may cost more. Every query of a group sees what any of them chose."""
 ROOM = 64
 """The buffer of recent tokens grows by at least this many."""
-PIECE = 8192
-"""Keys that are indexed at a time, at least: that takes as long as a pass or two of a small model over a long text."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,7 @@ class LowRankCache(View):
 
     def prepare(self, tokens: int) -> bool:
         """See ``View.prepare``."""
-        end, piece, done = self._far(self.source.length), max(tokens, PIECE), True
+        end, piece, done = self._far(self.source.length), LOOKED_AT * tokens, True
         for layer in self.source.layers:
             if self.source.specs[layer].window is None:
                 index = self._index(layer)

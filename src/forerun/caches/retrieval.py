@@ -20,13 +20,10 @@ from forerun.caches.bounded import SLACK
 from forerun.caches.chunks import ROOM, ChosenChunks
 from forerun.caches.full import FullCache
 from forerun.caches.rows import located
-from forerun.caches.view import View
+from forerun.caches.view import LOOKED_AT, View
 from forerun.core.block import Block
 from forerun.core.settings import Policy
 from forerun.kernels.attention import AttentionSpec, attend, merge
-
-PIECE = 8192
-"""Tokens whose means are found at a time, at least: as many as the low-rank cache looks at at once (not tuned)."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class RetrievalCache(View):
     def prepare(self, tokens: int) -> bool:
         """See ``View.prepare``: means of a piece of chunks."""
         size, done = self.config.chunk, True
-        end, piece = self._far(self.source.length), max(tokens, PIECE) // size * size
+        end, piece = self._far(self.source.length), max(1, LOOKED_AT * tokens // size) * size
         for index in self.source.layers:
             if self.source.specs[index].window is None:
                 layer = self._layers.setdefault(index, ChosenChunks(size))

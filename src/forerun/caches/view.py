@@ -10,6 +10,10 @@ from forerun.caches.beginning import Tensors
 from forerun.caches.full import FullCache
 from forerun.core.block import Block
 
+LOOKED_AT = 32
+"""Keys that a view looks at in about the time in which the target reads one token of a long text. Neither is exact; who
+bounds the time of a step measures it."""
+
 
 class View(Cache):
     """A sparse view of one row's full cache, for the same model.
@@ -54,7 +58,7 @@ class View(Cache):
         return False
 
     def prepare(self, tokens: int) -> bool:
-        """Do a piece of what the first ``sync`` needs, looking at about so many of the source's tokens.
+        """Do a piece of what the first ``sync`` needs, in about the time in which the target reads so many tokens.
 
         Returns:
             Whether all is done.

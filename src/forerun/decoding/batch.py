@@ -6,7 +6,7 @@ that takes long (``pace.py``). A beginning that several prompts share is read on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 
 import torch
@@ -16,7 +16,7 @@ from forerun.core.request import Request
 from forerun.core.turns import Turns
 from forerun.decoding.commit import Commit
 from forerun.decoding.following import Following
-from forerun.decoding.pace import Pace
+from forerun.decoding.pace import Pace, Work
 from forerun.decoding.row import Row
 from forerun.decoding.step import Step
 
@@ -48,8 +48,8 @@ class Batch:
         """Chunks of a prompt off the device that one pass reads, at most; None for all, as each pass brings in what
         lies before."""
         self.pace: Pace | None = None
-        """Bounds the time of steps that read, by cutting prompts anywhere; so only where passes are bitwise exact. None
-        to read as much as a step may."""
+        """Bounds the time of steps that work on prompts, by cutting these anywhere; so only where passes are bitwise
+        exact. None to do as much as a step may."""
         self._following = following
         self._rows: dict[int, Row] = {}
         self._steps = 0
@@ -129,10 +129,16 @@ class Batch:
         if not self._rows:
             return []
         with self._turns:
-            commits = [Commit(row.request, [], 0) for row in self._catch_up()]
-            decoding, reading = self._schedule()
+            began = 0.0 if self.pace is None else self.pace.clock()
+            beside = any(row.begun for row in self._rows.values())
+            behind, failed = self._catch_up(beside)
+            commits = [Commit(row.request, [], 0) for row in failed]
+            decoding, reading = self._schedule(beside)
+            works = _works(decoding, reading, behind)
             if decoding or reading:
-                commits += self._timed(decoding, reading)
+                commits += self._pass(decoding, reading)
+            if self.pace is not None:
+                self.pace.learn(self.pace.clock() - began, beside, works)
             for row in (*decoding, *reading):
                 self._following.read(row)
         for commit in commits:
@@ -150,15 +156,15 @@ class Batch:
         for request in self.requests:
             self._remove(request)
 
-    def _schedule(self) -> tuple[list[Row], list[Row]]:
-        """The rows that decode in the next step, and those that read a chunk of their prompt.
+    def _schedule(self, beside: bool) -> tuple[list[Row], list[Row]]:
+        """The rows that decode in the next step, and those that read a chunk of their prompt, beside others or not.
 
         A row whose prompt is not read yet takes part if there is room for its chunk; who waited longest comes first.
         """
         rows = [row for row in self._rows.values() if row.request.error is None]
         decoding: list[Row] = [row for row in rows if row.begun]
         reading: list[Row] = []
-        most = self.limit if self.pace is None else self.pace.tokens(bool(decoding))
+        most = self.limit if self.pace is None else self.pace.tokens("reading", beside)
         if not most:
             return decoding, reading
         left, taken = min(self.limit - len(decoding), most), False
@@ -177,15 +183,6 @@ class Batch:
         self._steps += 1
         return decoding, reading
 
-    def _timed(self, decoding: list[Row], reading: list[Row]) -> list[Commit]:
-        """A step of these rows, whose time tells how much the next ones read."""
-        if self.pace is None:
-            return self._pass(decoding, reading)
-        begun, began = [row.begun for row in decoding], self.pace.clock()
-        commits = self._pass(decoding, reading)
-        self.pace.learn(any(begun), bool(reading) or not all(begun), self.pace.clock() - began)
-        return commits
-
     def _pass(self, decoding: list[Row], reading: list[Row]) -> list[Commit]:
         """A step of these rows. If one fails while drafts are made, and keys and values of some rows are lost, it is
         these rows that end."""
@@ -199,26 +196,27 @@ class Batch:
             row.request.fail(why)
         return [Commit(row.request, [], 0) for row in lost]
 
-    def _catch_up(self) -> list[Row]:
-        """Let the drafter read the prompts that the target has read, in pieces; gives the rows that failed."""
+    def _catch_up(self, beside: bool) -> tuple[list[Row], list[Row]]:
+        """Let the drafter read the prompts that the target has read, in pieces; gives the rows that it did this for,
+        and those of them that failed."""
+        tokens = self.limit if self.pace is None else self.pace.tokens("preparing", beside)
+        behind = [row for row in self._rows.values() if tokens and not (row.ready or row.reading)]
         failed = []
-        for row in self._rows.values():
-            if row.ready or row.reading:
-                continue
+        for row in behind:
             try:
-                self._prepare(row)
+                self._prepare(row, tokens)
             except Exception as error:
                 row.request.fail(error)
                 failed.append(row)
-        return failed
+        return behind, failed
 
     @torch.inference_mode()
-    def _prepare(self, row: Row) -> None:
+    def _prepare(self, row: Row, tokens: int) -> None:
         drafter = self._step.drafter
         if not row.drafting:
             drafter.prefilled(row.request, row.cache)
             row.drafting = True
-        row.ready = drafter.catch_up(row.request, self.limit)
+        row.ready = drafter.catch_up(row.request, tokens)
 
     def _remove(self, request: Request) -> None:
         row = self._rows.pop(request.id)
@@ -230,3 +228,10 @@ class Batch:
     def _let_go(self, row: Row) -> None:
         if row.own and self._free is not None:
             self._free(row.cache)
+
+
+def _works(decoding: Iterable[Row], reading: Collection[Row], behind: Collection[Row]) -> list[Work]:
+    """What a step does of these rows' prompts; a row's first step reads the end of its prompt."""
+    reads = bool(reading) or not all(row.begun for row in decoding)
+    done: dict[Work, bool] = {"reading": reads, "preparing": bool(behind)}
+    return [work for work in done if done[work]]

@@ -64,8 +64,7 @@ class Following:
         """A row ends. Those that follow it take what it has read, and look for another; what its views made is kept."""
         self._leaders.pop(row, None)
         self._unkept.discard(row)
-        self._keys.pop(row, None)
-        self._note(row)
+        self._note(row, self._keys.pop(row, ()))
         for follower, (leader, count) in list(self._leaders.items()):
             if leader is row:
                 self._begin(follower, row, min(count, row.cache.length // self.chunk))
@@ -85,15 +84,19 @@ class Following:
             except (OSError, MemoryError) as error:
                 log.warning("there is no memory to keep a prompt's beginning: %s", error)
 
-    def _note(self, row: Row) -> None:
-        """Keep what views made of a text beside it."""
+    def _note(self, row: Row, keys: Keys) -> None:
+        """Keep what views made of a prompt beside it."""
         name = self._stored.pop(row, None)
-        if self._store is None or name is None or row.request.error is not None:
+        if row.request.error is not None:
             return
-        length = min(row.cache.length, row.request.prompt_length // self.chunk * self.chunk)
         for view in row.cache.views:
-            if view.keepsake is not None:
+            if view.keepsake is None:
+                continue
+            if self._store is not None and name is not None:
+                length = min(row.cache.length, row.request.prompt_length // self.chunk * self.chunk)
                 self._store.note(name, view.keepsake, view.made(length))
+            elif row.cache.length >= len(keys) * self.chunk:
+                self._prefixes.note(keys, view.keepsake, view.made(len(keys) * self.chunk))
 
     def _follow(self, row: Row, keys: Keys) -> None:
         kept, most = self._kept(row, keys)

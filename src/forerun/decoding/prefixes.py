@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
 
-from forerun.caches.beginning import Beginning
+from forerun.caches.beginning import Beginning, Tensors
 from forerun.core.request import Request
 
 Keys = Sequence[bytes]
@@ -83,8 +83,14 @@ class PrefixCache:
             if common(keys, others) == len(others):
                 del self._entries[last]
         self._entries[keys[-1]] = keys, beginning
-        while self.nbytes > self.limit:
-            self._entries.popitem(last=False)
+        self._trim()
+
+    def note(self, keys: Keys, name: str, tensors: Tensors) -> None:
+        """Keep what a view of this name made of a prompt's beginning, if that is still kept itself."""
+        entry = self._entries.get(keys[-1]) if keys else None
+        if entry is not None:
+            entry[1].note(name, tensors)
+            self._trim()
 
     def count(self, hits: int, misses: int) -> None:
         """A prompt was looked up; so many of its tokens, in whole chunks, were found, and so many were not."""
@@ -94,3 +100,7 @@ class PrefixCache:
     def clear(self) -> None:
         """Keep nothing of what there is."""
         self._entries.clear()
+
+    def _trim(self) -> None:
+        while self.nbytes > self.limit:
+            self._entries.popitem(last=False)
