@@ -14,10 +14,10 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: $(READY) ## all tests but for the matrix, of which a few cells in which every two values meet
 	$(PYTEST) -m "not matrix and not alone"
 
-matrix: $(READY) ## every cell of the matrix, and many examples of what is tested by examples
+matrix: $(READY) ## every cell of the matrix, many examples of what is tested by examples, and what takes long
 	$(PYTEST) -m "matrix and not alone"
 
-alone: $(READY) ## what wants the whole machine: two replicas on Ray, which it installs
+alone: $(READY) ## what wants the whole machine: a model in two processes, and two replicas on Ray, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"
 	$(BIN)/python -m pytest -m alone
 

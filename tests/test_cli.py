@@ -205,6 +205,7 @@ def test_ctrl_c_keeps_what_was_generated(model: str, monkeypatch: pytest.MonkeyP
     assert (shown.exit_code, shown.stdout) == (130, report["text"] + "\n")
 
 
+@pytest.mark.matrix
 def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model: str) -> None:
     with start(
         "generate", "-m", model, "--dtype", "float32", "-p", PROMPT, "-n", 2000, "-d", "none", "--stats"
@@ -219,6 +220,7 @@ def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model: str) -> No
         assert b"Traceback" not in errors
 
 
+@pytest.mark.matrix
 def test_a_reader_that_goes_away_ends_it_quietly(model: str) -> None:
     with start("generate", "-m", model, "--dtype", "float32", "-f", "-", "-n", 2000, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None

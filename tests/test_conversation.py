@@ -347,6 +347,7 @@ def talkative(folder: str, tmp_path: Path) -> str:
     return str(copied)
 
 
+@pytest.mark.matrix
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(talkative: str) -> None:
     with closing(Terminal(talkative)) as terminal:
         terminal.until(b"> ")
@@ -364,6 +365,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(talkative: str) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.matrix
 def test_ctrl_c_between_piped_lines_ends_with_130(folder: str) -> None:
     answer = call("chat", folder, input="again\n").stdout.encode()
     common = ["-m", folder, "--dtype", "float64", "--device", "cpu", "-n", "8"]

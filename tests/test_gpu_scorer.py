@@ -105,6 +105,7 @@ def test_recorded_passes_have_the_same_bits(on_gpu: list[int]) -> None:
         assert torch.equal(one, three)
 
 
+@pytest.mark.matrix
 def test_a_model_whose_passes_cannot_be_recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         def record(self, work: Callable[[], Any]) -> Any:

@@ -68,7 +68,7 @@ def one_step(drafter: Drafter, request: Request, target: MockTarget) -> Outcome:
 
 
 @pytest.mark.parametrize("processor", [None, ban_repeats], ids=["plain", "processor"])
-@pytest.mark.parametrize("gammas", [(1, 1), (1, 2), (2, 2), (2, 3)])
+@pytest.mark.parametrize("gammas", [(1, 1), (1, 2), (2, 2), pytest.param((2, 3), marks=pytest.mark.matrix)])
 def test_two_levels_of_rejection_leave_the_targets_distribution_exactly(
     monkeypatch: pytest.MonkeyPatch, gammas: tuple[int, int], processor: Processor | None
 ) -> None:

@@ -479,6 +479,7 @@ def test_drafters_with_a_trie_show_it(name: str) -> None:
     assert isinstance(trie_of(build_drafter(name)), Trie)
 
 
+@pytest.mark.matrix
 def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(
     engine: Engine, tmp_path: Path, houses: list[House]
 ) -> None:

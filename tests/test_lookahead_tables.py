@@ -246,6 +246,7 @@ def test_a_peak_is_what_was_held_at_once() -> None:
     assert peak_bytes(lambda: None, CPU) < 5e6
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(bool(why_not(CPU)), reason=why_not(CPU))
 def test_peaks_have_a_figure_for_each_round(track: Track) -> None:
     found = peaks({0: track.contestant(plain()), 4: track.contestant(default(()))}, LONG, 8, 3, CPU)

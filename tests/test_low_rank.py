@@ -194,7 +194,10 @@ def test_a_query_sees_more_of_a_longer_text_up_to_the_budget(budget: int, length
 
 def test_short_keys_cost_a_twenty_first_of_the_full_cache() -> None:
     length = 20000
-    full = text(length, dim=64)
+    full = text(300, dim=64)
+    full.extend(
+        {layer: (torch.randn(1, 2, length - 300, 64), torch.randn(1, 2, length - 300, 64)) for layer in range(2)}
+    )
     cache = LowRankCache(full, LowRankConfig())
     cache.sync()
     assert sum(index.nbytes for index in cache._indexes.values()) < 1.25 * length * 2 * 2 * (64 * 2 * 4) * 24 / 512
@@ -255,6 +258,7 @@ for n in (1, 3, 6):
 """
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(not scan.DOTS, reason="the processor has no such instruction anyway")
 def test_processors_that_do_not_multiply_bytes_find_the_same() -> None:
     features = vector.features().replace("+avx512vnni", "-avx512vnni")

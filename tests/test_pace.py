@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from tiny import tiny
+from tiny import build, tiny
 
 from forerun.caches.base import Cache
 from forerun.core.block import Block
@@ -16,39 +16,30 @@ from forerun.decoding.engine import Engine
 from forerun.decoding.pace import BESIDE, LEAST, RECENT, Pace
 
 
-def after(pace: Pace, steps: int, seconds_a_token: float, plain: float = 1.0) -> list[int]:
+def after(most: int, steps: int, seconds_a_token: float, plain: float = 1.0) -> list[int]:
     """What so many steps read, if a token of a prompt takes so long and a step without them ``plain``."""
-    read = []
+    pace, tokens, read = Pace(), most, []
     for _ in range(steps):
-        read.append(pace.tokens("reading", True))
-        pace.learn(plain + seconds_a_token * read[-1], True, ["reading"] if read[-1] else [])
+        read.append(tokens if pace.works(True) else 0)
+        seconds = plain + seconds_a_token * read[-1]
+        pace.learn(seconds, read[-1] > 0)
+        if read[-1]:
+            tokens = pace.adjusted(tokens, seconds, most)
     return read
 
 
-def test_alone_a_prompt_is_read_at_full_speed() -> None:
-    pace = Pace(512)
-    assert pace.tokens("reading", False) == pace.tokens("preparing", False) == 512
-    pace.learn(100.0, False, ["reading", "preparing"])
-    assert pace.tokens("reading", False) == pace.tokens("preparing", False) == 512
-
-
-def test_each_work_has_an_amount_of_its_own() -> None:
-    pace = Pace(512)
-    pace.learn(1.0, True, [])
-    pace.learn(100.0, True, ["preparing"])
-    assert (pace.tokens("reading", True), pace.tokens("preparing", True)) == (512, 256)
-    pace.learn(100.0, True, ["reading", "preparing"])
-    assert (pace.tokens("reading", True), pace.tokens("preparing", True)) == (256, 128)
+def test_alone_a_step_always_works() -> None:
+    assert Pace().works(False) and not Pace().works(True)
 
 
 def test_the_first_step_beside_others_only_decodes_and_so_does_one_now_and_then() -> None:
-    read = after(Pace(512), 3 * (RECENT + 1), 0.001)
+    read = after(512, 3 * (RECENT + 1), 0.001)
     assert [i for i, tokens in enumerate(read) if not tokens] == [0, RECENT + 1, 2 * (RECENT + 1)]
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 0.004, 0.03, 10.0])
 def test_what_is_read_settles_where_its_time_is_allowed(seconds: float) -> None:
-    read = [tokens for tokens in after(Pace(512), 60, seconds) if tokens][20:]
+    read = [tokens for tokens in after(512, 60, seconds) if tokens][20:]
     allowed = (BESIDE - 1) / seconds
     assert all(LEAST <= tokens <= 512 for tokens in read)
     assert max(read) <= max(LEAST, 2 * allowed)
@@ -56,7 +47,14 @@ def test_what_is_read_settles_where_its_time_is_allowed(seconds: float) -> None:
 
 
 def test_a_small_limit_is_kept() -> None:
-    assert set(after(Pace(8), 40, 10.0)) == {0, 8}
+    assert set(after(8, 40, 10.0)) == {0, 8}
+
+
+def test_a_short_chunk_says_nothing_of_longer_ones() -> None:
+    pace = Pace()
+    pace.learn(1.0, False)
+    assert pace.adjusted(64, 0.5, 512, whole=False) == 64
+    assert pace.adjusted(64, 5.0, 512, whole=False) == 32
 
 
 class Clock:
@@ -76,7 +74,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
     clock, cuts = Clock(), []
 
     def texts(pace: Pace | None) -> list[list[int]]:
-        engine = Engine(tiny("llama"), drafter, prefill_block=64)
+        engine = Engine(tiny("llama"), drafter, prefill_block=32)
         assert engine.exactness == "bitwise"
         score = engine.target.score
 
@@ -97,7 +95,37 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
         return [request.generated.tolist() for request in requests]
 
     whole = texts(None)
-    assert max(cuts) == 64
+    assert max(cuts) == 32
     cuts.clear()
-    assert texts(Pace(64, clock)) == whole
+    assert texts(Pace(clock)) == whole
     assert LEAST in cuts
+
+
+def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
+    """Each has an amount of its own: short chunks are soon read, and a long prompt's would hold all others up."""
+    clock = Clock()
+    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
+    score = engine.target.score
+
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        clock.now += 1.0
+        for block, cache in zip(blocks, caches, strict=True):
+            clock.now += 0.001 * (len(block.pending) - 1) * cache.length
+        return score(blocks, caches)
+
+    engine.target.score = timed  # type: ignore[method-assign]
+    long = Request([7] * 2000, max_new_tokens=2)
+    took = []
+    with engine.batch() as batch:
+        batch.pace = Pace(clock)
+        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
+        batch.step()
+        batch.admit(long)
+        while not len(long.generated):
+            if len(batch) < 3:
+                batch.admit(Request([6] * 100, max_new_tokens=1))
+            before = clock.now
+            batch.step()
+            took.append(clock.now - before)
+    far = took[len(took) // 2 :]
+    assert max(far) <= 1.5 * (1 + 0.001 * LEAST * 2000)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from house import TEMPLATE, Held, House, until
+from house import PATIENCE, TEMPLATE, Held, House, until
 
 import forerun
 from forerun.decoding.engine import Engine
@@ -56,6 +56,7 @@ def driver() -> Iterator[Any]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     opened = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    opened.set_script_timeout(PATIENCE)
     yield opened
     opened.quit()
 

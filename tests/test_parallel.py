@@ -17,6 +17,8 @@ from tiny import PROMPTS, tiny
 from forerun import Engine
 from forerun.drafters.recipes import RECIPES
 
+pytestmark = pytest.mark.alone  # two processes, each of which has to answer in time
+
 QUICK = ["auto", "triforce", "retrieval", "low-rank:coupled", "streaming-self", "h2o:rejection", "topk"]
 """Drafters of every cache, and of a small model that rank 0 has alone."""
 EVENTS = ["rank 0 dies", "rank 1 dies"]
@@ -137,13 +139,11 @@ def test_a_rank_that_dies_ends_the_other(two: Found, event: str) -> None:
     assert_ends(two, event)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("event", LATER)
 def test_a_rank_that_hangs_or_fails_ends_the_other(tmp_path: Path, event: str) -> None:
     assert_ends(run(tmp_path, ["llama", event]), event)
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2"])
 def test_every_recipe_gives_the_text_and_the_drafts_of_one_process(tmp_path: Path, name: str) -> None:
     cases = [recipe + method for recipe in RECIPES for method in METHODS]
@@ -152,7 +152,6 @@ def test_every_recipe_gives_the_text_and_the_drafts_of_one_process(tmp_path: Pat
         assert_as_one(found, case, name)
 
 
-@pytest.mark.matrix
 def test_generate_under_torchrun_prints_the_text_of_one_process_once() -> None:
     ask = ["-m", "forerun.cli", "generate", "--prompt", "The old man said to the boy", "-n", "20"]
     own = os.environ | {"PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
@@ -164,7 +163,6 @@ def test_generate_under_torchrun_prints_the_text_of_one_process_once() -> None:
     assert one == two != ""
 
 
-@pytest.mark.matrix
 def test_other_commands_under_torchrun_are_refused() -> None:
     own = os.environ | {"RANK": "0", "WORLD_SIZE": "2"}
     own["PYTHONPATH"] = os.pathsep.join(each for each in sys.path if each)

@@ -43,7 +43,7 @@ def test_each_task_has_twenty_prompts_or_more_and_always_the_same(name: str, tas
     assert found[:5] == tasks[name](5)
 
 
-@pytest.mark.parametrize("books", [True, False])
+@pytest.mark.parametrize("books", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_passages_are_as_long_as_they_say(books: bool, files: Files) -> None:
     from random import Random
 

@@ -100,6 +100,7 @@ print(json.dumps(ask(engine(sys.argv[1]), question(0))))
 """
 
 
+@pytest.mark.matrix
 def test_another_process_finds_what_this_one_read(tmp_path: Path) -> None:
     one = engine(tmp_path)
     wanted, _ = ask(one, question(0))

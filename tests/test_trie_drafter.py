@@ -189,6 +189,7 @@ def run(script: str, *path: Path) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.matrix
 def test_kept_machine_code_is_thrown_away_when_any_source_of_its_package_changes(tmp_path: Path) -> None:
     """What was called is a part of it, and numba would only look at the file of the function itself."""
     package = tmp_path / "package"
@@ -204,6 +205,7 @@ def test_kept_machine_code_is_thrown_away_when_any_source_of_its_package_changes
     assert [run(script, *path) for _ in range(2)] == ["30 0\n", "30 1\n"]
 
 
+@pytest.mark.matrix
 def test_the_machine_code_of_the_index_is_kept() -> None:
     TrieDrafter().warm_up()
     stamp = calls.grow._cache._cache_file._source_stamp  # type: ignore[attr-defined]

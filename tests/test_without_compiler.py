@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from tiny import PROMPTS, tiny
 
 import forerun
@@ -26,6 +27,7 @@ trie.withdraw("")
 print(trie.tokens(""))
 """
 ENGINE = """
+import pytest
 from tiny import PROMPTS, tiny
 import forerun
 
@@ -48,6 +50,7 @@ def test_the_trie_drafts_the_same() -> None:
     assert run(TRIE, NUMBA_DISABLE_JIT="1", PYTHONPATH=path) == run(TRIE, PYTHONPATH=path)
 
 
+@pytest.mark.matrix
 def test_engines_generate_the_same() -> None:
     options = {"max_new_tokens": 6, "do_sample": False}
     expected = forerun.Engine(tiny("llama"), "none").generate(PROMPTS[1], **options).generated

@@ -6,7 +6,7 @@ that takes long (``pace.py``). A beginning that several prompts share is read on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -16,7 +16,7 @@ from forerun.core.request import Request
 from forerun.core.turns import Turns
 from forerun.decoding.commit import Commit
 from forerun.decoding.following import Following
-from forerun.decoding.pace import Pace, Work
+from forerun.decoding.pace import Pace
 from forerun.decoding.row import Row
 from forerun.decoding.step import Step
 
@@ -129,16 +129,13 @@ class Batch:
         if not self._rows:
             return []
         with self._turns:
-            began = 0.0 if self.pace is None else self.pace.clock()
             beside = any(row.begun for row in self._rows.values())
-            behind, failed = self._catch_up(beside)
+            working = self.pace is None or self.pace.works(beside)
+            behind, failed = self._catch_up(beside) if working else ([], [])
             commits = [Commit(row.request, [], 0) for row in failed]
-            decoding, reading = self._schedule(beside)
-            works = _works(decoding, reading, behind)
+            decoding, reading = self._schedule(beside, working)
             if decoding or reading:
-                commits += self._pass(decoding, reading)
-            if self.pace is not None:
-                self.pace.learn(self.pace.clock() - began, beside, works)
+                commits += self._timed(decoding, reading, beside, bool(behind))
             for row in (*decoding, *reading):
                 self._following.read(row)
         for commit in commits:
@@ -156,32 +153,43 @@ class Batch:
         for request in self.requests:
             self._remove(request)
 
-    def _schedule(self, beside: bool) -> tuple[list[Row], list[Row]]:
-        """The rows that decode in the next step, and those that read a chunk of their prompt, beside others or not.
+    def _schedule(self, beside: bool, working: bool) -> tuple[list[Row], list[Row]]:
+        """The rows that decode in the next step, and those that read a chunk of their prompt if it works on prompts.
 
         A row whose prompt is not read yet takes part if there is room for its chunk; who waited longest comes first.
         """
         rows = [row for row in self._rows.values() if row.request.error is None]
         decoding: list[Row] = [row for row in rows if row.begun]
         reading: list[Row] = []
-        most = self.limit if self.pace is None else self.pace.tokens("reading", beside)
-        if not most:
-            return decoding, reading
-        left, taken = min(self.limit - len(decoding), most), False
-        for row in sorted((row for row in rows if not row.begun), key=lambda row: row.served):
+        left, share, taken = self.limit - len(decoding), 1.0, False
+        for row in sorted((row for row in rows if working and not row.begun), key=lambda row: row.served):
             if self._following.waits(row):
                 continue
-            if self.pace is not None and not (taken or row.drafting):
-                row.most = most
+            amount = row.reads if beside else row.chunk
+            if self.pace is not None and not row.drafting:
+                row.most = max(1, int(share * amount))
             if not (row.reading or row.ready):
                 continue
-            if row.next_chunk > left and taken:
+            if taken and (row.next_chunk > left or share * amount < 1):
                 break
-            left, taken = left - row.next_chunk, True
+            left, share, taken = left - row.next_chunk, share - row.next_chunk / amount, True
             (reading if row.reading else decoding).append(row)
             row.served = self._steps
         self._steps += 1
         return decoding, reading
+
+    def _timed(self, decoding: list[Row], reading: list[Row], beside: bool, worked: bool) -> list[Commit]:
+        """A step of these rows, whose time tells how much the next ones read; whether drafts were prepared before."""
+        if self.pace is None or not beside:
+            return self._pass(decoding, reading)
+        read = {row: row.next_chunk for row in (*decoding, *reading) if not row.begun}
+        began = self.pace.clock()
+        commits = self._pass(decoding, reading)
+        seconds = self.pace.clock() - began
+        self.pace.learn(seconds, worked or bool(read))
+        for row, tokens in read.items():
+            row.reads = self.pace.adjusted(row.reads, seconds, row.chunk, tokens == row.reads)
+        return commits
 
     def _pass(self, decoding: list[Row], reading: list[Row]) -> list[Commit]:
         """A step of these rows. If one fails while drafts are made, and keys and values of some rows are lost, it is
@@ -199,24 +207,35 @@ class Batch:
     def _catch_up(self, beside: bool) -> tuple[list[Row], list[Row]]:
         """Let the drafter read the prompts that the target has read, in pieces; gives the rows that it did this for,
         and those of them that failed."""
-        tokens = self.limit if self.pace is None else self.pace.tokens("preparing", beside)
-        behind = [row for row in self._rows.values() if tokens and not (row.ready or row.reading)]
+        behind: list[Row] = []
         failed = []
-        for row in behind:
+        pace = self.pace if beside else None
+        end = None if pace is None else pace.clock() + pace.allowed
+        for row in self._rows.values():
+            if row.ready or row.reading:
+                continue
+            if pace is not None and end is not None and pace.clock() > end:
+                break
+            behind.append(row)
             try:
-                self._prepare(row, tokens)
+                self._prepare(row, pace)
             except Exception as error:
                 row.request.fail(error)
                 failed.append(row)
         return behind, failed
 
     @torch.inference_mode()
-    def _prepare(self, row: Row, tokens: int) -> None:
+    def _prepare(self, row: Row, pace: Pace | None) -> None:
         drafter = self._step.drafter
         if not row.drafting:
             drafter.prefilled(row.request, row.cache)
-            row.drafting = True
-        row.ready = drafter.catch_up(row.request, tokens)
+            row.drafting, row.prepares = True, row.reads
+        if pace is None:
+            row.ready = drafter.catch_up(row.request, self.limit)
+            return
+        began = pace.clock()
+        row.ready = drafter.catch_up(row.request, row.prepares)
+        row.prepares = pace.adjusted(row.prepares, pace.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
         row = self._rows.pop(request.id)
@@ -228,10 +247,3 @@ class Batch:
     def _let_go(self, row: Row) -> None:
         if row.own and self._free is not None:
             self._free(row.cache)
-
-
-def _works(decoding: Iterable[Row], reading: Collection[Row], behind: Collection[Row]) -> list[Work]:
-    """What a step does of these rows' prompts; a row's first step reads the end of its prompt."""
-    reads = bool(reading) or not all(row.begun for row in decoding)
-    done: dict[Work, bool] = {"reading": reads, "preparing": bool(behind)}
-    return [work for work in done if done[work]]

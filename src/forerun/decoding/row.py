@@ -28,6 +28,7 @@ class Row:
         whole: whether chunks but the last are read together in one pass; see ``Scorer.reads_whole``.
         piece: tokens of such a pass, at most, in whole chunks; None for no limit.
         most: tokens of the next chunk, at most, where prompts may be cut anywhere.
+        reads, prepares: tokens of its prompt that a step reads, or prepares drafts for, beside others; see ``Pace``.
         own: whether the cache was made for this row alone, and goes with it.
         pending: tokens of the request's text that the cache does not hold, int64.
         drafting: whether the drafter knows the cache, because the prompt is read but for its last chunk.
@@ -43,6 +44,8 @@ class Row:
     piece: int | None = None
     own: bool = False
     most: int | None = None
+    reads: int = field(init=False)
+    prepares: int = field(init=False)
     pending: IntArray = field(init=False)
     drafting: bool = False
     ready: bool = False
@@ -50,6 +53,7 @@ class Row:
     admitted: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
+        self.reads = self.prepares = self.chunk
         self.pending = self.request.prompt[self.cache.length :]
 
     def begin_with(self, beginning: Beginning, length: int) -> None:

@@ -215,7 +215,7 @@ class Scheduler:
     def _fresh(self) -> Batch:
         batch = self.engine.batch(self.limits.step)
         batch.pieces = PIECES
-        batch.pace = Pace(batch.chunk) if self.engine.exactness == "bitwise" else None
+        batch.pace = Pace() if self.engine.exactness == "bitwise" else None
         return batch
 
     def _called(self) -> bool:
