@@ -18,12 +18,14 @@ from tiny import tiny
 
 import forerun
 from forerun.caches.base import READ_BLOCK
+from forerun.caches.beginning import Beginning
 from forerun.caches.full import FullCache
 from forerun.core.request import Request
 from forerun.core.settings import Settings
 from forerun.decoding.batch import Batch
 from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
+from forerun.model.load import load
 from forerun.model.scorer import Scorer
 
 CHUNK = 8
@@ -298,6 +300,24 @@ def test_namespaces_share_nothing() -> None:
     assert reads.tokens == 30 + 30 + 30 - 24
 
 
+def test_nothing_is_copied_for_those_that_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all layers are alike, and passes are programs. A copy of a long text would hold all other rows up."""
+    copies: list[int] = []
+    of = Beginning.of
+    monkeypatch.setattr(Beginning, "of", lambda layers, *told: copies.append(len(layers)) or of(layers, *told))
+    model, _ = load("bundled", "float32", device="cpu")
+    one = Engine(model, "trie", cut=False, prefill_block=CHUNK, prefix_cache=1 << 24)
+    plain = Engine(model, "none", cut=False)
+    wanted = [plain.generate([prompt(50)], max_new_tokens=n).generated[0] for n in (6, 30)]
+    requests = [sampled(one, prompt(50), 0, n) for n in (6, 30, 30)]
+    finish_all(one, requests)
+    assert [request.generated.tolist() for request in requests] == [wanted[0], wanted[1], wanted[1]]
+    later = sampled(one, prompt(50), 0, 30)
+    finish_all(one, [later])
+    assert later.generated.tolist() == wanted[1] and one.prefixes.hits
+    assert not copies
+
+
 def no_room(*_: Any) -> Any:
     raise MemoryError("no room")
 
@@ -306,7 +326,7 @@ def test_rows_read_for_themselves_where_there_is_no_memory_to_share(monkeypatch:
     one = engine("none", prefix_cache=1 << 20)
     wanted = one.generate([prompt(50)], max_new_tokens=6).generated[0]
     one.prefixes.clear()
-    monkeypatch.setattr("forerun.caches.beginning._nameless", no_room)
+    monkeypatch.setattr("forerun.caches.beginning.Room.of", no_room)
     requests = [sampled(one, prompt(50), 0, 6) for _ in range(3)]
     finish_all(one, requests)
     assert [request.generated.tolist() for request in requests] == [wanted] * 3

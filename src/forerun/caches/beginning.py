@@ -106,17 +106,15 @@ class Beginning:
             capacity: tokens that a cache which begins so will hold.
         """
         layout = Layout.of(layers, capacity)
-        first = next(iter(layers.values()))[0]
-        new = cls(layout, length, _nameless() if first.device.type == "cpu" else None)
-        if new._file is None:  # then a cache copies it
+        room = Room.of(layout) if next(iter(layers.values()))[0].device.type == "cpu" else None
+        if room is None:  # then a cache copies it
+            new = cls(layout, length, None)
             new._held = {layer: tuple(t[:, :, :length].clone() for t in rows) for layer, rows in layers.items()}
             return new
-        os.ftruncate(new._file, layout.size)
-        written = layout.cut(torch.frombuffer(mmap.mmap(new._file, layout.size), dtype=torch.uint8))
         for layer, rows in layers.items():
-            for to, old in zip(written[layer], rows, strict=True):
+            for to, old in zip(room.rows[layer], rows, strict=True):
                 to[:, :, :length] = old[:, :, :length]
-        return new
+        return room.beginning(length)
 
     def layers(self, capacity: int) -> dict[int, Rows]:
         """Rows for a cache of its own that begins so, with room for ``capacity`` tokens at least; on a CPU all layers
@@ -146,15 +144,37 @@ class Beginning:
         return self.layout.token_bytes * self.length + noted
 
 
+class Room:
+    """Memory for a text with which others may begin: a cache writes it here, and nothing has to be copied for them.
+
+    Args:
+        layout: where rows lie.
+        file: descriptor of a file without a name, which is closed with this object.
+    """
+
+    def __init__(self, layout: Layout, file: int) -> None:
+        self.layout, self._file = layout, file
+        weakref.finalize(self, os.close, file)
+        os.ftruncate(file, layout.size)
+        self.memory = torch.frombuffer(mmap.mmap(file, layout.size), dtype=torch.uint8)
+        """All of it, uint8; what is written here, others see."""
+        self.rows = layout.cut(self.memory)
+        """By layer."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> Room | None:
+        """Room for rows that lie so; None on systems without such files."""
+        return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
+
+    def beginning(self, length: int) -> Beginning:
+        """The first ``length`` tokens. Whoever wrote them writes no more here, but begins with them, too."""
+        return Beginning(self.layout, length, os.dup(self._file))
+
+
 def privately(file: int, size: int, offset: int) -> torch.Tensor:
     """A part of a file as memory, uint8 ``[size]``; what is written there stays in this process."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(file, size, flags=flags, offset=offset), dtype=torch.uint8)
-
-
-def _nameless() -> int | None:
-    """A file in memory; None on systems that have none."""
-    return os.memfd_create("forerun", os.MFD_CLOEXEC) if hasattr(os, "memfd_create") else None
 
 
 def _room(like: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -46,6 +46,7 @@ class Following:
         self._keys[row] = keys
         if keys:
             self._unkept.add(row)
+            row.cache.shares = self._store is None and self._prefixes.limit > 0
 
     def waits(self, row: Row) -> bool:
         """Whether another row is about to read what this one needs next."""
