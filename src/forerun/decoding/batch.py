@@ -179,7 +179,13 @@ class Batch:
         return decoding, reading
 
     def _timed(self, decoding: list[Row], reading: list[Row], beside: bool, worked: bool) -> list[Commit]:
-        """A step of these rows, whose time tells how much the next ones read; whether drafts were prepared before."""
+        """A step of these rows, beside others or not. Its time tells how much of prompts the next ones read.
+
+        Args:
+            decoding, reading: see ``_pass``.
+            beside: whether it holds other rows up.
+            worked: whether drafts for a prompt were prepared before.
+        """
         if self.pace is None or not beside:
             return self._pass(decoding, reading)
         read = {row: row.next_chunk for row in (*decoding, *reading) if not row.begun}
@@ -192,8 +198,8 @@ class Batch:
         return commits
 
     def _pass(self, decoding: list[Row], reading: list[Row]) -> list[Commit]:
-        """A step of these rows. If one fails while drafts are made, and keys and values of some rows are lost, it is
-        these rows that end."""
+        """A step of rows that decode, and of rows that read a chunk of their prompt. If it fails while drafts are made,
+        and keys and values of some rows are lost, it is these rows that end."""
         try:
             return self._step(decoding, reading)
         except Exception:
@@ -210,11 +216,11 @@ class Batch:
         behind: list[Row] = []
         failed = []
         pace = self.pace if beside else None
-        end = None if pace is None else pace.clock() + pace.allowed
+        end = 0.0 if pace is None else pace.clock() + pace.allowed
         for row in self._rows.values():
             if row.ready or row.reading:
                 continue
-            if pace is not None and end is not None and pace.clock() > end:
+            if pace is not None and pace.clock() > end:
                 break
             behind.append(row)
             try:
