@@ -26,9 +26,11 @@ def test_costs_lie_on_lines_between_the_sizes_and_beyond_the_last() -> None:
     assert CURVE.passes([1, 2, 6, 10, 20]) == pytest.approx([1, 1.2, 1.6, 2, 3])
 
 
-def test_a_pass_pays_for_its_tokens_its_caches_and_their_pairs() -> None:
+def test_a_pass_pays_for_its_tokens_and_for_reading_its_caches_or_scoring_against_them() -> None:
     assert CURVE.of([1], [0]) == 1
-    assert CURVE.of([2, 4], [1000, 0]) == pytest.approx(1.6 + 1 + 0.2)
+    assert CURVE.of([2, 4], [1000, 0]) == CURVE.of([1, 5], [1000, 0]) == pytest.approx(1.6 + 1)
+    assert CURVE.of([10], [1000]) == pytest.approx(2 + 1)
+    assert CURVE.of([20], [1000]) == pytest.approx(3 + 2)
 
 
 def test_a_linear_curve_doubles_at_the_critical_length() -> None:
@@ -83,7 +85,7 @@ class Machine:
     def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
         assert all(block.positions.max() < self.model.config.max_position_embeddings for block in blocks)
         tokens, length = sum(map(len, blocks)), caches[0].length
-        cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + 1e-4 * length + 2e-5 * length * tokens
+        cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + length * max(1e-4, 2e-5 * tokens)
         cost += 0.1 * (len(blocks) - 1)
         self.now += self.unit * cost * (3 if self.passes % 7 == 2 else 1)  # now and then something disturbs it
         self.passes += 1

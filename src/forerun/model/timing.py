@@ -31,7 +31,8 @@ small models are done long before."""
 NEAR, FAR = 64, 4096
 """Tokens in the cache. ``NEAR``: for the cost curve, so that it includes merging two attentions. ``FAR``: for the cost
 of cached tokens, with passes over one token and over several."""
-SEVERAL = 16
+SEVERAL = 32
+"""Tokens of the latter: so many that arithmetic takes longer than reading the keys."""
 ROWS = 4
 """Of a pass that shows what a row costs beside its tokens."""
 Kind = tuple[int, int, int]
@@ -93,8 +94,7 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
     per_cached = per_pair = per_row = 0.0
     if (1, SEVERAL, FAR) in seconds:
         slopes = [(seconds[1, size, FAR] - seconds[1, size, near]) / one / (FAR - near) for size in (1, SEVERAL)]
-        per_pair = max((slopes[1] - slopes[0]) / (SEVERAL - 1), 0.0)
-        per_cached = max(slopes[0] - per_pair, 0.0)
+        per_cached, per_pair = max(slopes[0], 0.0), max(slopes[1] / SEVERAL, 0.0)
     if (ROWS, 1, near) in seconds:
         alone = float(np.interp(ROWS, sizes, costs))
         per_row = max(min(seconds[ROWS, 1, near] / one, ROWS) - alone, 0.0) / (ROWS - 1)

@@ -2,19 +2,20 @@
 
 A pass over n tokens, of which row r has n_r and looks back on L_r cached ones, costs
 
-    curve(n) + per_row * (rows - 1) + per_cached * sum(L_r) + per_pair * sum(n_r * L_r)
+    curve(n) + per_row * (rows - 1) + sum(L_r * max(per_cached, per_pair * n_r))
 
 in units of a pass over one token with an empty cache. ``curve`` is piecewise linear between a few measured sizes, for
 it is neither linear nor even smooth: on a CPU the second token turns matrix-vector products into matrix products and
-costs as much as the next eight, and where arithmetic begins to count instead of memory, the slope grows. Reading the
-cache is paid once a pass, scores against it once for every token. The Lookahead paper has one constant instead, the
-critical decoding length (section 3.4), at which the extra tokens cost as much as the pass.
+costs as much as the next eight, and where arithmetic begins to count instead of memory, the slope grows. Each row's
+cache is read once, and every token is scored against it; both at the same time, so the slower one counts (the roofline
+model, Williams et al. 2009). So a few tokens cost a long text no more than one. The Lookahead paper has one constant
+instead, the critical decoding length (section 3.4), at which the extra tokens cost as much as the pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +34,8 @@ class CostCurve:
     Attributes:
         sizes: tokens scored by a pass, rising from 1.
         costs: of these passes, never falling, from 1; beyond the last size they grow as between the last two.
-        per_cached: what a pass pays for each cached token that it looks back on.
-        per_pair: what each scored token pays for each cached token of its row.
+        per_cached: what a pass pays for each cached token that it looks back on, at least.
+        per_pair: what each scored token pays for each cached token of its row, where that is more.
         per_row: what a pass pays for each row but the first.
 
     Raises:
@@ -77,9 +78,14 @@ class CostCurve:
 
     def of(self, tokens: Sequence[int], cached: Sequence[int]) -> float:
         """Cost of a pass by each row's scored tokens and cached tokens."""
-        pairs = sum(n * length for n, length in zip(tokens, cached, strict=True))
-        rows = self.per_row * (len(tokens) - 1)
-        return float(self.passes(sum(tokens))) + rows + self.per_cached * sum(cached) + self.per_pair * pairs
+        return float(self.passes(sum(tokens))) + self.per_row * (len(tokens) - 1) + self.looking(tokens, cached)
+
+    def looking(self, tokens: Iterable[int], cached: Iterable[int]) -> float:
+        """What rows with so many tokens each pay for what is cached of each."""
+        if not self.per_cached and not self.per_pair:
+            return 0.0
+        each = zip(tokens, cached, strict=True)
+        return sum(length * max(self.per_cached, self.per_pair * n) for n, length in each)
 
     def rounded(self) -> CostCurve:
         """With the cost of further tokens rounded to preferred numbers, size by size, so that noise seldom shows."""

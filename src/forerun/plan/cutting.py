@@ -15,7 +15,6 @@ Nothing here looks at a clock: for a given curve, the choice repeats exactly.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,10 +121,11 @@ class Cutter:
         if not end:
             return self.whole(trees, load)
         fed = load.fed
-        reading = self.costs.per_pair * np.array(load.cached, np.float64)
+        cached = np.array(load.cached, np.float64)
+        keys = self.costs.per_cached * cached, self.costs.per_pair * cached, np.array(load.pending, np.float64)
         alone = plain if load.decoding else self.cost([1] * load.rows, load.cached)
         curve, rate = self._curve(fed + end + 1), load.rows * self._tokens / self._spent / alone
-        kept, tokens, added = sheet.choose(self._sheet, end, curve, fed, reading, plain, sunk, *self.rise, rate)
+        kept, tokens, added = sheet.choose(self._sheet, end, curve, fed, *keys, plain, sunk, *self.rise, rate)
         parts = list(trees)
         for row, tree in enumerate(trees):
             begin, end = self._places[row]
@@ -211,18 +211,16 @@ class Cutter:
     def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
         """``CostCurve.of``, quickly; of a pass that reads some tokens of other rows, too."""
         costs, count = self.costs, sum(tokens) + beside
-        looking = costs.per_cached * sum(cached) + costs.per_row * (len(tokens) - 1)
-        if costs.per_pair:
-            looking += costs.per_pair * sum(map(operator.mul, tokens, cached))
-        return float(self._curve(count + 1)[count]) + looking
+        return float(self._curve(count + 1)[count]) + costs.per_row * (len(tokens) - 1) + costs.looking(tokens, cached)
 
     def passes(self, load: Load, count: int) -> FloatArray:
         """What passes cost over 1 to ``count`` drafts of each row."""
         fed = load.fed
         drafts = np.arange(1, count + 1)
         curve = self._curve(fed + load.rows * count + 1)
-        pairs = self.costs.per_pair * sum(load.cached) * drafts
-        added = curve[fed + load.rows * drafts] - curve[fed] + pairs
+        of_pairs = self.costs.per_pair * np.add.outer(np.array(load.pending), np.arange(count + 1))
+        looking = np.array(load.cached) @ np.maximum(self.costs.per_cached, of_pairs)
+        added = curve[fed + load.rows * drafts] - curve[fed] + looking[1:] - looking[0]
         return np.asarray(self.rise.start * self.plain(load) + self.rise.each * added)
 
     def _curve(self, count: int) -> FloatArray:
