@@ -151,6 +151,20 @@ def test_passes_are_measured_once_where_drafts_are_cut(monkeypatch: pytest.Monke
     assert len(measured) == 2
 
 
+def test_one_pass_is_enough_where_caches_are_warm_and_one_that_does_more_corrects_it() -> None:
+    cold, warm = Passes(), Passes(warm=True)
+    for passes in (cold, warm):
+        passes.learn(2.0, 30.0)
+    assert (cold.unit, warm.unit) == (None, 15.0)
+    warm.bound(2.0, 40.0)
+    assert warm.unit == 15.0
+    warm.bound(2.0, 11.0)
+    assert warm.unit == 5.5
+    warm.learn(2.0, 10.0)
+    warm.bound(2.0, 1.0)  # of several, the disturbed ones do not count anyhow
+    assert warm.unit == 5.0
+
+
 def test_a_chains_price_is_a_line_by_its_length_that_no_disturbed_one_moves() -> None:
     plain = Passes()
     growth = Growth(plain)

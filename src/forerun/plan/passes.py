@@ -23,10 +23,11 @@ class Passes:
         like: passes of another kind, which stand for these until some were measured.
         quantile: which of the measured times counts. Disturbances only ever slow a pass, so a low quantile is what it
             takes by itself.
+        warm: whether the processor's caches are warm in all of them, so that one is enough to know what they take.
     """
 
-    def __init__(self, like: Passes | None = None, quantile: float = 0.5) -> None:
-        self._like, self._quantile = like, quantile
+    def __init__(self, like: Passes | None = None, quantile: float = 0.5, warm: bool = False) -> None:
+        self._like, self._quantile, self._enough = like, quantile, 1 if warm else 2
         self._seen: deque[float] = deque(maxlen=RECALL)
         self._unit: float | None = None
 
@@ -35,6 +36,12 @@ class Passes:
         if cost > 0 and seconds > 0:
             self._seen.append(seconds / cost)
             self._unit = None
+
+    def bound(self, cost: float, seconds: float) -> None:
+        """A pass that does what one of this cost does, and more, took so long. If that is less than the only one that
+        was measured, it was disturbed."""
+        if self.known == 1 and cost > 0 and seconds > 0:
+            self._seen[0] = min(self._seen[0], seconds / cost)
 
     @property
     def known(self) -> int:
@@ -45,13 +52,13 @@ class Passes:
     def unit(self) -> float | None:
         """Seconds of a pass of cost 1; None where nothing is known.
 
-        The first pass is often slow, because caches are cold. So it is never taken alone: the time of the other kind
-        counts as one more measurement, and without another kind two are needed.
+        The first pass is often slow, because caches are cold. So unless they are warm it is never taken alone: the time
+        of the other kind counts as one more measurement, and without another kind two are needed.
         """
         if self._unit is None:
             other = None if self._like is None else self._like.unit
             seen = self._seen if other is None or self.known == RECALL else [*self._seen, other]
-            found = ranked(seen, self._quantile) if len(seen) > 1 else other
+            found = ranked(seen, self._quantile) if len(seen) >= self._enough else other
             if self.known < RECALL:
                 return found
             self._unit = found

@@ -14,7 +14,7 @@ class Times:
     """Times of plain steps, of steps with drafts, of asking for branches and of drafting passes."""
 
     def __init__(self) -> None:
-        self.plain, self.asking = Passes(quantile=ALONE), Passes()
+        self.plain, self.asking = Passes(quantile=ALONE, warm=True), Passes()
         self.drafted, self.drafting = Passes(self.plain), Growth(self.plain)
         self._rise = Rise(self.plain)
         self._since = 0
@@ -31,6 +31,7 @@ class Times:
         """
         self._since += 1
         if not empty:
+            self.plain.bound(plain, seconds)
             self.drafted.learn(plain + added, seconds)
             self._rise.learn(plain, added, seconds)
         elif self._before_plain:
