@@ -17,12 +17,11 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter
 from forerun.model.scorer import Scorer
+from forerun.plan.account import SHARE
 
 VISIT = 4
-"""Rounds for which a way is tried. The first does not count, as a model then reads what it has missed. Neither this
-number nor the next two were measured at other values."""
-STAY = 60
-"""Rounds after which the slower way is tried again. At half the speed that costs 3 % of the time."""
+"""Rounds for which a way is tried, at least. The rate goes without the first, as a model then reads what it has missed.
+Neither this number nor the next was measured at other values."""
 FADE = 0.9
 """Weight of earlier rounds: some ten count."""
 
@@ -117,25 +116,36 @@ class MergedDrafter(Drafter):
 
 
 class _Way:
-    """Whether to ask the costly drafter: what gave more tokens a second, with the other way tried now and then."""
+    """Whether to ask the costly drafter: what gave more tokens a second. The slower way is tried again as soon as what
+    that lost the last time is less than ``SHARE`` of the time since then."""
 
     def __init__(self) -> None:
         self.costly = True
         self.open = False
         """Whether the last proposal was a case for the costly drafter."""
         self._sums = {True: (0.0, 0.0), False: (0.0, 0.0)}  # tokens and seconds
-        self._rounds = 0  # since the way changed
+        self._tried = {True: (0.0, 0.0), False: (0.0, 0.0)}  # the same, of all rounds when it was found slower last
+        self._rounds, self._tokens, self._seconds = 0, 0, 0.0  # since the way changed
 
     def learn(self, tokens: int, seconds: float) -> None:
         """A round gave so many tokens in so long."""
         if not self.open:
             return
-        self._rounds += 1
+        self._rounds, self._tokens, self._seconds = self._rounds + 1, self._tokens + tokens, self._seconds + seconds
         if self._rounds > 1:
             before = self._sums[self.costly]
             self._sums[self.costly] = FADE * before[0] + tokens, FADE * before[1] + seconds
-        if self._rounds >= (STAY if self._rate(self.costly) > self._rate(not self.costly) else VISIT):
-            self.costly, self._rounds = not self.costly, 0
+        if self._rounds < VISIT:
+            return
+        rate = self._rate(self.costly)
+        if rate <= self._rate(not self.costly):
+            self._tried[self.costly] = self._tokens, self._seconds
+        else:
+            tried, took = self._tried[not self.costly]
+            if took - tried / rate > SHARE * self._seconds:
+                return
+        self.costly = not self.costly
+        self._rounds, self._tokens, self._seconds = 0, 0, 0.0
 
     def _rate(self, costly: bool) -> float:
         """Tokens a second; without limit for a way that was not tried yet."""
