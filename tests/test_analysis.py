@@ -246,6 +246,7 @@ def test_tree_rates_fall_and_trees_give_at_least_a_token_a_step(engine: Engine, 
 # --- the command
 
 
+@pytest.mark.matrix
 def test_the_command_writes_every_part(tmp_path: Path) -> None:
     model = str(save_model(tmp_path / "model"))
     book = tmp_path / "book.txt"

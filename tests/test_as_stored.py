@@ -79,7 +79,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pre
     return store(tmp_path_factory.mktemp("stored") / "m.gguf", "llama", MIXED)
 
 
-@pytest.mark.parametrize("kind", [MIXED, "Q4_1"])
+@pytest.mark.parametrize("kind", [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: Path, name: str, kind: str) -> None:
     model, exact = store(tmp_path / "m.gguf", name, kind)

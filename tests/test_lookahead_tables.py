@@ -112,6 +112,7 @@ def test_quick_takes_the_least_of_what_is_not_given() -> None:
     assert LookaheadOptions().chosen() == LookaheadOptions()
 
 
+@pytest.mark.matrix
 def test_every_method_gives_the_text_of_plain_decoding_within_its_decoding_length(track: Track) -> None:
     prompt = LONG
     (text,) = track.answers(plain(), [prompt], 24)

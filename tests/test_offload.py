@@ -81,7 +81,7 @@ def texts(one: Engine, drafter: str, lengths: Sequence[int], **how: Any) -> list
     ("dtype", "place"),
     [
         (torch.float32, "file and host"),
-        (torch.bfloat16, "host"),
+        pytest.param(torch.bfloat16, "host", marks=pytest.mark.matrix),
         pytest.param(torch.float32, "host", marks=pytest.mark.matrix),
         pytest.param(torch.bfloat16, "file and host", marks=pytest.mark.matrix),
     ],

@@ -518,7 +518,8 @@ def test_the_pages_example_runs(house: House, capsys: pytest.CaptureFixture[str]
     assert "mean_acceptance_length" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.matrix), signal.SIGTERM])
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: Path) -> None:
     with free_socket() as one:
         port = one.getsockname()[1]

@@ -28,7 +28,7 @@ from forerun.caches.full import FullCache
 from forerun.caches.keyfile import DamagedFileError, KeyFile
 from forerun.caches.shelf import SUFFIX, UNFINISHED, Shelf
 from forerun.caches.short_keys import ShortKeys
-from forerun.decoding import store
+from forerun.decoding import prefixes, store
 from forerun.decoding.engine import Engine
 
 BOOK, QUESTION, NEW = 90, 5, 6
@@ -92,7 +92,7 @@ def test_texts_of_other_architectures(tmp_path: Path, architecture: str) -> None
 ELSEWHERE = """
 import sys, json
 from test_store import ask, engine, question
-from forerun.decoding import store
+from forerun.decoding import prefixes, store
 import torch
 torch.set_num_threads(1)
 store.LEAST = 8
@@ -313,6 +313,16 @@ def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch: pytest.MonkeyPa
     one.prefixes.limit = bare
     assert ask(one, question(0))[0] == wanted[0]
     assert not len(one.prefixes)  # what goes beyond the limit with its index goes
+
+
+def test_texts_in_memory_are_no_more_than_half_of_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefixes, "_files", lambda: 2)
+    one = engine(None, prefix_cache=1 << 24)
+    texts = [[*prompt(BOOK, 50 + n), *prompt(QUESTION)] for n in range(4)]
+    for text in texts:
+        ask(one, text)
+    assert len(one.prefixes) == 2
+    assert [ask(one, text)[1] for text in reversed(texts)] == [HELD, HELD, 0, 0]
 
 
 def test_an_index_that_was_kept_is_the_one_that_was_made() -> None:

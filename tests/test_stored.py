@@ -22,6 +22,9 @@ gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pi
 pytestmark = pytest.mark.skipif(not vector.fused(), reason="the processor has no fused multiply-add")
 
 NAMES = [each.name for each in FORMATS]
+QUICK = ("Q4_1", "Q8_0", "Q4_K")
+CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in NAMES]
+"""Each format compiles a kernel of its own."""
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 17, 24, 25, 31, 40)
 
 
@@ -79,7 +82,7 @@ def run(
     return y
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("shape", [(64, 256), (50, 512), (7, 256), (16, 1536), (257, 768)], ids=str)
 def test_the_bits_of_float32_weights_of_the_same_numbers(name: str, shape: tuple[int, int]) -> None:
     rows, weights = blocks(name, *shape)
@@ -144,7 +147,7 @@ def test_gates_are_activated_and_multiplied(outs: int, activation: int, names: t
         assert torch.equal(run(x[-n:], given, biases, **how), expected[-n:])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
     rows, weights = blocks(name, 20, 512)
     ids, x = torch.tensor([3, 19, 0, 3]), torch.zeros(4, 512)

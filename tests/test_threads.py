@@ -180,8 +180,7 @@ def test_no_thread_exchanges_arrays_that_another_is_reading(
     [
         "auto",
         "jacobi",
-        "triforce-trie",
-        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("trie", "lookup", "triforce")),
+        *(pytest.param(name, marks=pytest.mark.matrix) for name in ("trie", "lookup", "triforce", "triforce-trie")),
     ],
 )
 def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(drafter: str) -> None:

@@ -8,6 +8,7 @@ prompt takes to read must not tell what another tenant has sent.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import takewhile
@@ -38,7 +39,8 @@ def common(a: Keys, b: Keys) -> int:
 
 
 class PrefixCache:
-    """Beginnings of prompts, up to a number of bytes; those that were used least recently go first.
+    """Beginnings of prompts, up to a number of bytes; those that were used least recently go first. Each may have a file
+    open, so there are never more of them than half of what the process may have.
 
     Args:
         limit: bytes of keys and values, at most; 0 keeps nothing.
@@ -102,5 +104,16 @@ class PrefixCache:
         self._entries.clear()
 
     def _trim(self) -> None:
-        while self.nbytes > self.limit:
+        most = _files()
+        while self.nbytes > self.limit or len(self) > most:
             self._entries.popitem(last=False)
+
+
+def _files() -> int:
+    """Half of the files that this process may have open."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return sys.maxsize
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
