@@ -39,8 +39,8 @@ def common(a: Keys, b: Keys) -> int:
 
 
 class PrefixCache:
-    """Beginnings of prompts, up to a number of bytes; those that were used least recently go first. Each may have a file
-    open, so there are never more of them than half of what the process may have.
+    """Beginnings of prompts, up to a number of bytes; those that were used least recently go first. Each may have a
+    file open, so there are never more of them than half of what the process may have.
 
     Args:
         limit: bytes of keys and values, at most; 0 keeps nothing.
