@@ -24,6 +24,7 @@ from forerun.core.request import Request
 from forerun.core.settings import Settings
 from forerun.decoding.batch import Batch
 from forerun.decoding.engine import Engine
+from forerun.decoding.pace import Pace
 from forerun.drafters.base import NoDrafter
 from forerun.model.load import load
 from forerun.model.scorer import Scorer
@@ -298,6 +299,19 @@ def test_namespaces_share_nothing() -> None:
     requests = [one.requests([prompt(30)], max_new_tokens=1, namespace=name)[0] for name in ("a", "b", "a")]
     finish_all(one, requests)
     assert reads.tokens == 30 + 30 + 30 - 24
+
+
+@pytest.mark.parametrize("pace", [None, Pace()])
+def test_a_step_reads_chunks_of_as_many_prompts_as_its_limit_allows(pace: Pace | None) -> None:
+    """Where nobody decodes meanwhile; and no chunk is cut then."""
+    one = engine("none")
+    reads = Reads(one.target)
+    with one.batch(limit=3 * CHUNK) as batch:
+        batch.pace = pace
+        for seed in range(4):
+            batch.admit(sampled(one, prompt(3 * CHUNK, seed), 0))
+        batch.step()
+    assert reads.passes == [[CHUNK] * 3]
 
 
 def test_nothing_is_copied_for_those_that_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:

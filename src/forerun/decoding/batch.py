@@ -161,18 +161,18 @@ class Batch:
         rows = [row for row in self._rows.values() if row.request.error is None]
         decoding: list[Row] = [row for row in rows if row.begun]
         reading: list[Row] = []
-        left, share, taken = self.limit - len(decoding), 1.0, False
+        paced = self.pace is not None and beside
+        left, share, taken = self.limit - len(decoding), 1.0, False  # tokens, and of the time that is allowed
         for row in sorted((row for row in rows if working and not row.begun), key=lambda row: row.served):
             if self._following.waits(row):
                 continue
-            amount = row.reads if beside else row.chunk
-            if self.pace is not None and not row.drafting:
-                row.most = max(1, int(share * amount))
+            if not row.drafting:
+                row.most = max(1, int(share * row.reads)) if paced else None
             if not (row.reading or row.ready):
                 continue
-            if taken and (row.next_chunk > left or share * amount < 1):
+            if taken and (row.next_chunk > left or (paced and share * row.reads < 1)):
                 break
-            left, share, taken = left - row.next_chunk, share - row.next_chunk / amount, True
+            left, share, taken = left - row.next_chunk, share - row.next_chunk / row.reads, True
             (reading if row.reading else decoding).append(row)
             row.served = self._steps
         self._steps += 1
