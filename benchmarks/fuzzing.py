@@ -6,6 +6,7 @@ fields may cost much.
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable
@@ -205,7 +206,7 @@ class Fuzz:
 
     def _format(self) -> Json:
         schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
-        found = self._random.choice([schema, schema, *SCHEMAS])
+        found = copy.deepcopy(self._random.choice([schema, schema, *SCHEMAS]))
         return self._random.choice(
             [{"type": "json_schema", "json_schema": {"name": "x", "schema": found}}] * 4 + [{"type": "json_object"}]
         )
@@ -243,7 +244,7 @@ class Fuzz:
         strange = [
             self._random.choice(SCALARS),
             _nested(self._random.choice((3, 50, 400))),
-            self._random.choice(SCHEMAS),
+            copy.deepcopy(self._random.choice(SCHEMAS)),
         ]
         holder[key] = self._random.choices(strange, (0.8, 0.1, 0.1))[0]
 
