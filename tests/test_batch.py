@@ -340,7 +340,7 @@ def test_rows_read_for_themselves_where_there_is_no_memory_to_share(monkeypatch:
     one = engine("none", prefix_cache=1 << 20)
     wanted = one.generate([prompt(50)], max_new_tokens=6).generated[0]
     one.prefixes.clear()
-    monkeypatch.setattr("forerun.caches.beginning.Room.of", no_room)
+    monkeypatch.setattr("forerun.caches.beginning.SharedMemory.of", no_room)
     requests = [sampled(one, prompt(50), 0, 6) for _ in range(3)]
     finish_all(one, requests)
     assert [request.generated.tolist() for request in requests] == [wanted] * 3

@@ -31,3 +31,28 @@ assert trie.tokens("") == 12, trie.tokens("")
 def test_what_a_forked_process_learns_stays_with_it() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+WRITTEN = """
+import os
+import torch
+from forerun.caches.full import FullCache
+
+cache = FullCache(100)
+cache.shares = True
+store = cache.reserve(2, torch.zeros(1, 2, 1, 8), 1)
+assert cache._shared is not None
+store.fill_(1.0)
+child = os.fork()
+if child == 0:
+    store.fill_(2.0)
+    os._exit(0)
+assert os.WIFSIGNALED(os.waitpid(child, 0)[1])  # it was not let in
+assert bool((store == 1.0).all())
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no files without names on this system")
+def test_a_forked_process_cannot_write_into_a_text() -> None:
+    done = subprocess.run([sys.executable, "-c", WRITTEN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -106,15 +106,15 @@ class Beginning:
             capacity: tokens that a cache which begins so will hold.
         """
         layout = Layout.of(layers, capacity)
-        room = Room.of(layout) if next(iter(layers.values()))[0].device.type == "cpu" else None
-        if room is None:  # then a cache copies it
+        memory = SharedMemory.of(layout) if next(iter(layers.values()))[0].device.type == "cpu" else None
+        if memory is None:  # then a cache copies it
             new = cls(layout, length, None)
             new._held = {layer: tuple(t[:, :, :length].clone() for t in rows) for layer, rows in layers.items()}
             return new
         for layer, rows in layers.items():
-            for to, old in zip(room.rows[layer], rows, strict=True):
+            for to, old in zip(memory.rows[layer], rows, strict=True):
                 to[:, :, :length] = old[:, :, :length]
-        return room.beginning(length)
+        return memory.beginning(length)
 
     def layers(self, capacity: int) -> dict[int, Rows]:
         """Rows for a cache of its own that begins so, with room for ``capacity`` tokens at least; on a CPU all layers
@@ -144,8 +144,10 @@ class Beginning:
         return self.layout.token_bytes * self.length + noted
 
 
-class Room:
+class SharedMemory:
     """Memory for a text with which others may begin: a cache writes it here, and nothing has to be copied for them.
+
+    A forked process does not get it. There it would be the same memory, and both would write into one text.
 
     Args:
         layout: where rows lie.
@@ -156,14 +158,16 @@ class Room:
         self.layout, self._file = layout, file
         weakref.finalize(self, os.close, file)
         os.ftruncate(file, layout.size)
-        self.memory = torch.frombuffer(mmap.mmap(file, layout.size), dtype=torch.uint8)
+        mapped = mmap.mmap(file, layout.size)
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         """All of it, uint8; what is written here, others see."""
         self.rows = layout.cut(self.memory)
         """By layer."""
 
     @classmethod
-    def of(cls, layout: Layout) -> Room | None:
-        """Room for rows that lie so; None on systems without such files."""
+    def of(cls, layout: Layout) -> SharedMemory | None:
+        """For rows that lie so; None on systems without such files."""
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
     def beginning(self, length: int) -> Beginning:

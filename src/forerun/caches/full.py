@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from forerun.caches.base import Addresses, Cache, KVShape, LayerShape
-from forerun.caches.beginning import Beginning, Layout, Room, Tensors
+from forerun.caches.beginning import Beginning, Layout, SharedMemory, Tensors
 from forerun.caches.rows import Rows, append, attend_in_order, compact
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
@@ -53,7 +53,7 @@ class FullCache(Cache):
         """Sparse caches over this one that are in use."""
         self.shares = False
         """Whether others are likely to begin with its text. Then its memory is such as can be given to them."""
-        self._room: Room | None = None  # that memory
+        self._shared: SharedMemory | None = None  # that memory
         self._beginning: Beginning | None = None
         self._begun = 0  # tokens that it holds of that
 
@@ -123,14 +123,14 @@ class FullCache(Cache):
 
     def _memory(self, layers: int, like: torch.Tensor) -> torch.Tensor:
         """For all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
-        self._room, (_, heads, _, width) = None, like.shape
+        self._shared, (_, heads, _, width) = None, like.shape
         if self.shares and like.device.type == "cpu":
             layout = Layout.of(dict.fromkeys(range(layers), (like, like)), self._capacity)
             with suppress(OSError, MemoryError):  # without it, sharing copies
-                self._room = Room.of(layout)
-        if self._room is None:
+                self._shared = SharedMemory.of(layout)
+        if self._shared is None:
             return like.new_empty(layers, 2, heads, self._capacity, width)
-        return self._room.memory.view(like.dtype).view(layers, 2, heads, -1, width)
+        return self._shared.memory.view(like.dtype).view(layers, 2, heads, -1, width)
 
     def _grow(self, end: int) -> None:
         if end > self._capacity:
@@ -167,7 +167,7 @@ class FullCache(Cache):
         """Hold nothing, and let go of all memory; it is of no use afterwards."""
         self.length, self._capacity, self._begun = 0, 0, 0
         self._layers, self.queries, self.sample = {}, {}, {}
-        self._store = self._room = self._beginning = None
+        self._store = self._shared = self._beginning = None
 
     def blank(self, length: int) -> None:
         """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
@@ -201,10 +201,11 @@ class FullCache(Cache):
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._begun < length:
-            queries, room = self.queries, self._room
-            whole = (
-                Beginning.of(self._layers, self.length, self._capacity) if room is None else room.beginning(self.length)
-            )
+            queries, shared = self.queries, self._shared
+            if shared is None:
+                whole = Beginning.of(self._layers, self.length, self._capacity)
+            else:
+                whole = shared.beginning(self.length)
             self.begin_with(whole, self.length)
             self.queries = queries  # of the same text
         assert self._beginning is not None
@@ -214,7 +215,7 @@ class FullCache(Cache):
         """Hold the first ``length`` tokens of a beginning, and nothing else."""
         capacity = max(self._capacity, length)
         self._layers = beginning.layers(capacity)  # if there is no memory for it, all stays as it was
-        self._capacity, self._store, self._room = capacity, None, None
+        self._capacity, self._store, self._shared = capacity, None, None
         self._beginning, self._begun = beginning, length
         self.length, self.queries = length, {}
         if self._uniform():
