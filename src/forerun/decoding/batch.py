@@ -131,11 +131,11 @@ class Batch:
         with self._turns:
             beside = any(row.begun for row in self._rows.values())
             working = self.pace is None or self.pace.works(beside)
-            behind, failed = self._catch_up(beside) if working else ([], [])
+            worked, failed = self._catch_up(beside) if working else (False, [])
             commits = [Commit(row.request, [], 0) for row in failed]
             decoding, reading = self._schedule(beside, working)
             if decoding or reading:
-                commits += self._timed(decoding, reading, beside, bool(behind))
+                commits += self._timed(decoding, reading, beside, worked)
             for row in (*decoding, *reading):
                 self._following.read(row)
         for commit in commits:
@@ -210,11 +210,10 @@ class Batch:
             row.request.fail(why)
         return [Commit(row.request, [], 0) for row in lost]
 
-    def _catch_up(self, beside: bool) -> tuple[list[Row], list[Row]]:
-        """Let the drafter read the prompts that the target has read, in pieces; gives the rows that it did this for,
-        and those of them that failed."""
-        behind: list[Row] = []
-        failed = []
+    def _catch_up(self, beside: bool) -> tuple[bool, list[Row]]:
+        """Let the drafter read the prompts that the target has read, in pieces; gives whether there was one, and the
+        rows that failed."""
+        worked, failed = False, []
         pace = self.pace if beside else None
         end = 0.0 if pace is None else pace.clock() + pace.allowed
         for row in self._rows.values():
@@ -222,13 +221,13 @@ class Batch:
                 continue
             if pace is not None and pace.clock() > end:
                 break
-            behind.append(row)
+            worked = True
             try:
                 self._prepare(row, pace)
             except Exception as error:
                 row.request.fail(error)
                 failed.append(row)
-        return behind, failed
+        return worked, failed
 
     @torch.inference_mode()
     def _prepare(self, row: Row, pace: Pace | None) -> None:
