@@ -17,8 +17,9 @@ import httpx
 
 from forerun.bench.serving.client import Door
 
-FIRST_PORT = 20000
-"""Ports under this one are likely somebody else's."""
+PORTS = range(20_001, 32_768)
+"""Where servers listen. Lower ones are likely somebody else's. Higher ones Linux gives to connections, so one that is
+free now may be taken until the server listens."""
 STARTING = 900.0
 """Seconds that a server may take until it answers: a large model is read, and kernels are compiled the first time."""
 ENDING = 20.0
@@ -153,14 +154,15 @@ def free_port() -> int:
     Raises:
         OSError: if there is none.
     """
-    for port in range(FIRST_PORT + os.getpid() % 20000, 60000):
+    first = os.getpid() % len(PORTS)
+    for port in (*PORTS[first:], *PORTS[:first]):
         with socket.socket() as one:
             try:
                 one.bind(("127.0.0.1", port))
                 return port
             except OSError:
                 continue
-    raise OSError(f"there is no free port above {FIRST_PORT}")
+    raise OSError(f"there is no free port from {PORTS[0]} to {PORTS[-1]}")
 
 
 def _wait(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -1,10 +1,13 @@
-"""How much each of the chooser's constants matters: tokens a second where it is halved and doubled.
+"""How much each hand-set constant matters: what comes out where it is halved and doubled.
 
-    python benchmarks/chooser_constants.py --replay DATA/replay --out docs/constants.md
+    python benchmarks/constants.py drafts --replay DATA/replay
+    python benchmarks/constants.py asking
+    python benchmarks/constants.py prompts
 
-Nothing here depends on a machine. Answers that were recorded are replayed through the trie, and a drafter whose tokens
-are right as often as stated stands for a model that drafts; a clock is moved by what each part of a step takes. Every
-setting runs in a process of its own, over a copy of the package in which one number is another.
+Nothing here depends on a machine: a clock is moved by what each part of a step takes. ``drafts`` replays answers that
+were recorded through the trie, and lets a drafter whose tokens are right as often as stated stand for a model that
+drafts. ``asking``: a small model inside a hierarchy, which helps or does not. ``prompts``: a long prompt is read while
+others decode. Every setting runs in a process of its own, over a copy of the package in which one number is another.
 """
 
 from __future__ import annotations
@@ -25,13 +28,17 @@ from typing import Any
 import torch
 
 CONSTANTS = {
-    "plan/account.py": ("SHARE", "START", "SAVINGS"),
-    "plan/calibration.py": ("FIRST_GUESS", "DOUBT", "MEMORY"),
-    "plan/chains.py": ("AGREEING",),
-    "plan/passes.py": ("RECALL", "ALONE"),
-    "drafters/chooser.py": ("LEAST", "GROWTH"),
+    "drafts": {
+        "plan/account.py": ("SHARE", "START", "SAVINGS"),
+        "plan/calibration.py": ("FIRST_GUESS", "DOUBT", "MEMORY"),
+        "plan/chains.py": ("AGREEING",),
+        "plan/passes.py": ("RECALL", "ALONE"),
+        "drafters/chooser.py": ("LEAST", "GROWTH"),
+    },
+    "asking": {"drafters/merged.py": ("VISIT", "FADE"), "plan/account.py": ("SHARE",)},
+    "prompts": {"decoding/pace.py": ("BESIDE", "LEAST", "RECENT")},
 }
-BELOW_ONE = ("FIRST_GUESS", "MEMORY")
+BELOW_ONE = ("FIRST_GUESS", "MEMORY", "FADE")
 """Of these the distance from 1 is halved and doubled."""
 FILES = {"maths": "gsm8k_train_human.jsonl", "code": "humaneval_human.jsonl", "chat": "mtbench_vicuna7b.jsonl"}
 ROWS = 8
@@ -56,8 +63,14 @@ class World:
         return self.now
 
 
-def simulate(replay: Path) -> dict[str, float]:
-    """Tokens a second by what was simulated, with the package as it is."""
+def drafts(replay: Path | None) -> dict[str, float]:
+    """Tokens a second of recorded answers, and of a model that drafts.
+
+    Raises:
+        ValueError: without a folder of recorded answers.
+    """
+    if replay is None:
+        raise ValueError("drafts needs --replay, the folder with the recorded answers")
     from tokenizers import Tokenizer
 
     from forerun.bench.replay import Selection
@@ -122,6 +135,65 @@ def _drafted(right: Callable[[int], float]) -> float:
     )
 
 
+def asking(replay: Path | None) -> dict[str, float]:
+    """Tokens a second of a middle level that a trie and a small model draft for. A round without the model takes 1 and
+    gives 1.3 tokens. One with it takes 2, and 2 more if it has missed some; three drafted tokens are right so often."""
+    return {
+        "a model right in 90 %": _asked(lambda at: 0.9),
+        "a model right in 30 %": _asked(lambda at: 0.3),
+        "90 % and 30 % in turns of 200 rounds": _asked(lambda at: 0.9 if at // 200 % 2 else 0.3),
+        "90 % and 30 % in turns of 50 rounds": _asked(lambda at: 0.9 if at // 50 % 2 else 0.3),
+    }
+
+
+def _asked(right: Callable[[int], float], rounds: int = 4000) -> float:
+    from forerun.core.sampling import Salt, uniform
+    from forerun.drafters.merged import _Way
+
+    way, gave, took, missed = _Way(), 0, 0.0, True
+    way.open = True
+    for at in range(rounds):
+        drawn = [uniform(4 * at + i, 0, Salt.ACCEPT) for i in range(4)]
+        tokens, seconds = 1 + (drawn[3] < 0.3), 1.0
+        if way.costly:
+            wrong = [i for i in range(3) if drawn[i] >= right(at)]
+            tokens, seconds = 1 + (wrong[0] if wrong else 3), 2.0 + 2.0 * missed
+        missed = not way.costly
+        way.learn(tokens, seconds)
+        gave, took = gave + tokens, took + seconds
+    return gave / took
+
+
+def prompts(replay: Path | None) -> dict[str, float]:
+    """While a prompt is read beside others whose steps take 7 ms: their steps a second, without the slowest 1 %, and
+    tokens of the prompt a second. Passes over it take what they took with the bundled model, by LOG.md's table."""
+    found = {}
+    for length in (4_000, 60_000):
+        steps, seconds = _read(length)
+        slow = sorted(steps)[int(0.99 * (len(steps) - 1))]
+        found |= {f"{length:,}: steps/s, 99 %": 1 / slow, f"{length:,}: prompt tokens/s": length / seconds}
+    return found
+
+
+def _read(length: int, chunk: int = 256) -> tuple[list[float], float]:
+    """Seconds of each step, and of all."""
+    from forerun.decoding.pace import Pace
+
+    pace, amount, read, steps = Pace(), chunk, 0, []
+    while read < length:
+        tokens = min(amount, length - read) if pace.works(True) else 0
+        seconds = 7e-3 + (max(3.4e-7, 2.7e-8 * tokens) * read + 5e-5 * tokens if tokens else 0.0)
+        pace.learn(seconds, tokens > 0)
+        if tokens:
+            amount = pace.adjusted(amount, seconds, chunk, tokens == amount)
+        read += tokens
+        steps.append(seconds)
+    return steps, sum(steps)
+
+
+WORLDS: dict[str, Callable[[Path | None], dict[str, float]]] = {"drafts": drafts, "asking": asking, "prompts": prompts}
+
+
 def _curve() -> Any:
     from forerun.plan.costs import CostCurve
 
@@ -158,9 +230,9 @@ def changed(name: str, text: str, factor: float) -> str:
 
 
 def measured(
-    source: Path, replay: Path, file: str = "", name: str = "", factor: float = 1.0
+    world: str, source: Path, replay: Path | None, file: str = "", name: str = "", factor: float = 1.0
 ) -> tuple[str, dict[str, float]]:
-    """The constant's value, and tokens a second with it in a copy of the package."""
+    """The constant's value, and what comes out with it in a copy of the package."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(source, Path(folder) / "forerun")
         value = ""
@@ -169,12 +241,9 @@ def measured(
             text = path.read_text(encoding="utf-8")
             value = _set(path, text, name, factor)
         env = os.environ | {"PYTHONPATH": folder}
-        out = subprocess.run(
-            [sys.executable, __file__, "--replay", str(replay), "--once"],
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+        given = [] if replay is None else ["--replay", str(replay)]
+        command = [sys.executable, __file__, world, *given, "--once"]
+        out = subprocess.run(command, env=env, capture_output=True, text=True)
         if out.returncode:
             raise RuntimeError(f"with {name} = {value}:\n{out.stderr}")
         return value, json.loads(out.stdout.splitlines()[-1])
@@ -195,24 +264,25 @@ def _set(path: Path, text: str, name: str, factor: float) -> str:
 
 def main() -> None:
     """Write the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replay", type=Path, required=True)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--once", action="store_true")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("world", choices=WORLDS)
+    parser.add_argument("--replay", type=Path, help="folder with recorded answers, for drafts")
+    parser.add_argument("--out", type=Path, help="file for the table; it is printed in any case")
+    parser.add_argument("--once", action="store_true", help="with the package as it is, as JSON")
     options = parser.parse_args()
     if options.once:
-        print(json.dumps(simulate(options.replay)))
+        print(json.dumps(WORLDS[options.world](options.replay)))
         return
     import forerun
 
     source = Path(forerun.__file__).parent
-    _, base = measured(source, options.replay)
+    _, base = measured(options.world, source, options.replay)
     lines = ["| constant | value | " + " | ".join(base) + " |", "|---" * (2 + len(base)) + "|"]
-    lines.append("| as it is, tokens/s | | " + " | ".join(f"{rate:.4g}" for rate in base.values()) + " |")
-    for file, names in CONSTANTS.items():
+    lines.append("| as it is | | " + " | ".join(f"{rate:.4g}" for rate in base.values()) + " |")
+    for file, names in CONSTANTS[options.world].items():
         for name in names:
             for factor in (0.5, 2.0):
-                value, rates = measured(source, options.replay, file, name, factor)
+                value, rates = measured(options.world, source, options.replay, file, name, factor)
                 cells = " | ".join(f"{rates[key] / base[key] - 1:+.1%}" for key in base)
                 lines.append(f"| `{name}` | {value} | {cells} |")
                 print(lines[-1], flush=True)
