@@ -16,7 +16,8 @@ import uvicorn
 from forerun.decoding.engine import Engine
 from forerun.server.app import create_app
 from forerun.server.connections import Connection
-from forerun.server.scheduler import Limits, Scheduler
+from forerun.server.limits import Limits
+from forerun.server.scheduler import Scheduler
 from forerun.server.settings import ServerSettings
 
 PATIENCE = 120.0

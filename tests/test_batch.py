@@ -24,6 +24,7 @@ from forerun.core.request import Request
 from forerun.core.settings import Settings
 from forerun.decoding.batch import Batch
 from forerun.decoding.engine import Engine
+from forerun.decoding.following import Following
 from forerun.decoding.pace import Pace
 from forerun.drafters.base import NoDrafter
 from forerun.model.load import load
@@ -261,6 +262,86 @@ def test_an_error_in_the_drafter_ends_all_rows_and_frees_them() -> None:
     assert not len(batch)
 
 
+def test_an_admission_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Told(NoDrafter):
+        def begin(self, request: Request) -> None:
+            told.append("begin")
+
+        def finish(self, request: Request) -> None:
+            told.append("finish")
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no memory")
+
+    one = Engine(tiny("llama"), Told(), prefill_block=CHUNK)
+    wanted = one.generate([prompt(20)], max_new_tokens=4).generated[0]
+    told.clear()
+    with one.batch() as batch:
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no memory"):
+            patch.setattr(Following, "join", fail)
+            batch.admit(sampled(one, prompt(20), 0, 4))
+        assert not len(batch) and told == ["begin", "finish"]
+        again = sampled(one, prompt(20), 0, 4)
+        batch.admit(again)
+        finish(batch)
+    assert again.generated.tolist() == wanted
+
+
+def test_all_of_a_row_is_let_go_of_whatever_of_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[FullCache] = []
+    one = engine("trie")
+    requests = [sampled(one, prompt(20, n), 0, 4) for n in range(2)]
+
+    def fail(*given: Any) -> None:
+        raise RuntimeError("no memory")
+
+    batch = one.batch()
+    monkeypatch.setattr(batch, "_free", freed.append)
+    for request in requests:
+        batch.admit(request)
+    with monkeypatch.context() as patch:
+        patch.setattr(Following, "leave", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            batch.cancel(requests[0])
+    assert len(freed) == 1 and batch.requests == [requests[1]]
+    finish(batch)
+    assert len(freed) == 2
+
+
+class SteppedBy:
+    """A batch whose step is another one."""
+
+    def __init__(self, batch: Batch, step: Any) -> None:
+        self._rows, self._step = batch._rows, step
+
+
+def test_a_row_that_failed_already_is_not_lost_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine("none")
+    wanted = one.generate([prompt(20, 2)], max_new_tokens=4).generated[0]
+    bad, worse, good = (sampled(one, prompt(20, n), 0, 4) for n in range(3))
+    with one.batch() as batch:
+        for request in (bad, worse, good):
+            batch.admit(request)
+        gone = [batch._rows[request.id].cache for request in (bad, worse)]
+
+        def catch_up(beside: bool) -> Any:
+            bad.fail(OSError("a copy failed"))
+            return True, [batch._rows[bad.id]]
+
+        def step(decoding: Any, reading: Any) -> Any:
+            raise OSError("a copy failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FullCache, "lost", property(lambda cache: OSError("gone") if cache in gone else None))
+            patch.setattr(batch, "_catch_up", catch_up)
+            patch.setattr(batch, "_pass", Batch._pass.__get__(SteppedBy(batch, step)))
+            assert [commit.request for commit in batch.step()] == [bad, worse]
+        finish(batch)
+    assert good.generated.tolist() == wanted
+
+
 def test_what_cannot_be_admitted_is_refused_and_leaves_no_trace() -> None:
     one = engine("none")
     request = sampled(one, prompt(5), 0)
@@ -377,6 +458,8 @@ def test_a_prefix_cache_keeps_prompts_for_later_ones_within_its_limit() -> None:
     assert one.generate([prompt(45, 1)], max_new_tokens=4).generated[0] == wanted
     assert reads.tokens == 5 + len(wanted) - 1
     one.generate([[*prompt(45, 1), *prompt(10, 2)]], max_new_tokens=4)  # holds the shorter one, which goes
+    assert (one.prefixes.nbytes, len(one.prefixes)) == (48 * token, 1)
+    one.generate([prompt(45, 1)[:30]], max_new_tokens=4)  # the beginning of it, which is kept with it
     assert (one.prefixes.nbytes, len(one.prefixes)) == (48 * token, 1)
     one.generate([prompt(30, 3)], max_new_tokens=4)
     assert (one.prefixes.nbytes, len(one.prefixes)) == (24 * token, 1)  # the other was used least recently

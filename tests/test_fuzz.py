@@ -7,6 +7,7 @@ import gc
 import json
 import socket
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from forerun.server import gate
 from forerun.server.connections import SPARE, Connection
 from forerun.server.encoder import Encoder
 from forerun.server.errors import ApiError
-from forerun.server.scheduler import Limits
+from forerun.server.limits import Limits
 from forerun.server.schema import ChatRequest, CompletionRequest
 
 Json = dict[str, Any]
@@ -120,9 +121,15 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
     seen: list[int] = []
 
     class Counting:
+        chat_template = TEMPLATE
+
         def __call__(self, text: str) -> Any:
             seen.append(len(text))
             return engine.tokenizer(text)  # type: ignore[misc]
+
+        def apply_chat_template(self, *given: Any, tokenize: bool, **more: Any) -> Any:
+            assert not tokenize
+            return engine.tokenizer.apply_chat_template(*given, chat_template=TEMPLATE, tokenize=False, **more)  # type: ignore[union-attr]
 
     encoder = Encoder(Counting(), 100)
     for text in ("a" * 100_000, "hello world " * 10_000):
@@ -130,6 +137,11 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
             encoder(CompletionRequest(model="bundled", prompt=text))
         with pytest.raises(ApiError, match="the model takes 100"):
             encoder(ChatRequest(model="bundled", messages=[{"role": "user", "content": text}]))
+    short = {"role": "user", "content": "one two three"}
+    tool = {"type": "function", "function": {"name": "f", "description": "word " * 10_000}}
+    for asked in ({"messages": [short] * 1000}, {"messages": [short], "tools": [tool]}):
+        with pytest.raises(ApiError, match="the model takes 100"):
+            encoder(ChatRequest(model="bundled", **asked))
     assert max(seen) <= 1600
     text = "one two three " * 20  # longer than the first look, and not too long
     assert encoder(CompletionRequest(model="bundled", prompt=text)) == [engine.tokenizer(text)["input_ids"]]  # type: ignore[misc]
@@ -352,3 +364,63 @@ def test_shots_are_the_same_for_a_seed(engine: Engine, houses: list[House]) -> N
         return [fuzz.shot() for _ in range(50)]
 
     assert shots(1) == shots(1) != shots(2)
+
+
+def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
+    order: list[str] = []
+
+    class Slow:
+        def __call__(self, text: str) -> Any:
+            order.append(text)
+            time.sleep(0.005)
+            return engine.tokenizer(text)  # type: ignore[misc]
+
+    encoder = Encoder(Slow(), None)
+    many = threading.Thread(target=encoder, args=[CompletionRequest(model="bundled", prompt=["many"] * 100)])
+    many.start()
+    until(lambda: len(order) > 3)
+    encoder(CompletionRequest(model="bundled", prompt="one"))
+    many.join()
+    assert order.index("one") < 20
+
+
+def test_who_reads_slowly_gets_the_whole_answer(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Connection.connection_made
+
+    def narrow(connection: Connection, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", narrow)
+    monkeypatch.setattr(Connection, "head", 0.1)
+    monkeypatch.setattr(Connection, "stuck", 0.1)
+    houses.append(House(engine))
+    told = json.dumps({**ASKED, "max_tokens": 1000, "logprobs": 5, "temperature": 1})
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", houses[0].port))
+        slow.sendall(head(len(told)) + told.encode())
+        answer = b""
+        while not answer.endswith(b"}]}") and (part := slow.recv(2048)):
+            answer += part
+            time.sleep(0.002)
+    length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+    assert length > 100_000 and len(answer.partition(b"\r\n\r\n")[2]) == length
+
+
+def test_who_has_no_key_takes_none_of_the_room_for_bodies(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "BODIES", 2)
+    houses.append(House(engine, request_bytes=1000, api_keys=("key-of-a",)))
+    strangers = [connected(houses[0]) for _ in range(4)]
+    for each in strangers:
+        each.sendall(b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + b" " * 999)
+    until(lambda: len(houses[0].server.server_state.connections) >= 4)
+    time.sleep(0.1)
+    key = {"Authorization": "Bearer key-of-a"}
+    assert houses[0].post({**ASKED, "max_tokens": 2}, headers=key).status_code == 200
+    for each in strangers:
+        each.close()

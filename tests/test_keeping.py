@@ -33,6 +33,7 @@ from forerun.index.namespace import LEAST
 from forerun.index.trie import Trie
 from forerun.model.load import load
 from forerun.model.vocabulary import fingerprint
+from forerun.server.keys import Namespaces
 from forerun.server.settings import read_settings
 from forerun.server.warming import PIECE, check_files, passages
 
@@ -522,3 +523,17 @@ def lengths(folder: Path, engine: Engine) -> list[int]:
     content = trie_file.read(file)
     assert content.vocabulary == fingerprint(engine.tokenizer)
     return [len(each) for each in content.namespaces["default/default"]]
+
+
+def test_names_that_outputs_are_kept_under_count_after_a_restart() -> None:
+    """However many they are, they may be used again; new ones are refused."""
+    names = Namespaces(2, share=True)
+    for place in ("a/one", "a/two", "a/three", "shared/four", "b/five"):
+        names.known(place, ["a", "b"])
+    for name in ("one", "two", "three", "four"):
+        names.take("a", name)
+    with pytest.raises(ValueError, match="4 namespaces already"):
+        names.take("a", "five")
+    names.take("b", "five")
+    with pytest.raises(ValueError, match="2 namespaces already"):
+        names.take("b", "six")

@@ -15,7 +15,7 @@ from test_fuzz import tasks
 
 from forerun.decoding.engine import Engine
 from forerun.model.load import load
-from forerun.server.scheduler import Limits
+from forerun.server.limits import Limits
 
 STREAMS = 14
 

@@ -242,9 +242,9 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Link, "fetch", failing)
     with away.batch() as batch:
-        away.tiers.expect([batch.tokens(bad), batch.tokens(good)])
-        batch.admit(bad)
-        batch.admit(good)
+        with away.tiers.expecting([batch.tokens(bad), batch.tokens(good)]):
+            batch.admit(bad)
+            batch.admit(good)
         while batch:
             batch.step()
     assert isinstance(bad.error, OSError) and good.error is None
@@ -252,6 +252,42 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
     del batch
     gc.collect()
     assert away.tiers is not None and not any(away.tiers.taken.values())
+
+
+@NATIVE
+def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
+    _, away = engines(model())
+    assert away.tiers is not None
+    with torch.inference_mode():
+        cache = away.tiers.cache(300)
+        block = Block(np.array([5]), DraftTree(np.array([7, 8]), np.array([-1, -1])), 0)
+        for layer, shape in away.target.kv.layers.items():
+            rows = torch.arange(3.0).view(1, 1, 3, 1).expand(1, shape.heads, 3, shape.dim)
+            cache.append(layer, rows, rows)
+        cache.commit(block, [1])
+        assert cache.lost is None
+    assert isinstance(cache, OffloadedCache) and cache.length == 2
+    for layer in cache.away:
+        assert cache._layers[layer][0][0, 0, :2, 0].tolist() == [0.0, 2.0]
+
+
+@NATIVE
+def test_probes_of_a_window_find_room_in_a_cache_of_a_fixed_size() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 52, "do_sample": False, "eos_token_id": None}
+    wanted = Engine(model(), "none").generate([prompt(200)], **options).generated
+    kv = Engine(model(), "none").target.kv
+    away = Engine(model(), "jacobi", budget=4, cut=False, kv_memory=KVMemory(least(kv, 256)))
+    assert away.generate([prompt(200)], **options).generated == wanted
+
+
+@NATIVE
+def test_what_was_expected_in_vain_is_forgotten() -> None:
+    kv = Engine(model(), "none").target.kv
+    away = Engine(model(), "none", kv_memory=KVMemory(kv.nbytes * 512, host=0))
+    assert away.tiers is not None
+    with pytest.raises(NoRoomError), away.tiers.expecting([1 << 20, 512]):
+        away.tiers.cache(1 << 20)
+    assert not isinstance(away.tiers.cache(512), OffloadedCache)
 
 
 @NATIVE

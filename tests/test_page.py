@@ -18,8 +18,8 @@ from house import PATIENCE, TEMPLATE, Held, House, until
 import forerun
 from forerun.decoding.engine import Engine
 from forerun.model.load import load
+from forerun.server.limits import Limits
 from forerun.server.page import FILES
-from forerun.server.scheduler import Limits
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 MISSING += [] if importlib.util.find_spec("selenium") else ["selenium"]

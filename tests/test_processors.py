@@ -250,3 +250,29 @@ def test_top_p_takes_scores_of_any_type() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         scores = torch.randn(1, 1000, generator=torch.Generator().manual_seed(2)).to(dtype)
         assert torch.equal(Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores))
+
+
+@pytest.mark.parametrize("drafter", ["retrieval", "streaming-self", "h2o", "triforce"])
+def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
+    options = {"do_sample": True, "temperature": 2.0, "seed": 5, **LENGTH}
+    plain = forerun.Engine(MODEL, "none")
+    expected, other = (plain.generate(each, **options).generated[0] for each in (PROMPT, PROMPTS[0]))
+    text, failed = [*PROMPT, *expected], []
+
+    def strict(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        (ids,) = input_ids.tolist()
+        if ids != text[: len(ids)]:
+            failed.append(ids)
+            raise ValueError("no token may follow")
+        return scores
+
+    strict.forerun_stateless = True  # type: ignore[attr-defined]
+    engine = forerun.Engine(MODEL, drafter, settings=SETTINGS, prefill_block=4, cut=False)
+    requests = [
+        *engine.requests([PROMPT], logits_processor=processors(strict), **options),
+        *engine.requests([PROMPTS[0]], **options),
+    ]
+    for _ in engine.run(requests):
+        pass
+    assert requests[0].generated.tolist() == expected and failed
+    assert requests[1].generated.tolist() == other

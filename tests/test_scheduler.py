@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +19,11 @@ from forerun.core.request import Request
 from forerun.decoding.commit import Commit
 from forerun.decoding.engine import Engine
 from forerun.drafters.base import NoDrafter
+from forerun.parallel.channel import ParallelError
 from forerun.server import scheduler
+from forerun.server.limits import Limits
 from forerun.server.post import Post
-from forerun.server.scheduler import Limits, Scheduler
+from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.waiting import QueueFullError, Waiting
 
@@ -323,3 +326,40 @@ def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order() -> No
     assert found[-1] == 4 and loop.woken == 2
     loop.close()
     post.put(partial(found.append, 5))  # nobody listens any more, and that is no error
+
+
+def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
+    one, failed = House(places=1), threading.Event()
+    one.scheduler.on_failed = failed.set
+    first, second, late = Client(held=True), Client(), Client()
+    one.submit(first)
+    assert first.began.wait(PATIENCE)
+    one.submit(second)
+
+    def fail(*given: Any) -> Any:
+        raise KeyError("a mistake of ours")
+
+    one.scheduler._admit = fail  # type: ignore[method-assign]
+    first.gate.set()
+    assert (first.wait(), second.wait()) == ("error", "error")
+    assert failed.wait(PATIENCE)
+    until_dead = time.monotonic() + PATIENCE
+    while one.scheduler._thread.is_alive() and time.monotonic() < until_dead:
+        time.sleep(0.01)
+    assert not one.scheduler.ready and not one.scheduler.busy
+    with pytest.raises(RuntimeError, match="closed"):
+        one.submit(late)
+    one.scheduler.close()
+
+
+def test_processes_that_are_out_of_step_end_the_server() -> None:
+    class Broken(NoDrafter):
+        def propose(self, request: Request, budget: int) -> Any:
+            raise ParallelError("rank 1 is gone")
+
+    one, client = House(Engine(engine().target.model, Broken())), Client()
+    one.submit(client)
+    assert client.wait() == "error"
+    one.scheduler._thread.join(PATIENCE)
+    assert not one.scheduler.ready
+    one.scheduler.close()

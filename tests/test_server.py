@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,8 @@ from forerun.index import file as trie_file
 from forerun.model.load import load
 from forerun.server.answers import StopStrings
 from forerun.server.keys import Keys
-from forerun.server.scheduler import Limits
+from forerun.server.limits import Limits
+from forerun.server.replies import TextForm
 from forerun.server.schema import ChatRequest, CompletionRequest
 from forerun.server.settings import ServerSettings, read_settings
 
@@ -395,6 +397,31 @@ def test_a_failure_is_told_and_harms_nobody_else(engine: Engine, houses: list[Ho
     held.broken = False
     assert one.post(asked).json()["choices"][0]["text"] == wanted
     assert one.metric('forerun:request_ended_total{reason="error"}') == 2
+
+
+def test_a_name_that_a_refused_request_gave_is_not_taken(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, namespaces=1))
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
+    wrong = {**asked, "prompt": "", "forerun": {"namespace": "wrong"}}
+    assert error_of(houses[0].post(wrong), 400)
+    assert houses[0].post({**asked, "forerun": {"namespace": "mine"}}).status_code == 200
+
+
+def test_a_whole_answer_is_built_beside_the_event_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have megabytes, and all others would wait."""
+    threads: list[threading.Thread] = []
+    fold = TextForm.fold
+
+    def seen(form: TextForm, *given: Any) -> str:
+        threads.append(threading.current_thread())
+        return fold(form, *given)
+
+    monkeypatch.setattr(TextForm, "fold", seen)
+    told = house.post({"model": "bundled", "prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 4, "logprobs": 2}).json()
+    assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
+    assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in told["choices"])
+    assert told["usage"]["completion_tokens"] == 16 and told["object"] == "text_completion"
+    assert threads and house.thread not in threads
 
 
 # --- tenants

@@ -15,7 +15,7 @@ from house import PATIENCE, TEMPLATE, House
 import forerun
 from forerun.decoding.engine import Engine
 from forerun.model.load import load
-from forerun.server.scheduler import Limits
+from forerun.server.limits import Limits
 
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {

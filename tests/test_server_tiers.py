@@ -26,7 +26,8 @@ from forerun.core.settings import Settings
 from forerun.decoding.engine import Engine
 from forerun.model.load import load
 from forerun.server import settings as settings_of
-from forerun.server.scheduler import PIECES, Limits
+from forerun.server.limits import Limits
+from forerun.server.scheduler import PIECES
 from forerun.server.settings import ServerSettings, read_settings
 
 NEW = 12

@@ -26,6 +26,7 @@ import forerun
 from forerun.caches import keyfile
 from forerun.caches.full import FullCache
 from forerun.caches.keyfile import DamagedFileError, KeyFile
+from forerun.caches.low_rank import LowRankCache
 from forerun.caches.shelf import SUFFIX, UNFINISHED, Shelf
 from forerun.caches.short_keys import ShortKeys
 from forerun.decoding import prefixes, store
@@ -313,6 +314,69 @@ def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch: pytest.MonkeyPa
     one.prefixes.limit = bare
     assert ask(one, question(0))[0] == wanted[0]
     assert not len(one.prefixes)  # what goes beyond the limit with its index goes
+
+
+def test_a_folder_that_cannot_be_looked_into_harms_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = [ask(engine(None), question(n))[0] for n in range(2)]
+    one = engine(tmp_path)
+
+    def fail(shelf: Shelf, within: str) -> list[str]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(Shelf, "names", fail)
+    assert ask(one, question(0)) == (wanted[0], 0)
+    leader, follower = (one.requests([question(n)], max_new_tokens=NEW)[0] for n in range(2))
+    with one.batch() as batch:
+        batch.admit(leader)
+        batch.admit(follower)
+        batch.step()
+        batch.cancel(leader)
+        while batch:
+            batch.step()
+    assert follower.generated.tolist() == wanted[1]
+    assert "too many open files" in caplog.text
+
+
+def test_texts_may_come_and_go_while_one_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = engine(tmp_path)
+    kept = one.store
+    assert kept is not None
+    names = [f"space/{number}" for number in range(2000)]
+    kept._texts.update({name: [b"key"] for name in names})
+    monkeypatch.setattr(Shelf, "names", lambda shelf, within: names)
+    done = threading.Event()
+
+    def change() -> None:
+        while not done.is_set():
+            kept._texts["space/new"] = [b"key"]
+            kept._texts.pop("space/new", None)
+
+    thread, before = threading.Thread(target=change), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(50):
+            assert set(kept._known("space")) == set(names)
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+def test_an_index_is_kept_beside_a_text_as_far_as_both_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    of_text = LowRankCache.made
+    monkeypatch.setattr(LowRankCache, "made", lambda view, length: made.append(length) or of_text(view, length))
+    ask(engine(tmp_path), question(0))
+    shared = HELD - CHUNK
+    other = [*question(0)[: shared + 1], *prompt(BOOK + QUESTION - shared - 1, 77)]
+    wanted = ask(engine(None), other)[0]
+    assert ask(engine(tmp_path, "low-rank"), other) == (wanted, shared)
+    assert made == [shared]
 
 
 def test_texts_in_memory_are_no_more_than_half_of_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:

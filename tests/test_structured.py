@@ -24,7 +24,7 @@ from forerun.decoding.engine import Engine
 from forerun.model.grammar import KEPT, GrammarError, Grammars, SchemaError
 from forerun.model.load import load
 from forerun.model.token_bytes import TokenBytes
-from forerun.server.scheduler import Limits
+from forerun.server.limits import Limits
 
 Json = dict[str, Any]
 SCHEMA: Json = {

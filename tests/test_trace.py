@@ -11,7 +11,7 @@ from house import House
 
 from forerun.decoding.engine import Engine
 from forerun.model.load import load
-from forerun.server.scheduler import Limits
+from forerun.server.limits import Limits
 
 NEW = 40
 PROMPT = "one two three four five six\n" * 4
@@ -98,3 +98,21 @@ def test_the_model_says_what_a_client_may_ask_for(house: House) -> None:
     assert model["forerun"] == {
         "drafters": ["trie", "none"], "budget": 16, "max_tokens": 4096, "chat": False, "exactness": "bitwise"
     }  # fmt: skip
+
+
+def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, Limits(1 << 30), drafter="trie"))
+    submit = houses[0].scheduler.submit
+
+    def failing(request: Any, *given: Any) -> Any:
+        def stopping(ids: Any) -> bool:
+            if len(request.generated) > 3:
+                raise RuntimeError("in the test")
+            return False
+
+        request.stopping = stopping
+        return submit(request, *given)
+
+    houses[0].scheduler.submit = failing  # type: ignore[method-assign, assignment]
+    lines = houses[0].post({**asked(trace=True), "stream": True}).text.split("\n\n")
+    assert lines[-1] == "" and json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "failed"

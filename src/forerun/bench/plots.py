@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from forerun.bench.longrows import Row
 
 MARKERS = "os^Dv*P"
+
+
+def check() -> None:
+    """Refuse to measure what could not be drawn.
+
+    Raises:
+        ValueError: where matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib; install it by: pip install 'forerun[bench]'")
 
 
 @dataclass(frozen=True)

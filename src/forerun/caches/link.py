@@ -81,7 +81,7 @@ class Link:
 
     def then(self, job: Callable[[], None]) -> Ticket:
         """Ask for something that takes its turn among the copies and moves nothing between tiers."""
-        return self._submit(job)
+        return self._submit(torch.inference_mode()(job))  # a mode belongs to a thread
 
     def urgent(self, parts: Parts) -> None:
         """Copy to the device now, before what was asked for earlier.

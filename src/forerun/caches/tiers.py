@@ -12,7 +12,8 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -55,10 +56,15 @@ class Tiers:
         with self._lock:
             return dict(self._count())
 
-    def expect(self, texts: Sequence[int]) -> None:
-        """Tell of this thread's next caches, in order, by their tokens: each leaves the others what they need on the
-        device."""
+    @contextmanager
+    def expecting(self, texts: Sequence[int]) -> Iterator[None]:
+        """A context in which this thread makes caches, in order, of so many tokens: each leaves the others what they
+        need on the device."""
         self._told.expected = [min(self.shape.nbytes * tokens, least(self.shape, tokens)) for tokens in texts]
+        try:
+            yield
+        finally:
+            self._told.expected = []
 
     def placed(self, tokens: int, beside: int = 0, empty: bool = False) -> Placement:
         """Where a cache would lie now; nothing is made.

@@ -11,9 +11,9 @@ from forerun.caches.full import FullCache
 from forerun.core.block import Block
 
 LOOKED_AT = 32
-"""Keys that a view looks at in about the time in which the target reads one token of a long text. It is a rough figure: it
-keeps pieces of 8,192 keys where steps read 256 tokens, and was not measured at other values. ``decoding/pace.py`` bounds
-the time of a step by what it measures."""
+"""Keys that a view looks at in about the time in which the target reads one token of a long text. It is a rough figure:
+it keeps pieces of 8,192 keys where steps read 256 tokens, and was not measured at other values. Who bounds the time of
+a step goes by what it measures."""
 
 
 class View(Cache):

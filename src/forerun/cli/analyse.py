@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.bench import needles
+from forerun.bench import needles, plots
 from forerun.bench.longcontext import prefill
 from forerun.bench.sparsity import Analysis, Sizes
 from forerun.bench.tables import Report
@@ -19,6 +19,7 @@ from forerun.model.load import load
 
 def run(options: AnalyseOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
+    plots.check()
     with working(stderr(), "loading"):
         model, tokenizer = load(
             options.model,

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from forerun.bench import own, report
+from forerun.bench import own, plots, report
 from forerun.bench.chat import Encoder
 from forerun.bench.contestants import PADDED, Bench
 from forerun.bench.journal import Journal
@@ -23,17 +23,16 @@ from forerun.bench.questions import Files
 from forerun.bench.report import Result, Row
 from forerun.bench.speed import Decode, Job, Tokens
 from forerun.bench.tasksets import tasks_for
-from forerun.cli.bench_options import PROMPTS, BenchOptions
+from forerun.cli.bench_options import DRAFTERS, PROMPTS, BenchOptions
 from forerun.cli.long_options import plain
 from forerun.cli.terminal import measuring, stderr, stdout, working
 from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load
 from forerun.model.stored import dtype_name
 
-DRAFTERS = ("none", "lookup", "jacobi", "trie")
-
 
 def run(options: BenchOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
+    plots.check()
     console = stderr()
     lines = own.read(options.prompts_file) if options.prompts_file else []
     with working(console, "loading"):

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Annotated
 
 from forerun.cli.long_options import numbers
-from forerun.cli.options import _MODEL, _OUTPUT, _TEXT, AnyDtype, Debug, Device, Json, Model, Trust
+from forerun.cli.options import _DRAFTER, _MODEL, _OUTPUT, _TEXT, AnyDtype, Debug, Device, Json, Model, Trust
 from forerun.cli.options import _option as option
 
 _OTHERS = "Compared with"
+DRAFTERS = ("none", "auto", "lookup", "jacobi", "trie")
+"""Those that are measured unless others are named."""
 FROM_TASKS = ("task", "books", "maths", "code")
 """Options that a file of prompts replaces."""
 PROMPTS = 4
@@ -28,7 +30,8 @@ class BenchOptions:
 
     model: Model = "bundled"
     drafter: Annotated[
-        list[str] | None, option("--drafter", "-d", panel=_MODEL, help="May be repeated; default: all but the forms.")
+        list[str] | None,
+        option("--drafter", "-d", panel=_MODEL, help=f"{_DRAFTER} May be repeated; default: {', '.join(DRAFTERS)}."),
     ] = None
     dtype: AnyDtype = "auto"
     device: Device = "auto"

@@ -36,7 +36,7 @@ from forerun.model.inputs import position_limit
 from forerun.model.load import find, load
 from forerun.model.stored import dtype_name
 
-NEEDED = ("httpx", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
+NEEDED = ("httpx", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
 LEFT_OUT = ("copy",)
 """Tasks that are not asked unless they are named: to repeat a passage is no typical use."""
 FAILED = 1

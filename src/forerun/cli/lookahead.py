@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.bench import graded
+from forerun.bench import graded, plots
 from forerun.bench.accuracy import Exam
 from forerun.bench.chat import Encoder
 from forerun.bench.contestants import Bench
@@ -34,6 +34,7 @@ OUTPUT = 512
 
 def run(given: LookaheadOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
+    plots.check()
     options = given.chosen()
     sizes, parts = _sizes(options), names("--parts", options.parts, PARTS)
     with working(stderr(), "loading"):

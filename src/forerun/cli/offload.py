@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from forerun.bench import plots
 from forerun.bench.longcontext import sampled
 from forerun.bench.offload import OffloadBench, slow_link
 from forerun.bench.tables import Report
@@ -23,6 +24,7 @@ from forerun.model.stored import dtype_name
 
 def run(options: OffloadOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and a plot."""
+    plots.check()
     drafters = [name.strip() for name in options.drafters.split(",")]
     for name in drafters:
         check_drafter(name)

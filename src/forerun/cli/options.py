@@ -20,7 +20,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 
 _MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
 _DRAFTER = (
-    "How to draft: trie, lookup, jacobi, none; for long contexts triforce-trie, triforce, retrieval; see docs/usage.md."
+    "How to draft: auto, trie, lookup, jacobi, none; for long contexts low-rank, triforce-trie, triforce; see "
+    "docs/usage.md."
 )
 _LONG = "Long contexts"
 _SOURCE = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.bench import passes
+from forerun.bench import passes, plots
 from forerun.bench.passes import Sizes
 from forerun.bench.passes_report import add_passes
 from forerun.bench.tables import Report
@@ -15,6 +15,7 @@ from forerun.model.load import load
 
 def run(options: PassesOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and a plot."""
+    plots.check()
     console = stderr()
     with working(console, "loading"):
         models = [

@@ -9,6 +9,8 @@ import signal
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
+import typer
+
 from forerun.cli.models import settings
 from forerun.cli.options import LongOptions
 from forerun.cli.ranks import followed, leading, ranks
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
+FAILED = 1
 
 
 def run(options: ServeOptions) -> None:
@@ -108,6 +111,8 @@ def _serve(engine: Engine, told: ServerSettings) -> None:
             server.run()
     finally:
         signal.signal(signal.SIGTERM, previous)
+    if server.failed:
+        raise typer.Exit(FAILED)
 
 
 def _memory(engine: Engine, device: int) -> str:

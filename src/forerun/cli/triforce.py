@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.bench import needles
+from forerun.bench import needles, plots
 from forerun.bench.longcontext import LongBench, Prefilled, RequestMaker, prefill, sampled
 from forerun.bench.simulate import SIMULATED, check_simulated, random_model, random_prompt, simulated
 from forerun.bench.tables import Report
@@ -53,6 +53,7 @@ class Subject:
 
 def run(options: TriforceOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
+    plots.check()
     named = _named(options)
     with working(stderr(), "loading"):
         subject = (_real if options.simulate_acceptance is None else _simulated)(options, named)

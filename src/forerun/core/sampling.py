@@ -63,6 +63,25 @@ class Remembering:
         return self.whole(ids, scores)
 
 
+@dataclass(frozen=True)
+class OnTrial:
+    """A processor for drafts. Where it fails, the scores stay as they are: a text may never come to what was drafted,
+    so that is no error of its own.
+
+    Attributes:
+        processor: may raise anything.
+    """
+
+    processor: Processor
+
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See ``Processor``."""
+        try:
+            return self.processor(ids, scores)
+        except Exception:
+            return scores
+
+
 class Salt(enum.IntEnum):
     """A term of the hash that makes draws for different purposes independent."""
 
@@ -160,6 +179,8 @@ class Sampler:
         """
         seed = _mix(self.seed & _MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
+        if not (processor is None or self.rowwise or self.anywhere or isinstance(processor, OnTrial)):
+            processor = OnTrial(processor)
         constraint = None if self.constraint is None else self.constraint.on_trial()
         return replace(self, seed=seed, processor=processor, constraint=constraint)
 

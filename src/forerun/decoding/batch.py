@@ -7,6 +7,7 @@ that takes long (``pace.py``). A beginning that several prompts share is read on
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
@@ -95,16 +96,15 @@ class Batch:
         held = self._make(self.tokens(request)) if cache is None else cache
         piece = None if self.pieces is None else self.pieces * self.chunk
         row = Row(request, held, self.chunk, self._step.target.reads_whole(held), piece, cache is None)
-        with self._turns:
-            try:
+        self._rows[request.id] = row
+        try:
+            with self._turns:
                 self._step.drafter.begin(request)
-            except BaseException:
-                self._step.drafter.finish(request)
-                self._let_go(row)
-                raise
-            self._rows[request.id] = row
-            if row.own and not held.offloaded:
-                self._following.join(row)
+                if row.own and not held.offloaded:
+                    self._following.join(row)
+        except BaseException:
+            self._remove(request)
+            raise
 
     def tokens(self, request: Request) -> int:
         """Places that a request's cache has: its text at its longest, and a tree."""
@@ -203,7 +203,8 @@ class Batch:
         try:
             return self._step(decoding, reading)
         except Exception:
-            lost = {row: why for row in self._rows.values() if (why := row.cache.lost) is not None}
+            going = [row for row in self._rows.values() if row.request.error is None]
+            lost = {row: why for row in going if (why := row.cache.lost) is not None}
             if not lost:
                 raise
         for row, why in lost.items():
@@ -243,11 +244,13 @@ class Batch:
         row.prepares = pace.adjusted(row.prepares, pace.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
+        """Let go of all that a request has, whatever of that fails."""
         row = self._rows.pop(request.id)
-        with self._turns:
+        with ExitStack() as last:
+            last.callback(self._let_go, row)
+            last.enter_context(self._turns)
+            last.callback(self._step.drafter.finish, request)
             self._following.leave(row)
-            self._step.drafter.finish(request)
-        self._let_go(row)
 
     def _let_go(self, row: Row) -> None:
         if row.own and self._free is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -257,10 +257,10 @@ class Engine:
         """
         held = [None] * len(requests) if caches is None else caches
         with self.batch() as batch:
-            if self.tiers is not None:
-                self.tiers.expect([batch.tokens(each) for each, cache in zip(requests, held, strict=True) if not cache])
-            for request, cache in zip(requests, held, strict=True):
-                batch.admit(request, cache)
+            texts = [batch.tokens(each) for each, cache in zip(requests, held, strict=True) if not cache]
+            with nullcontext() if self.tiers is None else self.tiers.expecting(texts):
+                for request, cache in zip(requests, held, strict=True):
+                    batch.admit(request, cache)
             total = unread = batch.unread
             while batch:
                 yield from batch.step()

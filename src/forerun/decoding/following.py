@@ -12,7 +12,7 @@ from collections.abc import Callable
 from forerun.caches.beginning import Beginning
 from forerun.decoding.prefixes import Keys, PrefixCache, common, keys_of
 from forerun.decoding.row import Row
-from forerun.decoding.store import KVStore
+from forerun.decoding.store import Kept, KVStore
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Following:
         self._keys: dict[Row, Keys] = {}
         self._leaders: dict[Row, tuple[Row, int]] = {}  # the row that is followed, and the chunks that both share
         self._unkept: set[Row] = set()
-        self._stored: dict[Row, str] = {}  # the text on disk that holds most of a row's
+        self._stored: dict[Row, Kept] = {}  # the text on disk that holds most of a row's
 
     def join(self, row: Row) -> None:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
@@ -74,9 +74,9 @@ class Following:
     def _keep(self, row: Row, keys: Keys) -> None:
         """Keep a prompt on disk; if that does not take it, in memory."""
         if self._store is not None:
-            name = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
-            if name is not None:
-                self._stored[row] = name
+            kept = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
+            if kept is not None:
+                self._stored[row] = kept
                 return
         length = len(keys) * self.chunk
         if length * row.cache.token_bytes <= self._prefixes.limit:
@@ -86,16 +86,16 @@ class Following:
                 log.warning("there is no memory to keep a prompt's beginning: %s", error)
 
     def _note(self, row: Row, keys: Keys) -> None:
-        """Keep what views made of a prompt beside it."""
-        name = self._stored.pop(row, None)
+        """Keep what views made of a prompt beside it: on disk only of what the text there has in common with it."""
+        kept = self._stored.pop(row, None)
         if row.request.error is not None:
             return
         for view in row.cache.views:
             if view.keepsake is None:
                 continue
-            if self._store is not None and name is not None:
-                length = min(row.cache.length, row.request.prompt_length // self.chunk * self.chunk)
-                self._store.note(name, view.keepsake, view.made(length))
+            if self._store is not None and kept is not None:
+                name, chunks = kept
+                self._store.note(name, view.keepsake, view.made(min(row.cache.length, chunks * self.chunk)))
             elif row.cache.length >= len(keys) * self.chunk:
                 self._prefixes.note(keys, view.keepsake, view.made(len(keys) * self.chunk))
 

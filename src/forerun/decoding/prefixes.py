@@ -78,11 +78,16 @@ class PrefixCache:
         return self._entries[best][1], count
 
     def keep(self, keys: Keys, beginning: Beginning) -> None:
-        """Keep a prompt's beginning. What is kept of a shorter one that it holds goes."""
+        """Keep a prompt's beginning, unless a longer one that holds it is kept. What is kept of a shorter one that it
+        holds goes."""
         if beginning.nbytes > self.limit or not keys:
             return
         for last, (others, _) in list(self._entries.items()):
-            if common(keys, others) == len(others):
+            shared = common(keys, others)
+            if shared == len(keys) < len(others):
+                self._entries.move_to_end(last)
+                return
+            if shared == len(others):
                 del self._entries[last]
         self._entries[keys[-1]] = keys, beginning
         self._trim()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from forerun.caches.beginning import Beginning, Tensors
 from forerun.caches.full import FullCache
@@ -25,6 +25,7 @@ from forerun.caches.shelf import SUFFIX, Shelf
 from forerun.decoding.prefixes import DIGEST, Keys, common
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEAST = 512
 """Tokens of a text that is kept, at least. A shorter one is read in about the time in which a file is made, found and
@@ -38,10 +39,13 @@ WAITING = 8
 """Files that wait to be written, at most; each keeps a text's cache in memory. What comes then is not kept."""
 
 
+Kept = tuple[str, int]
+"""The name of a text that is kept, and how many of a prompt's chunks it holds."""
+
+
 class Found(NamedTuple):
     """A text that shares chunks with a prompt."""
 
-    name: str
     beginning: Beginning
     chunks: int
 
@@ -109,14 +113,17 @@ class KVStore:
 
     def find(self, keys: Keys, namespace: str, least: int = 0) -> Found | None:
         """The text that shares the most chunks with a prompt, if more than ``least`` of them."""
+        return _safely("no kept text can be looked for", lambda: self._find(keys, namespace, least))
+
+    def _find(self, keys: Keys, namespace: str, least: int) -> Found | None:
         for name, count in self._alike(keys, self._space(namespace)):
             if count <= least:
                 break
             if (beginning := self._open(name)) is not None:
-                return Found(name, beginning, count)
+                return Found(beginning, count)
         return None
 
-    def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> str | None:
+    def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> Kept | None:
         """Keep a prompt's beginning, unless most of it is kept; what is kept of a shorter one that it holds goes.
 
         The cache may go on meanwhile: the tokens that it has committed do not change.
@@ -128,22 +135,25 @@ class KVStore:
             cache: of the prompt.
 
         Returns:
-            The name of the text that holds all of it, or most; None if none will.
+            The text that holds all of it, or most; None if none will.
         """
+        return _safely("a text could not be kept", lambda: self._keep(keys, namespace, chunk, cache))
+
+    def _keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> Kept | None:
         length = len(keys) * chunk
         if length < LEAST:
             return None
         space = self._space(namespace)
         for held, count in self._alike(keys, space)[:1]:
             if (len(keys) - count) * GROWN < len(keys):
-                return held
+                return held, count
         name = f"{space}/{keys[-1].hex()}{SUFFIX}"
         layers: dict[int, Rows] = {layer: cache.read(layer, 0, length) for layer in cache.layers}
         text = _Waiting(keys, layers, length, max(length, cache.capacity))
         with self._lock:
             self._waiting[name] = text
         if self._write(lambda: self._write_text(name, text)):
-            return name
+            return name, len(keys)
         self._done(name)
         return None
 
@@ -156,7 +166,7 @@ class KVStore:
             tensors: not to be changed any more.
         """
         beside = _part(name, part)
-        if tensors and not (self._shelf.folder / beside).exists():
+        if tensors:
             self._write(lambda: self._put(beside, tensor_areas(tensors), {}, after=name))
 
     def flush(self) -> None:
@@ -181,13 +191,17 @@ class KVStore:
 
     def _known(self, space: str) -> dict[str, Keys]:
         """The texts of a namespace, on disk and on their way there."""
-        names = self._shelf.names(space)
-        for gone in [name for name in self._texts if name.startswith(space) and name not in names]:
-            self._texts.pop(gone, None)
+        names = dict.fromkeys(self._shelf.names(space))
+        for name in list(self._texts):  # a copy, as the writer's thread changes it meanwhile
+            if name.startswith(space) and name not in names:
+                self._texts.pop(name, None)
+        found: dict[str, Keys] = {}
         for name in names:
-            if name not in self._texts and (file := self._read(name)) is not None:
-                self._texts[name] = _split(file.told["keys"])
-        found = {name: self._texts[name] for name in names if name in self._texts}
+            keys = self._texts.get(name)
+            if keys is None and (file := self._read(name)) is not None:
+                keys = self._texts[name] = _split(file.told["keys"])
+            if keys is not None:
+                found[name] = keys
         with self._lock:
             found |= {name: text.keys for name, text in self._waiting.items() if name.startswith(space)}
         return found
@@ -241,7 +255,7 @@ class KVStore:
             self._done(name)
 
     def _put(self, name: str, areas: Sequence[Area], told: dict[str, str], after: str | None = None) -> None:
-        if after is not None and not (self._shelf.folder / after).exists():
+        if after is not None and ((self._shelf.folder / name).exists() or not (self._shelf.folder / after).exists()):
             return
         size, places = sum(area.tensor.nbytes for area in areas), []
 
@@ -260,7 +274,7 @@ class KVStore:
             self._jobs = {each for each in self._jobs if not each.done()}
             if self._closed or len(self._jobs) >= WAITING:
                 return False
-            self._jobs.add(self._writer.submit(_safely, job))
+            self._jobs.add(self._writer.submit(_safely, "a text could not be kept", job))
             return True
 
     def _done(self, name: str) -> None:
@@ -268,12 +282,13 @@ class KVStore:
             self._waiting.pop(name, None)
 
 
-def _safely(job: Callable[[], None]) -> None:
+def _safely(failed: str, job: Callable[[], T]) -> T | None:
     """Nobody waits for what is kept, so nobody is told of an error but the log."""
     try:
-        job()
+        return job()
     except Exception as error:
-        log.warning("a text could not be kept: %s", error)
+        log.warning("%s: %s", failed, error)
+    return None
 
 
 def _part(name: str, part: str) -> str:

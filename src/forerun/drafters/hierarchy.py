@@ -3,7 +3,7 @@
 The inner drafter proposes to the middle level, a model over a cheap cache, which verifies as the target would. What
 comes out is distributed exactly as if the middle level had drawn it token by token, whatever the inner drafter did. So
 ``q`` for the target is the middle level's own distribution. (The authors' code hands on a distribution that its
-tokens were not drawn from after a rejection; see DESIGN.)
+tokens were not drawn from after a rejection.)
 """
 
 from __future__ import annotations

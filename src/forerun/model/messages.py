@@ -59,20 +59,36 @@ def apply_template(
         ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.
         TypeError: as from ``check_messages``.
     """
+    return [int(token) for token in _applied(messages, tokenizer, tools, True)["input_ids"]]
+
+
+def rendered(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str:
+    """The text of a conversation, whose token ids ``apply_template`` gives; see there."""
+    return str(_applied(messages, tokenizer, tools, False))
+
+
+def _applied(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase | None,
+    tools: Sequence[Mapping[str, Any]] | None,
+    tokenize: bool,
+) -> Any:
     check_messages(messages)
     if tokenizer is None:
         raise ValueError("the prompt is messages and there is no tokenizer; pass tokenizer= or token ids")
     if not has_template(tokenizer):
         raise ValueError("the prompt is messages and the tokenizer has no chat template; give text instead")
     try:
-        told = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             tools=None if tools is None else [dict(tool) for tool in tools],
             add_generation_prompt=True,
+            tokenize=tokenize,
         )
     except Exception as error:  # a template is a program, and may raise anything
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-    return [int(token) for token in told["input_ids"]]
 
 
 def _check_message(name: str, message: Any) -> None:

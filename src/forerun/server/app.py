@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from forerun import __version__
 from forerun.decoding.engine import Engine
@@ -22,9 +22,9 @@ from forerun.server.errors import ApiError, of_validation
 from forerun.server.gate import OPEN, Gate
 from forerun.server.keeping import keep
 from forerun.server.keys import Keys, Namespaces
+from forerun.server.limits import Limits
 from forerun.server.page import FILES, add_page
 from forerun.server.replies import ChatForm, Form, Reply, TextForm, event, usage_of
-from forerun.server.scheduler import Limits
 from forerun.server.schema import Asked, ChatRequest, CompletionRequest
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
@@ -34,6 +34,7 @@ STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Headers that keep what lies between from collecting a stream."""
 CANCELLED = ApiError(503, "the server is closing, and has cancelled the request", "closing")
 """What a client is told that did not cancel by itself; one that did does not listen."""
+FAILED = ApiError(500, "the server failed; its log says more", "failed")
 REPLIES: dict[int | str, dict[str, Any]] = {200: {"model": Reply}}
 
 
@@ -94,10 +95,12 @@ async def _answer(
     service: Service, asked: CompletionRequest | ChatRequest, request: Request, kind: type[Form], prompts: int
 ) -> Response:
     tenant: str = request.scope["state"]["tenant"]
-    call = await service.call(asked, tenant)
-    watching = asyncio.create_task(_watch(request, call))
+    deadline = service.deadline()
+    watching = asyncio.create_task(_gone(request))
     try:
-        await call.start(tenant, service.deadline())
+        call = await service.call(asked, tenant)
+        watching.add_done_callback(lambda _: call.cancel())
+        await call.start(tenant, deadline)
     except BaseException:
         watching.cancel()
         raise
@@ -112,7 +115,8 @@ async def _answer(
         call.cancel()
         watching.cancel()
     usage = usage_of([row.request for row in call.rows], prompts)
-    return JSONResponse(form.fold(deltas, len(call.rows), usage))
+    body = await asyncio.to_thread(form.fold, deltas, len(call.rows), usage)  # it may be megabytes
+    return Response(body, media_type="application/json")
 
 
 async def _events(call: Call, form: Form, watching: asyncio.Task[None], prompts: int) -> AsyncIterator[str]:
@@ -129,16 +133,18 @@ async def _events(call: Call, form: Form, watching: asyncio.Task[None], prompts:
         yield event(error.body)
     except ClientGoneError:
         yield event(CANCELLED.body)
+    except Exception:
+        log.exception("call %s failed", call.number)
+        yield event(FAILED.body)
     finally:
         call.cancel()
         watching.cancel()
 
 
-async def _watch(request: Request, call: Call) -> None:
-    """Ends a call when its client goes."""
+async def _gone(request: Request) -> None:
+    """Returns when a client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    call.cancel()
 
 
 def _usage_wanted(asked: Asked) -> bool:
@@ -190,7 +196,7 @@ def _tell_errors(app: FastAPI) -> None:
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     async def bug(request: Request, error: Exception) -> Response:
-        return ApiError(500, "the server failed; its log says more", "failed").response()
+        return FAILED.response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(RequestValidationError, invalid)

@@ -108,7 +108,8 @@ class Call:
             row = self.rows[news.index]
             if isinstance(news.what, Commit):
                 texts = row.writer.add(news.what.tokens)
-                trace = trace_of(news.what, texts) if self._trace and texts else None
+                traced = self._trace and texts and len(news.what.origins) == len(news.what.tokens)
+                trace = trace_of(news.what, texts) if traced else None
                 if trace or any(texts):
                     yield row.delta(news.index, "".join(texts), trace=trace)
                 continue

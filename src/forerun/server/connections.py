@@ -13,9 +13,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from forerun.server.errors import CLOSE, ApiError
 
 HEAD = 10.0
-"""Seconds that a request's head may take to come, from the connection or the last answer on."""
+"""Seconds that a request's head may take to come, from the connection on, or from when the last answer was read."""
 STUCK = 60.0
-"""Seconds that a client may take to read what is waiting for it: some 64 KiB at a time."""
+"""Seconds after which a client that reads slowly is looked at."""
+SLOW = 1024
+"""Bytes a second that a client has to read of what is waiting for it, at least."""
 SPARE = 32
 """Connections beyond the limit that are still told so. Those beyond them are dropped at once."""
 
@@ -23,7 +25,8 @@ SPARE = 32
 class Connection(H11Protocol):
     """uvicorn's connection, with bounds. uvicorn's ``limit_concurrency`` is the number of connections.
 
-    One beyond it has its requests answered by 503. A client that says or reads nothing for too long is dropped.
+    One beyond it has its requests answered by 503. A client that says nothing for too long, or reads too slowly, is
+    dropped.
     """
 
     head, stuck = HEAD, STUCK
@@ -54,7 +57,7 @@ class Connection(H11Protocol):
     def pause_writing(self) -> None:
         """Of asyncio: the client reads more slowly than it is told."""
         super().pause_writing()
-        self._full = self.loop.call_later(self.stuck, self.transport.abort)
+        self._wait_for_reading()
 
     def resume_writing(self) -> None:
         """Of asyncio."""
@@ -84,12 +87,34 @@ class Connection(H11Protocol):
     def _wait_for_head(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(self.head, self._drop, self.cycle)
+        self._timer = self.loop.call_later(self.head, self._look, self.cycle, self._unread)
 
-    def _drop(self, last: object) -> None:
-        """If no request has come since the last one."""
-        if self.cycle is last:
+    def _look(self, last: object, unread: int) -> None:
+        """If no request has come since the last one, and its answer is not being read any more, this is the end."""
+        if self.cycle is not last:
+            return
+        if self._reads(unread, self.head):
+            self._wait_for_head()
+        else:
             self.transport.abort()
+
+    def _wait_for_reading(self) -> None:
+        self._full = self.loop.call_later(self.stuck, self._look_at_reading, self._unread)
+
+    def _look_at_reading(self, unread: int) -> None:
+        if self._reads(unread, self.stuck):
+            self._wait_for_reading()
+        else:
+            self.transport.abort()
+
+    @property
+    def _unread(self) -> int:
+        """Bytes that wait for the client."""
+        return self.transport.get_write_buffer_size()
+
+    def _reads(self, unread: int, seconds: float) -> bool:
+        """Whether of so many bytes the client has read enough, or all, in so many seconds."""
+        return self._unread <= max(0, unread - SLOW * seconds) and unread > 0
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

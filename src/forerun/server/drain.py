@@ -40,12 +40,18 @@ class DrainingServer(uvicorn.Server):
         )
         super().__init__(config)
         self._scheduler: Scheduler = app.state.service.scheduler
+        self._scheduler.on_failed = self._fail
         self._patience = patience
+        self.failed = False
+        """Whether it has ended because it could not go on."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen. What is there by now stays: no collection of garbage, which all would wait for, looks at it again."""
         gc.freeze()
         await super().startup(sockets)
+
+    def _fail(self) -> None:
+        self.failed = self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See the module."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
-from forerun.model.messages import apply_template
+from forerun.core.turns import Turns
+from forerun.model.messages import apply_template, rendered
 from forerun.model.prompts import encode
 from forerun.server.errors import ApiError
 from forerun.server.schema import ChatRequest, CompletionRequest
@@ -26,7 +26,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
         self._tokenizer, self._positions = tokenizer, positions
-        self._turn = threading.Lock()
+        self._turn = Turns()
 
     def __call__(self, asked: CompletionRequest | ChatRequest) -> list[list[int]]:
         """Token ids of each prompt.
@@ -38,8 +38,9 @@ class Encoder:
         if isinstance(asked, CompletionRequest):
             return [self._encode(prompt) for prompt in asked.prompts]
         messages = [message.told() for message in asked.messages]
-        for message in messages:
-            self._check(message["content"])
+        with self._turn:
+            text = rendered(messages, self._tokenizer, asked.shown_tools)
+        self._check(text)
         with self._turn:
             return [apply_template(messages, self._tokenizer, asked.shown_tools)]
 

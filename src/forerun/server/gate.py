@@ -42,7 +42,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """An ASGI application."""
-        if scope["type"] != "http":
+        if scope["type"] != "http" or scope["path"] in self._free:  # what is there reads no body
             await self._app(scope, receive, send)
             return
         body = bytearray()
@@ -56,8 +56,6 @@ class Gate:
             self._held -= len(body)
 
     def _admit(self, scope: Scope) -> None:
-        if scope["path"] in self._free:
-            return
         tenant = self._keys.tenant(_header(scope, b"authorization"))
         if tenant is None:
             told = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"

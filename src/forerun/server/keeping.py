@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 from forerun.decoding.engine import Engine
 from forerun.drafters.recipes import trie_of
@@ -37,7 +38,7 @@ def keep(engine: Engine, told: ServerSettings, namespaces: Namespaces, tenants: 
 
     def places(name: str) -> list[str]:
         for tenant in tenants:
-            namespaces.inside(tenant, name)
+            namespaces.take(tenant, name)
         return list(dict.fromkeys(namespaces.learning(tenant, name) for tenant in tenants))
 
     def encode(text: str) -> list[int]:
@@ -53,7 +54,10 @@ def keep(engine: Engine, told: ServerSettings, namespaces: Namespaces, tenants: 
         return None
     folder = Folder(told.index, fingerprint(tokenizer))
     try:
-        fresh = fill(trie, encode, folder.read(), told.warm, places, told.warm_seconds)
+        kept = folder.read()
+        for place in chain.from_iterable(content.namespaces for content in kept):
+            namespaces.known(place, tenants)
+        fresh = fill(trie, encode, kept, told.warm, places, told.warm_seconds)
     except BaseException:
         folder.close()
         raise

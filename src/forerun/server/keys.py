@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import threading
 from collections.abc import Sequence
 
 ALL = "default"
@@ -65,18 +66,30 @@ class Namespaces:
     def __init__(self, limit: int, share: bool = False) -> None:
         self._limit, self._share = limit, share
         self._names: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
 
     def inside(self, tenant: str, name: str) -> str:
-        """A name inside a tenant's own.
+        """A name inside a tenant's own."""
+        return f"{tenant}/{name}"
+
+    def take(self, tenant: str, name: str) -> None:
+        """A tenant uses a name.
 
         Raises:
             ValueError: if it is new, and the tenant has as many as it may.
         """
-        names = self._names.setdefault(tenant, set())
-        if name not in names and len(names) >= self._limit:
-            raise ValueError(f"there are {len(names)} namespaces already, as many as may be; use one of them")
-        names.add(name)
-        return f"{tenant}/{name}"
+        with self._lock:
+            names = self._names.setdefault(tenant, set())
+            if name not in names and len(names) >= self._limit:
+                raise ValueError(f"there are {len(names)} namespaces already, as many as may be; use one of them")
+            names.add(name)
+
+    def known(self, place: str, tenants: Sequence[str]) -> None:
+        """Outputs are kept in a place (``learning``) from before: whose place it is has used that name."""
+        whose, _, name = place.partition("/")
+        for tenant in tenants:
+            if whose in (tenant, TOGETHER):
+                self._names.setdefault(tenant, set()).add(name)
 
     def learning(self, tenant: str, name: str) -> str:
         """Where outputs under a tenant's name are kept, and drafts come from."""

@@ -127,8 +127,9 @@ class Form(ABC):
         """The event that says what was used."""
         return self._event([], usage)
 
-    def fold(self, deltas: Sequence[Delta], texts: int, usage: Usage) -> dict[str, Any]:
-        """The answer in one piece, out of all that a stream would have sent."""
+    def fold(self, deltas: Sequence[Delta], texts: int, usage: Usage) -> str:
+        """The answer in one piece, out of all that a stream would have sent. Its texts become JSON one by one: while
+        one does, no other thread runs."""
         parts: list[list[str]] = [[] for _ in range(texts)]
         finish: list[Finish | None] = [None] * texts
         told: list[list[Told] | None] = [None] * texts
@@ -138,7 +139,10 @@ class Form(ABC):
             if delta.told is not None:
                 told[delta.index] = [*(told[delta.index] or ()), *delta.told]
         choices = [self._choice(i, "".join(parts[i]), finish[i], told[i]) for i in range(texts)]
-        return self._dump(self.whole, choices, {"usage": usage})
+        whole = ",".join(_compact(choice.model_dump(mode="json", exclude_unset=True)) for choice in choices)
+        rest = self._dump(self.whole, [], {"usage": usage})
+        del rest["choices"]
+        return f'{_compact(rest)[:-1]},"choices":[{whole}]}}'
 
     def _event(self, choices: Any, usage: Usage | None, trace: Trace | None = None) -> str:
         more = ({"usage": usage} if self.usage else {}) | ({"forerun": trace} if trace else {})
@@ -205,4 +209,8 @@ def usage_of(requests: Sequence[Request], prompts: int) -> Usage:
 
 def event(body: dict[str, Any]) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
+    return f"data: {_compact(body)}\n\n"
+
+
+def _compact(body: dict[str, Any]) -> str:
+    return json.dumps(body, separators=(",", ":"))

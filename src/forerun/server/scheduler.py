@@ -11,7 +11,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from forerun.caches.placement import NoRoomError
 from forerun.core.memory import give_back
@@ -20,6 +19,8 @@ from forerun.decoding.batch import Batch
 from forerun.decoding.commit import Commit
 from forerun.decoding.engine import Engine
 from forerun.decoding.pace import Pace
+from forerun.parallel.channel import ParallelError
+from forerun.server.limits import Limits
 from forerun.server.room import Room, TieredRoom
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.waiting import QueueFullError, Waiting
@@ -39,31 +40,6 @@ each step brings in all that was read before."""
 
 POLL = 0.01
 """Seconds between two looks for memory that another user of the engine has."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a scheduler takes on.
-
-    Attributes:
-        memory: bytes of keys and values of all running requests, at most; an engine's ``tiers`` have their own limits.
-        rows: requests that run at once, at most.
-        waiting: requests that wait, at most.
-        step: tokens of texts that a step reads, at most; see ``Batch``.
-
-    Raises:
-        ValueError: for a limit under 1 (``waiting``: under 0).
-    """
-
-    memory: int
-    rows: int = 16
-    waiting: int = 128
-    step: int = 256
-
-    def __post_init__(self) -> None:
-        for name, least in (("memory", 1), ("rows", 1), ("waiting", 0), ("step", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
 
 class Scheduler:
@@ -87,6 +63,8 @@ class Scheduler:
         self._durations: deque[float] = deque(maxlen=RECENT)
         self.on_finished: Callable[[Request], None] = lambda request: None
         """Called in the scheduler's thread with each request that has ended by itself; must return at once."""
+        self.on_failed: Callable[[], None] = lambda: None
+        """Called in the scheduler's thread if it cannot go on: all requests have ended, and it takes no more."""
         self._thread = threading.Thread(target=self._work, name="forerun-scheduler", daemon=True)
         self._thread.start()
 
@@ -193,6 +171,24 @@ class Scheduler:
         return max(1.0, mean / self.limits.rows)
 
     def _work(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            log.critical("the server cannot go on; it takes no more requests", exc_info=error)
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """End everybody: nobody would ever be served."""
+        with self._changed:
+            self._closing = True
+            left = [*self._running.values(), *self._waiting]
+            self._running, self._waiting = {}, Waiting()
+        for ticket in left:
+            ticket.request.fail(error)
+            ticket.end("error")
+        self.on_failed()
+
+    def _serve(self) -> None:
         stepped = False
         while True:
             with self._changed:
@@ -257,6 +253,8 @@ class Scheduler:
     def _step(self) -> None:
         try:
             commits = self._batch.step()
+        except ParallelError:
+            raise  # the processes that hold the model are out of step for good
         except Exception as error:
             log.exception("a step failed; the requests that ran in it end")
             self._batch.close()
@@ -272,6 +270,9 @@ class Scheduler:
                 self._end(ticket, "cancelled")
             elif commit.request.finish_reason is not None:
                 self._end(ticket, "finished" if commit.request.error is None else "error")
+        for commit in commits:
+            if isinstance(commit.request.error, ParallelError):
+                raise commit.request.error
 
     def _tell(self, ticket: Ticket, commit: Commit) -> bool:
         """Whether the client takes its tokens; one that cannot must not stop the others."""

@@ -22,9 +22,10 @@ from forerun.server.encoder import Encoder
 from forerun.server.errors import ApiError
 from forerun.server.keys import Namespaces
 from forerun.server.likelihood import Teller
+from forerun.server.limits import Limits
 from forerun.server.metrics import Meter, Metrics
 from forerun.server.post import Post
-from forerun.server.scheduler import Limits, Scheduler
+from forerun.server.scheduler import Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
 
@@ -134,6 +135,7 @@ class Service:
                 }
                 (request,) = self.engine.requests([ids], max_new_tokens=tokens, **options)
                 built.append(self._stopping(request, asked.stops))
+        self._namespaces.take(tenant, asked.forerun.namespace)  # last: what is refused takes no name
         return built
 
     def _budget(self, wanted: Extension) -> int | None:

@@ -20,7 +20,7 @@ from pydantic_settings import (
 )
 
 from forerun.caches.placement import KVMemory
-from forerun.server.scheduler import Limits
+from forerun.server.limits import Limits
 
 PREFIX = "FORERUN_"
 SHARE = 0.5

@@ -55,7 +55,7 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
         for passage in passages(file):
             found = True
             try:
-                names.inside("", passage.namespace)
+                names.take("", passage.namespace)
             except ValueError as error:
                 raise ValueError(f"{file}:{passage.line} has namespace {passage.namespace!r}: {error}") from None
         if not found:
