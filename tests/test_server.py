@@ -32,6 +32,8 @@ from forerun.decoding.engine import Engine
 from forerun.index import file as trie_file
 from forerun.model.load import load
 from forerun.server.answers import StopStrings
+from forerun.server.app import create_app
+from forerun.server.drain import DrainingServer
 from forerun.server.keys import Keys
 from forerun.server.limits import Limits
 from forerun.server.replies import TextForm
@@ -422,6 +424,18 @@ def test_a_whole_answer_is_built_beside_the_event_loop(house: House, monkeypatch
     assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in told["choices"])
     assert told["usage"]["completion_tokens"] == 16 and told["object"] == "text_completion"
     assert threads and house.thread not in threads
+
+
+def test_a_scheduler_that_cannot_go_on_ends_the_server(engine: Engine) -> None:
+    app = create_app(engine, ServerSettings(), Limits(1 << 30))
+    server = DrainingServer(app, "127.0.0.1", 0, 1.0, 8)
+    scheduler = app.state.service.scheduler
+    try:
+        assert not server.should_exit and not server.failed
+        scheduler.on_failed()
+        assert server.should_exit and server.failed
+    finally:
+        scheduler.close()
 
 
 # --- tenants
