@@ -15,6 +15,8 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.drafters.base import Drafter
 from forerun.drafters.chooser import Chooser
+from forerun.plan.calibration import LOWEST, odds_of
+from forerun.plan.chains import Chains
 from forerun.plan.costs import CostCurve
 
 RIGHT, WRONG = 7, 9
@@ -207,3 +209,15 @@ def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:
     for request in requests:
         fresh.begin(request)
     assert not any(map(len, fresh.propose_batch(requests, 64)))  # it has to see plain steps first
+
+
+def test_a_model_whose_chances_are_no_numbers_counts_as_unsure() -> None:
+    assert odds_of(float("nan")) == LOWEST
+    request, chains = Request([1, 2], 9), Chains()
+    chains.begin(request)
+    chains.open([request], 0.5)
+    assert chains.enough(request, float("nan"))
+    for _ in range(3):
+        chains.enough(request, 0.9)
+    chains.count(request, 0, 3)
+    assert chains._table.seen.sum() == 1 and all(np.isfinite(column).all() for column in chains._table)

@@ -266,6 +266,15 @@ def pieces(tokenizer: PreTrainedTokenizerFast, prompt: list[int], tokens: list[i
     return shown + [piece.text for piece in detokenizer.flush()]
 
 
+def test_a_run_of_bytes_is_decoded_as_a_whole_wherever_the_text_begins() -> None:
+    vocabulary = {"<unk>": 0, "a": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    character = [2 + byte for byte in "\u0f00".encode()]
+    assert "".join(pieces(tokenizer, [1, *character * 3], [*character, 1])) == "\u0f00a"
+
+
 def test_characters_of_several_tokens_come_whole() -> None:
     tokenizer, text = small_tokenizer(), "naïve 中文 🎉 again"
     tokens = tokenizer(text)["input_ids"]

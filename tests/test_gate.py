@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers
 from tiny import ARCHITECTURES, tiny
+from tiny import build as tiny_of
 
+from forerun.kernels import vector
 from forerun.kernels.attention import AttentionSpec
-from forerun.model import gate, scorer
+from forerun.model import gate, parts, scorer
 from forerun.model.gate import UnsupportedModelError
 
 
@@ -131,3 +133,36 @@ def test_a_model_keeps_its_own_attention_after_a_pass() -> None:
     gate.check(model)
     assert model.config._attn_implementation == before
     assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("class_name", "extra"),
+    [
+        ("PhimoeForCausalLM", {"sliding_window": 40}),
+        (
+            "Qwen2MoeForCausalLM",
+            {"shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 40},
+        ),
+    ],
+)
+def test_a_window_that_is_in_the_mask_alone_is_refused(class_name: str, extra: dict[str, Any]) -> None:
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    with pytest.raises(UnsupportedModelError, match="sees 40 tokens by its mask alone"):
+        gate.admit(tiny_of(class_name, {**experts, **extra}, 0))
+    gate.admit(tiny_of(class_name, {**experts, **extra, "use_sliding_window": False, "sliding_window": None}, 0))
+
+
+def test_layers_of_different_sizes_are_no_program() -> None:
+    model = build("LlamaForCausalLM", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    assert parts.known(model) == vector.fused()
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(64, 4096, bias=False) for _ in range(2))
+    mlp.down_proj = torch.nn.Linear(4096, 64, bias=False)
+    assert not parts.known(model)
+    assert type(gate.admit(model)) is scorer.Scorer
+
+
+def test_a_cap_that_a_model_does_not_apply_is_not_applied() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = build("Gemma3ForCausalLM", head_dim=16, attn_logit_softcapping=50.0, **shape)
+    assert [layer.spec.softcap for layer in parts.layers(model)] == [None]

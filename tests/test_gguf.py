@@ -293,6 +293,32 @@ def test_what_transformers_would_leave_out_is_refused(tmp_path: Path) -> None:
     assert "scales its rotary positions (rope_freqs.weight)" in refused(write(tmp_path / "b.gguf", change=factors))
 
 
+def test_biases_that_transformers_would_leave_out_are_refused(tmp_path: Path) -> None:
+    def biased(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))
+
+    assert "has blk.0.attn_q.bias, which transformers leaves out" in refused(write(tmp_path / "a.gguf", change=biased))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda writer: writer.add_string("general.alignment", "x"), "general.alignment is 'x'"),
+        (lambda writer: writer.add_float32("general.alignment", float("inf")), "general.alignment is inf"),
+        (lambda writer: writer.add_float32("general.alignment", float("nan")), "general.alignment is nan"),
+        (lambda writer: writer.add_string("split.count", "two"), "split.count is 'two'"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path: Path, change: Any, told: str) -> None:
+    assert told in refused(write(tmp_path / "a.gguf", change=change))
+
+
+def test_arrays_in_arrays_without_end_are_refused(damaged: Callable[[bytes], Path]) -> None:
+    name = b"deep"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(name)) + name + struct.pack("<I", 9)
+    assert "is damaged or cut off" in refused(damaged(head + struct.pack("<IQ", 9, 1) * 5000))
+
+
 def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
     part = write(tmp_path / "m.gguf", change=lambda writer: writer.add_uint16("split.count", 3))
     assert "is one of 3 parts; merge them" in refused(part)

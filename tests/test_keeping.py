@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
 import os
@@ -537,3 +538,21 @@ def test_names_that_outputs_are_kept_under_count_after_a_restart() -> None:
     names.take("b", "five")
     with pytest.raises(ValueError, match="2 namespaces already"):
         names.take("b", "six")
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, write, tried = Trie(), trie_file.write, []
+    for name in ("large", "small"):
+        trie.warm(name, [text(1)])
+
+    def full(path: Path, *given: Any) -> None:
+        tried.append(path)
+        if len(tried) == 1:
+            raise OSError(errno.ENOSPC, "no space is left")
+        write(path, *given)
+
+    monkeypatch.setattr(trie_file, "write", full)
+    with pytest.raises(OSError, match="no space is left"):
+        folder.save(trie)
+    assert len(tried) == 2 and len(stamps(folder)) == 1
+    assert folder.save(trie) == 1 and len(stamps(folder)) == 2

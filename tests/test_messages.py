@@ -127,3 +127,19 @@ def test_messages_need_a_tokenizer_with_a_template() -> None:
         encode([USER], None)
     with pytest.raises(ValueError, match="the tokenizer has no chat template; give text instead"):
         encode([USER], chat_tokenizer(None))
+
+
+def test_what_a_mask_leaves_out_of_lists_is_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = ["again", "again and the fox"]
+    tokenizer.pad_token = tokenizer.eos_token
+    for side in ("left", "right"):
+        tokenizer.padding_side = side
+        wanted = [tokenizer(text)["input_ids"] for text in texts]
+        assert encode(tokenizer(texts, padding=True), tokenizer) == wanted
+        assert encode(tokenizer(texts, padding=True, return_tensors="pt"), tokenizer) == wanted
+    assert encode(tokenizer(texts[0]), tokenizer) == wanted[:1]
+    assert encode([[0, 0, 5], [3, 4]], None, [[0, 1, 1], [1, 1]]) == [[0, 5], [3, 4]]
+    with pytest.raises(ValueError, match=r"attention_mask has rows of \[2\] and the ids of \[3\]"):
+        encode([[0, 0, 5]], None, [[1, 1]])
+    with pytest.raises(ValueError, match="is for token ids"):
+        encode("again", tokenizer, [[1]])

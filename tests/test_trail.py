@@ -6,12 +6,14 @@ import random
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from forerun.index.arrays import Index
 from forerun.index.board import Facts
 from forerun.index.contexts import count
 from forerun.index.foresight import look_around
+from forerun.index.history import UNWRITTEN
 from forerun.index.place import Place, ingest
 from forerun.index.spelling import spellings
 from forerun.index.tables import OUTPUT, OWN, PROMPT, RecordArray
@@ -110,6 +112,15 @@ def test_a_node_has_the_trails_that_are_heard() -> None:
     nodes[0, PROMPT].resumed = HEARD
     branch(nodes, 0, 1)
     assert nodes[1, PROMPT] == nodes[0, PROMPT]
+
+
+def test_nothing_of_what_stood_on_a_node_before_goes_on() -> None:
+    index, trails, _ = prompt_of([10, 11, 12])
+    nodes = np.concatenate([trails, trails])
+    nodes[1, PROMPT].spelled, nodes[1, PROMPT].resumed, nodes[1, PROMPT].prompt_end = 1, HEARD + 1, 99
+    branch(nodes, 0, 1)
+    follow_trails(index, nodes, 1, 5)
+    assert nodes[1, PROMPT].position == 0
 
 
 def steps_of(trie: Trie, request: int, prompt: list[int], answer: list[int]) -> int:
@@ -234,3 +245,10 @@ def test_a_context_with_a_crossings_hash_is_no_crossing() -> None:
         look_around(index, trails[0, PROMPT], PROMPT, hashed, facts)
         known = {way for way in range(WAYS) if facts.ways[PROMPT, way] != facts.ways[PROMPT, 0]}
         assert known == (set() if token == 5000 else {1})
+
+
+def test_a_tokenizer_that_cannot_write_a_quote_has_no_spellings() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"▁do": 0, "▁re": 1, "mi": 2}))
+    assert (spellings(tokenizer) == UNWRITTEN).all()
+    trie = Trie()
+    trie.spell(tokenizer)

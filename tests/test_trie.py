@@ -754,3 +754,10 @@ def test_a_missing_file_or_folder_is_an_os_error(tmp_path: Path) -> None:
         Trie().load(tmp_path / "nothing")
     with pytest.raises(OSError, match="not saved"):
         Trie().save(tmp_path / "nowhere" / "trie")
+
+
+def test_a_request_that_begins_with_nothing_may_go_on() -> None:
+    trie = Trie()
+    trie.begin(1, "n", [], expected=0)
+    trie.extend(1, [5, 6, 7])
+    assert trie._live[1].own.tokens >= 3

@@ -77,18 +77,25 @@ class Folder:
         are gone; how many were written.
 
         Raises:
-            OSError: if a file cannot be written; it is as it was, and is tried again by the next call.
+            OSError: if a file cannot be written; it is as it was, and is tried again by the next call. The others are
+                written.
         """
-        changes, written = store.changes(), 0
+        changes, written, failed = store.changes(), 0, None
         for name in self._written.keys() - changes.keys():
             self._file(name).unlink(missing_ok=True)
             del self._written[name]
         for name, number in changes.items():
             if self._written.get(name) != number:
                 texts, learned = store.snapshot(name)
-                trie_file.write(self._file(name), {name: texts}, learned, self._vocabulary)
+                try:
+                    trie_file.write(self._file(name), {name: texts}, learned, self._vocabulary)
+                except OSError as error:
+                    failed = failed or error
+                    continue
                 self._written[name] = number
                 written += 1
+        if failed is not None:
+            raise failed
         return written
 
     def close(self) -> None:

@@ -34,13 +34,17 @@ def spellings(tokenizer: Tokenizer) -> Int32Array:
     The tables of the last four tokenizers are cached, since a tokenizer does not change.
 
     Returns:
-        int32 ``[vocabulary, LONGEST_WORD]``, padded with ``UNWRITTEN``; a token without a spelling has padding only.
+        int32 ``[vocabulary, LONGEST_WORD]``, padded with ``UNWRITTEN``; a token without a spelling has padding only. So
+        have all where the tokenizer cannot encode a quote.
     """
     table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
     spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
     words = [word.lstrip(" ") for word in tokenizer.decode_batch([[number] for number in spaced])]
-    quote = tokenizer.encode(QUOTE, add_special_tokens=False).ids
-    quoted = tokenizer.encode_batch([QUOTE + word for word in words], add_special_tokens=False)
+    try:
+        quote = tokenizer.encode(QUOTE, add_special_tokens=False).ids
+        quoted = tokenizer.encode_batch([QUOTE + word for word in words], add_special_tokens=False)
+    except Exception:  # tokenizers raises nothing more special
+        return table
     for number, word, encoding in zip(spaced, words, quoted, strict=True):
         spelled = encoding.ids[len(quote) :]
         apart = encoding.ids[: len(quote)] == quote

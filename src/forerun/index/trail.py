@@ -216,7 +216,7 @@ def branch(trails: RecordArray, above: int, node: int) -> None:
     A trail that is not heard yet is left out: within the depth of a draft it would hardly be.
     """
     for row in range(2):
-        trails[node, row].position = 0
+        trails[node, row].position = trails[node, row].spelled = 0  # else what stood here before would go on
         if trails[above, row].position != 0 and trails[above, row].resumed >= HEARD:
             trails[node, row] = trails[above, row]
 

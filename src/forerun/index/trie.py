@@ -94,7 +94,7 @@ class Trie(Store):
             raise ValueError(f"request {request_id} has begun already")
         tokens = checked(prompt)
         kept = tokens[-self.config.prompt_capacity :]
-        room = len(kept) + min(expected, 4096)
+        room = max(1, len(kept) + min(expected, 4096))
         space = self._shared.open(namespace)
         space.make_room(0)
         own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(len(kept))

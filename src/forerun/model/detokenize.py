@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 8
-"""Prompt tokens that are decoded together with the text: some tokenizers drop the space before the first word."""
+"""Prompt tokens that are decoded together with the text, at least: some tokenizers drop the space before the first
+word, and some decode a run of bytes as a whole."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -30,7 +31,10 @@ class Detokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt[-CONTEXT:])
+        start = max(0, len(prompt) - CONTEXT)
+        while start and _is_byte(tokenizer, prompt[start]):
+            start -= 1
+        self._ids = [int(token) for token in prompt[start:]]
         self._start, self._read = 0, len(self._ids)
         self._drafted = True
 
@@ -62,3 +66,9 @@ class Detokenizer:
         text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def _is_byte(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether a token is a byte of a character that the vocabulary lacks, as in ``<0xE4>``."""
+    word = tokenizer.convert_ids_to_tokens(int(token))
+    return isinstance(word, str) and word.startswith("<0x") and word.endswith(">")

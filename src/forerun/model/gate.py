@@ -17,6 +17,7 @@ from forerun.caches.full import FullCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.model.implementations import experts, switched
+from forerun.model.inputs import position_limit
 from forerun.model.layout import lay_out
 from forerun.model.native import native
 from forerun.model.scorer import Scorer
@@ -138,9 +139,22 @@ def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) ->
     scorer.score(first, caches)
     if not all(cache.layers for cache in caches):
         raise _PassError(FOREIGN)
+    _check_windows(scorer.model, caches[0])
     for cache, block in zip(caches, first, strict=True):
         cache.commit(block, [])
     return scorer.score([Block(np.array(prompt[4:]), tree, 4) for prompt in prompts], caches)
+
+
+def _check_windows(model: PreTrainedModel, cache: FullCache) -> None:
+    """Refuse a model whose window is in its mask alone: the texts here are too short to show that it is missing."""
+    config = model.config.get_text_config(decoder=True)
+    window, limit = getattr(config, "sliding_window", None), position_limit(model)
+    if not window or (limit is not None and window >= limit):
+        return
+    kinds = getattr(config, "layer_types", None)
+    for layer, spec in cache.specs.items():
+        if spec.window is None and (kinds is None or kinds[layer] == "sliding_attention"):
+            raise _PassError(f"layer {layer} sees {window} tokens by its mask alone, and masks are not looked at")
 
 
 def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> float:

@@ -37,6 +37,8 @@ NEEDED = ("gguf", "accelerate")
 """Packages that transformers needs to read GGUF files."""
 DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 """Vocabularies that split numbers into digits before merging, which transformers does not know."""
+UNBIASED = ("llama", "mistral")
+"""Architectures whose models transformers builds without biases, whatever a GGUF file has."""
 
 _SCALARS = dict(enumerate("BbHhIif?", 0)) | dict(enumerate("Qqd", 10))
 _STRING, _ARRAY = 8, 9
@@ -75,7 +77,7 @@ class Header:
     @property
     def data(self) -> int:
         """Offset of the data in bytes."""
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment: int = self.metadata.get("general.alignment", 32)
         return -(-self.end // alignment) * alignment
 
 
@@ -108,7 +110,7 @@ def read_header(file: Path) -> Header:
         with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Reader(data, len(MAGIC)).header()
-            except (struct.error, IndexError, ValueError, OverflowError, ZeroDivisionError) as error:
+            except (struct.error, IndexError, ValueError, OverflowError, ZeroDivisionError, RecursionError) as error:
                 raise ValueError(f"the header of {file} is damaged or cut off: {error}") from error
 
 
@@ -184,6 +186,12 @@ def _check_content(file: Path, header: Header) -> None:
         raise ValueError(f"{file} has no tokenizer (tokenizer.ggml.tokens)")
     if not header.tensors:
         raise ValueError(f"{file} has no weights: there is no tensor in it")
+    bias = next((name for name in header.tensors if name.endswith(".bias")), None)
+    if bias is not None and header.architecture in UNBIASED:
+        raise ValueError(
+            f"{file} has {bias}, which transformers leaves out of GGUF files of {header.architecture}: the model would "
+            "be another one; give the folder of its safetensors"
+        )
     scaling = metadata.get(f"{header.architecture}.rope.scaling.type", "none")
     factors = next((name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))), None)
     if header.architecture != "gpt-oss" and (scaling != "none" or factors is not None):
@@ -228,8 +236,9 @@ class _Reader:
         for _ in range(entries):
             key = self.string()
             self.metadata[key] = self.value(*self.take("I"))
-        if self.metadata.get("general.alignment", 32) < 1:
-            raise ValueError(f"general.alignment is {self.metadata['general.alignment']}")
+        for name in ("general.alignment", "split.count"):
+            if type(number := self.metadata.get(name, 1)) is not int or (number < 1 and name == "general.alignment"):
+                raise ValueError(f"{name} is {number!r}; it must be a whole number")
         described = dict(self.tensor() for _ in range(tensors))
         return Header(self.metadata, described, self.at)
 

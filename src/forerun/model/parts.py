@@ -23,6 +23,8 @@ CHANGING = frozenset({"dynamic", "longrope"})
 """Rotary scalings in which angles depend on the length of the text."""
 SOURCES = ("transformers.", "torch.nn.modules.", StoredLinear.__module__)
 """Modules' classes must come from these packages."""
+MATRICES = 7
+"""Of a layer."""
 ANGLES = 256
 """Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
 
@@ -109,14 +111,17 @@ def _plain(model: PreTrainedModel) -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Whether rows are whole vectors, and either all matrices are plain linear layers or all are stored ones."""
+    """Whether rows are whole vectors, all layers are alike, and either all matrices are plain linear layers or all are
+    stored ones."""
     whole = LINE // model.dtype.itemsize
     linears: list[Any] = [*_linears(model)]
+    sizes = [(module.in_features, module.out_features) for module in linears[:-1]]
     kind = StoredLinear if model.dtype == torch.float32 and type(model.lm_head) is StoredLinear else nn.Linear
     heads = {part.head_dim for part in (layer.attention for layer in layers(model))}
     head: Any = model.lm_head
     return (
         all(type(module) is kind and module.in_features % whole == 0 for module in linears)
+        and sizes == sizes[:MATRICES] * (len(sizes) // MATRICES)
         and len(heads) == 1
         and not any(dim % LANES for dim in heads)
         and head.bias is None
@@ -138,9 +143,7 @@ def _scalings(rotary: Any) -> list[str]:
 def _layer(layer: Any, config: Any) -> Layer:
     part = layer.self_attn
     own = config.sliding_window if config.model_type == "mistral" else None
-    spec = AttentionSpec(
-        part.scaling, getattr(part, "sliding_window", own), getattr(part, "attn_logit_softcapping", None)
-    )
+    spec = AttentionSpec(part.scaling, getattr(part, "sliding_window", own))  # none of them caps scores
     kind = part.layer_type if config.model_type == "gemma3_text" else None
     if hasattr(layer, "pre_feedforward_layernorm"):
         norms = (layer.post_attention_layernorm, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm)

@@ -23,9 +23,7 @@ Prompts = (
 """Text, token ids, messages, several of any of them, a tensor ``[t]`` or ``[B, t]``, or a tokenizer's output."""
 
 
-def encode(
-    prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attention_mask: torch.Tensor | None = None
-) -> list[list[int]]:
+def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attention_mask: Any = None) -> list[list[int]]:
     """Token ids of each prompt, without padding.
 
     Raises:
@@ -42,6 +40,8 @@ def encode(
         return encode(prompts["input_ids"], tokenizer, prompts.get("attention_mask", attention_mask))
     if isinstance(prompts, torch.Tensor):
         return _from_tensor(prompts, attention_mask)
+    if attention_mask is not None:
+        return _from_lists(prompts, attention_mask)
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
         return [_encode_one(prompts, tokenizer)]
     if not len(prompts):
@@ -75,6 +75,17 @@ def _encode_conversations(conversations: Sequence[Any], tokenizer: PreTrainedTok
         except (TypeError, ValueError) as error:
             raise type(error)(f"in conversation {place}, {error}") from None
     return [apply_template(conversation, tokenizer) for conversation in conversations]
+
+
+def _from_lists(prompts: Any, mask: Any) -> list[list[int]]:
+    kept = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
+    if isinstance(prompts, str) or not len(prompts):
+        raise ValueError("an attention_mask is for token ids, and the prompt is text or empty")
+    rows, keeps = ([prompts], [kept]) if isinstance(prompts[0], int) else (list(prompts), kept)
+    ids = [_encode_one(row, None) for row in rows]
+    if [*map(len, keeps)] != [*map(len, ids)]:
+        raise ValueError(f"attention_mask has rows of {[*map(len, keeps)]} and the ids of {[*map(len, ids)]}")
+    return [[token for token, keep in zip(row, own, strict=True) if keep] for row, own in zip(ids, keeps, strict=True)]
 
 
 def _from_tensor(ids: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:

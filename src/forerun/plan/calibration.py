@@ -64,9 +64,9 @@ def chance_of(odds: float) -> float:
 
 @compiled
 def odds_of(chance: float) -> float:
-    """The log-odds of a probability, within the range of the groups."""
+    """The log-odds of a probability, within the range of the groups; the lowest for what is no number."""
     furthest = 1.0 / (1.0 + math.exp(-_FURTHEST))
-    within = min(max(chance, 1.0 - furthest), furthest)
+    within = min(chance, furthest) if chance > 1.0 - furthest else 1.0 - furthest
     return min(max(math.log(within / (1.0 - within)), float(LOWEST)), float(HIGHEST))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from forerun.core.request import FinishReason, Request
-from forerun.model.detokenize import CONTEXT, Detokenizer
+from forerun.model.detokenize import Detokenizer
 from forerun.server.likelihood import Told
 from forerun.server.trace import Trace
 
@@ -92,7 +92,7 @@ class Writer:
     """
 
     def __init__(self, tokenizer: Any, request: Request, stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.prompt[-CONTEXT:].tolist())
+        self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._stops = StopStrings(stops)
 
     @property
