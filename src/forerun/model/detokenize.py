@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from forerun.core.tree import IntArray
+
 CONTEXT = 8
 """Prompt tokens that are decoded together with the text, at least: some tokenizers drop the space before the first
 word, and some decode a run of bytes as a whole."""
@@ -29,7 +31,7 @@ class Detokenizer:
     it ends inside a character, it waits for more tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] | IntArray) -> None:
         self._tokenizer = tokenizer
         start = max(0, len(prompt) - CONTEXT)
         while start and _is_byte(tokenizer, prompt[start]):

@@ -155,7 +155,8 @@ def free_port() -> int:
         OSError: if there is none.
     """
     first = os.getpid() % len(PORTS)
-    for port in (*PORTS[first:], *PORTS[:first]):
+    ports: list[int] = [*PORTS[first:], *PORTS[:first]]
+    for port in ports:
         with socket.socket() as one:
             try:
                 one.bind(("127.0.0.1", port))
