@@ -256,7 +256,8 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
 
 @NATIVE
 def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
-    _, away = engines(model())
+    kv = Engine(model(), "none").target.kv
+    away = Engine(model(), "none", kv_memory=KVMemory(least(kv, 300)))
     assert away.tiers is not None
     with torch.inference_mode():
         cache = away.tiers.cache(300)

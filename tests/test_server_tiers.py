@@ -501,6 +501,8 @@ def test_the_command_builds_it_and_says_what_is_not_shared(
     built: list[Engine] = []
 
     class Served:
+        failed = False
+
         def __init__(self, app: Any, *told: Any) -> None:
             built.append(app.state.service.engine)
             app.state.service.scheduler.close()

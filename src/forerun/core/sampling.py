@@ -179,7 +179,8 @@ class Sampler:
         """
         seed = _mix(self.seed & _MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
-        if not (processor is None or self.rowwise or self.anywhere or isinstance(processor, OnTrial)):
+        known = isinstance(processor, InTurn) and (processor.rowwise or processor.anywhere)
+        if not (processor is None or known or isinstance(processor, OnTrial)):
             processor = OnTrial(processor)
         constraint = None if self.constraint is None else self.constraint.on_trial()
         return replace(self, seed=seed, processor=processor, constraint=constraint)
