@@ -126,9 +126,24 @@ def sharded_logits(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def measured(model: PreTrainedModel) -> dict[str, Any]:
-    """With passes that rank 0 times."""
+    """With passes that rank 0 times, for drafters that ask for that at different places."""
     timing.measure = MEASURE
-    return {"generated": recipe(model, "auto")["generated"]}
+    names = ["auto", "triforce-trie"]
+    found = []
+    for name in names:
+        timing._measured.clear()
+        found.append(recipe(model, name)["generated"])
+    return {"generated": found}
+
+
+def unsayable(model: PreTrainedModel) -> dict[str, Any]:
+    """Rank 0 finds what no message can hold; then all go on."""
+    engine = Engine(model, "none")
+    try:
+        engine.target.led(lambda: {object()})
+    except (TypeError, forerun.ParallelError) as error:
+        return {"error": type(error).__name__, "generated": engine.generate(PROMPTS, max_new_tokens=3).generated}
+    return {"error": None}
 
 
 def refused(model: PreTrainedModel) -> dict[str, Any]:
@@ -216,6 +231,7 @@ CASES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "beginnings": beginnings,
     "sharded logits": sharded_logits,
     "measured": measured,
+    "unsayable": unsayable,
     "refused": refused,
     "heads": heads,
     "interrupted": interrupted,

@@ -51,7 +51,8 @@ def run(folder: Path, *groups: list[str]) -> Found:
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("two")
-    cases = [*QUICK, "decided", "beginnings", "sharded logits", "measured", "interrupted", "heads", "refused"]
+    cases = [*QUICK, "decided", "beginnings", "sharded logits", "measured", "unsayable"]
+    cases += ["interrupted", "heads", "refused"]
     return run(folder, ["llama", *cases], *(["llama", event] for event in EVENTS))
 
 
@@ -100,7 +101,13 @@ def test_beginnings_are_shared_on_every_rank(two: Found) -> None:
 
 def test_rank_0_measures_what_passes_cost(two: Found) -> None:
     first, second = both(two, "measured")
-    assert first["generated"] == second["generated"] == ranks.recipe(tiny("llama"), "none")["generated"]
+    assert first["generated"] == second["generated"] == [ranks.recipe(tiny("llama"), "none")["generated"]] * 2
+
+
+def test_what_rank_0_cannot_tell_leaves_nobody_waiting(two: Found) -> None:
+    first, second = both(two, "unsayable")
+    assert (first["error"], second["error"]) == ("TypeError", "LeaderError")
+    assert first["generated"] == second["generated"]
 
 
 def test_each_rank_keeps_its_own_heads_and_knows_the_whole_vocabulary(two: Found) -> None:

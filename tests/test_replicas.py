@@ -23,11 +23,14 @@ from house import PATIENCE
 from starlette.types import Message
 
 from forerun.core.request import Request
+from forerun.replicas import cluster
 from forerun.replicas.beginnings import BLOCK, Places, digests, preferred
-from forerun.replicas.exchange import SILENT, Exchange, News, Text, Trader
+from forerun.replicas.exchange import SILENT, SLICE, Exchange, News, Text, Trader
 from forerun.replicas.front import TRIES, Front, merged
 from forerun.replicas.messages import Asked, Start
 from forerun.replicas.replica import played
+from forerun.replicas.resources import Node, Resources, share
+from forerun.server.settings import ServerSettings
 
 BOOK = "It was a bright cold day, and the clocks were striking. " * 200
 
@@ -77,11 +80,18 @@ def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not() -> None:
     places.remember(long, "one")
     places.remember(short, "two")
     everyone = ["three", "two", "one"]
-    assert preferred(long, everyone, places, lambda each: False) == ["one", "two"]
-    assert preferred(long, everyone, places, lambda each: each == "one") == ["two"]
-    assert preferred(digests("b", body(BOOK)), everyone, places, lambda each: False) == []
+    assert preferred(long, everyone, places, lambda each: 3, 4) == ["one", "two"]
+    assert preferred(long, everyone, places, lambda each: 4 * (each == "one"), 4) == ["two"]
+    assert preferred(digests("b", body(BOOK)), everyone, places, lambda each: 0, 4) == []
     places.keep(["two"])
-    assert preferred(long, everyone, places, lambda each: False) == ["two"]
+    assert preferred(long, everyone, places, lambda each: 0, 4) == ["two"]
+
+
+def test_a_namespace_alone_is_a_reason_for_an_idle_replica_only() -> None:
+    places: Places[str] = Places()
+    places.remember(digests("a", body("Who?")), "one")
+    assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 0, 4) == ["one"]
+    assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 1, 4) == []
 
 
 def test_the_least_recently_used_beginnings_are_forgotten() -> None:
@@ -121,12 +131,21 @@ def test_a_replica_that_is_silent_for_long_is_no_longer_shown() -> None:
 
 
 def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew() -> None:
-    exchange = Exchange(limit=8)
+    exchange = Exchange(limit=2 * text(1).nbytes)
     exchange.trade("one", [text(1), text(2), text(3)], 0, "")
     assert [each.ids for each in exchange.trade("new", [], 0, "").texts] == [[2], [3]]
     restarted = Exchange()
     restarted.trade("one", [text(9)], 3, "")
     assert [each.ids for each in restarted.trade("two", [], 3, "").texts] == [[9]]
+
+
+def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly() -> None:
+    exchange, learned = Exchange(), []
+    one = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60)
+    half = [7] * (SLICE // 2)
+    exchange.trade("two", [text(*half), text(*half), text(3), text(*half * 3), text(4)], 0, "")
+    one.turn()
+    assert [[len(row) for row in rows] for _, rows in learned] == [[SLICE // 2] * 2, [1], [SLICE // 2 * 3], [1]]
 
 
 def ended(*tokens: int, **more: Any) -> Request:
@@ -168,7 +187,7 @@ def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog: pytest.LogCap
 def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forerun.replicas.exchange.OUTBOX", 8)
+    monkeypatch.setattr("forerun.replicas.exchange.OUTBOX", 2 * text(1).nbytes)
     exchange, there = Exchange(), False
 
     def trade(texts: Any, since: int) -> News:
@@ -313,11 +332,44 @@ def test_an_applications_failure_is_raised() -> None:
         asyncio.run(run())
 
 
+# what they get of a cluster
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "processors"),
+    [([8], 2, 4), ([7], 2, 3), ([2], 4, 0.5), ([4, 4], 1, 4), ([4, 4, 4], 2, 4), ([8, 2], 3, 2), ([1], 3, 0.3333)],
+)
+def test_each_replica_gets_as_many_processors_as_all_find_room_for(
+    nodes: list[float], replicas: int, processors: float
+) -> None:
+    assert share([Node(each, 0) for each in nodes], replicas, "auto") == Resources(processors, 0)
+
+
+def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
+    nodes = [Node(8, 2), Node(32, 0)]
+    assert share(nodes, 2, "auto") == share(nodes, 2, "cuda") == Resources(4, 1)
+    assert share(nodes, 2, "cpu") == Resources(16, 0)
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="replicas is 3 and the cluster has 2 GPUs"):
+            share(nodes, 3, device)
+    with pytest.raises(ValueError, match="no processors"):
+        share([Node(0, 0)], 1, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"device": "cuda:1"}, "name it cuda"), ({"port": 0}, "port is 0"), ({"index": "x"}, "index is")],
+)
+def test_settings_that_replicas_do_not_have_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        cluster.check(ServerSettings(ray=True, **wrong))
+
+
 # on Ray
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Two replicas of the bundled model; the address."""
     pytest.importorskip("ray", reason="Ray is not installed")
     with socket.socket() as one:
@@ -380,26 +432,26 @@ def some_process() -> int:
 
 
 @pytest.mark.alone
-def test_replicas_answer_alike_and_one_may_die(cluster: str) -> None:
+def test_replicas_answer_alike_and_one_may_die(address: str) -> None:
     prompts = [f"def number_{i}(a, b):\n    return" for i in range(6)]
-    alone = {prompt: complete(cluster, prompt).json()["choices"][0]["text"] for prompt in prompts}
+    alone = {prompt: complete(address, prompt).json()["choices"][0]["text"] for prompt in prompts}
     with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda prompt: complete(cluster, prompt), prompts))
+        found = list(pool.map(lambda prompt: complete(address, prompt), prompts))
     assert {prompt: each.json()["choices"][0]["text"] for prompt, each in zip(prompts, found, strict=True)} == alone
-    until(lambda: len(replicas(cluster)) == 2)
-    first, second = (complete(cluster, BOOK + end) for end in ("Who?", "Why?"))  # a beginning stays with its replica
+    until(lambda: len(replicas(address)) == 2)
+    first, second = (complete(address, BOOK + end) for end in ("Who?", "Why?"))  # a beginning stays with its replica
     assert first.headers["x-forerun-replica"] == second.headers["x-forerun-replica"]
 
-    before = set(replicas(cluster))
+    before = set(replicas(address))
     with ThreadPoolExecutor(12) as pool:
-        running = [pool.submit(complete, cluster, prompt, 300) for prompt in prompts * 2]
-        streams = [pool.submit(complete, cluster, BOOK, 300, stream=True) for _ in range(2)]
+        running = [pool.submit(complete, address, prompt, 300) for prompt in prompts * 2]
+        streams = [pool.submit(complete, address, BOOK, 300, stream=True) for _ in range(2)]
         time.sleep(0.3)
         os.kill(some_process(), signal.SIGKILL)
         for each in running:  # nothing of them was sent, so another replica answers
             assert each.result().status_code == 200, each.result().text
         for each in streams:
             assert each.result().text.rstrip().endswith("[DONE]") or "replica_lost" in each.result().text
-    until(lambda: len(found := set(replicas(cluster))) == 2 and found != before)
-    (new,) = set(replicas(cluster)) - before
-    until(lambda: replicas(cluster)[new] > 0)  # it begins with what the others have learned
+    until(lambda: len(found := set(replicas(address))) == 2 and found != before)
+    (new,) = set(replicas(address)) - before
+    until(lambda: replicas(address)[new] > 0)  # it begins with what the others have learned

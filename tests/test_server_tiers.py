@@ -477,6 +477,12 @@ def test_settings_say_where_keys_and_values_go(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("FORERUN_KV_FOLDER", str(folder))
     found = read_settings({}).tiers(cpu)
     assert found is not None and found.host == 4 << 30  # half of what the device leaves
+    replicas = read_settings({"ray": True, "replicas": 2})
+    both = replicas.tiers(cpu)
+    assert both is not None and both.host == 2 << 30
+    monkeypatch.delenv("FORERUN_KV_FOLDER")
+    monkeypatch.delenv("FORERUN_KV_MEMORY")
+    assert read_settings({}).limits(cpu).memory == 2 * read_settings({"ray": True, "replicas": 2}).limits(cpu).memory
     assert found.file is not None and found.file > 0
 
 

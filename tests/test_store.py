@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -149,6 +150,19 @@ def test_another_model_finds_nothing(tmp_path: Path, change: Any) -> None:
     model = copy.deepcopy(tiny("llama"))
     change(model)
     assert ask(engine(tmp_path, model=model), question(0))[1] == 0
+
+
+class Adapted(torch.nn.Linear):
+    """A module with a state that is no weight."""
+
+    active = "a"
+
+
+def test_a_model_with_modules_of_another_package_is_refused(tmp_path: Path) -> None:
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[0].self_attn.q_proj.__class__ = Adapted
+    with pytest.raises(ValueError, match="Adapted, whose code and state are not looked at"):
+        engine(tmp_path, model=model)
 
 
 def test_another_type_or_other_sources_find_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,8 +458,16 @@ def test_a_header_that_was_made_up_is_refused(tmp_path: Path) -> None:
 FORK = multiprocessing.get_context("fork")
 
 
-def test_a_writer_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
+    flock = fcntl.flock
+
+    def as_nfs(file: Any, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "NFS locks only what is open for writing")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_nfs)
 
     def write(file: int) -> None:
         os.write(file, b"half")

@@ -123,9 +123,9 @@ class Shelf:
             total -= sum(taken for _, taken in files)
 
     def _sweep(self) -> None:
-        """Remove what dead processes did not finish."""
+        """Remove what dead processes did not finish. NFS locks only files that are open for writing."""
         for path in self.folder.rglob(f".*{UNFINISHED}"):
-            with suppress(FileNotFoundError), path.open("rb") as file, suppress(BlockingIOError):
+            with suppress(FileNotFoundError), path.open("r+b") as file, suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
 

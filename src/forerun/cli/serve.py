@@ -43,6 +43,8 @@ def run(options: ServeOptions) -> None:
     told = read_settings(options.flags(), options.config)
     check_drafter(told.drafter)
     check_files(told.warm, told.namespaces)
+    if not told.api_keys and not _loopback(told.host):
+        log.warning("%s is open to other computers, and there are no API keys: anybody may use it", told.host)
     if told.ray:
         _serve_replicas(told)
         return
@@ -57,6 +59,8 @@ def run(options: ServeOptions) -> None:
 
 
 def _serve_replicas(told: ServerSettings) -> None:
+    if ranks() > 1:
+        raise ValueError(f"--ray starts its own processes, and torchrun has started {ranks()}; do without one of them")
     if importlib.util.find_spec("ray") is None:
         raise ValueError("--ray needs Ray Serve; install it by: pip install 'forerun[ray]'")
     from forerun.replicas import cluster
@@ -101,8 +105,6 @@ def _serve(engine: Engine, told: ServerSettings) -> None:
     log.info("%s as %r: %s rows, %s", told.model, told.served_name, limits.rows, _memory(engine, limits.memory))
     if engine.tiers is not None and (told.prefix_cache or told.kv_store):
         log.warning("texts that are not on the device as a whole share no beginnings: each reads its whole prompt")
-    if not told.api_keys and not _loopback(told.host):
-        log.warning("%s is open to other computers, and there are no API keys: anybody may use it", told.host)
     server = DrainingServer(create_app(engine, told, limits), told.host, told.port, told.drain, told.connections)
     # uvicorn ends by itself, and then raises the signal again for those who were there before it
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)

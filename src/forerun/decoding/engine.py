@@ -109,10 +109,9 @@ class Engine:
         self._make: Callable[[int], FullCache] = lambda tokens: self.target.adopt(make(tokens))
         self._tokenizer, self._turns = tokenizer, Turns()
         self._grammars: Grammars | None = None
-        chosen = build_drafter(drafter, settings) if isinstance(drafter, str) else drafter
         warm_up(self.target.device, self.target.model.dtype)
         self.budget, self.cut, self.prefill_block = budget, cut, prefill_block
-        self.use(chosen)
+        self.use(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on.
@@ -122,17 +121,19 @@ class Engine:
         """
         if self.cut and not drafter.sized:
             drafter = Chooser(drafter, trees=drafter)
-        self.target.led(lambda: drafter.bind(self.target))
-        if self.cut and drafter.weighs:
-            drafter.fit(costs_of(self.target))
+        self.target.led(lambda: self._bind(drafter))
         drafter.warm_up()
         self.drafter = drafter
         self._spell()
 
+    def _bind(self, drafter: Drafter) -> None:
+        drafter.bind(self.target)
+        if self.cut and drafter.weighs:
+            drafter.fit(costs_of(self.target))
+
     @property
     def exactness(self) -> Literal["bitwise", "rounding"]:
-        """``bitwise`` if every text is, bit for bit, the one without drafts, alone or in a batch; else ``rounding``,
-        with the reason in ``exactly.reason``. Found out when the engine was made."""
+        """``bitwise`` if every text is bit for bit the one without drafts, in batches too; else ``rounding``."""
         return self.exactly.level
 
     @property
@@ -285,8 +286,7 @@ class Engine:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         step, chunk = Step(self.target, by_request(self.drafter), self.budget), min(self.prefill_block, limit)
         kept = Following(self.prefixes, self.store, min(CHUNK, chunk) if self.exactness == "bitwise" else chunk)
-        free = None if self.tiers is None else self.tiers.free
-        return Batch(step, self._turns, chunk, limit, kept, self._make, free)
+        return Batch(step, self._turns, chunk, limit, kept, self._make, None if self.tiers is None else self.tiers.free)
 
     def flush(self) -> None:
         """Wait until the store has all that it is to keep."""

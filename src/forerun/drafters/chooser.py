@@ -213,12 +213,13 @@ class Chooser(OuterDrafter):
         if not self._times.settled:
             return 0
         each = draft.each + (float(passes[-1]) - float(passes[0])) / max(most - 1, 1)
-        pays, may_try = found.rate > rate, self._account.untouched
+        pays = found.rate > rate
+        stake = self._account.stake("chain") * cut.plain
+        affordable = max(int((stake - draft.start) / each), int(self._account.untouched))
         self._grown.open(requests, found.rate * each / rows if pays else 0.0)
         if pays:
-            affordable = max(int((self._account.left("chain") * cut.plain - draft.start) / each), int(may_try))
             return min(most if self._grown.asked else found.tokens, affordable)
-        return int(not cut.nodes and may_try)
+        return int(not cut.nodes and affordable > 0)
 
     def _draft_cost(self, load: Load) -> Line:
         """Cost of drafting chains for every row by their length, in the curve's units."""

@@ -23,7 +23,7 @@ import forerun
 from forerun.core.compiling import sources
 from forerun.kernels.vector import features, unusable
 from forerun.model.exactness import Exactness
-from forerun.model.parts import CHANGING, hooked
+from forerun.model.parts import CHANGING, SOURCES, hooked
 from forerun.model.scorer import Scorer
 
 COMPUTING = ("core", "kernels", "caches", "model")
@@ -39,7 +39,8 @@ def fingerprint(scorer: Scorer, exactly: Exactness) -> str:
     It takes as long as reading all weights: SHA-256 at 1.8 GB a second and core.
 
     Raises:
-        ValueError: if they depend on more than can be known: hooks, or rotations that change with the text's length.
+        ValueError: if they depend on more than can be known: hooks, modules of other packages (adapters have a state of
+            their own), or rotations that change with the text's length.
     """
     model = scorer.model
     reason = unknowable(model)
@@ -58,6 +59,9 @@ def unknowable(model: PreTrainedModel) -> str | None:
         return "it is not on the CPU"
     if any(hooked(module) for module in model.modules()):
         return "its modules have hooks, or functions of their own"
+    foreign = next((type(each) for each in model.modules() if not type(each).__module__.startswith(SOURCES)), None)
+    if foreign is not None:
+        return f"it has a {foreign.__module__}.{foreign.__qualname__}, whose code and state are not looked at"
     kinds = [getattr(module, "rope_type", None) for module in model.modules()]
     turning = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
     if CHANGING & turning:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -75,13 +75,13 @@ class Channel:
                 self._broadcast(message, PATIENCE)
 
     @contextmanager
-    def speaking(self, message: str) -> Iterator[None]:
+    def speaking(self, message: Callable[[], str]) -> Iterator[None]:
         """Rank 0: send a message, and run with all ranks what it announces. An error there is the end: nobody knows how
         far the others came."""
         with self.turn:
             if not self._listeners:
                 raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")
-            self._broadcast(message, PATIENCE)
+            self._broadcast(message(), PATIENCE)
             with self.together():
                 yield
 

@@ -43,7 +43,8 @@ class Leader(Scorer):
 
     def adopt(self, cache: C) -> C:
         """See ``Scorer.adopt``."""
-        self._mirror.adopt(cache)
+        with self._channel.turn:
+            self._mirror.adopt(cache)
         return cache
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
@@ -84,8 +85,13 @@ class Leader(Scorer):
             raise
         finally:
             with self._channel.turn:
-                self.tell(END, failed, told)
-                self._channel.close(self._mirror.message())
+                try:
+                    self.tell(END, failed, told)
+                except TypeError as error:  # the others may not wait for ever for what no message can hold
+                    self.tell(END, f"{type(error).__name__}: {error}", [])
+                    raise
+                finally:
+                    self._channel.close(self._mirror.message())
 
     def tell(self, *entry: Any) -> None:
         """Let the followers know, with the next message."""
@@ -95,7 +101,7 @@ class Leader(Scorer):
     def _announced(self, *entry: Any) -> Iterator[None]:
         with self._channel.turn:
             self._mirror.note(*entry)
-            with self._channel.speaking(self._mirror.message()):
+            with self._channel.speaking(self._mirror.message):
                 yield
 
 

@@ -37,9 +37,14 @@ class Account:
         when the budget is full: every source is tried now and then."""
         return self.left(source) >= min(cost, START) and self.left(source) > 0
 
+    def stake(self, source: Source) -> float:
+        """What a single draft of this source may lose: half of what is left, so that bad luck at first does not end all
+        trials."""
+        return self.left(source) / 2
+
     @property
     def untouched(self) -> bool:
-        """Whether the common budget is full: nothing was lost lately, so something may be tried."""
+        """Whether the common budget is full: nothing was lost lately, so the least that can be tried may be."""
         return self._common == START
 
     def pass_by(self, took: float) -> None:

@@ -84,12 +84,21 @@ class Places(Generic[R]):
 
 
 def preferred(
-    beginnings: Sequence[bytes], replicas: Iterable[R], places: Places[R], busy: Callable[[R], bool]
+    beginnings: Sequence[bytes], replicas: Iterable[R], places: Places[R], load: Callable[[R], int], rows: int
 ) -> list[R]:
     """Replicas that have read some of a request, those that have read the most first.
 
-    A busy one is left out: to wait for a place in its batch takes longer than to read a text again, as a rule, and what
-    is often asked has to come to more than one replica.
+    One with ``rows`` requests is left out: as a rule, to wait for a place in its batch takes longer than to read a text
+    again, and what is often asked has to come to more than one replica. One that has read nothing but the namespace is
+    preferred if it has nothing to do: what it learned there reaches the others soon.
+
+    Args:
+        beginnings: digests of the request, the first one of its namespace alone.
+        replicas: to choose from.
+        places: who has read what.
+        load: requests that a replica has.
+        rows: requests that a replica decodes at once.
     """
-    depths = {replica: places.depth(beginnings, replica) for replica in replicas if not busy(replica)}
-    return sorted((each for each, depth in depths.items() if depth), key=lambda each: -depths[each])
+    depths = {replica: places.depth(beginnings, replica) for replica in replicas}
+    free = [each for each, depth in depths.items() if depth and load(each) < (rows if depth > 1 else 1)]
+    return sorted(free, key=lambda each: -depths[each])

@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -17,6 +17,7 @@ from forerun.replicas.exchange import Exchange
 from forerun.replicas.front import Front
 from forerun.replicas.messages import Asked, Start
 from forerun.replicas.replica import Replica
+from forerun.replicas.resources import Node, Resources, share
 from forerun.server.gate import OPEN, Gate
 from forerun.server.keys import Keys
 from forerun.server.page import FILES
@@ -42,6 +43,8 @@ def check(told: ServerSettings) -> None:
         raise ValueError("index is for one server: replicas bring what they learn to each other, and keep no folder")
     if told.port == 0:
         raise ValueError("port is 0; with replicas it must be named")
+    if ":" in told.device:
+        raise ValueError(f"device is {told.device}; Ray gives each replica a GPU of its own: name it cuda")
 
 
 def serve(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> None:
@@ -50,34 +53,55 @@ def serve(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> No
     Args:
         told: checked settings.
         build: makes a replica's engine; importable there.
+
+    Raises:
+        ValueError: if the cluster is too small, or something else is served there.
     """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
     import ray.serve
 
-    ended = threading.Event()
-    with _signals(ended.set):
-        _join()
-        try:
-            ray.serve.start(http_options={"host": told.host, "port": told.port})
-            plain = ServerSettings.model_construct(**dict(told))  # its class may be one of this process alone
-            ray.serve.run(_application(plain, build), name=APP, route_prefix="/")
-            log.info("%d replicas answer at http://%s:%d", told.replicas, told.host, told.port)
-            ended.wait()
-        finally:
-            ray.serve.shutdown()
-            ray.shutdown()
+    ready, ended = threading.Event(), threading.Event()
+    with suppress(KeyboardInterrupt), _signals(ready, ended), _joined(told):
+        ray.serve.start(http_options={"host": told.host, "port": told.port})
+        plain = ServerSettings.model_construct(**dict(told))  # its class may be one of this process alone
+        ray.serve.run(_application(plain, build), name=APP, route_prefix="/")
+        log.info("%d replicas answer at http://%s:%d", told.replicas, told.host, told.port)
+        ready.set()
+        ended.wait()
 
 
-def _join() -> None:
-    """The cluster that the environment names, or one of this machine alone."""
+@contextmanager
+def _joined(told: ServerSettings) -> Iterator[None]:
+    """The cluster that the environment names, or one of this machine alone; at the end nothing is served there."""
     import ray
+    import ray.serve
 
     if "RAY_ADDRESS" in os.environ:
         ray.init(log_to_driver=False)
     else:
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
+    try:
+        served = ray.serve.status().applications
+        if served:
+            raise ValueError(
+                f"the cluster serves {', '.join(served)} already, whose address and end would be this one's"
+            )
+        _resources(told)
+        try:
+            yield
+        finally:
+            ray.serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def _resources(told: ServerSettings) -> Resources:
+    import ray
+
+    nodes = [Node.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return share(nodes, told.replicas, told.device)
 
 
 def _application(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> Any:
@@ -85,13 +109,14 @@ def _application(told: ServerSettings, build: Callable[[ServerSettings], Engine]
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    exchange = ray.remote(Exchange).options(name=EXCHANGE, num_cpus=0, max_restarts=-1, get_if_exists=True).remote()
-    processors = max(1, int(ray.cluster_resources().get("CPU", 1)) // told.replicas)
+    lasting = {"name": EXCHANGE, "namespace": APP, "max_restarts": -1, "get_if_exists": True}
+    exchange = ray.remote(Exchange).options(num_cpus=0, **lasting).remote()
+    resources = _resources(told)
     replica = serve.deployment(Replica).options(
         name=REPLICA,
         num_replicas=told.replicas,
         max_ongoing_requests=told.rows + told.waiting + told.connections,  # the scheduler refuses, with its reason
-        ray_actor_options={"num_cpus": processors, "num_gpus": int(told.device.startswith("cuda"))},
+        ray_actor_options={"num_cpus": resources.processors, "num_gpus": resources.gpus},
         request_router_config=RequestRouterConfig(
             request_router_class="forerun.replicas.router:BeginningRouter", request_router_kwargs={"rows": told.rows}
         ),
@@ -119,7 +144,7 @@ def _front(told: ServerSettings) -> ASGIApp:
             response.cancel()
 
     async def figures() -> Mapping[str, str]:
-        exchange = ray.get_actor(EXCHANGE)
+        exchange = ray.get_actor(EXCHANGE, namespace=APP)
         return await exchange.figures.remote()  # type: ignore[no-any-return]
 
     keys = Keys([key.get_secret_value() for key in told.api_keys])
@@ -128,9 +153,16 @@ def _front(told: ServerSettings) -> ASGIApp:
 
 
 @contextmanager
-def _signals(end: Callable[[], None]) -> Any:
-    """SIGINT and SIGTERM call ``end``."""
-    before = {number: signal.signal(number, lambda *_: end()) for number in (signal.SIGINT, signal.SIGTERM)}
+def _signals(ready: threading.Event, ended: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM set ``ended``; the first one interrupts what is done before all is ``ready``."""
+
+    def end(*_: object) -> None:
+        interrupts = not (ready.is_set() or ended.is_set())
+        ended.set()
+        if interrupts:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

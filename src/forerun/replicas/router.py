@@ -30,7 +30,7 @@ class BeginningRouter(RequestRouter):  # type: ignore[misc]
     ) -> list[list[RunningReplica]]:
         """Replicas to try, in ranks; see Ray's class."""
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
-        chosen = preferred(_beginnings(pending_request), candidates, self._places, self._busy)
+        chosen = preferred(_beginnings(pending_request), candidates, self._places, self._load, self._rows)
         others = random.sample(list(candidates), min(2, len(candidates)))
         return [*([candidates[each]] for each in chosen), [candidates[each] for each in others]]
 
@@ -43,9 +43,8 @@ class BeginningRouter(RequestRouter):  # type: ignore[misc]
         super().update_replicas(replicas)
         self._places.keep(replica.replica_id for replica in replicas)
 
-    def _busy(self, replica: ReplicaID) -> bool:
-        waiting = self.replica_queue_len_cache.get(replica)
-        return waiting is not None and waiting >= self._rows
+    def _load(self, replica: ReplicaID) -> int:
+        return self.replica_queue_len_cache.get(replica) or 0
 
 
 def _beginnings(pending: PendingRequest | None) -> list[bytes]:

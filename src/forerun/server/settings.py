@@ -104,16 +104,20 @@ class ServerSettings(BaseSettings):
         here, host, file = int(self.kv_memory), self.kv_host_memory, 0
         if host is None:
             free = free_memory(torch.device("cpu")) - (here if device.type == "cpu" else 0)
-            host = ByteSize(max(0, int(SHARE * free)))
+            host = ByteSize(max(0, int(self._share(torch.device("cpu")) * free)))
         if self.kv_folder is not None:
             limit, free = self.kv_folder_limit, free_disk(self.kv_folder)
-            file = int(SHARE * free) if limit is None else int(limit)
+            file = int(self._share(torch.device("cpu")) * free) if limit is None else int(limit)
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> Limits:
         """Of the scheduler; memory that is not named is a share of what is free on the device."""
-        memory = self.kv_memory or int(SHARE * free_memory(device))
+        memory = self.kv_memory or int(self._share(device) * free_memory(device))
         return Limits(int(memory), self.rows, self.waiting, self.step)
+
+    def _share(self, device: torch.device) -> float:
+        """Of what is free, this process's: replicas may be on one machine, but each has a GPU of its own."""
+        return SHARE / self.replicas if device.type == "cpu" else SHARE
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
