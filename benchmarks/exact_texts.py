@@ -3,13 +3,14 @@
     python benchmarks/exact_texts.py --model bundled --dtype bfloat16 --out runs/exact/bundled-bfloat16.jsonl
 
 Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, behind prompts of 5 to 6,000 tokens.
-One line of JSON a text is written as it is done; what is there already is not done again. The last line printed is one
-JSON object of counts. Exit status 1 if a text differs.
+Each prompt or batch is written to --out as it is done, and not done again; what --out has must be of the same model,
+lengths and sources. The last line printed is one JSON object of counts. Exit status 1 if a text differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import forerun
+from forerun.bench.journal import Journal, Key, about
 from forerun.core.settings import Settings
 from forerun.decoding.engine import Engine
 from forerun.drafters.recipes import RECIPES, build_drafter, buildable
@@ -34,18 +36,34 @@ def main() -> None:
     options = _options()
     model, tokenizer = load(options.model, options.dtype)
     draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
-    text = [int(token) for token in tokenizer(_corpus(options.text))["input_ids"]]
+    corpus = _corpus(options.text)
+    journal = _journal(options, corpus, str(model.device))
+    text = [int(token) for token in tokenizer(corpus)["input_ids"]]
     settings = Settings(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
     engine = Engine(model, "none", tokenizer=tokenizer)
     print(f"{options.model} in {options.dtype}: {engine.exactness} {engine.exactly.reason or ''}", file=sys.stderr)
-    done = _done(options.out)
+    rows: list[dict[str, Any]] = []
     for name in buildable(settings):
-        for key, prompts, temperature in _cells(name, text, options):
-            if (name, *key) not in done:
-                found = _texts(engine, name, settings, prompts, temperature, options.max_new_tokens)
-                _write(options.out, name, key, found)
-    print(json.dumps(_summary(options, engine)))
-    sys.exit(1 if _summary(options, engine)["different"] else 0)
+        for (turn, *what), prompts, temperature in _cells(name, text, options):
+            key = Key(name, turn, json.dumps(what))
+            found = journal.find(key, [name])
+            if found is None:
+                texts = _texts(engine, name, settings, prompts, temperature, options.max_new_tokens)
+                journal.add(key, found := {name: {"texts": texts}})
+            rows += [{"drafter": name, **text} for text in found[name]["texts"]]
+    summary = _summary(options, engine, rows)
+    print(json.dumps(summary))
+    sys.exit(1 if summary["different"] else 0)
+
+
+def _journal(options: argparse.Namespace, corpus: str, device: str) -> Journal:
+    """What --out has; it must be of the same models, texts and sources."""
+    own = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
+    own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
+    try:
+        return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def _options() -> argparse.Namespace:
@@ -121,23 +139,7 @@ def _without(engine: Engine, prompt: list[int], temperature: float, how: dict[st
     return _plain[key]
 
 
-def _done(out: Path) -> set[tuple[Any, ...]]:
-    if not out.exists():
-        return set()
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    return {(row["drafter"], row["turn"], row["temperature"], row["what"]) for row in rows}
-
-
-def _write(out: Path, name: str, key: tuple[Any, ...], texts: list[dict[str, Any]]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a") as file:
-        for text in texts:
-            row = {"drafter": name, "turn": key[0], "temperature": key[1], "what": key[2], **text}
-            file.write(json.dumps(row) + "\n")
-
-
-def _summary(options: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()]
+def _summary(options: argparse.Namespace, engine: Engine, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "model": options.model,
         "dtype": options.dtype,

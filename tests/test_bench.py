@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 from tiny import PROMPTS, tiny
@@ -14,13 +17,14 @@ from forerun.bench import report
 from forerun.bench.chat import Prompt
 from forerun.bench.contestants import PADDED, Bench
 from forerun.bench.continuations import continuations
-from forerun.bench.journal import Journal, Key
+from forerun.bench.journal import Journal, Key, about
 from forerun.bench.prompts import Counts, build_jobs
 from forerun.bench.replay import Recorded, Selection, replay
 from forerun.bench.speed import BASELINE, Contestant, Job, Rows, Run, Series, measure
 from forerun.cli import app
+from forerun.decoding.engine import Engine
 from forerun.drafters.recipes import build_drafter
-from forerun.reference.tasks import Material
+from forerun.reference.tasks import Material, make
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +55,42 @@ def test_contestants_are_left_out_by_name() -> None:
     job = Job("copy", PROMPTS[:1], [], 2)
     some = Bench(tiny("llama"), ["none"], skip=["transformers prompt lookup", "forerun, wrong drafts"]).run(job, 1)
     assert [each.contestant for each in some] == [BASELINE, "forerun none"]
-    for name in ("forerun auto", BASELINE):
+    for name in ("forerun auto", BASELINE, PADDED):
         with pytest.raises(
             ValueError, match=f"--skip has '{name}'; known are 'transformers prompt lookup', 'forerun none'"
         ):
-            Bench(tiny("llama"), ["none"], skip=[name]).run(job, 1)
+            Bench(tiny("llama"), ["none"], skip=[name]).check_skip([job], batches=True)
+
+
+def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cold, warm = Job("copy", PROMPTS[:1], [], 2), Job("json", PROMPTS[:1], PROMPTS[1:2], 2)
+    bench = Bench(tiny("llama"), ["trie"], skip=["forerun trie, warm"])
+    bench.check_skip([cold, warm])
+    with pytest.raises(ValueError, match="--skip has 'forerun trie, warm'"):
+        bench.check_skip([cold])
+    asked: list[Rows] = []
+    generate = Engine.generate
+    monkeypatch.setattr(Engine, "generate", lambda self, ids, **how: (asked.append(ids), generate(self, ids, **how))[1])
+    assert "forerun trie, warm" not in [each.contestant for each in bench.run(warm, 1)]
+    assert asked and all(rows == [PROMPTS[0]] for rows in asked)
+    fewer = Bench(tiny("llama"), ["none"], skip=["forerun trie"])
+    fewer.check_skip([cold], batches=True)
+    assert [each.contestant for each in fewer.run_batches(PROMPTS, 2, 2, 1)] == [PADDED, "forerun none"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("-d", "magic"), "drafter is 'magic'"),
+        (("-d", "none", "--skip", "forerun magic"), "--skip has 'forerun magic'"),
+    ],
+)
+def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path: Path, wrong: tuple[str, ...], said: str) -> None:
+    (tmp_path / "speed-turns.jsonl").write_text("hours of work")
+    few = ("-k", "json", "--prompts", "1", "--warm-prompts", "0", "-n", "2", "--out", str(tmp_path))
+    done = CliRunner().invoke(app, ["bench", "--device", "cpu", *few, *wrong])
+    assert done.exit_code == 2 and said in done.stderr
+    assert (tmp_path / "speed-turns.jsonl").read_text() == "hours of work"
 
 
 def test_speed_is_the_median_and_spread_the_extremes() -> None:
@@ -64,6 +99,14 @@ def test_speed_is_the_median_and_spread_the_extremes() -> None:
     assert one.tokens_per_second == 5
     assert one.spread == (2.5, 10)
     assert one.tokens_per_pass == 2
+
+
+def test_texts_of_every_round_are_compared_and_counted() -> None:
+    def series(*texts: list[int]) -> Series:
+        return Series("x", "t", [[Run([text], 2.0, 1) for text in texts]])
+
+    assert series([1, 2], [1, 3], [1, 2]).same_texts(series([1, 2], [1, 2], [1, 2])) == 2 / 3
+    assert series([1], [1, 2, 3, 4], [1, 2, 3, 4]).tokens_per_second == 2
 
 
 def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -108,6 +151,51 @@ def test_a_journal_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None
         Journal(path, {}, resume=True)
 
 
+def test_a_journal_tells_warm_prompts_devices_and_sources_apart(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    bench = Bench(tiny("llama"), ["trie"])
+    for seen, lines in ((PROMPTS[1:2], 2), (PROMPTS[1:2], 2), (PROMPTS[2:3], 3)):
+        bench.run(Job("copy", PROMPTS[:1], seen, 2), 1, Journal(path, {}, resume=True))
+        assert len(path.read_text().splitlines()) == lines
+    (there, here), this = (about("a", "float32", device) for device in ("cpu", "cuda:0")), about("a", "float32", "cpu")
+    assert there != here and there == this and len(this["sources"]) == 16
+
+
+def test_a_report_that_is_not_written_to_its_end_leaves_the_old_one(
+    series: list[Series], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path, *_) = report.write(report.Result(report.summarise(series), {"rounds": 2}), tmp_path, "speed")
+    old, write = path.read_text(), Path.write_text
+
+    def cut(self: Path, text: str) -> int:
+        write(self, text[:9])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="the disk is full"):
+        report.write(report.Result(report.summarise(series), {"rounds": 3}), tmp_path, "speed")
+    assert path.read_text() == old
+
+
+def test_exact_texts_counts_no_text_of_another_run(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location(
+        "exact_texts", Path(__file__).parents[1] / "benchmarks/exact_texts.py"
+    )
+    assert spec is not None and spec.loader is not None
+    exact = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(exact)
+    told = {"model": "bundled", "dtype": "float32", "out": tmp_path / "out.jsonl", "max_new_tokens": 4}
+    options = argparse.Namespace(**told, cache_budget=64)
+    journal, key = exact._journal(options, "a text", "cpu"), Key("trie", 0, "[0.0, 5]")
+    journal.add(key, {"trie": {"texts": []}})
+    with options.out.open("a") as file:
+        file.write('{"key": ["tr')
+    assert exact._journal(options, "a text", "cpu").find(key, ["trie"]) is not None
+    for other, text in (({"dtype": "bfloat16"}, "a text"), ({"max_new_tokens": 5}, "a text"), ({}, "another")):
+        with pytest.raises(SystemExit, match=r"error: .* was measured with"):
+            exact._journal(argparse.Namespace(**(vars(options) | other)), text, "cpu")
+
+
 def test_a_report_is_written_in_three_forms(series: list[Series], tmp_path: Path) -> None:
     paths = report.write(report.Result(report.summarise(series), {"rounds": 2}), tmp_path / "new", "speed")
     assert json.loads(paths[0].read_text())["rows"][0]["contestant"] == BASELINE
@@ -141,6 +229,15 @@ def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:
         build_jobs(["verse"], tasks, encode, Counts(1, 0, 8))
     with pytest.raises(ValueError, match=r"task json, prompt 1: .* more than the model's 9 positions"):
         build_jobs(["json"], tasks, encode, Counts(1, 0, 8), positions=9)
+
+
+def test_prompts_of_a_task_are_different_and_as_they_were_where_they_are() -> None:
+    draw = continuations(Material(maths=(("a", "1"), ("b", "2"), ("c", "3"))))
+    assert sorted(draw["maths"](3)) == ["a", "b", "c"]
+    assert list(draw["maths"](3))[:2] == draw["maths"](2)
+    with pytest.raises(ValueError, match="maths has 3 different prompts and 4 are needed; lower --prompts"):
+        draw["maths"](4)
+    assert draw["json"](9) == [make("table", Random(f"bench/json/{i}")).prompt for i in range(9)]
 
 
 def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them() -> None:

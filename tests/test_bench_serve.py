@@ -17,7 +17,7 @@ from house import House
 from typer.testing import CliRunner
 
 from forerun.bench.journal import Journal, Turn
-from forerun.bench.serving import bench, client, rows, servers
+from forerun.bench.serving import bench, client, held_up, rows, servers
 from forerun.bench.serving.answers import Answer, events, understand
 from forerun.bench.serving.asks import Ask, mixed
 from forerun.bench.serving.bench import Round, ServeBench
@@ -219,6 +219,26 @@ def test_a_text_that_load_has_changed_is_found() -> None:
     assert "each alone" in wrong
     turn[OURS.name]["alone"]["exact"] = False
     assert rows.wrong(rows.text_rows([turn], [one_round()])) == []
+
+
+def test_of_a_long_prompt_that_was_refused_only_the_error_is_told() -> None:
+    (ask,) = asks(1)
+    assert held_up._row(answered(ask, (), 0.1, 0, "status 400"), [answered(ask, (1.0, 2.0), 2.0, 2)], 0.0) == {
+        "error": "status 400"
+    }
+    whole = held_up._row(answered(ask, (1.0,), 2.0, 2), [answered(ask, (0.5, 0.8, 1.2), 2.0, 3)], -1.0)
+    turn: Turn = {PLAIN.name: {"long": whole}, OURS.name: {"long": {"error": "status 400"}}}
+    assert [row["contestant"] for row in rows.long_rows([turn])] == [PLAIN.name]
+    report = Report("Load", {})
+    fill(report, [turn], [one_round()], False)
+    assert f"Not measured: {OURS.name}: status 400." in report.text["long"]
+
+
+def test_nothing_is_said_of_texts_that_were_not_compared() -> None:
+    alone = {"compared": 0, "same": 0, "exact": True}
+    report = Report("Load", {})
+    fill(report, [{PLAIN.name: {"texts": {}, "alone": alone}}], [one_round()], False)
+    assert "No text was compared." in report.text["texts"] and "changed no text" not in report.text["texts"]
 
 
 def test_texts_to_check_are_greedy_and_from_all_over_the_load() -> None:

@@ -142,6 +142,12 @@ def test_a_missing_model_is_an_error_and_debug_raises_it() -> None:
     assert isinstance(call("generate", "-m", "./nowhere", "-p", "a", "--debug").exception, ValueError)
 
 
+def test_options_before_a_subcommand_are_refused() -> None:
+    result = call("bench", "--model", "./nowhere", "-n", 3, "passes")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --model, --max-new-tokens is before passes; put it behind\n"
+
+
 # --- generate
 
 
@@ -205,6 +211,14 @@ def test_a_trie_file_is_kept_from_one_run_to_the_next_and_drafts_are_coloured(mo
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == printable(first["text"]) + "\n"
     for plain in (generate(model, "-p", PROMPT, *trie), generate(model, "-p", PROMPT, *trie, "--no-color")):
         assert plain.stdout == first["text"] + "\n"
+
+
+def test_texts_to_draft_from_join_those_of_a_trie_file(model: str, tmp_path: Path) -> None:
+    trie, known = ("--trie-file", tmp_path / "trie"), tmp_path / "known.txt"
+    cold = as_json(generate(model, "-p", PROMPT, "--json", *trie, "--namespace", "other"))
+    known.write_text(PROMPT + cold["text"])
+    warm = as_json(generate(model, "-p", PROMPT, "--json", *trie, "--warm", known))
+    assert warm["token_ids"] == cold["token_ids"] and warm["stats"]["steps"] < cold["stats"]["steps"]
 
 
 def test_ctrl_c_keeps_what_was_generated(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +358,12 @@ def test_an_audit_fails_when_verification_is_broken(model: str, monkeypatch: pyt
     assert table.exit_code == 1
     assert "margin" in table.stdout
     assert "texts differ" in table.stdout
+
+
+def test_an_audit_with_a_small_model_names_it_in_json(model: str) -> None:
+    small = ("-d", "triforce", "--draft-model", model, "--seeds", 0, "--json")
+    plan = as_json(audit(model, "-p", PROMPT, *small))["plan"]
+    assert plan["settings"]["draft_model"] == model and plan["drafters"] == ["triforce"]
 
 
 # --- demo

@@ -249,6 +249,12 @@ def test_errors_are_one_line_and_status_2(folder: str, arguments: tuple[object, 
     assert result.stderr.count("\n") == 1
 
 
+def test_a_message_that_cannot_be_answered_does_not_cost_the_answers_before_it(folder: str) -> None:
+    result = call("chat", folder, "--json", input=f"{SAID[0]}\n{'again ' * 3000}\n")
+    assert result.exit_code == 2 and "exceed the model's 2048 positions" in result.stderr
+    assert [turn["message"] for turn in json.loads(result.stdout)["turns"]] == [SAID[0]]
+
+
 def test_chat_needs_a_model_with_a_template(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(None)
     chat_model(tokenizer).save_pretrained(tmp_path)

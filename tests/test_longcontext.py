@@ -158,6 +158,13 @@ def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine: Engine
             assert torch.allclose(queries[:, :, -1], expected[layer][:, :, -1], atol=1e-12)
 
 
+def test_who_has_all_tokens_from_the_first_step_is_refused_by_a_sentence(engine: Engine) -> None:
+    with pytest.raises(
+        ValueError, match="none has all tokens from its first step, which is not timed; raise --max-new"
+    ):
+        LongBench(engine, 1).run([[prefill(engine, PROMPT, 40)]], ["trie"], SETTINGS, sampled(0.0, 1))
+
+
 def run_of(seconds: float, text: list[int], accepted: list[int]) -> Run:
     stats = Stats(drafted=[4] * len(accepted), accepted=accepted, emitted=[a + 1 for a in accepted])
     return Run([text], 0.5, seconds, len(text) - 1, [stats])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from forerun.bench.published import FORMS, NAMESPACE, Known, Lengths, default, m
 from forerun.bench.speed import BASELINE, Job
 from forerun.bench.variants import Track, transformers_greedy
 from forerun.cli import app
-from forerun.cli.lookahead_options import PARTS, QUICK, LookaheadOptions
+from forerun.cli.lookahead_options import PARTS, QUICK, Amounts, LookaheadOptions
 from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict
 from forerun.decoding.engine import Engine
 from forerun.drafters.trie import TrieDrafter
 from forerun.index.trie import TrieConfig
@@ -106,10 +109,12 @@ def test_wrong_options_are_refused_before_anything_is_measured(
 
 
 def test_quick_takes_the_least_of_what_is_not_given() -> None:
-    found = LookaheadOptions(quick=True, prompts=3, batches="1,5").chosen()
+    found = LookaheadOptions(quick=True, prompts=3, batches="1,5").amounts()
     assert (found.prompts, found.batches) == (3, "1,5")
-    assert (found.rounds, found.max_new_tokens) == (QUICK["rounds"], QUICK["max_new_tokens"])
-    assert LookaheadOptions().chosen() == LookaheadOptions()
+    assert (found.rounds, found.max_new_tokens) == (QUICK.rounds, QUICK.max_new_tokens)
+    assert LookaheadOptions().amounts() == Amounts()
+    usual = {"rounds": Amounts.rounds, "max_new_tokens": Amounts.max_new_tokens, "contexts": Amounts.contexts}
+    assert LookaheadOptions(quick=True, **usual).amounts() == dataclasses.replace(QUICK, **usual)  # type: ignore[arg-type]
 
 
 @pytest.mark.matrix
@@ -202,6 +207,9 @@ def test_a_clocked_drafter_drafts_what_it_would() -> None:
     clocked.begin(request)
     assert 3 in clocked.propose(request, 4).tokens
     assert len(clocked.times.retrieve) == 1 and not clocked.times.update
+    request.append(3)
+    clocked.observe(request, Outcome(DraftTree.empty(), Verdict([], [3]), torch.empty(0, 0)))
+    assert inner.trie.length(request.id) == len(request) and len(clocked.times.update) == 1  # learned, and timed
 
 
 def test_sweeps_have_every_setting() -> None:

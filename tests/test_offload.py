@@ -26,6 +26,7 @@ from forerun.caches.link import Link, Parts, size
 from forerun.caches.offloaded import OffloadedCache
 from forerun.caches.tiers import KVMemory, NoRoomError, least
 from forerun.cli import app
+from forerun.cli.offload_options import OffloadOptions
 from forerun.core.block import Block
 from forerun.core.settings import Settings
 from forerun.core.tree import DraftTree
@@ -380,3 +381,16 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     assert read["written"] == read["away_bytes"] and read["of_least"] == 1
     assert [row["same_output"] for row in report["parts"]["speed"]] == [1, 1]
     assert (out / "offload-speed.png").stat().st_size > 5000 and "tokens/s" in (out / "offload.md").read_text()
+    kept = CliRunner().invoke(app, [*told, "--drafters", "trie", "--kv-memory", "1GB"])
+    assert kept.exit_code == 0, kept.output
+    assert json.loads((out / "offload.json").read_text())["settings"]["bandwidth"] > 1
+
+
+def test_bench_offload_takes_a_bandwidth_alone_and_refuses_the_rest_at_once() -> None:
+    assert OffloadOptions(simulate_bandwidth="1GB").sizes() == {"simulate_bandwidth": 10**9}
+    for wrong, why in (
+        ({"simulate_bandwidth": "much"}, "--simulate-bandwidth is 'much'"),
+        ({"kv_host_memory": "1GB", "simulate_bandwidth": "1GB"}, "--kv-host-memory is of .* add --kv-memory"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            OffloadOptions(**wrong)  # type: ignore[arg-type]

@@ -268,6 +268,25 @@ def test_the_command_line_explains_what_it_lacks(
     assert "--quick" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "out", "weights"),
+    [
+        ((), "runs/reference/quick", "runs/reference/quick/weights"),
+        (("--out", "a"), "a", "a/weights"),
+        (("--out", "a", "--weights", "b"), "a", "b"),
+    ],
+)
+def test_a_quick_run_replaces_neither_the_bundled_models_nor_a_real_run(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], out: str, weights: str
+) -> None:
+    called: list[tuple[Path, Path]] = []
+    monkeypatch.setattr(train, "train_quick", lambda out, weights: called.append((out, weights)))
+    monkeypatch.setattr(sys, "argv", ["train", "--quick", "--threads", str(torch.get_num_threads()), *given])
+    with pytest.raises(SystemExit, match="0"):
+        train.app()
+    assert called == [(Path(out), Path(weights))]
+
+
 # --- what is bundled -------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, NoDrafter
 from forerun.drafters.recipes import RECIPES, build_drafter
+from forerun.drafters.trie import TrieDrafter
 
 
 class Scripted(Drafter):
@@ -28,6 +30,18 @@ class Scripted(Drafter):
     def observe(self, request: Request, outcome: Outcome) -> None:
         assert request.generated.tolist()[-len(outcome.verdict.tokens) :] == outcome.verdict.tokens
         self.observed.append(outcome.verdict.tokens)
+
+
+class Ready(TrieDrafter):
+    """Has learned all of a text when it is asked for drafts, and when the text ends."""
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        assert all(self.trie.length(request.id) == len(request) for request in requests)
+        return super().propose_batch(requests, budget)
+
+    def finish(self, request: Request) -> None:
+        assert self.trie.length(request.id) == len(request)
+        super().finish(request)
 
 
 def encode(text: str) -> list[int]:
@@ -84,6 +98,10 @@ def test_the_summary_reports_percentiles_of_times_and_bytes_per_token() -> None:
         assert 0 < times["p50"] <= times["p99"] <= times["max"]
     assert float(str(summary["bytes_per_token"])) > 4
     assert float(str(summary["drafted_per_step"])) <= 8
+
+
+def test_a_trie_learns_in_the_time_of_its_updates() -> None:
+    assert replay(Ready(), [Recorded([1, 2], list(range(50)))] * 2, 8).tokens == 98
 
 
 def write(path: Path) -> Path:

@@ -1,4 +1,8 @@
-"""Times a drafter's proposals and updates, step by step."""
+"""Times a drafter's proposals and updates, step by step.
+
+A trie notes what was committed and learns it when it is asked for drafts. So that each time is of its own work, it is
+made to learn as soon as it has noted, and both are the update.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafters.base import Drafter, OuterDrafter
+from forerun.drafters.trie import TrieDrafter
 
 
 @dataclass(frozen=True)
@@ -42,5 +47,12 @@ class Clocked(OuterDrafter):
     def observe(self, request: Request, outcome: Outcome) -> None:
         """See ``Drafter.observe``."""
         begin = time.perf_counter()
-        super().observe(request, outcome)
+        update(self.inner, request, outcome)
         self.times.update.append(time.perf_counter() - begin)
+
+
+def update(drafter: Drafter, request: Request, outcome: Outcome) -> None:
+    """Let a drafter observe a step, and learn from it at once."""
+    drafter.observe(request, outcome)
+    if isinstance(drafter, TrieDrafter):
+        drafter.learn(request)

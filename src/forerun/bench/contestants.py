@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ LOOKUP_TOKENS = 10
 
 Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
 """From rows and a number of new tokens to texts and the number of passes."""
+
+Makers = Mapping[str, Callable[[], Contestant]]
+"""What builds each contestant, by its name."""
 
 
 class WrongDrafter(Drafter):
@@ -56,7 +60,7 @@ class Bench:
         draft: a small model with the same tokenizer for transformers' assisted generation, or None.
         tokenizer: of the models, or None; drafters take the spelling of words from it.
         others: further contestants, by name.
-        skip: names of contestants that are not measured.
+        skip: names of contestants that are not measured; see ``check_skip``.
     """
 
     def __init__(
@@ -87,12 +91,9 @@ class Bench:
             job: its prompts are continued one at a time.
             rounds: turns of each contestant for each prompt.
             journal: see ``speed.measure``.
-
-        Raises:
-            ValueError: if ``skip`` names no contestant, or the one that the others are compared with.
         """
-        groups = [[prompt] for prompt in job.prompts]
-        return measure(self._contestants(job), job.task, groups, job.max_new_tokens, rounds, journal)
+        groups, contestants = [[prompt] for prompt in job.prompts], self._built(self._makers(job))
+        return measure(contestants, job.task, groups, job.max_new_tokens, rounds, journal, job.warm_prompts)
 
     def run_batches(
         self, prompts: Sequence[Tokens], size: int, max_new_tokens: int, rounds: int, journal: Journal | None = None
@@ -106,31 +107,42 @@ class Bench:
             rounds: turns of each contestant.
             journal: see ``speed.measure``.
         """
-        contestants = {
-            PADDED: self._transformers(),
-            "forerun none": self._forerun("none"),
-            "forerun trie": self._forerun("trie"),
-        }
         groups = in_batches(prompts, size)
+        contestants = self._built(self._batch_makers())
         return measure(contestants, f"batches of {size}", groups, max_new_tokens, rounds, journal)
 
-    def _contestants(self, job: Job) -> dict[str, Contestant]:
-        found: dict[str, Contestant] = {
-            BASELINE: self._transformers(),
-            "transformers prompt lookup": self._transformers(prompt_lookup_num_tokens=LOOKUP_TOKENS),
+    def check_skip(self, jobs: Sequence[Job], batches: bool = False) -> None:
+        """Refuse to skip what is in none of the jobs, nor in batches if they are measured.
+
+        Raises:
+            ValueError: if ``skip`` names no contestant, or one that the others are compared with.
+        """
+        makers = [self._makers(job) for job in jobs] + ([self._batch_makers()] if batches else [])
+        known = dict.fromkeys(name for each in makers for name in each if name not in (BASELINE, PADDED))
+        if unknown := [name for name in self.skip if name not in known]:
+            raise ValueError(f"--skip has {', '.join(map(repr, unknown))}; known are {', '.join(map(repr, known))}")
+
+    def _makers(self, job: Job) -> Makers:
+        found: dict[str, Callable[[], Contestant]] = {
+            BASELINE: self._transformers,
+            "transformers prompt lookup": partial(self._transformers, prompt_lookup_num_tokens=LOOKUP_TOKENS),
         }
         if self.draft is not None:
-            found["transformers assisted"] = self._transformers(assistant_model=self.draft)
+            found["transformers assisted"] = partial(self._transformers, assistant_model=self.draft)
         for name in self.drafters:
-            found[f"forerun {name}"] = self._forerun(name)
+            found[f"forerun {name}"] = partial(self._forerun, name)
             if job.warm_prompts and name.startswith("trie"):
-                found[f"forerun {name}, warm"] = self._forerun(name, job.warm_prompts, job.max_new_tokens)
-        found["forerun, wrong drafts"] = Contestant(_timed(_greedy(self._wrong)))
-        found |= self.others
-        others = [name for name in found if name != BASELINE]
-        if unknown := [name for name in self.skip if name not in others]:
-            raise ValueError(f"--skip has {', '.join(map(repr, unknown))}; known are {', '.join(map(repr, others))}")
-        return {name: contestant for name, contestant in found.items() if name not in self.skip}
+                found[f"forerun {name}, warm"] = partial(self._forerun, name, job.warm_prompts, job.max_new_tokens)
+        found["forerun, wrong drafts"] = lambda: Contestant(_timed(_greedy(self._wrong)))
+        return found | {name: lambda other=other: other for name, other in self.others.items()}
+
+    def _batch_makers(self) -> Makers:
+        ours = {f"forerun {name}": partial(self._forerun, name) for name in ("none", "trie")}
+        return {PADDED: self._transformers, **ours}
+
+    def _built(self, makers: Makers) -> dict[str, Contestant]:
+        """Those that are not skipped; only they answer the prompts before."""
+        return {name: make() for name, make in makers.items() if name not in self.skip}
 
     def _transformers(self, **options: Any) -> Contestant:
         def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:

@@ -12,6 +12,9 @@ from forerun.reference.tasks import Material
 SEED = "bench"
 KINDS = {"copy": "quote", "json": "table", "rag": "rag", "code": "code", "maths": "maths", "prose": "prose"}
 """Each task's name in the tables, and in ``forerun.reference.tasks``."""
+TRIES = 50
+"""Draws for each prompt that is wanted, at most: so many of n equally likely ones miss none but by a chance of n in
+e^50."""
 NEEDED = {"maths": "--maths", "prose": "--books", "code": "Python's own sources"}
 
 
@@ -25,7 +28,17 @@ def continuations(material: Material) -> Tasks:
 
 
 def _draw(name: str, material: Material, count: int) -> list[str]:
+    """``count`` different prompts: one that is measured must not be among those that warm drafters have seen."""
     kind = KINDS[name]
     if kind in NEEDED and not getattr(material, kind):
         raise LackingError(f"needs a text for {kind} ({NEEDED[kind]})")
-    return [tasks.make(kind, Random(f"{SEED}/{name}/{i}"), material).prompt for i in range(count)]
+    found: dict[str, None] = {}
+    for i in range(TRIES * count):
+        if len(found) == count:
+            break
+        found[tasks.make(kind, Random(f"{SEED}/{name}/{i}"), material).prompt] = None
+    if len(found) < count:
+        raise ValueError(
+            f"{name} has {len(found)} different prompts and {count} are needed; lower --prompts or --warm-prompts"
+        )
+    return list(found)

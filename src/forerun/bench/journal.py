@@ -12,6 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import forerun
+from forerun.bench.machine import machine
+from forerun.core.compiling import sources
+
+RUNNING = ("caches", "core", "decoding", "drafters", "index", "kernels", "kernels/gpu", "model", "server")
+"""Folders whose sources take part in what is measured."""
 Turn = dict[str, dict[str, Any]]
 """Each contestant's run as plain values, by name."""
 
@@ -24,10 +30,25 @@ class Key(NamedTuple):
     rows: str
 
     @classmethod
-    def of(cls, task: str, round_: int, rows: Sequence[Sequence[int]], max_new_tokens: int) -> Key:
-        """The key of a round over these rows. Other rows, or another number of new tokens, give another key."""
-        words = json.dumps([max_new_tokens, list(map(list, rows))]).encode()
+    def of(
+        cls,
+        task: str,
+        round_: int,
+        rows: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        seen: Sequence[Sequence[int]] = (),
+    ) -> Key:
+        """The key of a round over these rows. Other rows, another number of new tokens, or other prompts that were
+        answered before, give another key."""
+        words = json.dumps([max_new_tokens, list(map(list, rows)), list(map(list, seen))]).encode()
         return cls(task, round_, hashlib.sha256(words).hexdigest()[:16])
+
+
+def about(model: str, dtype: str, device: str) -> dict[str, Any]:
+    """What all turns of a bench share: the machine, the software down to its sources, the model and where it lies."""
+    root = Path(forerun.__file__).parent
+    code = hashlib.sha256("".join(sources(root / folder) for folder in RUNNING).encode()).hexdigest()[:16]
+    return machine() | {"model": model, "dtype": dtype, "model_device": device, "sources": code}
 
 
 class Journal:

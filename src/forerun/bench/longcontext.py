@@ -145,7 +145,8 @@ class Series:
         """Seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
         weights = [rounds[0].decoded for rounds in self.runs]
         return [
-            sum(weight / run.tokens_per_second for weight, run in zip(weights, turn, strict=True)) / sum(weights)
+            sum(weight * run.decode_seconds / run.decoded for weight, run in zip(weights, turn, strict=True))
+            / sum(weights)
             for turn in zip(*self.runs, strict=True)
         ]
 
@@ -247,6 +248,8 @@ class LongBench:
         end = time.perf_counter()
         texts = [request.generated.tolist() for request in requests]
         decoded = sum(map(len, texts)) - first
+        if not decoded:
+            raise ValueError(f"{name} has all tokens from its first step, which is not timed; raise --max-new-tokens")
         return Run(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
 
 

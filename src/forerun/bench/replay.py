@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from forerun.bench.clocked import update
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
@@ -204,7 +205,7 @@ def _commit(drafter: Drafter, request: Request, tree: DraftTree, verdict: Verdic
     for token in verdict.tokens:
         request.append(token)
     begin = time.perf_counter_ns()
-    drafter.observe(request, Outcome(tree, verdict, _NO_LOGITS))
+    update(drafter, request, Outcome(tree, verdict, _NO_LOGITS))
     report.update_us.append((time.perf_counter_ns() - begin) / 1e3 / len(verdict.tokens))
 
 

@@ -14,7 +14,7 @@ from forerun.bench.machine import footer, machine
 from forerun.bench.plots import Frame
 from forerun.bench.speed import BASELINE, Decode, Series
 from forerun.bench.speed_plot import plot
-from forerun.bench.tables import pivot
+from forerun.bench.tables import pivot, replace
 
 Row = dict[str, Any]
 MEAN = "geometric mean"
@@ -148,18 +148,13 @@ def write(result: Result, folder: Path, name: str) -> list[Path]:
     """Write ``name.json``, ``name.md`` and the plots into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"json": json.dumps(result.json, indent=1) + "\n", "md": result.markdown}
-    paths = [_written(folder / f"{name}.{suffix}", text) for suffix, text in texts.items()]
+    paths = [replace(folder / f"{name}.{suffix}", text) for suffix, text in texts.items()]
     paths.append(_drawn(folder / f"{name}.png", lambda path: plot(result.rows, path)))
     if result.batches:
         frame = Frame("Batches of ragged prompts, greedy", "rows", "tokens per second of all rows", log=True)
         lines = plots.by(result.batches, "contestant", "batch", "tokens_per_second")
         paths.append(_drawn(folder / f"{name}-batches.png", lambda path: plots.lines(path, frame, lines)))
     return paths
-
-
-def _written(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
 
 
 def _drawn(path: Path, draw: Callable[[Path], None]) -> Path:

@@ -92,15 +92,18 @@ class Series:
         return sum(rounds[0].tokens / len(rounds[0].texts) for rounds in self.runs) / sum(known)
 
     def same_texts(self, other: Series, decode: Decode = str) -> float:
-        """The share of equal texts: token for token, or as strings if only those are known."""
-        pairs = zip(self.runs, other.runs, strict=True)
-        same = [
-            _same(a, b, decode) for mine, theirs in pairs for a, b in zip(mine[0].texts, theirs[0].texts, strict=True)
-        ]
+        """The share of equal texts of all rounds: token for token, or as strings if only those are known."""
+        pairs = zip(_texts(self.runs), _texts(other.runs), strict=True)
+        same = [_same(mine, theirs, decode) for mine, theirs in pairs]
         return sum(same) / len(same)
 
-    def _tokens(self) -> int:
-        return sum(rounds[0].tokens for rounds in self.runs)
+    def _tokens(self) -> float:
+        """Of all prompts, each in its median round: rounds of a text that changes have different numbers."""
+        return sum(median(run.tokens for run in rounds) for rounds in self.runs)
+
+
+def _texts(runs: Sequence[Sequence[Run]]) -> list[Tokens | str]:
+    return [text for rounds in runs for run in rounds for text in run.texts]
 
 
 def _same(mine: Tokens | str, theirs: Tokens | str, decode: Decode) -> bool:
@@ -116,6 +119,7 @@ def measure(
     max_new_tokens: int,
     rounds: int,
     journal: Journal | None = None,
+    seen: Sequence[Tokens] = (),
 ) -> list[Series]:
     """Let all contestants continue all groups of rows, in turns.
 
@@ -126,12 +130,13 @@ def measure(
         max_new_tokens: per row.
         rounds: turns of each contestant for each group.
         journal: turns in it are not measured again; new ones are added to it.
+        seen: prompts that warm contestants have answered before, for the journal.
     """
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
     warm = False
     for turn in range(rounds):
         for i, rows in enumerate(groups):
-            key = Key.of(task, turn, rows, max_new_tokens)
+            key = Key.of(task, turn, rows, max_new_tokens, seen)
             runs = None if journal is None else journal.find(key, list(contestants))
             if runs is None:
                 if not warm:

@@ -118,11 +118,16 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{name}.json", folder / f"{name}.md"]
         for path, text in zip(paths, (json.dumps(self.json, indent=1) + "\n", self.markdown), strict=True):
-            beside = path.with_name(path.name + ".part")
-            beside.write_text(text)
-            beside.replace(path)  # if the process is killed, the old file stays whole
+            replace(path, text)
         for plot, draw in self.plots.items():
             paths.append(folder / f"{name}-{plot}.png")
             draw(paths[-1])
         self.plots.clear()
         return paths
+
+
+def replace(path: Path, text: str) -> Path:
+    """Write a file. If the process is killed, the old one stays whole."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    return beside.replace(path)

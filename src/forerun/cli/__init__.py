@@ -11,11 +11,12 @@ from forerun.cli.bench_options import BenchOptions
 from forerun.cli.bench_serve_options import ServingOptions
 from forerun.cli.capacity_options import CapacityOptions
 from forerun.cli.chat_options import ChatOptions
+from forerun.cli.commands import command, group
 from forerun.cli.errors import user_errors
 from forerun.cli.long_options import AnalyseOptions, TriforceOptions
 from forerun.cli.lookahead_options import LookaheadOptions
 from forerun.cli.offload_options import OffloadOptions
-from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions, command, group
+from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions
 from forerun.cli.passes_options import PassesOptions
 from forerun.cli.ranks import check_shared
 from forerun.cli.serve_options import ServeOptions

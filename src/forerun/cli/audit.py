@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any
 
@@ -25,7 +25,7 @@ from forerun.cli.prompts import read_prompts
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.decoding.engine import BUDGET
 from forerun.drafters.recipes import RECIPES, check_drafter
-from forerun.model.load import BUNDLED, load, quiet
+from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load, quiet
 from forerun.model.prompts import encode
 from forerun.reference import demo_prompts
 
@@ -186,7 +186,7 @@ def _as_json(
         "forerun": __version__,
         "model": options.model,
         "dtype": report.dtype,
-        "plan": asdict(plan),
+        "plan": _plan_as_json(options, plan),
         "prompts": list(texts),
         "exactness": asdict(report.exactness),
         "lossless": not report.failures,
@@ -196,6 +196,12 @@ def _as_json(
         "groups": [_group_as_json(*group) for group in _grouped(report.comparisons)],
         "divergences": [_divergence_as_json(comparison, tokenizer) for comparison in report.divergences],
     }
+
+
+def _plan_as_json(options: AuditOptions, plan: Plan) -> dict[str, Any]:
+    """The plan as plain values; a small model by its name."""
+    name = None if plan.settings.draft_model is None else options.draft_model or BUNDLED_DRAFT
+    return asdict(replace(plan, settings=replace(plan.settings, draft_model=name)))
 
 
 def _group_as_json(key: tuple[str, str], group: Sequence[Comparison]) -> dict[str, Any]:

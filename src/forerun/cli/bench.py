@@ -8,15 +8,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from forerun.bench import own, plots, report
 from forerun.bench.chat import Encoder
 from forerun.bench.contestants import PADDED, Bench
-from forerun.bench.journal import Journal
-from forerun.bench.machine import machine
+from forerun.bench.journal import Journal, about
 from forerun.bench.peers.known import Loaded, Subject, check, loaded
 from forerun.bench.prompts import Counts, build_jobs, own_jobs, positions_of
 from forerun.bench.questions import Files
@@ -26,6 +24,7 @@ from forerun.bench.tasksets import tasks_for
 from forerun.cli.bench_options import DRAFTERS, PROMPTS, BenchOptions
 from forerun.cli.long_options import plain
 from forerun.cli.terminal import measuring, stderr, stdout, working
+from forerun.drafters.recipes import check_drafter
 from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load
 from forerun.model.stored import dtype_name
 
@@ -33,6 +32,8 @@ from forerun.model.stored import dtype_name
 def run(options: BenchOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
+    for name in options.drafter or ():
+        check_drafter(name)
     console = stderr()
     lines = own.read(options.prompts_file) if options.prompts_file else []
     with working(console, "loading"):
@@ -47,9 +48,11 @@ def run(options: BenchOptions) -> None:
     batched = in_turns(jobs, max(options.batches(), default=0))
     dtype = dtype_name(target)
     settings = plain(options) | {"dtype": dtype, "tasks": tasks, "prompts": max(len(job.prompts) for job in jobs)}
-    journal = Journal(options.out / "speed-turns.jsonl", _about(options, dtype), options.resume)
     with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:
         bench = Bench(target, options.drafter or DRAFTERS, draft, tokenizer, peers.contestants, options.skip or ())
+        bench.check_skip(jobs, bool(batched))
+        shared = about(options.model, dtype, str(target.device))
+        journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
         result = Result([], settings, [], skipped | peers.absent, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         with measuring(console) as progress:
@@ -77,11 +80,6 @@ def _measured(
         progress(done, total)
         rows = report.summarise(bench.run_batches(batched, size, new, rounds, journal), PADDED)
         yield [], [{"batch": size} | row for row in rows]
-
-
-def _about(options: BenchOptions, dtype: str) -> dict[str, Any]:
-    """What all turns of a journal share: the model, the machine, the versions of the software."""
-    return machine() | {"model": options.model, "dtype": dtype}
 
 
 def _jobs(

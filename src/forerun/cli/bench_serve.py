@@ -12,8 +12,7 @@ import typer
 from transformers import PreTrainedTokenizerBase
 
 from forerun.bench.chat import Encoder
-from forerun.bench.journal import Journal, Turn
-from forerun.bench.machine import machine
+from forerun.bench.journal import Journal, Turn, about
 from forerun.bench.own import check_length
 from forerun.bench.prompts import LackingError, Tasks, check_names
 from forerun.bench.questions import Files
@@ -65,8 +64,8 @@ def run(options: ServingOptions) -> None:
         fill(report, turns, rounds, whole)
         delivery.save()
 
-    about = machine() | {"model": options.model, "dtype": subject.dtype}
-    journal = Journal(options.out / "serve-turns.jsonl", about, options.resume)
+    shared = about(options.model, subject.dtype, subject.device)
+    journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
     contestants = _contestants(options, subject)
 
     def start(contestant: Contestant) -> AbstractContextManager[Door]:

@@ -43,11 +43,13 @@ def run(options: ChatOptions) -> None:
         chat = Chat(options, Conversation(engine, system, **sampling(options)))
         if sys.stdin.isatty():
             stderr().print(f"{options.model}, drafter {options.drafter}; /help lists the commands", style="dim")
-        with suppress(EOFError):
-            for line in _typed() if sys.stdin.isatty() else _piped():
-                chat.take(line)
-    if options.json:
-        typer.echo(json.dumps(chat.report(), ensure_ascii=False))
+        try:
+            with suppress(EOFError):
+                for line in _typed() if sys.stdin.isatty() else _piped():
+                    chat.take(line)
+        finally:  # a message that cannot be answered does not cost the answers before it
+            if options.json:
+                typer.echo(json.dumps(chat.report(), ensure_ascii=False))
 
 
 @dataclass

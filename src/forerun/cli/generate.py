@@ -64,12 +64,13 @@ def run(options: GenerateOptions) -> None:
         return
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
     check_drafter(options.drafter)
+    known = [read_prompt(str(path)) for path in options.warm or []]
     kept = kept_texts(options)
     with quiet(), closing(build_engine(options, **kept)) as engine, leading(engine):
-        engine.warm([read_prompt(str(path)) for path in options.warm or []], options.namespace)
         (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
         (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
         with _trie_kept(options, engine):
+            engine.warm(known, options.namespace)
             interrupted = _generate(options, engine, request)
     if interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +20,7 @@ from forerun.bench.tasksets import tasks_for
 from forerun.bench.variants import Track
 from forerun.cli.deliver import Delivery
 from forerun.cli.long_options import check_positions, names, numbers, plain
-from forerun.cli.lookahead_options import PARTS, LookaheadOptions
+from forerun.cli.lookahead_options import PARTS, Amounts, LookaheadOptions
 from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.terminal import say, stderr, working
 from forerun.decoding.engine import Engine
@@ -32,20 +32,20 @@ OUTPUT = 512
 """Tokens per text of the other texts that a trie saw."""
 
 
-def run(given: LookaheadOptions) -> None:
+def run(options: LookaheadOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
-    options = given.chosen()
-    sizes, parts = _sizes(options), names("--parts", options.parts, PARTS)
+    amounts = options.amounts()
+    sizes, parts = _sizes(options, amounts), names("--parts", options.parts, PARTS)
     with working(stderr(), "loading"):
         model, tokenizer = _load(options, options.dtype)
     encoder = Encoder(tokenizer, options.raw)
     if "passes" in parts:
         check_positions(max(sizes.contexts), max(sizes.decodings) + 1, positions_of(model))
-    jobs, focus = _jobs(options, sizes, encoder, model)
-    ballast = _other_texts(tokenizer, options.other_tokens) if "capacity" in parts else []
+    jobs, focus = _jobs(options, amounts, sizes, encoder, model)
+    ballast = _other_texts(tokenizer, amounts.other_tokens) if "capacity" in parts else []
     dtype = dtype_name(model)
-    report = Report("The Lookahead paper's tables and figures", plain(options) | {"dtype": dtype})
+    report = Report("The Lookahead paper's tables and figures", plain(options) | asdict(amounts) | {"dtype": dtype})
     delivery = Delivery(report, options.out, "lookahead", options.json)
     bench = LookaheadBench(
         Bench(model, (), tokenizer=tokenizer),
@@ -53,7 +53,7 @@ def run(given: LookaheadOptions) -> None:
         jobs,
         focus,
         ballast,
-        lambda: _half(options, encoder, model),
+        lambda: _half(options, amounts, encoder, model),
         sizes,
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         report,
@@ -73,26 +73,28 @@ def _track(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Track:
     return Track(Engine(model, "none", tokenizer=tokenizer))
 
 
-def _sizes(options: LookaheadOptions) -> Sizes:
+def _sizes(options: LookaheadOptions, amounts: Amounts) -> Sizes:
     def rising(name: str, least: int) -> list[int]:
         flag = f"--{name.replace('_', '-')}"
-        return sorted(set(numbers(flag, getattr(options, name), int, least)))
+        return sorted(set(numbers(flag, getattr(amounts, name), int, least)))
 
     return Sizes(
         lengths=Lengths(options.decoding_length, options.branch_length),
-        rounds=options.rounds,
-        max_new_tokens=options.max_new_tokens,
-        prompts=options.prompts,
+        rounds=amounts.rounds,
+        max_new_tokens=amounts.max_new_tokens,
+        prompts=amounts.prompts,
         decodings=rising("decoding_lengths", 1),
         branches=rising("branch_lengths", 2),
         capacities=[kib << 10 for kib in rising("capacities", 64)],
-        warm_counts=sorted({min(count, options.warm_prompts) for count in rising("warm_counts", 0)}),
+        warm_counts=sorted({min(count, amounts.warm_prompts) for count in rising("warm_counts", 0)}),
         batches=rising("batches", 1),
         contexts=rising("contexts", 0),
     )
 
 
-def _jobs(options: LookaheadOptions, sizes: Sizes, encoder: Encoder, model: PreTrainedModel) -> tuple[list[Job], Job]:
+def _jobs(
+    options: LookaheadOptions, amounts: Amounts, sizes: Sizes, encoder: Encoder, model: PreTrainedModel
+) -> tuple[list[Job], Job]:
     """The tasks' jobs, and the focus task's job with enough prompts for the largest batch.
 
     All are drawn in the same way, so that no measured prompt warms another's trie.
@@ -100,14 +102,14 @@ def _jobs(options: LookaheadOptions, sizes: Sizes, encoder: Encoder, model: PreT
     files = Files(options.books, options.maths, options.code)
     tasks = tasks_for(encoder, files)
     wanted = list(tasks) if options.tasks is None else [name.strip() for name in options.tasks.split(",")]
-    counts = Counts(max(options.prompts, *sizes.batches), options.warm_prompts, options.max_new_tokens)
+    counts = Counts(max(amounts.prompts, *sizes.batches), amounts.warm_prompts, amounts.max_new_tokens)
     found, skipped = build_jobs([*wanted, options.focus], tasks, encoder, counts, positions_of(model))
     for name, reason in skipped.items():
         say(f"skipped {name}: {reason}")
     by_name = {job.task: job for job in found}
     if options.focus not in by_name:
         raise ValueError(f"--focus is {options.focus!r}, which {skipped[options.focus]}")
-    jobs = [replace(job, prompts=job.prompts[: options.prompts]) for name, job in by_name.items() if name in wanted]
+    jobs = [replace(job, prompts=job.prompts[: amounts.prompts]) for name, job in by_name.items() if name in wanted]
     return jobs, by_name[options.focus]
 
 
@@ -121,15 +123,15 @@ def _other_texts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Tokens
     return [ids[start : start + OUTPUT] for start in range(0, min(tokens, len(ids)), OUTPUT)]
 
 
-def _half(options: LookaheadOptions, encoder: Encoder, model: PreTrainedModel) -> Half:
+def _half(options: LookaheadOptions, amounts: Amounts, encoder: Encoder, model: PreTrainedModel) -> Half:
     """The target in bfloat16, and its questions."""
     half, tokenizer = _load(options, "bfloat16")
     texts = material.read_held_out(None, options.maths)
-    limit, positions = options.max_new_tokens, positions_of(model)
+    limit, positions = amounts.max_new_tokens, positions_of(model)
     exams = []
     for kind in graded.KINDS:
         try:
-            found = graded.questions(kind, options.questions, texts, lambda text: encoder.count(text) < limit)
+            found = graded.questions(kind, amounts.questions, texts, lambda text: encoder.count(text) < limit)
         except LackingError as lacking:
             say(f"skipped accuracy at {kind}: {lacking}")
             continue

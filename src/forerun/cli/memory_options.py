@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -18,6 +18,9 @@ SIZES = ("kv_memory", "kv_host_memory", "simulate_bandwidth")
 @dataclass(frozen=True)
 class MemoryOptions:
     """What does not fit on the device is brought in layer by layer."""
+
+    ALONE: ClassVar[tuple[str, ...]] = ()
+    """Options that may be given without ``--kv-memory``."""
 
     kv_memory: Annotated[
         str | None,
@@ -55,8 +58,9 @@ class MemoryOptions:
             ValueError: for something that is no size, or others without ``--kv-memory``.
         """
         given = {name: getattr(self, name) for name in (*SIZES, "kv_folder") if getattr(self, name) is not None}
-        if given and self.kv_memory is None:
-            raise ValueError(f"{_flag(next(iter(given)))} is of what does not fit on the device; add --kv-memory")
+        rest = [name for name in given if name not in self.ALONE]
+        if rest and self.kv_memory is None:
+            raise ValueError(f"{_flag(rest[0])} is of what does not fit on the device; add --kv-memory")
         return {name: size_of(given[name], _flag(name)) for name in SIZES if name in given}
 
 

@@ -10,7 +10,7 @@ from forerun.bench.texts import Texts
 from forerun.caches.tiers import KVMemory, least
 from forerun.cli.deliver import Delivery
 from forerun.cli.long_options import check_positions, numbers, plain
-from forerun.cli.models import encoder, memory_of
+from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.offload_options import OffloadOptions
 from forerun.cli.terminal import say, stderr, working
@@ -39,13 +39,15 @@ def run(options: OffloadOptions) -> None:
         texts.check(1, contexts[-1])
         settings = settings_for(options, options.model, drafters, model, tokenizer, options.trust_remote_code)
         shape = gate.admit(model).kv
-        bandwidth = None if options.kv_memory is not None else slow_link(model.device)
+        sizes = options.sizes()
+        bandwidth = sizes.get("simulate_bandwidth") or slow_link(model.device)
     told = plain(options) | {"dtype": dtype_name(model), "bandwidth": bandwidth}
     report = Report("Keys and values off the device", told)
     delivery = Delivery(report, options.out, "offload", options.json)
     bench = OffloadBench(drafters, settings, options.rounds, report, delivery.save, say)
     for context in contexts:
-        memory = memory_of(options) or KVMemory(least(shape, context + _room(options)), bandwidth=bandwidth)
+        device = sizes.get("kv_memory", least(shape, context + _room(options)))
+        memory = KVMemory(device, sizes.get("kv_host_memory"), options.kv_folder, bandwidth)
         engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
         bench.read(engine, texts.tokens(0, context), _room(options))
         for temperature in numbers("--temperatures", options.temperatures, float, 0.0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from forerun.cli.long_options import Contexts, Temperatures, Text, Yarn, numbers
 from forerun.cli.memory_options import MemoryOptions
@@ -19,6 +19,8 @@ class OffloadOptions(MemoryOptions, LongOptions):
     By default nothing of them stays but two layers, and on a CPU they come at a twentieth of the memory's bandwidth,
     which is measured. Each prompt is read once. Writes JSON, Markdown and a plot.
     """
+
+    ALONE: ClassVar[tuple[str, ...]] = ("simulate_bandwidth",)
 
     model: Model = "bundled"
     dtype: AnyDtype = "auto"
@@ -40,5 +42,4 @@ class OffloadOptions(MemoryOptions, LongOptions):
     def __post_init__(self) -> None:
         numbers("--contexts", self.contexts, int, 64)
         numbers("--temperatures", self.temperatures, float, 0.0)
-        if self.kv_memory is not None:
-            self.sizes()
+        self.sizes()

@@ -64,7 +64,7 @@ class TrieDrafter(Drafter):
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
         """See ``Drafter.propose_batch``. All rows' texts are learned before the first row is drafted for."""
         for request in requests:
-            self._learn(request)
+            self.learn(request)
         return [self._draft(request, budget) for request in requests]
 
     def _draft(self, request: Request, budget: int) -> DraftTree:
@@ -76,10 +76,10 @@ class TrieDrafter(Drafter):
         """Note what was committed, to be learned before the next draft at the latest."""
         self._committed[request.id] = len(request)
         if len(request) - self.trie.length(request.id) >= LATE:
-            self._learn(request)
+            self.learn(request)
 
-    def _learn(self, request: Request) -> None:
-        """Let the trie have all of a request's text."""
+    def learn(self, request: Request) -> None:
+        """Let the trie have all of a request's text now."""
         known, committed = self.trie.length(request.id), self._committed[request.id]
         if known < committed:
             self.trie.extend(request.id, request.tokens[known:committed])
@@ -87,6 +87,6 @@ class TrieDrafter(Drafter):
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""
         if request.id in self._committed:
-            self._learn(request)
+            self.learn(request)
             del self._committed[request.id]
         self.trie.finish(request.id)

@@ -30,6 +30,7 @@ from forerun.reference.progress import Display
 from forerun.reference.recipe import Recipe
 from forerun.reference.tasks import Material
 
+OUT = Path("runs/reference")
 WEIGHTS = Path(__file__).parent / "weights"
 EARLY_EXPORT = 0.5
 
@@ -176,8 +177,12 @@ app = typer.Typer(add_completion=False)
 def main(
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None,
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None,
-    out: Annotated[Path, typer.Option(help="Where checkpoints and logs go.")] = Path("runs/reference"),
-    weights: Annotated[Path, typer.Option(help="Where the two models are exported to.")] = WEIGHTS,
+    out: Annotated[
+        Path | None, typer.Option(help=f"Where checkpoints and logs go; default {OUT}, if quick {OUT}/quick.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Where models are exported to; default the package, if quick weights in --out.")
+    ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0,
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
@@ -187,13 +192,14 @@ def main(
     """Train the bundled target and draft."""
     torch.set_num_threads(threads)
     if quick:
-        train_quick(out, weights)
+        out = out or OUT / "quick"
+        train_quick(out, weights or out / "weights")
         return
     if books is None or maths is None:
         raise typer.BadParameter("give --books and --maths, or --quick")
     target = Recipe(recipe.TARGET, minutes=minutes, compiled=compiled)
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=draft_minutes, seed=1)
-    train_both(material.read(books, maths), target, draft, out, weights)
+    train_both(material.read(books, maths), target, draft, out or OUT, weights or WEIGHTS)
 
 
 if __name__ == "__main__":

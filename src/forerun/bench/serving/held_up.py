@@ -26,7 +26,7 @@ LOOK = 0.005
 
 
 def measure(door: Door, asks: Sequence[Ask], long: Ask, namespace: str) -> Row:
-    """Figures of the streams, without and with a long prompt.
+    """Figures of the streams, without and with a long prompt; only its error, if it was not answered.
 
     Args:
         door: the server's.
@@ -74,6 +74,8 @@ class _Streams:
 
 
 def _row(long: Answer, others: Sequence[Answer], began: float) -> Row:
+    if long.error is not None:
+        return {"error": long.error}
     read = (long.sent, long.sent + long.first)
     without, while_read = overlapping(others, (began, read[0])), overlapping(others, read)
     row: Row = {

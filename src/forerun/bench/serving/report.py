@@ -58,9 +58,12 @@ def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plots: 
         report.add("times", "Times of requests, in milliseconds: p50 and p99", load, _times(load), _meaning())
         if plots:
             _plots(report, load)
-    if long := rows.long_rows(turns):
+    long, refused = rows.long_rows(turns), rows.refusals(turns)
+    if long or refused:
         shown = [_milliseconds(row, ("without", "with")) for row in long]
-        report.add("long", "Between chunks of other streams, while a long prompt is read", long, _listing(shown))
+        said = [f"Not measured: {name}: {reason}.\n" for name, reason in refused.items()]
+        table = [_listing(shown)] if shown else []
+        report.add("long", "Between chunks of other streams, while a long prompt is read", long, *table, *said)
     if texts := rows.text_rows(turns, rounds):
         report.add("texts", "Texts under load", texts, listing(texts, TEXTS), _verdict(texts))
 
@@ -116,6 +119,8 @@ def _verdict(texts: Sequence[Row]) -> str:
         return "".join(f"**{one}.**\n" for one in found)
     if not any(row["exact"] for row in texts):
         return "This server does not promise texts bit for bit.\n"
+    if not any(row["compared"] for row in texts if row["exact"]):
+        return "No text was compared.\n"
     return "Load has changed no text that must not change.\n"
 
 

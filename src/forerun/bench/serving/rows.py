@@ -34,7 +34,7 @@ def long_rows(turns: Sequence[Turn]) -> list[Row]:
     """A row for each contestant that has read a long prompt."""
     found = []
     for name in _names(turns):
-        measured = [turn[name]["long"] for turn in turns if "long" in turn.get(name, {})]
+        measured = [row for row in _longs(turns, name) if "error" not in row]
         if measured:
             known = {each: [row[each] for row in measured if row[each] is not None] for each in measured[0]}
             found.append({"contestant": name} | {each: median(v) if v else None for each, v in known.items()})
@@ -80,6 +80,15 @@ def errors(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
         for name, stint in turn.items():
             found.setdefault(name, Counter()).update(stint.get("reasons", {}))
     return {name: dict(counted) for name, counted in found.items() if counted}
+
+
+def refusals(turns: Sequence[Turn]) -> dict[str, str]:
+    """Why a contestant did not answer a long prompt, the last time."""
+    return {name: row["error"] for name in _names(turns) for row in _longs(turns, name) if "error" in row}
+
+
+def _longs(turns: Sequence[Turn], name: str) -> list[Row]:
+    return [turn[name]["long"] for turn in turns if "long" in turn.get(name, {})]
 
 
 def _names(turns: Sequence[Turn]) -> list[str]:
