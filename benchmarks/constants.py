@@ -29,7 +29,7 @@ import torch
 
 CONSTANTS = {
     "drafts": {
-        "plan/account.py": ("SHARE", "START", "SAVINGS"),
+        "plan/account.py": ("SHARE", "START", "SAVINGS", "STAKE"),
         "plan/calibration.py": ("FIRST_GUESS", "DOUBT", "MEMORY"),
         "plan/chains.py": ("AGREEING",),
         "plan/passes.py": ("RECALL", "ALONE"),

@@ -191,6 +191,14 @@ def test_chains_are_measured_by_plain_steps_as_they_are_without_drafts() -> None
     assert 2000 * 0.6 / now > 0.96
 
 
+@pytest.mark.parametrize(("drafting", "late"), [(0.05, 6), (0.05, 10), (0.1, 6), (0.2, 6)])
+def test_a_first_chain_that_happens_to_be_wrong_is_not_the_last(drafting: float, late: int) -> None:
+    """Chains are right from some token on, where a few trials have failed: that costs little more than those tokens."""
+    lucky, _ = decode(World(drafting=drafting, accepted=lambda token: 0.9), 128, weight=drafting)
+    unlucky, _ = decode(World(drafting=drafting, accepted=lambda token: 0.9 * (token >= 3 + late)), 128, weight=drafting)
+    assert unlucky < lucky + 2 * late
+
+
 def test_chains_that_could_not_pay_are_tried_once() -> None:
     """Their cost is a guess until one was measured."""
     _, chooser = decode(World(drafting=1.0), 300, weight=1.0, trees=False)

@@ -29,6 +29,8 @@ from forerun.plan.cutting import Cut, Cutter, Load
 from forerun.plan.passes import Line
 from forerun.plan.times import Times
 
+ROUNDING = 1e-6
+"""So that what is exactly enough is enough."""
 LEAST, GROWTH = 8, 4
 """Nodes that a source is asked for: at least ``LEAST`` per row, and ``GROWTH`` for each that was scored in the step
 before. Proposing takes time, whether the nodes are scored or not."""
@@ -214,8 +216,8 @@ class Chooser(OuterDrafter):
             return 0
         each = draft.each + (float(passes[-1]) - float(passes[0])) / max(most - 1, 1)
         pays = found.rate > rate
-        stake = self._account.stake("chain") * cut.plain
-        affordable = max(int((stake - draft.start) / each), int(self._account.untouched))
+        stake = self._account.stake("chain", (draft.start + each) / cut.plain) * cut.plain
+        affordable = max(int((stake - draft.start) / each + ROUNDING), int(self._account.untouched))
         self._grown.open(requests, found.rate * each / rows if pays else 0.0)
         if pays:
             return min(most if self._grown.asked else found.tokens, affordable)

@@ -13,6 +13,8 @@ SHARE = 0.01
 """The share of all time that drafts without success may take."""
 START = 1.0
 """The budget at first, and its maximum for a source without savings, in plain steps."""
+STAKE = 0.25
+"""The share of what is left that a single draft may lose, where a lesser one is possible."""
 SAVINGS = 16.0
 """The maximum of a source's savings, in plain steps: how long a source is trusted after it stops paying."""
 
@@ -37,10 +39,11 @@ class Account:
         when the budget is full: every source is tried now and then."""
         return self.left(source) >= min(cost, START) and self.left(source) > 0
 
-    def stake(self, source: Source) -> float:
-        """What a single draft of this source may lose: half of what is left, so that bad luck at first does not end all
-        trials."""
-        return self.left(source) / 2
+    def stake(self, source: Source, least: float) -> float:
+        """What a single draft of this source may lose: a part of what is left, so that bad luck at first does not end
+        all trials, but as much as the least draft takes, if it is there."""
+        left = self.left(source)
+        return max(left * STAKE, min(left, least))
 
     @property
     def untouched(self) -> bool:
