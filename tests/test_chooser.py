@@ -195,7 +195,9 @@ def test_chains_are_measured_by_plain_steps_as_they_are_without_drafts() -> None
 def test_a_first_chain_that_happens_to_be_wrong_is_not_the_last(drafting: float, late: int) -> None:
     """Chains are right from some token on, where a few trials have failed: that costs little more than those tokens."""
     lucky, _ = decode(World(drafting=drafting, accepted=lambda token: 0.9), 128, weight=drafting)
-    unlucky, _ = decode(World(drafting=drafting, accepted=lambda token: 0.9 * (token >= 3 + late)), 128, weight=drafting)
+    unlucky, _ = decode(
+        World(drafting=drafting, accepted=lambda token: 0.9 * (token >= 3 + late)), 128, weight=drafting
+    )
     assert unlucky < lucky + 2 * late
 
 

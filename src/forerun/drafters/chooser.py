@@ -275,7 +275,8 @@ class Chooser(OuterDrafter):
         self._cutter.rise = times.rise
         asking = len(cut.trees) * times.asking_cost / cut.plain if step.asking else 0.0
         drafting = times.drafting_cost.at(size) if size else 0.0
-        took = (cut.cost + drafting) / cut.plain
+        cost = min(cut.cost, step.seconds / times.unit) if times.unit else cut.cost  # disturbances only ever slow it
+        took = (cost + drafting) / cut.plain
         self._account.pass_by(took + asking)
         self._account.enter("tree", -asking)
         if cut.nodes:
