@@ -197,3 +197,26 @@ def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(dr
     finally:
         sys.setswitchinterval(before)
     assert together == alone * 2
+
+
+def test_a_turn_that_ctrl_c_left_behind_stops_nobody() -> None:
+    turns, left, ended = Turns(), threading.Event(), []
+
+    def interrupted() -> None:
+        turns.__enter__()  # and no end of it
+        left.set()
+        time.sleep(0.1)  # the other one waits
+        with turns:
+            ended.append("interrupted")
+
+    def other() -> None:
+        left.wait(PATIENCE)
+        with turns:
+            ended.append("other")
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (interrupted, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(ended) == ["interrupted", "other"]

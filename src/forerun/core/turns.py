@@ -17,18 +17,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Turns:
-    """Used as ``with turns:``; not reentrant."""
+    """Used as ``with turns:``; not reentrant.
+
+    Ctrl-C may come at any instruction, also before a turn is given back. So a thread that asks for a turn and has one is
+    taken to have left it so.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[object] = deque()
-        self._changed = threading.Condition(threading.Lock())
+        self._queue: deque[int] = deque()
+        self._changed = threading.Condition(threading.RLock())
 
     def __enter__(self) -> None:
-        me = object()
+        me = threading.get_ident()
         with self._changed:
+            if me in self._queue:
+                self._queue.remove(me)
+                self._changed.notify_all()
             self._queue.append(me)
             try:
-                while self._queue[0] is not me:
+                while self._queue[0] != me:
                     self._changed.wait()
             except BaseException:  # such as Ctrl-C
                 self._queue.remove(me)
