@@ -19,8 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Turns:
     """Used as ``with turns:``; not reentrant.
 
-    Ctrl-C may come at any instruction, also before a turn is given back. So a thread that asks for a turn and has one is
-    taken to have left it so.
+    Ctrl-C may come at any instruction, also before a turn is given back. So a thread that asks for a turn while it has
+    one is taken to have been interrupted then.
     """
 
     def __init__(self) -> None:
