@@ -81,7 +81,7 @@ class HierarchyDrafter(OuterDrafter):
         """Cut the trees of an inner drafter that does not know how much to draft by these costs; by default all of each
         is verified."""
         if not self.inner.sized:
-            costs = replace(costs, per_cached=0.0, per_pair=0.0)
+            costs = replace(costs, per_cached=0.0, per_tile=0.0)
             self._cutter, self._passing = Cutter(costs), Cutter(costs)
         super().fit(costs)
 

@@ -17,7 +17,7 @@ from forerun.caches.full import FullCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.model.scorer import Scorer
-from forerun.plan.costs import CostCurve
+from forerun.plan.costs import TILE, CostCurve
 
 SIZES = (1, 8, 16, 32, 64, 2)
 """Sizes of the passes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
@@ -51,9 +51,10 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
     near = NEAR if reach >= NEAR + max(SIZES) else 0
     kinds = [(1, size, near) for size in SIZES if size <= reach]
     kinds.insert(LEAST, kinds[0])  # the unit of all others: measured more often
-    kinds.append((ROWS, 1, near))
     if reach >= FAR + SEVERAL:
-        kinds += [(1, 1, FAR), (1, SEVERAL, FAR), kinds[0]]
+        after = kinds.index((1, SEVERAL, near)) + 1
+        kinds[after:after] = [(1, 1, FAR), (1, SEVERAL, FAR), kinds[0]]
+    kinds.append((ROWS, 1, near))
     times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
     caches = {
         cached: [_blank(scorer, cached) for _ in range(ROWS if cached == near else 1)]
@@ -91,14 +92,15 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
     one = seconds[1, 1, near]
     ratios = [min(seconds[1, size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
     costs = tuple(np.maximum.accumulate(ratios).tolist())
-    per_cached = per_pair = per_row = 0.0
+    per_cached = per_tile = per_row = 0.0
     if (1, SEVERAL, FAR) in seconds:
         slopes = [(seconds[1, size, FAR] - seconds[1, size, near]) / one / (FAR - near) for size in (1, SEVERAL)]
-        per_cached, per_pair = max(slopes[0], 0.0), max(slopes[1] / SEVERAL, 0.0)
+        per_cached = max(slopes[0], 0.0)
+        per_tile = max(slopes[1] - per_cached, 0.0) / (SEVERAL // TILE - 1)
     if (ROWS, 1, near) in seconds:
         alone = float(np.interp(ROWS, sizes, costs))
         per_row = max(min(seconds[ROWS, 1, near] / one, ROWS) - alone, 0.0) / (ROWS - 1)
-    return CostCurve(tuple(sizes), costs, per_cached, per_pair, per_row).rounded()
+    return CostCurve(tuple(sizes), costs, per_cached, per_tile, per_row).rounded()
 
 
 def _positions(scorer: Scorer) -> int:

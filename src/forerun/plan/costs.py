@@ -2,14 +2,15 @@
 
 A pass over n tokens, of which row r has n_r and looks back on L_r cached ones, costs
 
-    curve(n) + per_row * (rows - 1) + sum(L_r * max(per_cached, per_pair * n_r))
+    curve(n) + per_row * (rows - 1) + sum(L_r * (per_cached + per_tile * ((n_r - 1) // TILE)))
 
 in units of a pass over one token with an empty cache. ``curve`` is piecewise linear between a few measured sizes, for
 it is neither linear nor even smooth: on a CPU the second token turns matrix-vector products into matrix products and
 costs as much as the next eight, and where arithmetic begins to count instead of memory, the slope grows. Each row's
-cache is read once, and every token is scored against it; both at the same time, so the slower one counts (the roofline
-model, Williams et al. 2009). So a few tokens cost a long text no more than one. The Lookahead paper has one constant
-instead, the critical decoding length (section 3.4), at which the extra tokens cost as much as the pass.
+cache is read once, and scored against ``TILE`` tokens of the row at a time. The arithmetic of the first of them is
+hidden by the reading, so a few tokens cost a long text no more than one; that of the others is not. The Lookahead paper
+has one constant instead, the critical decoding length (section 3.4), at which the extra tokens cost as much as the
+pass.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+TILE = 8
+"""Tokens of a row that the kernels score together."""
 STEPS = 10
 """Steps in which a rounded cost grows tenfold, as in Renard's series of preferred numbers."""
 
@@ -34,8 +37,8 @@ class CostCurve:
     Attributes:
         sizes: tokens scored by a pass, rising from 1.
         costs: of these passes, never falling, from 1; beyond the last size they grow as between the last two.
-        per_cached: what a pass pays for each cached token that it looks back on, at least.
-        per_pair: what each scored token pays for each cached token of its row, where that is more.
+        per_cached: what a pass pays for each cached token that it looks back on.
+        per_tile: what it pays besides for each further ``TILE`` tokens that it scores, or a part of so many.
         per_row: what a pass pays for each row but the first.
 
     Raises:
@@ -45,7 +48,7 @@ class CostCurve:
     sizes: tuple[int, ...]
     costs: tuple[float, ...]
     per_cached: float = 0.0
-    per_pair: float = 0.0
+    per_tile: float = 0.0
     per_row: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,7 +57,7 @@ class CostCurve:
             raise ValueError(f"sizes are {sizes}; they must be two or more and rise from 1")
         if len(costs) != len(sizes) or costs[0] != 1 or list(costs) != sorted(costs) or not costs[-1] < math.inf:
             raise ValueError(f"costs are {costs}; they must be one for each size and never fall from 1")
-        for name in ("per_cached", "per_pair", "per_row"):
+        for name in ("per_cached", "per_tile", "per_row"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be finite and at least 0")
 
@@ -82,16 +85,16 @@ class CostCurve:
 
     def looking(self, tokens: Iterable[int], cached: Iterable[int]) -> float:
         """What rows with so many tokens each pay for what is cached of each."""
-        if not self.per_cached and not self.per_pair:
+        if not self.per_cached and not self.per_tile:
             return 0.0
         each = zip(tokens, cached, strict=True)
-        return sum(length * max(self.per_cached, self.per_pair * n) for n, length in each)
+        return sum(length * (self.per_cached + self.per_tile * ((n - 1) // TILE)) for n, length in each)
 
     def rounded(self) -> CostCurve:
         """With the cost of further tokens rounded to preferred numbers, size by size, so that noise seldom shows."""
         slopes = [_preferred(slope) for slope in np.diff(self.costs) / np.diff(self.sizes)]
         costs = np.cumsum([1, *(slopes * np.diff(self.sizes))]).round(6)
-        looking = _preferred(self.per_cached), _preferred(self.per_pair), _preferred(self.per_row)
+        looking = _preferred(self.per_cached), _preferred(self.per_tile), _preferred(self.per_row)
         return CostCurve(self.sizes, tuple(costs.tolist()), *looking)
 
 

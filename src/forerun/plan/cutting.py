@@ -25,7 +25,7 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
 from forerun.plan import sheet
 from forerun.plan.calibration import MEMORY, Table, forget, settle
-from forerun.plan.costs import CostCurve, FloatArray
+from forerun.plan.costs import TILE, CostCurve, FloatArray
 from forerun.plan.passes import AS_THE_CURVE_SAYS
 from forerun.plan.sheet import Sheet
 
@@ -121,11 +121,10 @@ class Cutter:
         if not end:
             return self.whole(trees, load)
         fed = load.fed
-        cached = np.array(load.cached, np.float64)
-        keys = self.costs.per_cached * cached, self.costs.per_pair * cached, np.array(load.pending, np.float64)
+        looking = self.costs.per_tile * np.array(load.cached, np.float64), np.array(load.pending)
         alone = plain if load.decoding else self.cost([1] * load.rows, load.cached)
         curve, rate = self._curve(fed + end + 1), load.rows * self._tokens / self._spent / alone
-        kept, tokens, added = sheet.choose(self._sheet, end, curve, fed, *keys, plain, sunk, *self.rise, rate)
+        kept, tokens, added = sheet.choose(self._sheet, end, curve, fed, *looking, plain, sunk, *self.rise, rate)
         parts = list(trees)
         for row, tree in enumerate(trees):
             begin, end = self._places[row]
@@ -218,8 +217,8 @@ class Cutter:
         fed = load.fed
         drafts = np.arange(1, count + 1)
         curve = self._curve(fed + load.rows * count + 1)
-        of_pairs = self.costs.per_pair * np.add.outer(np.array(load.pending), np.arange(count + 1))
-        looking = np.array(load.cached) @ np.maximum(self.costs.per_cached, of_pairs)
+        tiles = (np.add.outer(np.array(load.pending), np.arange(count + 1)) - 1) // TILE
+        looking = self.costs.per_tile * (np.array(load.cached) @ tiles)
         added = curve[fed + load.rows * drafts] - curve[fed] + looking[1:] - looking[0]
         return np.asarray(self.rise.start * self.plain(load) + self.rise.each * added)
 

@@ -24,7 +24,7 @@ from forerun.plan.calibration import (
     odds_of,
     settle,
 )
-from forerun.plan.costs import FloatArray
+from forerun.plan.costs import TILE, FloatArray
 
 
 class Sheet(NamedTuple):
@@ -104,7 +104,7 @@ def _sort(sheet: Sheet, end: int, scoring: FloatArray, rate: float) -> int:
     for node in range(end):
         if sheet.chances[node] <= 0.0:
             continue
-        value = sheet.chances[node] - rate * scoring[sheet.rows[node]]
+        value = sheet.chances[node] - rate * scoring[sheet.rows[node]] / TILE
         at = size
         while at > 0 and worth[at - 1] < value:
             order[at], worth[at] = order[at - 1], worth[at - 1]
@@ -120,9 +120,8 @@ def choose(
     end: int,
     curve: FloatArray,
     fed: int,
-    reading: FloatArray,
     scoring: FloatArray,
-    counts: FloatArray,
+    counts: IntArray,
     plain: float,
     sunk: float,
     lift: float,
@@ -135,8 +134,7 @@ def choose(
         end: number of nodes that were entered.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
         fed: tokens of the pass besides nodes: one per row, more where prompts are read.
-        reading, scoring: of each row: what its cache costs at least, and what for each of the row's tokens, if all of
-            them together cost more.
+        scoring: what each row's cache costs for each of its ``TILE`` tokens but the first.
         counts: tokens of each row besides its nodes; written over.
         plain: cost of the pass without nodes.
         sunk: what the step has cost already.
@@ -147,7 +145,7 @@ def choose(
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
-    size, rows = _sort(sheet, end, scoring, rate), len(reading)
+    size, rows = _sort(sheet, end, scoring, rate), len(scoring)
     decoding = fed == rows
     best, best_tokens, best_added = 0, 0.0, 0.0
     most = rows / (sunk + plain) if decoding else -rate * lift * plain
@@ -156,8 +154,9 @@ def choose(
         node = sheet.order[number]
         row = sheet.rows[node]
         tokens += sheet.chances[node]
-        counts[row] += 1.0
-        looking += min(scoring[row], max(0.0, scoring[row] * counts[row] - reading[row]))
+        if counts[row] % TILE == 0:
+            looking += scoring[row]
+        counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
         cost = lift * plain + slope * added
         value = (rows + tokens) / (sunk + cost) if decoding else tokens - rate * cost
@@ -212,7 +211,7 @@ def warm_up() -> None:
     sheet, table, tokens, parents = Sheet.allocate(1), Table.empty(), np.zeros(1, np.int64), np.full(1, ROOT, np.int64)
     for said in (np.empty(0), np.ones(1)):
         enter(sheet, table, 0, 0, tokens, parents, said, 1, 1)
-    choose(sheet, 1, np.arange(3.0), 1, np.zeros(1), np.zeros(1), np.ones(1), 1.0, 0.0, 1.0, 1.0, 1.0)
+    choose(sheet, 1, np.arange(3.0), 1, np.zeros(1), np.ones(1, np.int64), 1.0, 0.0, 1.0, 1.0, 1.0)
     take(sheet, 0, 1, tokens, parents)
     learn(sheet, table, 0, 1, tokens, False)
     settle(table)
