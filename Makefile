@@ -14,7 +14,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 test: $(READY) ## all tests but for the matrix, of which a few cells in which every two values meet
 	$(PYTEST) -m "not matrix and not alone"
 
-matrix: $(READY) ## every cell of the matrix, many examples of what is tested by examples, and what takes long
+matrix: $(READY) ## the exactness matrix, many examples of what is tested by examples, and what takes long
 	$(PYTEST) -m "matrix and not alone"
 
 alone: $(READY) ## what wants the whole machine: a model in two processes, and two replicas on Ray, which it installs

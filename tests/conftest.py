@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Triton: its kernels run without a GPU
 
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,18 @@ class Ticks:
     def __call__(self) -> float:
         self.now += 1e-3
         return self.now
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``one_in(n)``, leave all but every n-th set of parameters to ``make matrix``."""
+    seen: Counter[object] = Counter()
+    for item in items:
+        if (mark := item.get_closest_marker("one_in")) is not None and item.get_closest_marker("matrix") is None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker(pytest.mark.matrix)
+            seen[test] += 1
 
 
 @pytest.fixture

@@ -91,6 +91,7 @@ def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: P
     assert probe(program) == Exactness("bitwise")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_model_s_own_forward_pass_is_near_the_dequantised_one_s(tmp_path: Path, name: str) -> None:
     model, exact = store(tmp_path / "m.gguf", name, MIXED)
@@ -108,6 +109,7 @@ def test_without_a_program_passes_are_bitwise_exact_too(pair: tuple[PreTrainedMo
     assert probe(Scorer(model)) == Exactness("bitwise")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["lookup", "trie", "jacobi", "retrieval", "low-rank"])
 def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreTrainedModel], drafter: str) -> None:
     model, exact = pair

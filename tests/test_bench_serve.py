@@ -165,6 +165,7 @@ def bench_of(
     return ServeBench(contestants, rounds, start, journal, quietly, save), started
 
 
+@pytest.mark.matrix
 def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(
     house: House, tmp_path: Path
 ) -> None:

@@ -249,6 +249,7 @@ def draft_and_verify(draft: MockTarget, target: MockTarget, request: Request) ->
     return len(tree), len(verdict.path)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seeds", [1000, pytest.param(3000, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("processor", [None, ban_repeats])
 @pytest.mark.parametrize("method", ["coupled", "rejection"])

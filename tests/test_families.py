@@ -33,7 +33,7 @@ from forerun.model.implementations import switched
 from forerun.model.inputs import position_limit
 from forerun.model.scorer import Scorer
 
-WHOLE = {"max_new_tokens": 36, "do_sample": False, "eos_token_id": None}
+WHOLE = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 FEW = ("none", "trie", "lookup", "triforce-trie", "low-rank")
 ALL_DRAFTERS = ("gpt_oss", "deepseek_v3", "deepseek_v2")
 """What caches have to know of: sinks, and keys and values of different width."""

@@ -124,6 +124,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SAMPLING)
 def test_sampled_tokens_follow_the_distribution_that_transformers_samples_from(name: str) -> None:
     ids = torch.tensor([PROMPT])

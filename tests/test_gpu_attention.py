@@ -84,6 +84,7 @@ def quick(held: int, dtype: torch.dtype, kind: str) -> bool:
     return held == 3 or (dtype, kind) == (torch.float32, "plain")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("held", "dtype", "kind"),
     [pytest.param(*cell, marks=[] if quick(*cell) else pytest.mark.matrix) for cell in CELLS],

@@ -66,6 +66,7 @@ def read(scorer: Scorer, count: int) -> FullCache:
     return cache
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @torch.inference_mode()
 def test_logits_are_the_models(on_gpu: list[int], kind: str) -> None:

@@ -51,6 +51,7 @@ def engine() -> Engine:
 # --- continuing from a cache
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
 @pytest.mark.parametrize("drafter", ["none", *DRAFTERS])
 def test_a_prompt_that_was_read_once_is_continued_again_and_again(
@@ -262,6 +263,7 @@ def simulator() -> Engine:
     return Engine(random_model(SHAPE, torch.float32), "none")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("drafter", "accepted", "inner"), [("triforce", 0.8, 0.5), ("retrieval", 0.8, None), ("streaming", 0.5, None)]
 )
@@ -374,6 +376,7 @@ def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], messa
     assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.matrix
 def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path) -> None:
     shape, small = "1,16,16,2,2,64", "1,16,16,2,2,32"
     arguments = ["bench", "triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]

@@ -51,6 +51,7 @@ async def together(house: House, asked: list[Asked], pieces: list[int | None]) -
         return await asyncio.gather(*streams)
 
 
+@pytest.mark.matrix
 def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(houses: dict[str, House]) -> None:
     asked = mixed(STREAMS, seed=3, longest=12)
     pieces = [3 if place % 4 == 3 else None for place in range(STREAMS)]

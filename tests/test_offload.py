@@ -171,6 +171,7 @@ def test_the_next_layer_comes_while_one_is_computed(monkeypatch: pytest.MonkeyPa
     assert asked[:11] == ["done", *["fetch", "done"] * 5]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma2", "deepseek_v3", "mixtral"])
 def test_any_decoder_can_be_offloaded(name: str) -> None:
     class_name, extra = {**ARCHITECTURES, **LAYOUTS}[name]
@@ -343,6 +344,7 @@ def test_a_cache_of_a_fixed_size_says_when_it_is_full() -> None:
         cache.extend(rows)
 
 
+@pytest.mark.matrix
 def test_the_commands_know_it(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog and then it sleeps in the sun. " * 60)

@@ -74,6 +74,7 @@ def test_lengths_beyond_the_model_s_positions_are_refused() -> None:
         measure([tiny("llama")], Sizes([1, 64], 200, [], rounds=1))
 
 
+@pytest.mark.matrix
 def test_the_command_writes_a_report(tmp_path: Path) -> None:
     arguments = ["--context", "8", "--passes", "1,2", "--prompt-tokens", "16", "--rounds", "1", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["bench", "passes", *arguments, "--json"])

@@ -70,6 +70,7 @@ def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str)
     assert counting.calls == [text[:end] for end in range(len(PROMPT), len(text))]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", DRAFTERS[:-1])
 def test_so_it_is_where_tokens_are_sampled(drafter: str, verification: str) -> None:

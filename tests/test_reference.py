@@ -236,6 +236,7 @@ def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
     assert plan.rate(0.991) == pytest.approx(0.02) and plan.rate(1.0) == 0.0
 
 
+@pytest.mark.matrix
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(quick: Path, tmp_path: Path) -> None:
     for stop_after in (3, 2, None):
         train.train_quick(tmp_path / "out", tmp_path / "weights", stop_after)

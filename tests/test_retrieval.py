@@ -208,6 +208,7 @@ def test_verifying_queries_decide_what_is_chosen_next() -> None:
         assert [set(head.tolist()) for head in chosen] == expected_chunks(row, layer, config, [-5, -4, -3])
 
 
+@pytest.mark.matrix
 def test_memory_stays_at_the_budget_however_long_the_text() -> None:
     config = RetrievalConfig(128, 8, window=16, stride=16)
     row = Row.of(400)

@@ -39,6 +39,7 @@ def test_all_examples_are_known() -> None:
     assert {example.stem for example in EXAMPLES.glob("*.py")} == set(SAYS)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAYS)
 def test_the_example_runs(house: House, name: str) -> None:
     environment = {**os.environ, "FORERUN_URL": f"http://127.0.0.1:{house.port}/v1"}

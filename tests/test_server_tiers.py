@@ -111,6 +111,7 @@ def watched(house: House) -> list[dict[str, int]]:
 # --- texts
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["trie", "auto", "low-rank"])
 def test_texts_at_once_are_those_of_a_server_without_tiers(
     drafter: str, model: Any, plain: Engine, houses: list[House], tmp_path: Path
@@ -295,6 +296,7 @@ def test_a_full_disk_ends_one_request_and_frees_everything(
     assert text_of(house.post(asked(long))) == wanted(plain, long)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["none", "low-rank", "retrieval"])
 def test_copies_that_fail_end_one_request_and_no_other(
     drafter: str, model: Any, plain: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch

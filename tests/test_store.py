@@ -67,6 +67,7 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.rglob(f"*{SUFFIX}"))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("drafter", ["none", "trie", "low-rank", "triforce-trie"])
 def test_a_text_is_read_once_and_says_the_same(tmp_path: Path, drafter: str, dtype: torch.dtype) -> None:

@@ -162,6 +162,7 @@ def step_through(model: Any, caches: Sequence[Cache], script: list[Any]) -> list
     return found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("ordered_sums", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_window_longer_than_the_text_gives_what_the_full_cache_gives(

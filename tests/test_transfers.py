@@ -87,6 +87,7 @@ def both(
     return found, device.reads
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("warpers", WARPERS)
 @pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
