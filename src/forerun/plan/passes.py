@@ -155,7 +155,7 @@ class Growth:
     def line(self) -> Line | None:
         """In seconds; None where nothing is known."""
         unit = self._mean.unit
-        if not self._seen.count or unit is None:
+        if self._seen.count < 2 or unit is None:  # one alone may have been disturbed
             return None if unit is None else Line(0.0, unit)
         if self._line is None:
             slope = self._seen.slope(0.5)
