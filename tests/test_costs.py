@@ -18,6 +18,7 @@ from forerun.model.scorer import Scorer
 from forerun.model.timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
 from forerun.plan.costs import CostCurve
 from forerun.plan.passes import AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
+from forerun.plan.times import Times
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_tile=0.0004)
 
@@ -167,6 +168,16 @@ def test_one_pass_is_enough_where_caches_are_warm_and_one_that_does_more_correct
     assert warm.unit == 5.0
 
 
+def test_what_passes_take_is_known_from_loading_until_a_step_shows_it() -> None:
+    times = Times(loaded=2.0)
+    assert times.settled and times.unit == 2.0 and not times.due(1.0)
+    for _ in range(2):
+        assert times.unit == 2.0
+        times.step(plain=1.0, added=0.0, seconds=1.8, empty=True)
+    assert times.unit == 1.8
+    assert not Times().settled
+
+
 def test_a_chains_price_is_a_line_by_its_length_that_no_disturbed_one_moves() -> None:
     plain = Passes()
     growth = Growth(plain)
@@ -196,9 +207,16 @@ def _passes(seconds: float) -> Passes:
 def test_drafts_that_add_nothing_to_passes_are_noticed() -> None:
     rise = Rise(_passes(0.5))
     assert rise.line == AS_THE_CURVE_SAYS
-    for added in (0.3, 0.9, 0.6, 0.9):  # keys come over a slow link, which the curve knows nothing of
+    for added in (0.3, 0.9, 0.6, 0.9) * 2:  # keys come over a slow link, which the curve knows nothing of
         rise.learn(1.0, added, 0.5)
     assert rise.line == Line(pytest.approx(1.0), pytest.approx(0.0))
+
+
+def test_a_few_short_drafts_do_not_make_long_ones_cheap() -> None:
+    rise = Rise(_passes(1.0))
+    for added, seconds in ((0.02, 1.1), (0.04, 1.0), (0.05, 0.95)):  # noise, by which drafts shorten passes
+        rise.learn(1.0, added, seconds)
+    assert rise.line.at(4.0) > 4.5
 
 
 def test_passes_that_drafts_lengthen_as_a_whole_are_noticed() -> None:

@@ -95,7 +95,7 @@ class Chooser(OuterDrafter):
         self._prompts: dict[int, Cache] = {}
         self._behind: set[int] = set()
         self._nodes = LEAST
-        self._account, self._times, self._grown = Account(), Times(), Chains()
+        self._account, self._grown = Account(), Chains()
         self._step: _Step | None = None
         if chains is not None:
             chains.enough = self._grown.enough
@@ -104,7 +104,7 @@ class Chooser(OuterDrafter):
         """See ``Drafter.bind``; what passes cost is measured where it is not given."""
         super().bind(target)
         costs = self._costs or costs_of(target)
-        self._cutter = Cutter(costs, target.vocabulary)
+        self._cutter, self._times = Cutter(costs, target.vocabulary), Times(costs.unit)
         self.inner.fit(costs)
 
     def fit(self, costs: CostCurve) -> None:

@@ -100,7 +100,7 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
     if (ROWS, 1, near) in seconds:
         alone = float(np.interp(ROWS, sizes, costs))
         per_row = max(min(seconds[ROWS, 1, near] / one, ROWS) - alone, 0.0) / (ROWS - 1)
-    return CostCurve(tuple(sizes), costs, per_cached, per_tile, per_row).rounded()
+    return CostCurve(tuple(sizes), costs, per_cached, per_tile, per_row, one).rounded()
 
 
 def _positions(scorer: Scorer) -> int:

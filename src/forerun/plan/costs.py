@@ -40,6 +40,7 @@ class CostCurve:
         per_cached: what a pass pays for each cached token that it looks back on.
         per_tile: what it pays besides for each further ``TILE`` tokens that it scores, or a part of so many.
         per_row: what a pass pays for each row but the first.
+        unit: seconds of a pass of cost 1, where it was measured.
 
     Raises:
         ValueError: if they cannot be such costs.
@@ -50,6 +51,7 @@ class CostCurve:
     per_cached: float = 0.0
     per_tile: float = 0.0
     per_row: float = 0.0
+    unit: float | None = None
 
     def __post_init__(self) -> None:
         sizes, costs = self.sizes, self.costs
@@ -95,7 +97,7 @@ class CostCurve:
         slopes = [_preferred(slope) for slope in np.diff(self.costs) / np.diff(self.sizes)]
         costs = np.cumsum([1, *(slopes * np.diff(self.sizes))]).round(6)
         looking = _preferred(self.per_cached), _preferred(self.per_tile), _preferred(self.per_row)
-        return CostCurve(self.sizes, tuple(costs.tolist()), *looking)
+        return CostCurve(self.sizes, tuple(costs.tolist()), *looking, self.unit)
 
 
 def _preferred(value: float) -> float:

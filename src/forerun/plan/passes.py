@@ -106,7 +106,8 @@ class Rise:
         """A pass that costs ``plain`` without its drafts, which add so much to it, took so long."""
         if plain > 0 and seconds > 0:
             if not self._seen.count and (unit := self._plain.unit):
-                self._seen.add(0.0, unit)  # until others have taken its place
+                for x in (0.0, 1.0):  # as the curve says, until others have taken their place
+                    self._seen.add(x, unit * (1.0 + x))
             self._seen.add(added / plain, seconds / plain)
             self._line = None
 

@@ -11,9 +11,15 @@ only a plain step that follows another one is measured."""
 
 
 class Times:
-    """Times of plain steps, of steps with drafts, of asking for branches and of drafting passes."""
+    """Times of plain steps, of steps with drafts, of asking for branches and of drafting passes.
 
-    def __init__(self) -> None:
+    Args:
+        loaded: seconds of a pass of cost 1, if they were measured before any step. They stand for those of steps until
+            some were measured.
+    """
+
+    def __init__(self, loaded: float | None = None) -> None:
+        self._loaded = loaded
         self.plain, self.asking = Passes(quantile=ALONE, warm=True), Passes()
         self.drafted, self.drafting = Passes(self.plain), Growth(self.plain)
         self._rise = Rise(self.plain)
@@ -41,8 +47,8 @@ class Times:
 
     @property
     def settled(self) -> bool:
-        """Whether plain steps were measured."""
-        return self.plain.unit is not None
+        """Whether it is known what plain steps take."""
+        return self.plain.unit is not None or self._loaded is not None
 
     @property
     def drafts_known(self) -> bool:
@@ -52,12 +58,12 @@ class Times:
     @property
     def rise(self) -> Line:
         """The correction of the curve for passes with drafts; see ``Rise``."""
-        return self._rise.line if self.settled else AS_THE_CURVE_SAYS
+        return self._rise.line if self.plain.unit is not None else AS_THE_CURVE_SAYS
 
     @property
     def unit(self) -> float | None:
         """Seconds of a pass of cost 1 without drafts, as far as it is known."""
-        return self.plain.unit or self.drafted.unit
+        return self.plain.unit or self.drafted.unit or self._loaded
 
     @property
     def asking_cost(self) -> float:
@@ -74,8 +80,8 @@ class Times:
         """Whether to measure a plain step now, though drafts give ``gain`` times as many tokens a second.
 
         It is due if none was measured yet, or the last one was so long ago that another costs less than ``SHARE`` of
-        the time since then.
+        the time since then. Where it is known from loading what such a step takes, only one that follows another is due.
         """
-        if not self.settled:
+        if self.plain.unit is None and (self._loaded is None or self._before_plain):
             return gain - 1.0 <= START
         return self._since * SHARE > PAIR * max(gain, 1.0)
