@@ -20,7 +20,7 @@ class Times:
 
     def __init__(self, loaded: float | None = None) -> None:
         self._loaded = loaded
-        self.plain, self.asking = Passes(quantile=ALONE, warm=True), Passes()
+        self.plain, self.asking = Passes(quantile=ALONE, warm=True), Passes(quantile=ALONE)
         self.drafted, self.drafting = Passes(self.plain), Growth(self.plain)
         self._rise = Rise(self.plain)
         self._since = 0
@@ -67,8 +67,10 @@ class Times:
 
     @property
     def asking_cost(self) -> float:
-        """What asking for a row's branches takes, in units of a pass of cost 1; 0 where nothing is known of it."""
-        return (self.asking.unit or 0.0) / self.unit if self.unit else 0.0
+        """What asking for a row's branches takes, in units of a pass of cost 1; 0 until steps have shown both. The first
+        times find the processor's caches cold."""
+        unit = self.plain.unit or self.drafted.unit
+        return (self.asking.unit or 0.0) / unit if unit else 0.0
 
     @property
     def drafting_cost(self) -> Line:
