@@ -67,8 +67,8 @@ class Times:
 
     @property
     def asking_cost(self) -> float:
-        """What asking for a row's branches takes, in units of a pass of cost 1; 0 until steps have shown both. The first
-        times find the processor's caches cold."""
+        """What asking for a row's branches takes, in units of a pass of cost 1; 0 until steps have shown both. The
+        first times find the processor's caches cold."""
         unit = self.plain.unit or self.drafted.unit
         return (self.asking.unit or 0.0) / unit if unit else 0.0
 
@@ -82,7 +82,8 @@ class Times:
         """Whether to measure a plain step now, though drafts give ``gain`` times as many tokens a second.
 
         It is due if none was measured yet, or the last one was so long ago that another costs less than ``SHARE`` of
-        the time since then. Where it is known from loading what such a step takes, only one that follows another is due.
+        the time since then. Where it is known from loading what such a step takes, only one that follows
+        another is due.
         """
         if self.plain.unit is None and (self._loaded is None or self._before_plain):
             return gain - 1.0 <= START
