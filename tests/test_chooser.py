@@ -35,6 +35,7 @@ class World:
         hits: by the number of the token in its text, whether the tree has it.
         accepted: how often a chain's token is right.
         settled: what a plain pass takes behind another one.
+        loaded: what one seemed to take when the model was loaded.
         held, stalled: passes of the target, and chains, that something else holds up, and for how long.
     """
 
@@ -45,6 +46,7 @@ class World:
     hits: Callable[[int], bool] = lambda token: False
     accepted: Callable[[int], float] = lambda token: 0.0
     settled: float | None = None
+    loaded: float | None = None
     held: dict[int, float] = field(default_factory=dict)
     stalled: dict[int, float] = field(default_factory=dict)
     now: float = 0.0
@@ -107,7 +109,7 @@ def decode(
     """Seconds for a text of so many tokens, all of them 7, and the chooser."""
     trees = Branches(world) if sources.get("trees", True) else None
     chains = Levels(world) if sources.get("chains", True) else None
-    curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain))
+    curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain), unit=world.loaded)
     inner = trees or chains
     assert inner is not None
     chooser = Chooser(inner, trees=trees, chains=chains, most=most, weight=weight, costs=curve, clock=world.clock)
@@ -135,8 +137,11 @@ def decode(
 @pytest.mark.parametrize("tokens", [128, 2000])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("asking", [0.001, 0.05])
-def test_where_nothing_can_be_foreseen_next_to_nothing_is_lost(tokens: int, rows: int, asking: float) -> None:
-    now, _ = decode(World(asking=asking), tokens, rows)
+@pytest.mark.parametrize("loaded", [None, 0.7, 1.2])
+def test_where_nothing_can_be_foreseen_next_to_nothing_is_lost(
+    tokens: int, rows: int, asking: float, loaded: float | None
+) -> None:
+    now, _ = decode(World(asking=asking, loaded=loaded), tokens, rows)
     assert tokens / now >= 0.98
 
 
@@ -197,9 +202,16 @@ def test_a_chain_that_something_else_held_up_decides_nothing(at: int, accepted: 
     assert held - stalled < 1.15 * calm
 
 
-def test_chains_are_measured_by_plain_steps_as_they_are_without_drafts() -> None:
+def test_where_it_is_known_what_a_pass_takes_chains_begin_with_the_first_step() -> None:
+    later, _ = decode(World(accepted=lambda token: 0.95), 128, trees=False)
+    at_once, chooser = decode(World(accepted=lambda token: 0.95, loaded=0.75), 128, trees=False)
+    assert at_once < later - 0.5
+
+
+@pytest.mark.parametrize("loaded", [None, 0.6])
+def test_chains_are_measured_by_plain_steps_as_they_are_without_drafts(loaded: float | None) -> None:
     """Among drafts a plain step takes 1; alone it takes 0.6, and then chains of this model do not pay."""
-    world = World(settled=0.6, drafting=0.55, accepted=lambda token: 0.9)
+    world = World(settled=0.6, loaded=loaded, drafting=0.55, accepted=lambda token: 0.9)
     now, _ = decode(world, 2000, trees=False)
     assert 2000 * 0.6 / now > 0.96
 
