@@ -62,8 +62,8 @@ class Times:
 
     @property
     def unit(self) -> float | None:
-        """Seconds of a pass of cost 1 without drafts, as far as it is known. Passes with drafts may take longer than they
-        cost, so until plain steps were measured the least that is known counts."""
+        """Seconds of a pass of cost 1 without drafts, as far as it is known. Passes with drafts may take longer than
+        they cost, so until plain steps were measured the least that is known counts."""
         known = (self.drafted.unit, self._loaded)
         return self.plain.unit or min((unit for unit in known if unit is not None), default=None)
 
