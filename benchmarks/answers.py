@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fuzzing import HOST, Shot
+from benchmarks.fuzzing import HOST, Shot
 
 PATIENCE = 60.0
 """Seconds after which a server hangs."""

@@ -11,11 +11,11 @@ import time
 from typing import Any
 
 import pytest
-from answers import ask_all, wrong
-from fuzzing import Fuzz, Shot
 from house import PATIENCE, TEMPLATE, House, until
 from pydantic import ValidationError
 
+from benchmarks.answers import ask_all, wrong
+from benchmarks.fuzzing import Fuzz, Shot
 from forerun.caches.full import FullCache
 from forerun.core.request import Request
 from forerun.decoding.engine import BUDGET, Engine

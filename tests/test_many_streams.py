@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from house import PATIENCE, TEMPLATE, House, until
-from mixture import Asked, Said, mixed, streamed, whole
 from test_fuzz import tasks
 
+from benchmarks.mixture import Asked, Said, mixed, streamed, whole
 from forerun.decoding.engine import Engine
 from forerun.model.load import load
 from forerun.server.limits import Limits
