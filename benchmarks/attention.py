@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.kernels.attention import BACKENDS, AttentionSpec
+from forerun.kernels.attention.attention import BACKENDS, AttentionSpec
 
 Functions = dict[str, Callable[[], object]]
 

@@ -18,18 +18,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from forerun.bench.bandwidth import Reader
-from forerun.caches.base import Cache
-from forerun.caches.full import FullCache
-from forerun.caches.low_rank import LowRankCache, LowRankConfig
+from benchmarks.bandwidth import Reader
 from forerun.core.block import Block
 from forerun.core.sampling import Salt, gumbel
 from forerun.core.tree import DraftTree, IntArray
-from forerun.model.gate import admit
-from forerun.model.level import read
-from forerun.model.load import load
-from forerun.model.native import inner
-from forerun.model.scorer import Scorer
+from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
+from forerun.kv.low_rank import LowRankCache, LowRankConfig
+from forerun.models.forward.compiled_scorer import inner
+from forerun.models.forward.gate import admit
+from forerun.models.forward.level import read
+from forerun.models.forward.scorer import Scorer
+from forerun.models.loading.load import load
 
 GROUP = 64
 """Numbers that share a least number and a step, of two bytes each."""

@@ -73,7 +73,7 @@ def drafts(replay: Path | None) -> dict[str, float]:
         raise ValueError("drafts needs --replay, the folder with the recorded answers")
     from tokenizers import Tokenizer
 
-    from forerun.bench.replay import Selection
+    from benchmarks.replay import Selection
 
     tokenizer = Tokenizer.from_file(str(replay / "bpe16k.json"))
 
@@ -93,9 +93,9 @@ def drafts(replay: Path | None) -> dict[str, float]:
 
 def _replayed(rows: Sequence[Any], world: World) -> float:
     from forerun.core.request import Request
-    from forerun.drafters.base import OuterDrafter
-    from forerun.drafters.chooser import Chooser
-    from forerun.drafters.trie import TrieDrafter
+    from forerun.drafting.adaptive import AdaptiveDrafter
+    from forerun.drafting.drafter import OuterDrafter
+    from forerun.drafting.trie_drafter import TrieDrafter
 
     class Clocked(OuterDrafter):
         def propose_batch(self, requests: Any, budget: int) -> Any:
@@ -105,16 +105,16 @@ def _replayed(rows: Sequence[Any], world: World) -> float:
 
     trie = Clocked(TrieDrafter())
     trie.warm_up()
-    return _run(Chooser(trie, trees=trie, costs=_curve(), clock=world.clock), rows, world, Request)
+    return _run(AdaptiveDrafter(trie, trees=trie, costs=_curve(), clock=world.clock), rows, world, Request)
 
 
 def _drafted(right: Callable[[int], float]) -> float:
-    from forerun.bench.replay import Recorded
+    from benchmarks.replay import Recorded
     from forerun.core.request import Request
     from forerun.core.sampling import Salt, uniform
     from forerun.core.tree import DraftTree
-    from forerun.drafters.base import Drafter
-    from forerun.drafters.chooser import Chooser
+    from forerun.drafting.adaptive import AdaptiveDrafter
+    from forerun.drafting.drafter import Drafter
 
     world = World(1.0, 0.0, 0.0)
 
@@ -131,7 +131,10 @@ def _drafted(right: Callable[[int], float]) -> float:
     levels = Levels()
     rows = [Recorded([1, 2], [7] * 400)] * 3
     return _run(
-        Chooser(levels, chains=levels, most=12, weight=0.2, costs=_curve(), clock=world.clock), rows, world, Request
+        AdaptiveDrafter(levels, chains=levels, most=12, weight=0.2, costs=_curve(), clock=world.clock),
+        rows,
+        world,
+        Request,
     )
 
 
@@ -148,7 +151,7 @@ def asking(replay: Path | None) -> dict[str, float]:
 
 def _asked(right: Callable[[int], float], rounds: int = 4000) -> float:
     from forerun.core.sampling import Salt, uniform
-    from forerun.drafters.merged import _Way
+    from forerun.drafting.merged import _Way
 
     way, gave, took, missed = _Way(), 0, 0.0, True
     way.open = True
@@ -177,9 +180,9 @@ def prompts(replay: Path | None) -> dict[str, float]:
 
 def _read(length: int, chunk: int = 256) -> tuple[list[float], float]:
     """Seconds of each step, and of all."""
-    from forerun.decoding.pace import Pace
+    from forerun.engine.prefill_pacing import PrefillPacing
 
-    pace, amount, read, steps = Pace(), chunk, 0, []
+    pace, amount, read, steps = PrefillPacing(), chunk, 0, []
     while read < length:
         tokens = min(amount, length - read) if pace.works(True) else 0
         seconds = 7e-3 + (max(3.4e-7, 2.7e-8 * tokens) * read + 5e-5 * tokens if tokens else 0.0)
@@ -195,14 +198,14 @@ WORLDS: dict[str, Callable[[Path | None], dict[str, float]]] = {"drafts": drafts
 
 
 def _curve() -> Any:
-    from forerun.plan.costs import CostCurve
+    from forerun.policy.cost_curve import CostCurve
 
     return CostCurve((1, 2, 8, 16, 32, 64), (1.0, 1.05, 1.2, 1.7, 2.7, 4.7), 1e-4, 1e-5)
 
 
 def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:
     """Tokens a second of texts, one after another."""
-    from forerun.bench.replay import _follow
+    from benchmarks.replay import _follow
     from forerun.core.verify import Outcome
 
     chooser.bind(world)

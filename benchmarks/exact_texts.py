@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import forerun
-from forerun.bench.journal import Journal, Key, about
-from forerun.core.settings import Settings
-from forerun.decoding.engine import Engine
-from forerun.drafters.recipes import RECIPES, build_drafter, buildable
-from forerun.model.load import BUNDLED, load, load_draft
+from benchmarks.journal import Journal, Key, about
+from forerun.core.long_context import LongContextConfig
+from forerun.drafting.recipes import RECIPES, build_drafter, buildable
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import BUNDLED, load, load_draft
 
 SHORT, LONG = (5, 17, 40, 81, 133, 178, 260, 520), (1500, 6000)
 """Tokens of the prompts; behind long ones drafters for long contexts alone are tried."""
@@ -39,7 +39,7 @@ def main() -> None:
     corpus = _corpus(options.text)
     journal = _journal(options, corpus, str(model.device))
     text = [int(token) for token in tokenizer(corpus)["input_ids"]]
-    settings = Settings(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
+    settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
     engine = Engine(model, "none", tokenizer=tokenizer)
     print(f"{options.model} in {options.dtype}: {engine.exactness} {engine.exactly.reason or ''}", file=sys.stderr)
     rows: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ _plain: dict[tuple[Any, ...], list[int]] = {}
 
 
 def _texts(
-    engine: Engine, name: str, settings: Settings, prompts: list[list[int]], temperature: float, count: int
+    engine: Engine, name: str, settings: LongContextConfig, prompts: list[list[int]], temperature: float, count: int
 ) -> list[dict[str, Any]]:
     """Each prompt's text with the drafter, in one batch, beside its text alone without one."""
     how: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}

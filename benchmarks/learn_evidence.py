@@ -1,4 +1,4 @@
-"""Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/index/prior.npy.
+"""Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/trie/prior.npy.
 
     python benchmarks/learn_evidence.py --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
 
@@ -21,9 +21,9 @@ import numpy as np
 import typer
 from tokenizers import Tokenizer
 
-from forerun.index import mixing
-from forerun.index.trie import Trie
-from forerun.reference import material, tasks
+from benchmarks.reference import material, tasks
+from forerun.trie import logistic_mixer
+from forerun.trie.trie import Trie
 
 PROMPT, ANSWER = 1200, 700
 """Characters of a continued text, at most."""
@@ -133,9 +133,9 @@ def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
     return [asked_again(kind) for kind in [*every, *changed, scrambled]]
 
 
-def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> mixing.Mixer:
+def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> logistic_mixer.Mixer:
     """What was learned after so many sessions; rates are as if nothing had been seen more than ``most`` times."""
-    mixer = mixing.untrained()
+    mixer = logistic_mixer.untrained()
     for session in range(sessions):
         rng = Random(session)
         requests, tokenizer = rng.choice(made_of)(rng), rng.choice(tokenizers)
@@ -146,7 +146,7 @@ def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most:
             trie.begin(number, "session", tokenizer.encode(prompt, add_special_tokens=False).ids)
             trie.extend(number, tokenizer.encode(answer, add_special_tokens=False).ids[:256])
             trie.finish(number)
-    np.minimum(mixer.cells[mixing.SEEN], most, out=mixer.cells[mixing.SEEN])
+    np.minimum(mixer.cells[logistic_mixer.SEEN], most, out=mixer.cells[logistic_mixer.SEEN])
     return mixer
 
 
@@ -158,12 +158,12 @@ def main(
     without: Annotated[str, typer.Option(help="An author to leave out.")] = "llm:gpt3-175b_verification",
     sessions: Annotated[int, typer.Option(help="How many.")] = 1800,
     most: Annotated[float, typer.Option(help="How often a piece of evidence counts as seen, at most.")] = 4.0,
-    out: Annotated[Path, typer.Option(help="The file.")] = mixing.PRIOR,
+    out: Annotated[Path, typer.Option(help="The file.")] = logistic_mixer.PRIOR,
 ) -> None:
     """Learn, and write what was learned."""
     mixer = learn(kinds(books, maths, answers, without), [Tokenizer.from_file(str(file)) for file in tokenizer],
                   sessions, most)  # fmt: skip
-    np.save(out, mixing.dump(mixer).astype(np.float32), allow_pickle=False)
+    np.save(out, logistic_mixer.dump(mixer).astype(np.float32), allow_pickle=False)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import numpy as np
 from tokenizers import Tokenizer
 
-from forerun.bench.replay import Recorded, Selection
+from benchmarks.replay import Recorded, Selection
 from forerun.integrations.vllm import ForerunProposer
 
 LENGTH = 1 << 14

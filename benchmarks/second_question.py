@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from forerun.core.settings import Settings
-from forerun.decoding.engine import Engine
-from forerun.model.load import BUNDLED, load, load_draft
+from forerun.core.long_context import LongContextConfig
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import BUNDLED, load, load_draft
 
 QUESTIONS = (
     "\n\nQuestion: who is the heroine?\nAnswer:",
@@ -90,7 +90,11 @@ def _ask(options: argparse.Namespace) -> None:
     model, tokenizer = load(options.model, options.dtype)
     draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
     engine = Engine(
-        model, options.drafters, settings=Settings(draft_model=draft), tokenizer=tokenizer, kv_store=options.folder
+        model,
+        options.drafters,
+        settings=LongContextConfig(draft_model=draft),
+        tokenizer=tokenizer,
+        kv_store=options.folder,
     )
     engine.generate("A text to warm up.", max_new_tokens=8)
     book, answers = _book(options.text, int(options.contexts), tokenizer), []

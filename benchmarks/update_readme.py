@@ -10,13 +10,13 @@ import json
 import sys
 from pathlib import Path
 
-from forerun.bench.capacity_published import COLUMNS as PUBLISHED
-from forerun.bench.capacity_report import SIZES, SPEEDS
-from forerun.bench.longcontext import PLAIN
-from forerun.bench.longrows import Row
-from forerun.bench.report import into_readme, means
-from forerun.bench.speed import BASELINE
-from forerun.bench.tables import listing, pivot, speed_cell
+from benchmarks.capacity.published import COLUMNS as PUBLISHED
+from benchmarks.capacity.report import SIZES, SPEEDS
+from benchmarks.longcontext import PLAIN
+from benchmarks.longrows import Row
+from benchmarks.report import into_readme, means
+from benchmarks.speed import BASELINE
+from benchmarks.tables import listing, pivot, speed_cell
 
 ROOT = Path(__file__).parents[1]
 CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"

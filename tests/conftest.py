@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.drafters.chooser import Chooser
-from forerun.model import exactness
-from forerun.plan.costs import CostCurve
+from forerun.drafting.adaptive import AdaptiveDrafter
+from forerun.models.forward import exactness
+from forerun.policy.cost_curve import CostCurve
 
 torch.set_num_threads(1)
 
@@ -66,8 +66,10 @@ def fixed_costs():
 
     ticks = Ticks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.model.timing.measure", lambda scorer: CostCurve.linear(24))
-        patch.setattr("forerun.decoding.engine.probe", probe)
-        patch.setattr("forerun.drafters.hierarchy.time", SimpleNamespace(perf_counter=ticks))
-        patch.setitem(Chooser.__init__.__kwdefaults__, "clock", lambda: 0.0)  # nothing but the curve says what costs
+        patch.setattr("forerun.models.forward.pass_timing.measure", lambda scorer: CostCurve.linear(24))
+        patch.setattr("forerun.engine.engine.probe", probe)
+        patch.setattr("forerun.drafting.hierarchy.time", SimpleNamespace(perf_counter=ticks))
+        patch.setitem(
+            AdaptiveDrafter.__init__.__kwdefaults__, "clock", lambda: 0.0
+        )  # nothing but the curve says what costs
         yield

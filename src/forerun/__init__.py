@@ -12,36 +12,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forerun.api import custom_generate, generate
-    from forerun.core.settings import Settings
+    from forerun.core.long_context import LongContextConfig
     from forerun.core.stats import Stats
     from forerun.core.tree import DraftTree
-    from forerun.decoding.batch import Batch
-    from forerun.decoding.commit import Commit
-    from forerun.decoding.conversation import Conversation
-    from forerun.decoding.engine import Engine
-    from forerun.decoding.result import GenerationInterrupted, GenerationResult
-    from forerun.drafters.base import Drafter, NoDrafter
-    from forerun.model.gate import UnsupportedModelError
-    from forerun.model.grammar import SchemaError
-    from forerun.parallel.channel import ParallelError
+    from forerun.drafting.drafter import Drafter, NoDrafter
+    from forerun.engine.batch import Batch
+    from forerun.engine.commit import Commit
+    from forerun.engine.conversation import Conversation
+    from forerun.engine.engine import Engine
+    from forerun.engine.result import GenerationInterrupted, GenerationResult
+    from forerun.models.forward.gate import UnsupportedModelError
+    from forerun.models.text.grammar import SchemaError
+    from forerun.tensor_parallel.channel import ParallelError
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Batch": "decoding.batch",
-    "Commit": "decoding.commit",
-    "Conversation": "decoding.conversation",
+    "Batch": "engine.batch",
+    "Commit": "engine.commit",
+    "Conversation": "engine.conversation",
     "DraftTree": "core.tree",
-    "Drafter": "drafters.base",
-    "Engine": "decoding.engine",
-    "GenerationInterrupted": "decoding.result",
-    "GenerationResult": "decoding.result",
-    "NoDrafter": "drafters.base",
-    "ParallelError": "parallel.channel",
-    "SchemaError": "model.grammar",
-    "Settings": "core.settings",
+    "Drafter": "drafting.drafter",
+    "Engine": "engine.engine",
+    "GenerationInterrupted": "engine.result",
+    "GenerationResult": "engine.result",
+    "NoDrafter": "drafting.drafter",
+    "ParallelError": "tensor_parallel.channel",
+    "SchemaError": "models.text.grammar",
+    "LongContextConfig": "core.long_context",
     "Stats": "core.stats",
-    "UnsupportedModelError": "model.gate",
+    "UnsupportedModelError": "models.forward.gate",
     "custom_generate": "api",
     "generate": "api",
 }
@@ -55,10 +55,10 @@ __all__ = [
     "Engine",
     "GenerationInterrupted",
     "GenerationResult",
+    "LongContextConfig",
     "NoDrafter",
     "ParallelError",
     "SchemaError",
-    "Settings",
     "Stats",
     "UnsupportedModelError",
     "custom_generate",

@@ -20,18 +20,18 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import Method
-from forerun.core.settings import Settings
 from forerun.core.stats import Stats
 from forerun.core.turns import Turns, in_turn
-from forerun.decoding.commit import feed
-from forerun.decoding.engine import BUDGET, Engine
-from forerun.decoding.result import GenerationResult
-from forerun.drafters.base import Drafter
-from forerun.model.inputs import check_inputs, check_prompt
-from forerun.model.prompts import Prompts
-from forerun.model.requests import Place, Prepared, RowOptions, draw_seed, make_request
+from forerun.drafting.drafter import Drafter
+from forerun.engine.commit import feed
+from forerun.engine.engine import BUDGET, Engine
+from forerun.engine.result import GenerationResult
+from forerun.models.forward.inputs import check_inputs, check_prompt
+from forerun.models.text.prompts import Prompts
+from forerun.models.text.requests import Place, Prepared, RowOptions, draw_seed, make_request
 
 ENGINES = 8
 """The most engines kept for one model: enough for every drafter that a program is likely to compare. Each holds what
@@ -43,7 +43,7 @@ def generate(
     prompts: Prompts,
     *,
     drafter: Drafter | str = "auto",
-    settings: Settings | None = None,
+    settings: LongContextConfig | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     budget: int = BUDGET,
     kv_store: str | Path | None = None,
@@ -58,7 +58,7 @@ def generate(
         model: a transformers decoder.
         prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
             dicts with ``role`` and ``content``; the tokenizer's chat template turns them into text.
-        drafter: a name from ``forerun.drafters.recipes``, or an object.
+        drafter: a name from ``forerun.drafting.recipes``, or an object.
         settings: for a drafter given by name.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget, kv_store: see ``Engine``.
@@ -88,7 +88,7 @@ def custom_generate(
     generation_config: GenerationConfig,
     *,
     forerun_drafter: Drafter | str = "auto",
-    forerun_settings: Settings | None = None,
+    forerun_settings: LongContextConfig | None = None,
     forerun_seed: int | None = None,
     forerun_verification: Method = "coupled",
     forerun_namespace: str = "default",
@@ -146,7 +146,7 @@ def engine_of(
     model: PreTrainedModel,
     drafter: Drafter | str,
     budget: int,
-    settings: Settings | None = None,
+    settings: LongContextConfig | None = None,
     kv_store: str | Path | None = None,
 ) -> Engine:
     """The model's engine for this drafter, made at first use. It lives as long as the model."""

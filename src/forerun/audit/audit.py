@@ -2,7 +2,7 @@
 
 There are four checks for each drafter. Its greedy text equals that of ``transformers``' own ``generate``, and that of
 Forerun without a drafter. Its sampled text equals plain sampling's for the same seed. Its text in a batch equals its
-text alone. If passes are bitwise exact (``forerun.model.exactness``), rounding excuses only differences from
+text alone. If passes are bitwise exact (``forerun.models.forward.exactness``), rounding excuses only differences from
 ``transformers``, which sums in another order. Otherwise rounding excuses all (``forerun.audit.divergence``).
 """
 
@@ -16,14 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.audit.divergence import Divergence, first_difference, weigh
+from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
-from forerun.core.settings import Settings
 from forerun.core.verify import Outcome
-from forerun.decoding.engine import BUDGET, Engine
-from forerun.drafters.base import Drafter, NoDrafter, OuterDrafter
-from forerun.drafters.recipes import RECIPES, buildable
-from forerun.model.exactness import Exactness
-from forerun.model.stored import dtype_name
+from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
+from forerun.drafting.recipes import RECIPES, buildable
+from forerun.engine.engine import BUDGET, Engine
+from forerun.models.forward.exactness import Exactness
+from forerun.models.loading.stored_weights import dtype_name
 
 Check = Literal["greedy", "plain", "coupled", "batch"]
 Tokens = list[int]
@@ -34,7 +34,7 @@ class Plan:
     """What to audit.
 
     Attributes:
-        drafters: names from ``forerun.drafters.recipes``; by default all that can be built with the settings.
+        drafters: names from ``forerun.drafting.recipes``; by default all that can be built with the settings.
         settings: of the drafters.
         max_new_tokens: per text.
         seeds: sampled texts per prompt; 0 for none.
@@ -43,7 +43,7 @@ class Plan:
     """
 
     drafters: Sequence[str] = ()
-    settings: Settings = field(default_factory=Settings)
+    settings: LongContextConfig = field(default_factory=LongContextConfig)
     max_new_tokens: int = 64
     seeds: int = 1
     temperature: float = 1.0

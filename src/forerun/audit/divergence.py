@@ -2,7 +2,7 @@
 
 The scores of the diverging step are compared with those of the model's own forward pass over the same tokens:
 
-- ``error`` is the relative error of the step's logits (norms over the vocabulary, as in ``forerun.model.gate``). The
+- ``error`` is the relative error of the step's logits (norms over the vocabulary, as in ``forerun.models.forward.gate``). The
   reference is the model's own logits; in 16-bit types these are rounded as much, so it is the model's in float32.
 - ``margin`` is the gap between the two tokens in the model's own processed scores, including noise if sampled.
 - ``allowance`` is four times d, the largest difference between the two sets of scores, or one unit of rounding at their
@@ -25,8 +25,8 @@ from transformers import PreTrainedModel
 
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, gumbel
-from forerun.model.gate import TOLERANCE, relative_error
-from forerun.model.widened import NARROW, Widened
+from forerun.models.forward.float32_view import NARROW, Widened
+from forerun.models.forward.gate import TOLERANCE, relative_error
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,10 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
-from forerun.cli.bench_options import BenchOptions
-from forerun.cli.bench_serve_options import ServingOptions
-from forerun.cli.capacity_options import CapacityOptions
 from forerun.cli.chat_options import ChatOptions
-from forerun.cli.commands import command, group
+from forerun.cli.commands import command
 from forerun.cli.errors import user_errors
-from forerun.cli.long_options import AnalyseOptions, TriforceOptions
-from forerun.cli.lookahead_options import LookaheadOptions
-from forerun.cli.offload_options import OffloadOptions
-from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions, ReplayOptions
-from forerun.cli.passes_options import PassesOptions
+from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions
 from forerun.cli.ranks import check_shared
 from forerun.cli.serve_options import ServeOptions
 
@@ -49,20 +42,14 @@ def _forerun(
         check_shared(context.invoked_subcommand)
 
 
-command(app, "generate", GenerateOptions)
-command(app, "chat", ChatOptions)
-command(app, "serve", ServeOptions)
-command(app, "audit", AuditOptions)
-command(app, "demo", DemoOptions)
-command(app, "replay", ReplayOptions)
-bench = group(app, "bench", BenchOptions)
-command(bench, "triforce", TriforceOptions)
-command(bench, "lookahead", LookaheadOptions)
-command(bench, "offload", OffloadOptions)
-command(bench, "passes", PassesOptions)
-command(bench, "serve", ServingOptions, "bench_serve")
-command(app, "analyse", AnalyseOptions)
-command(app, "capacity", CapacityOptions)
+for name, options in (
+    ("generate", GenerateOptions),
+    ("chat", ChatOptions),
+    ("serve", ServeOptions),
+    ("audit", AuditOptions),
+    ("demo", DemoOptions),
+):
+    command(app, name, options, f"forerun.cli.{name}")
 
 
 def main() -> None:

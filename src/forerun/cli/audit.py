@@ -23,10 +23,10 @@ from forerun.cli.models import settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompts import read_prompts
 from forerun.cli.terminal import stderr, stdout, working
-from forerun.decoding.engine import BUDGET
-from forerun.drafters.recipes import RECIPES, check_drafter
-from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load, quiet
-from forerun.model.prompts import encode
+from forerun.drafting.recipes import RECIPES, check_drafter
+from forerun.engine.engine import BUDGET
+from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, quiet
+from forerun.models.text.prompts import encode
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000

@@ -19,10 +19,10 @@ from forerun.cli.prompts import check_text
 from forerun.cli.ranks import followed, leading
 from forerun.cli.tables import stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
-from forerun.decoding.conversation import Conversation, Turn
-from forerun.drafters.recipes import check_drafter
-from forerun.model.detokenize import Detokenizer
-from forerun.model.load import quiet
+from forerun.drafting.recipes import check_drafter
+from forerun.engine.conversation import Conversation, Turn
+from forerun.models.loading.load import quiet
+from forerun.models.text.detokenize import Detokenizer
 
 PROMPT = "> "
 COMMANDS = {

@@ -18,11 +18,11 @@ from forerun.cli.demo_view import Pair, Timed, show_prompt, show_summary
 from forerun.cli.options import DemoOptions
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.core.request import Request
-from forerun.decoding.engine import Engine
-from forerun.drafters.base import NoDrafter
-from forerun.drafters.trie import TrieDrafter
-from forerun.model.detokenize import Detokenizer, Piece
-from forerun.model.load import BUNDLED, load, quiet
+from forerun.drafting.drafter import NoDrafter
+from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import BUNDLED, load, quiet
+from forerun.models.text.detokenize import Detokenizer, Piece
 from forerun.reference import DemoPrompt, demo_prompts
 
 DIFFERENT = 1

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun.cli.terminal import DRAFTED, printable
-from forerun.model.detokenize import Piece
+from forerun.models.text.detokenize import Piece
 from forerun.reference import DemoPrompt
 
 WIDE = 96

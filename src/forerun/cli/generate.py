@@ -21,13 +21,13 @@ from forerun.cli.sizes import size_of
 from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.core.request import Request
-from forerun.decoding.engine import BUDGET, Engine
-from forerun.drafters.recipes import check_drafter, trie_of
-from forerun.model.detokenize import Detokenizer
-from forerun.model.load import load, quiet
-from forerun.model.messages import has_template
-from forerun.model.prompts import Prompts, encode
-from forerun.model.vocabulary import fingerprint
+from forerun.drafting.recipes import check_drafter, trie_of
+from forerun.engine.engine import BUDGET, Engine
+from forerun.models.loading.load import load, quiet
+from forerun.models.text.chat_template import has_template
+from forerun.models.text.detokenize import Detokenizer
+from forerun.models.text.prompts import Prompts, encode
+from forerun.models.text.vocabulary import fingerprint
 
 Options = TypeVar("Options", GenerateOptions, ChatOptions)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.caches.tiers import KVMemory
 from forerun.cli.memory_options import MemoryOptions
 from forerun.cli.options import LongOptions
-from forerun.core.settings import Settings
-from forerun.drafters.recipes import RECIPES
-from forerun.model.load import BUNDLED, BUNDLED_DRAFT, load_draft
+from forerun.core.long_context import LongContextConfig
+from forerun.drafting.recipes import RECIPES
+from forerun.kv.kv_tiers import KVMemory
+from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
@@ -38,7 +38,7 @@ def settings(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trust_remote_code: bool,
-) -> Settings:
+) -> LongContextConfig:
     """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named.
 
     Args:

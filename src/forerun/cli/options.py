@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from forerun.cli.memory_options import MemoryOptions
-from forerun.core.settings import Policy, Settings, Sparse
+from forerun.core.long_context import LongContextConfig, Policy, Sparse
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 
@@ -62,36 +62,38 @@ class LongOptions:
         _option("--draft-model", panel=_LONG, help="The small model, like --model; with bundled, the bundled one."),
     ] = None
     gamma1: Annotated[int, _option("--gamma1", panel=_LONG, help="Tokens the small model drafts at a time.", min=1)] = (
-        Settings.gamma1
+        LongContextConfig.gamma1
     )
     gamma2: Annotated[int, _option("--gamma2", panel=_LONG, help="Tokens the target verifies at a time.", min=1)] = (
-        Settings.gamma2
+        LongContextConfig.gamma2
     )
     paced: Annotated[
         bool, _option("--paced/--fixed", panel=_LONG, help="Draft as many of these as pay, or always all.")
-    ] = Settings.paced
+    ] = LongContextConfig.paced
     sparse: Annotated[
         Sparse,
         _option("--sparse", panel=_LONG, help="The target's cache in triforce, triforce-trie and triforce-auto."),
-    ] = Settings.sparse
+    ] = LongContextConfig.sparse
     cache_budget: Annotated[
         int, _option("--cache-budget", panel=_LONG, help="Tokens in a sparse cache of the target.", min=1)
-    ] = Settings.cache_budget
-    chunk: Annotated[int, _option("--chunk", panel=_LONG, help="Tokens retrieved together.", min=1)] = Settings.chunk
+    ] = LongContextConfig.cache_budget
+    chunk: Annotated[int, _option("--chunk", panel=_LONG, help="Tokens retrieved together.", min=1)] = (
+        LongContextConfig.chunk
+    )
     refresh: Annotated[Policy, _option("--refresh", panel=_LONG, help="When chunks are chosen anew.")] = (
-        Settings.refresh
+        LongContextConfig.refresh
     )
     sinks: Annotated[int, _option("--sinks", panel=_LONG, help="First tokens a streaming cache keeps.", min=0)] = (
-        Settings.sinks
+        LongContextConfig.sinks
     )
     window: Annotated[int, _option("--window", panel=_LONG, help="Last tokens the small model sees.", min=1)] = (
-        Settings.window
+        LongContextConfig.window
     )
 
-    def settings(self, draft_model: Any = None) -> Settings:
-        """The options as ``Settings``."""
+    def settings(self, draft_model: Any = None) -> LongContextConfig:
+        """The options as ``LongContextConfig``."""
         names = ("gamma1", "gamma2", "paced", "sparse", "cache_budget", "chunk", "refresh", "sinks", "window")
-        return Settings(draft_model, **{name: getattr(self, name) for name in names})
+        return LongContextConfig(draft_model, **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True)

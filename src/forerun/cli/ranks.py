@@ -13,7 +13,7 @@ import typer
 from forerun.cli.errors import USER_ERROR
 
 if TYPE_CHECKING:
-    from forerun.decoding.engine import Engine
+    from forerun.engine.engine import Engine
 
 SHARED = ("chat", "generate", "serve")
 """Commands that several processes run together."""
@@ -37,7 +37,7 @@ def check_shared(command: str | None) -> None:
 @contextmanager
 def leading(engine: Engine) -> Iterator[None]:
     """A context in which the other ranks follow this one, if there are any."""
-    from forerun.parallel.ranks import Leader
+    from forerun.tensor_parallel.ranks import Leader
 
     if isinstance(engine.target, Leader):
         with engine.target.leading():
@@ -54,8 +54,8 @@ def followed(build: Callable[[], Engine]) -> bool:
     """
     if ranks() == 1 or os.environ["RANK"] == "0":
         return False
-    from forerun.parallel.channel import LeaderError
-    from forerun.parallel.ranks import Follower
+    from forerun.tensor_parallel.channel import LeaderError
+    from forerun.tensor_parallel.ranks import Follower
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -16,9 +16,9 @@ from forerun.cli.options import LongOptions
 from forerun.cli.ranks import followed, leading, ranks
 from forerun.cli.serve_options import ServeOptions
 from forerun.cli.terminal import stderr, working
-from forerun.decoding.engine import BUDGET, Engine
-from forerun.drafters.recipes import check_drafter
-from forerun.model.load import load, quiet
+from forerun.drafting.recipes import check_drafter
+from forerun.engine.engine import BUDGET, Engine
+from forerun.models.loading.load import load, quiet
 
 if TYPE_CHECKING:
     from forerun.server.settings import ServerSettings

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.index.keeper import Keeper
-from forerun.index.store import Store
-from forerun.index.trie import Draft, Trie, TrieConfig
 from forerun.integrations.settings import DraftSettings
 from forerun.integrations.texts import Shown, Texts
+from forerun.trie.autosave import AutoSaver
+from forerun.trie.trie import Draft, Trie, TrieConfig
+from forerun.trie.trie_store import TrieStore
 
 BREADTH = 2
 """Nodes of the tree for each token of the branch that is taken out of it. More changed nothing in replays."""
@@ -34,7 +34,7 @@ class TrieFile:
     path: Path
     vocabulary: str
 
-    def save(self, store: Store, /) -> None:
+    def save(self, store: TrieStore, /) -> None:
         """Write all of it."""
         store.save(self.path, self.vocabulary)
 
@@ -64,7 +64,7 @@ class Drafting:
         self.texts = Texts(self.trie, settings.namespace, settings.share)
         self._saving: weakref.finalize[[], Drafting] | None = None
         if settings.trie is not None and settings.save_seconds and saves:
-            keeper = Keeper(self.trie, TrieFile(settings.trie, settings.vocabulary), settings.save_seconds)
+            keeper = AutoSaver(self.trie, TrieFile(settings.trie, settings.vocabulary), settings.save_seconds)
             keeper.start()
             self._saving = weakref.finalize(self, keeper.close)  # at the interpreter's end too
 

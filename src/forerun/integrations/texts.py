@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.core.tree import IntArray
-from forerun.index.arrays import Int32Array
-from forerun.index.store import checked
-from forerun.index.trie import Trie
+from forerun.trie.arrays import Int32Array
+from forerun.trie.trie import Trie
+from forerun.trie.trie_store import checked
 
 AT_FIRST = 256
 """Tokens that a request gets room for beyond its prompt when it begins; room for more is made when they come."""

@@ -12,11 +12,11 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from forerun.decoding.engine import Engine
+from forerun.engine.engine import Engine
 from forerun.replicas.exchange import Exchange
 from forerun.replicas.front import Front
-from forerun.replicas.messages import Asked, Start
 from forerun.replicas.replica import Replica
+from forerun.replicas.replica_messages import Asked, Start
 from forerun.replicas.resources import Node, Resources, share
 from forerun.server.gate import OPEN, Gate
 from forerun.server.keys import Keys

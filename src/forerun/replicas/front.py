@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from forerun.replicas.beginnings import digests
-from forerun.replicas.messages import Asked, Start
+from forerun.replicas.prefix_index import digests
+from forerun.replicas.replica_messages import Asked, Start
 from forerun.server.errors import ApiError
 from forerun.server.replies import event
 

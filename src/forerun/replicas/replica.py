@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from forerun.decoding.engine import Engine
-from forerun.drafters.base import Drafter
-from forerun.drafters.recipes import trie_of
+from forerun.drafting.drafter import Drafter
+from forerun.drafting.recipes import trie_of
+from forerun.engine.engine import Engine
 from forerun.replicas.exchange import News, Text, Trader
-from forerun.replicas.messages import Asked, Start
+from forerun.replicas.replica_messages import Asked, Start
 from forerun.server.app import create_app
 from forerun.server.settings import ServerSettings
 

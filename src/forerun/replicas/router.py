@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from forerun.replicas.beginnings import Places, preferred
+from forerun.replicas.prefix_index import Places, preferred
 
 
 class BeginningRouter(RequestRouter):  # type: ignore[misc]

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from forerun.core.request import FinishReason, Request
-from forerun.model.detokenize import Detokenizer
-from forerun.server.likelihood import Told
+from forerun.models.text.detokenize import Detokenizer
+from forerun.server.token_logprobs import TokenLogprob
 from forerun.server.trace import Trace
 
 Finish = Literal["stop", "length"]
@@ -29,7 +29,7 @@ class Delta:
     index: int
     text: str
     finish_reason: Finish | None = None
-    told: Sequence[Told] | None = None
+    told: Sequence[TokenLogprob] | None = None
     trace: Trace | None = None
 
 

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
 from forerun import __version__
-from forerun.decoding.engine import Engine
+from forerun.engine.engine import Engine
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.errors import ApiError, of_validation
 from forerun.server.gate import OPEN, Gate

@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from forerun.caches.link import AwayError
 from forerun.core.request import Request
-from forerun.decoding.commit import Commit
-from forerun.model.grammar import GrammarError
+from forerun.engine.commit import Commit
+from forerun.kv.copy_engine import AwayError
+from forerun.models.text.grammar import GrammarError
 from forerun.server.answers import FINISH, Delta, Finish, Writer
 from forerun.server.errors import ApiError
-from forerun.server.likelihood import Teller
 from forerun.server.metrics import Meter
 from forerun.server.post import Post
 from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending, Ticket
+from forerun.server.token_logprobs import LogprobStreamer
 from forerun.server.trace import Trace, trace_of
 from forerun.server.waiting import QueueFullError
 
@@ -35,7 +35,7 @@ class Row:
     request: Request
     writer: Writer
     meter: Meter
-    teller: Teller | None = None
+    teller: LogprobStreamer | None = None
 
     def delta(self, index: int, text: str, finish: Finish | None = None, trace: Trace | None = None) -> Delta:
         """What is new, as it is sent."""

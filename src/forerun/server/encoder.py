@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.core.turns import Turns
-from forerun.model.messages import apply_template, rendered
-from forerun.model.prompts import encode
+from forerun.models.text.chat_template import apply_template, rendered
+from forerun.models.text.prompts import encode
 from forerun.server.errors import ApiError
 from forerun.server.schema import ChatRequest, CompletionRequest
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from forerun.core.tree import IntArray
-from forerun.index.file import Content
-from forerun.index.trie import Trie
 from forerun.server.warming import passages
+from forerun.trie.trie import Trie
+from forerun.trie.trie_file import Content
 
 log = logging.getLogger(__name__)
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain
 
-from forerun.decoding.engine import Engine
-from forerun.drafters.recipes import trie_of
-from forerun.index.folder import Folder
-from forerun.index.keeper import Keeper
-from forerun.index.trie import Trie
-from forerun.model.vocabulary import fingerprint
+from forerun.drafting.recipes import trie_of
+from forerun.engine.engine import Engine
+from forerun.models.text.vocabulary import fingerprint
 from forerun.server.filling import fill
 from forerun.server.keys import Namespaces
 from forerun.server.settings import ServerSettings
+from forerun.trie.autosave import AutoSaver
+from forerun.trie.trie import Trie
+from forerun.trie.trie_folder import Folder
 
 NAMESPACES = 256
 """Namespaces of all tenants together. Each reserves 64 MiB of addresses, of which it takes what its texts need."""
 
 
-def keep(engine: Engine, told: ServerSettings, namespaces: Namespaces, tenants: Sequence[str]) -> Keeper | None:
-    """Bound an engine's index, fill it from its folder and from files, and keep it from ``Keeper.start`` on.
+def keep(engine: Engine, told: ServerSettings, namespaces: Namespaces, tenants: Sequence[str]) -> AutoSaver | None:
+    """Bound an engine's index, fill it from its folder and from files, and keep it from ``AutoSaver.start`` on.
 
     Args:
         engine: that serves; it has a tokenizer.
@@ -62,7 +62,7 @@ def keep(engine: Engine, told: ServerSettings, namespaces: Namespaces, tenants: 
         folder.close()
         raise
     folder.holds({name: number for name, number in trie.changes().items() if name not in fresh})
-    return Keeper(trie, folder, told.index_interval)
+    return AutoSaver(trie, folder, told.index_interval)
 
 
 def _trie(engine: Engine, told: ServerSettings) -> Trie | None:

@@ -9,9 +9,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from forerun.caches.tiers import Tiers
 from forerun.core.request import Request
-from forerun.decoding.engine import Engine
+from forerun.engine.engine import Engine
+from forerun.kv.kv_tiers import Tiers
 from forerun.server.scheduler import Scheduler
 from forerun.server.ticket import Ending
 

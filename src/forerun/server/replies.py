@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from forerun.core.request import Request
 from forerun.server.answers import Delta, Finish
-from forerun.server.likelihood import ChatLogprobs, TextLogprobs, Told, of_chat, of_text
+from forerun.server.token_logprobs import ChatLogprobs, TextLogprobs, TokenLogprob, of_chat, of_text
 from forerun.server.trace import Trace
 
 
@@ -110,7 +110,9 @@ class Form(ABC):
         self.usage = usage
 
     @abstractmethod
-    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel: ...
+    def _choice(
+        self, index: int, text: str, finish: Finish | None, told: Sequence[TokenLogprob] | None
+    ) -> BaseModel: ...
 
     @abstractmethod
     def _new(self, delta: Delta) -> BaseModel: ...
@@ -132,7 +134,7 @@ class Form(ABC):
         one does, no other thread runs."""
         parts: list[list[str]] = [[] for _ in range(texts)]
         finish: list[Finish | None] = [None] * texts
-        told: list[list[Told] | None] = [None] * texts
+        told: list[list[TokenLogprob] | None] = [None] * texts
         for delta in deltas:
             parts[delta.index].append(delta.text)
             finish[delta.index] = delta.finish_reason
@@ -158,7 +160,7 @@ class TextForm(Form):
 
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel:
+    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[TokenLogprob] | None) -> BaseModel:
         return TextChoice(index=index, text=text, finish_reason=finish, logprobs=of_text(told))
 
     def _new(self, delta: Delta) -> BaseModel:
@@ -177,7 +179,7 @@ class ChatForm(Form):
             for i in range(texts)
         ]
 
-    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel:
+    def _choice(self, index: int, text: str, finish: Finish | None, told: Sequence[TokenLogprob] | None) -> BaseModel:
         message = ChatMessage(role="assistant", content=text)
         return ChatChoice(index=index, message=message, finish_reason=finish, logprobs=of_chat(told))
 
@@ -185,7 +187,9 @@ class ChatForm(Form):
         said = ChatMessage(content=delta.text) if delta.text else ChatMessage()
         return self._part(delta.index, said, delta.finish_reason, delta.told or None)
 
-    def _part(self, index: int, said: ChatMessage, finish: Finish | None, told: Sequence[Told] | None) -> BaseModel:
+    def _part(
+        self, index: int, said: ChatMessage, finish: Finish | None, told: Sequence[TokenLogprob] | None
+    ) -> BaseModel:
         return ChatChunkChoice(index=index, delta=said, finish_reason=finish, logprobs=of_chat(told))
 
 

@@ -12,18 +12,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from forerun.caches.placement import NoRoomError
 from forerun.core.memory import give_back
 from forerun.core.request import Request
-from forerun.decoding.batch import Batch
-from forerun.decoding.commit import Commit
-from forerun.decoding.engine import Engine
-from forerun.decoding.pace import Pace
-from forerun.parallel.channel import ParallelError
+from forerun.engine.batch import Batch
+from forerun.engine.commit import Commit
+from forerun.engine.engine import Engine
+from forerun.engine.prefill_pacing import PrefillPacing
+from forerun.kv.placement import NoRoomError
+from forerun.server.kv_admission import KVAdmission, TieredRoom
 from forerun.server.limits import Limits
-from forerun.server.room import Room, TieredRoom
 from forerun.server.ticket import Ending, Ticket
 from forerun.server.waiting import QueueFullError, Waiting
+from forerun.tensor_parallel.channel import ParallelError
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Scheduler:
         self._waiting = Waiting()
         self._running: dict[int, Ticket] = {}
         tiers, free = engine.tiers, lambda: limits.rows - len(self._running)
-        self._room = Room(limits.memory) if tiers is None else TieredRoom(tiers, free)
+        self._room = KVAdmission(limits.memory) if tiers is None else TieredRoom(tiers, free)
         self._cancelled: deque[Ticket] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -211,7 +211,7 @@ class Scheduler:
     def _fresh(self) -> Batch:
         batch = self.engine.batch(self.limits.step)
         batch.pieces = PIECES
-        batch.pace = Pace() if self.engine.exactness == "bitwise" else None
+        batch.pace = PrefillPacing() if self.engine.exactness == "bitwise" else None
         return batch
 
     def _called(self) -> bool:

@@ -11,23 +11,23 @@ from typing import Any
 import torch
 
 from forerun.core.request import Request, Stopping
-from forerun.decoding.engine import Engine
-from forerun.model.grammar import SchemaError
-from forerun.model.inputs import position_limit
-from forerun.model.messages import has_template
-from forerun.model.token_bytes import TokenBytes
+from forerun.engine.engine import Engine
+from forerun.models.forward.inputs import position_limit
+from forerun.models.text.chat_template import has_template
+from forerun.models.text.grammar import SchemaError
+from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.answers import StopWatch, Writer
 from forerun.server.calls import Call, Row
 from forerun.server.encoder import Encoder
 from forerun.server.errors import ApiError
 from forerun.server.keys import Namespaces
-from forerun.server.likelihood import Teller
 from forerun.server.limits import Limits
 from forerun.server.metrics import Meter, Metrics
 from forerun.server.post import Post
 from forerun.server.scheduler import Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
+from forerun.server.token_logprobs import LogprobStreamer
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Service:
                 request,
                 Writer(self.engine.tokenizer, request, asked.stops),
                 Meter(self.metrics, request, arrived),
-                None if asked.likeliest is None else Teller(self._bytes, request),
+                None if asked.likeliest is None else LogprobStreamer(self._bytes, request),
             )
             for request in requests
         ]

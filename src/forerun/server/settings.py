@@ -19,7 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from forerun.caches.placement import KVMemory
+from forerun.kv.placement import KVMemory
 from forerun.server.limits import Limits
 
 PREFIX = "FORERUN_"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forerun.core.request import Request
-from forerun.decoding.commit import Commit
+from forerun.engine.commit import Commit
 
 log = logging.getLogger(__name__)
 

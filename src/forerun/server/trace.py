@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from forerun.core.origin import Origin
-from forerun.decoding.commit import Commit
+from forerun.engine.commit import Commit
 
 
 class TracedToken(BaseModel):

@@ -1,0 +1,1 @@
+"""The papers' tables, studies, load tests and predictions, built on Forerun's public interfaces."""

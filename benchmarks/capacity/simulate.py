@@ -1,0 +1,144 @@
+"""Speed of model sizes without their weights: real kernels, random weights and keys, and a given acceptance rate.
+
+Only the choice of tokens is simulated. The target's token at a position is a hash. Each lower level chooses the same
+token as the level above with the given probability, else another one. Drafting and verifying use the usual passes,
+caches and walks, and every contestant still gives plain decoding's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from benchmarks.capacity.shapes import ModelShape
+from benchmarks.longcontext import Prefilled, RequestMaker, Tokens
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, Sampler, uniform
+from forerun.core.tree import DraftTree
+from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.scorer import Scorer
+
+POSITIONS = 1 << 20
+READ = 4096
+"""Tokens whose keys and values are made at once."""
+SELF_DRAFTING = ("low-rank", "retrieval", "streaming-self", "h2o", "topk")
+BELOW_MIDDLE = ("triforce", "streaming-hierarchy")
+SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
+"""Drafters whose acceptance rate can be given: those in which all levels are models."""
+
+
+def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
+    """A decoder of this shape with random weights."""
+    config = LlamaConfig(
+        num_hidden_layers=shape.layers,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=POSITIONS,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+@torch.inference_mode()
+def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed: int = 0) -> Prefilled:
+    """Random tokens below ``vocabulary``, with random keys and values as if they had been read."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocabulary, (length,), generator=generator)
+    sample = FullCache(1)
+    scorer.keeps_queries = True
+    block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
+    scorer.score([block], [sample])
+    sample.commit(block, [])
+    cache = FullCache(length + room)
+    while cache.length < length - 1:  # in parts: all at once would take twice the memory
+        count = min(READ, length - 1 - cache.length)
+        cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})
+    cache.specs = sample.specs
+    return Prefilled(tokens.tolist(), cache, queries=sample.queries)
+
+
+def _random_rows(sample: FullCache, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = sample.read(layer, 0, 1)
+    return tuple(torch.randn(*t.shape[:2], count, t.shape[3], dtype=t.dtype, device=t.device) for t in (keys, values))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class SimulatedSampler(Sampler):
+    """Chooses by a hash of the position; a drafting level agrees with the level above at a given rate.
+
+    Attributes:
+        agreement: rate of each level below the target, with the level above it.
+        vocabulary: size of the vocabulary that all levels share.
+        level: the sampler's level; 0 is the target.
+    """
+
+    agreement: Sequence[float] = ()
+    vocabulary: int = 2
+    level: int = 0
+
+    def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
+        """See ``Sampler.choose``; ignores the scores."""
+        token = int(uniform(self.seed, position, Salt.TARGET) * self.vocabulary)
+        for level, agreement in enumerate(self.agreement[: self.level], 1):
+            token += uniform(self.seed + level, position, Salt.ACCEPT) >= agreement
+        return token % self.vocabulary
+
+    def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The logits, unchanged."""
+        return logits
+
+    def inner(self) -> Sampler:
+        """The sampler of the level below."""
+        return replace(self, level=self.level + 1)
+
+
+def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocabulary: int) -> RequestMaker:
+    """Requests with given acceptance rates.
+
+    Args:
+        acceptance: rate at which the target accepts drafts that it made over a sparse cache.
+        small_acceptance: rate at which the level above accepts the small model's drafts.
+        new_tokens: tokens to generate.
+        vocabulary: size of the vocabulary that all models share.
+
+    Raises:
+        ValueError: for a value outside of 0 to 1.
+    """
+    for name, value in (("acceptance", acceptance), ("small_acceptance", small_acceptance)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}; it must be between 0 and 1")
+
+    def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
+        levels = (small_acceptance,) if contestant == "streaming" else (acceptance, small_acceptance)
+        return Request(
+            tokens,
+            new_tokens,
+            sampler=SimulatedSampler("coupled", len(tokens) << 8, agreement=levels, vocabulary=vocabulary),
+        )
+
+    return make
+
+
+def check_simulated(contestants: Sequence[str]) -> None:
+    """Refuse drafters whose acceptance rate cannot be given.
+
+    Raises:
+        ValueError: with their names.
+    """
+    wrong = [name for name in contestants if name not in ("none", *SIMULATED)]
+    if wrong:
+        raise ValueError(
+            f"--simulate-acceptance states how often a model's drafts are accepted, and {', '.join(wrong)} drafts "
+            f"otherwise; possible are {', '.join(SIMULATED)}"
+        )

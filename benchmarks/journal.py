@@ -1,0 +1,103 @@
+"""Measured turns, saved to a file one by one, so that a bench that takes hours can be stopped and resumed.
+
+A turn is one round of all contestants over the same rows. It is saved as a whole or not at all: its contestants are
+compared with each other, so they must have run next to each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import forerun
+from benchmarks.machine import machine
+from forerun.core.compiling import sources
+
+RUNNING = ("caches", "core", "decoding", "drafters", "index", "kernels", "kernels/gpu", "model", "server")
+"""Folders whose sources take part in what is measured."""
+Turn = dict[str, dict[str, Any]]
+"""Each contestant's run as plain values, by name."""
+
+
+class Key(NamedTuple):
+    """Identifies a turn."""
+
+    task: str
+    round: int
+    rows: str
+
+    @classmethod
+    def of(
+        cls,
+        task: str,
+        round_: int,
+        rows: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        seen: Sequence[Sequence[int]] = (),
+    ) -> Key:
+        """The key of a round over these rows. Other rows, another number of new tokens, or other prompts that were
+        answered before, give another key."""
+        words = json.dumps([max_new_tokens, list(map(list, rows)), list(map(list, seen))]).encode()
+        return cls(task, round_, hashlib.sha256(words).hexdigest()[:16])
+
+
+def about(model: str, dtype: str, device: str) -> dict[str, Any]:
+    """What all turns of a bench share: the machine, the software down to its sources, the model and where it lies."""
+    root = Path(forerun.__file__).parent
+    code = hashlib.sha256("".join(sources(root / folder) for folder in RUNNING).encode()).hexdigest()[:16]
+    return machine() | {"model": model, "dtype": dtype, "model_device": device, "sources": code}
+
+
+class Journal:
+    """The turns in a file of JSON lines.
+
+    Args:
+        path: the file; its folder is created.
+        about: what must be equal for turns to be comparable, as plain values: the model, the machine.
+        resume: keep the turns of an existing file; otherwise start a new one.
+
+    Raises:
+        ValueError: if the file to resume is about something else, or is no journal.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:
+        self._path = path
+        self._turns: dict[Key, Turn] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume and path.exists():
+            self._read(json.loads(json.dumps(about)))
+        else:
+            path.write_text(json.dumps({"about": dict(about)}) + "\n")
+
+    def find(self, key: Key, contestants: Sequence[str]) -> Turn | None:
+        """A saved turn, if it has all of these contestants."""
+        turn = self._turns.get(key, {})
+        return {name: turn[name] for name in contestants} if set(contestants) <= set(turn) else None
+
+    def add(self, key: Key, turn: Turn) -> None:
+        """Save a measured turn; it replaces one with the same key and other contestants."""
+        self._turns[key] = turn
+        with self._path.open("a") as file:
+            file.write(json.dumps({"key": key, "turn": turn}) + "\n")
+
+    def _read(self, about: Mapping[str, Any]) -> None:
+        text = self._path.read_text()
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        if not text.endswith("\n"):  # the process ended while writing a line
+            self._path.write_text("".join(f"{line}\n" for line in lines))
+        try:
+            before = json.loads(lines[0])["about"]
+            for line in lines[1:]:
+                found = json.loads(line)
+                self._turns[Key(*found["key"])] = dict(found["turn"])
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"{self._path} is not a bench's journal ({error}); give another --out") from error
+        for name in {*before, *about}:
+            if before.get(name) != about.get(name):
+                raise ValueError(
+                    f"{self._path} was measured with {name} {before.get(name)!r} and this is {about.get(name)!r}; "
+                    "give another --out, or leave out --resume to begin anew"
+                )

@@ -1,0 +1,70 @@
+"""The process of a peer: reads orders from stdin, one JSON object per line, and answers in the same way.
+
+``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``. The first order has its arguments.
+Libraries may write to stdout at any time, so answers go to a copy of stdout, and everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol, TextIO
+
+
+class Served(Protocol):
+    """The interface of a peer module's ``Engine``; its arguments come with the first order."""
+
+    said: str
+    """Version, precision and settings."""
+
+    def generate(self, ids: list[int], new: int) -> dict[str, Any]:
+        """Continue greedily; returns ``count``, the number of new tokens, and ``tokens`` or ``text``."""
+
+    def forget(self) -> None:
+        """Drop what was learned from earlier texts."""
+
+
+def serve(engine: Served, orders: Iterable[str], answers: TextIO) -> None:
+    """Carry out orders until there are none; errors are answers, too."""
+    for line in orders:
+        order = json.loads(line)
+        try:
+            found = _carry_out(engine, order)
+        except Exception as error:
+            found = {"error": f"{type(error).__name__}: {error}"}
+        _answer(answers, found)
+
+
+def _carry_out(engine: Served, order: dict[str, Any]) -> dict[str, Any]:
+    if order.get("forget"):
+        engine.forget()
+        return {}
+    begin = time.perf_counter()
+    found = engine.generate(order["ids"], order["new"])
+    return {"seconds": time.perf_counter() - begin, **found}
+
+
+def _answer(answers: TextIO, found: dict[str, Any]) -> None:
+    answers.write(json.dumps(found) + "\n")
+    answers.flush()
+
+
+def main() -> None:
+    """Serve the module named on the command line."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        engine = importlib.import_module(sys.argv[1]).Engine(**json.loads(sys.stdin.readline()))
+    except Exception as error:
+        _answer(answers, {"error": f"{type(error).__name__}: {error}"})
+        return
+    _answer(answers, {"said": engine.said})
+    serve(engine, sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

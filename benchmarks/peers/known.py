@@ -1,0 +1,189 @@
+"""The engines that Forerun is compared with, and how each is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.contestants import end_tokens
+from benchmarks.peers import weights
+from benchmarks.peers.process import Peer, PeerError
+from benchmarks.speed import Contestant
+from forerun.models.loading.stored_weights import is_stored
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""Types in which peers and transformers can have the same weights."""
+SPARE = 64
+"""Positions for drafts after the longest text."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The model to measure.
+
+    Attributes:
+        source: the GGUF file that the model came from, or None.
+        positions: length of the longest text.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: Path | None
+    positions: int
+
+    @property
+    def dtype(self) -> str:
+        """Name of the model's type."""
+        return str(self.model.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A library.
+
+    Attributes:
+        package: its name for pip.
+        needs: modules that must be importable, and the packages that contain them.
+        module: has its ``Engine``.
+        prepare: writes the files that it reads into a folder.
+        options: the engine's arguments.
+        variants: further arguments, by contestant.
+    """
+
+    package: str
+    needs: Mapping[str, str]
+    module: str
+    prepare: Callable[[Subject, Path], None]
+    options: Callable[[Subject], dict[str, Any]]
+    variants: Mapping[str, dict[str, Any]]
+
+    @property
+    def missing(self) -> str:
+        """The command that installs missing packages; empty if there are none."""
+        absent = [package for module, package in self.needs.items() if find_spec(module) is None]
+        return f"pip install {' '.join(absent)}" if absent else ""
+
+
+@dataclass
+class Loaded:
+    """Peers that are running.
+
+    Attributes:
+        contestants: by name.
+        absent: contestants that could not be loaded, and why.
+        notes: each one's version, precision and settings.
+    """
+
+    contestants: dict[str, Contestant] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def write_gguf(subject: Subject, folder: Path) -> None:
+    """Write the model for llama.cpp; if its weights are as stored, use the original file."""
+    if is_stored(subject.model):
+        (folder / "model.gguf").symlink_to(Path(subject.model.name_or_path).resolve())
+        return
+    weights.write(subject.model, subject.tokenizer, folder / "model.gguf", subject.source)
+
+
+def write_openvino(subject: Subject, folder: Path) -> None:
+    """Write the model for OpenVINO, which reads float16: a graph, and the exact values to put into it.
+
+    Raises:
+        PeerError: if the weights are as stored.
+    """
+    if is_stored(subject.model):
+        raise PeerError("it cannot be given weights as a GGUF file stores them")
+    model = subject.model
+    head = getattr(model.config, "head_dim", None) or model.config.hidden_size // model.config.num_attention_heads
+    exact = {name: tensor.detach().float().cpu().clone() for name, tensor in model.state_dict().items()}
+    exact["inv_freq"] = model.model.rotary_emb.inv_freq.float().cpu().clone()
+    save_file(exact, folder / "model.safetensors")
+    scalars = {"epsilon": model.config.rms_norm_eps, "scale": head**-0.5}
+    (folder / "scalars.json").write_text(json.dumps(scalars))
+    weights.write(model, subject.tokenizer, folder / "graph.gguf", subject.source, torch.float16)
+
+
+KINDS = (
+    Kind(
+        "openvino-genai",
+        {"openvino_genai": "openvino-genai", "gguf": "gguf"},
+        "benchmarks.peers.openvino",
+        write_openvino,
+        lambda subject: {"dtype": subject.dtype, "ends": end_tokens(subject.model)},
+        {"openvino": {}, "openvino prompt lookup": {"lookup": True}},
+    ),
+    Kind(
+        "xllamacpp",
+        {"xllamacpp": "xllamacpp", "gguf": "gguf"},
+        "benchmarks.peers.llamacpp",
+        write_gguf,
+        lambda subject: {"dtype": subject.dtype, "positions": subject.positions + SPARE},
+        {
+            "llama.cpp": {},
+            "llama.cpp ngram-simple": {"speculation": "NGRAM_SIMPLE"},
+            "llama.cpp ngram-mod": {"speculation": "NGRAM_MOD"},
+        },
+    ),
+)
+
+
+def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
+    """Refuse a model that no peer can run unchanged.
+
+    Raises:
+        ValueError: with the reason.
+    """
+    if model.dtype not in DTYPES:
+        allowed = " and ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"--peers compares in {allowed}, and the model is in {model.dtype}; add --dtype")
+    if model.device.type != "cpu":
+        raise ValueError(f"--peers compares on the CPU, and the model is on {model.device}; add --device cpu")
+    weights.check(model, tokenizer, source)
+
+
+@contextmanager
+def loaded(subject: Subject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
+    """A context with all installed peers, each in its own process."""
+    found = Loaded()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="forerun-peers-")))
+        for kind in kinds:
+            if kind.missing:
+                found.absent[kind.package] = f"not installed ({kind.missing})"
+                continue
+            own = folder / kind.package
+            own.mkdir()
+            try:
+                kind.prepare(subject, own)
+            except PeerError as error:
+                found.absent[kind.package] = str(error)
+                continue
+            _load(kind, subject, own, found, stack)
+        yield found
+
+
+def _load(kind: Kind, subject: Subject, folder: Path, found: Loaded, stack: ExitStack) -> None:
+    """Load a library's variants; for one that cannot be loaded, note the reason."""
+    said: dict[str, None] = {}
+    for name, more in kind.variants.items():
+        options = {"folder": str(folder), "threads": torch.get_num_threads(), **kind.options(subject), **more}
+        try:
+            peer = stack.enter_context(Peer(kind.module, options))
+        except PeerError as error:
+            found.absent[name] = f"cannot be loaded: {error}"
+            continue
+        found.contestants[name] = peer.contestant()
+        said[peer.said] = None
+    found.notes += said

@@ -1,0 +1,1 @@
+"""The recipe that trains the bundled models."""

@@ -1,0 +1,167 @@
+"""Contestants on the same prompts: in one process, in turns, with medians and spread.
+
+Every contestant continues every prompt, or batch of prompts, greedily. They take turns in an order that rotates from
+round to round, so that disturbances of the machine affect all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from benchmarks.journal import Journal, Key
+
+BASELINE = "transformers greedy"
+WARM_UP = 8
+"""Tokens that each contestant generates untimed before its first turn."""
+Tokens = list[int]
+Rows = Sequence[Tokens]
+"""One prompt, or those of a batch."""
+Row = dict[str, Any]
+Decode = Callable[[Tokens], str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """The prompts of a task, and further prompts of it whose answers warm drafters have drafted before."""
+
+    task: str
+    prompts: Sequence[Tokens]
+    warm_prompts: Sequence[Tokens]
+    max_new_tokens: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation.
+
+    Attributes:
+        texts: each row's new tokens; or its text, for contestants that give only text.
+        seconds: from prompt to last token.
+        passes: of the target, reading the prompt counts as one; None if unknown.
+        counted: number of tokens of all rows; by default those of ``texts``.
+    """
+
+    texts: Sequence[Tokens | str]
+    seconds: float
+    passes: int | None
+    counted: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all rows."""
+        return sum(map(len, self.texts)) if self.counted is None else self.counted
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to continue rows, and its preparation before each turn (forget, learn), which is not timed."""
+
+    run: Callable[[Rows, int], Run]
+    prepare: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Series:
+    """One contestant's runs on one task, ``runs[prompt][round]``."""
+
+    contestant: str
+    task: str
+    runs: list[list[Run]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All tokens, divided by the sum of each prompt's median time."""
+        return self._tokens() / sum(median(run.seconds for run in rounds) for rounds in self.runs)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The same with each prompt's slowest and fastest round."""
+        slow, fast = (sum(pick(run.seconds for run in rounds) for rounds in self.runs) for pick in (max, min))
+        return self._tokens() / slow, self._tokens() / fast
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        """Tokens of a row by forward passes of the target, including the prefill; None if passes are unknown."""
+        passes = [rounds[0].passes for rounds in self.runs]
+        known = [count for count in passes if count is not None]
+        if len(known) < len(passes):
+            return None
+        return sum(rounds[0].tokens / len(rounds[0].texts) for rounds in self.runs) / sum(known)
+
+    def same_texts(self, other: Series, decode: Decode = str) -> float:
+        """The share of equal texts of all rounds: token for token, or as strings if only those are known."""
+        pairs = zip(_texts(self.runs), _texts(other.runs), strict=True)
+        same = [_same(mine, theirs, decode) for mine, theirs in pairs]
+        return sum(same) / len(same)
+
+    def _tokens(self) -> float:
+        """Of all prompts, each in its median round: rounds of a text that changes have different numbers."""
+        return sum(median(run.tokens for run in rounds) for rounds in self.runs)
+
+
+def _texts(runs: Sequence[Sequence[Run]]) -> list[Tokens | str]:
+    return [text for rounds in runs for run in rounds for text in run.texts]
+
+
+def _same(mine: Tokens | str, theirs: Tokens | str, decode: Decode) -> bool:
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return mine == theirs
+    return (mine if isinstance(mine, str) else decode(mine)) == (theirs if isinstance(theirs, str) else decode(theirs))
+
+
+def measure(
+    contestants: Mapping[str, Contestant],
+    task: str,
+    groups: Sequence[Rows],
+    max_new_tokens: int,
+    rounds: int,
+    journal: Journal | None = None,
+    seen: Sequence[Tokens] = (),
+) -> list[Series]:
+    """Let all contestants continue all groups of rows, in turns.
+
+    Args:
+        contestants: by name.
+        task: the rows' task.
+        groups: each is a prompt or a batch of prompts.
+        max_new_tokens: per row.
+        rounds: turns of each contestant for each group.
+        journal: turns in it are not measured again; new ones are added to it.
+        seen: prompts that warm contestants have answered before, for the journal.
+    """
+    series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
+    warm = False
+    for turn in range(rounds):
+        for i, rows in enumerate(groups):
+            key = Key.of(task, turn, rows, max_new_tokens, seen)
+            runs = None if journal is None else journal.find(key, list(contestants))
+            if runs is None:
+                if not warm:
+                    _warm_up(contestants, rows, max_new_tokens)
+                    warm = True
+                runs = _turn(contestants, turn + i, rows, max_new_tokens)
+                if journal is not None:
+                    journal.add(key, runs)
+            for name, run in runs.items():
+                series[name].runs[i].append(Run(**run))
+    return list(series.values())
+
+
+def _warm_up(contestants: Mapping[str, Contestant], rows: Rows, max_new_tokens: int) -> None:
+    for contestant in contestants.values():
+        contestant.prepare()
+        contestant.run(rows, min(WARM_UP, max_new_tokens))
+
+
+def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new_tokens: int) -> dict[str, Row]:
+    """One run of each contestant, as plain values, in an order rotated by ``shift``."""
+    names = list(contestants)
+    shift %= len(names)
+    runs: dict[str, Row] = {}
+    for name in names[shift:] + names[:shift]:
+        contestants[name].prepare()
+        runs[name] = asdict(contestants[name].run(rows, max_new_tokens))
+    return runs

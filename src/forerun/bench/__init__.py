@@ -1,1 +1,0 @@
-"""Benchmarks: how good drafts are, and how fast generation is."""

@@ -1,0 +1,59 @@
+"""Settings of the drafters for long contexts: plain values, so that a command line can show them without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Policy = Literal["stride", "acceptance", "verify"]
+Sparse = Literal["low-rank", "retrieval"]
+
+
+@dataclass(frozen=True)
+class LongContextConfig:
+    """Parameters of TriForce and its baselines; other drafters ignore them.
+
+    Attributes:
+        draft_model: the small model, a transformers decoder; for ``triforce``, ``triforce-auto``, ``streaming`` and
+            ``streaming-hierarchy``.
+        gamma1: tokens that the small model drafts at a time.
+        gamma2: tokens that the target verifies at a time, at most.
+        cache_budget: tokens that a sparse cache of the target holds, per layer and KV head. For the low-rank cache: the
+            most tokens that a query sees.
+        chunk: tokens per chunk of the retrieval cache.
+        refresh: when the retrieval cache chooses its chunks again; see ``RetrievalConfig``.
+        paced: set the draft length by measured time, down to none where drafts do not pay. If false, it is always
+            ``gamma2``.
+        sinks, window: first and last tokens that a streaming cache holds. ``window`` is the small model's; the
+            target's streaming cache fills ``cache_budget``.
+        sparse: the target's sparse cache in ``triforce``, ``triforce-trie`` and ``triforce-auto``. ``low-rank``: each
+            query finds its own chunks (``LowRankCache``). ``retrieval``: chunks are chosen in advance for the queries
+            to come, as in the paper (``RetrievalCache``).
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    draft_model: Any = None
+    gamma1: int = 4
+    gamma2: int = 12
+    paced: bool = True
+    cache_budget: int = 4096
+    chunk: int = 8
+    refresh: Policy = "acceptance"
+    sinks: int = 4
+    window: int = 252
+    sparse: Sparse = "low-rank"
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("gamma1", 1), ("gamma2", 1), ("cache_budget", 1), ("chunk", 1), ("sinks", 0), ("window", 1)
+        ):  # fmt: skip
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        if self.sparse not in ("low-rank", "retrieval"):
+            raise ValueError(f"sparse is {self.sparse!r}; allowed are 'low-rank' and 'retrieval'")
+        if self.cache_budget < self.chunk:
+            raise ValueError(
+                f"cache_budget is {self.cache_budget}; it must hold a chunk, {self.chunk} tokens, at least"
+            )

@@ -1,0 +1,161 @@
+"""A conversation with a chat model, in which each turn reads only what the turns before did not."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from forerun.core.request import Request
+from forerun.core.tree import IntArray
+from forerun.engine.commit import Commit
+from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.level import Progress
+from forerun.models.text.chat_template import apply_template, has_template
+
+
+class Conversation:
+    """Turns of a user and a model, and the cache that goes on from one to the next.
+
+    The whole conversation goes through the chat template at every turn. What the cache holds is kept as far as it
+    agrees with that, token for token; only the rest is read. The answers are those to the whole conversation read anew.
+
+    Args:
+        engine: with a tokenizer that has a chat template.
+        system: what the model is told first.
+        options: for every answer, as for ``Engine.generate``: ``max_new_tokens``, ``temperature``, ``seed``, ...
+
+    Attributes:
+        messages: the turns so far, oldest first.
+
+    Raises:
+        ValueError: without a tokenizer or a chat template.
+    """
+
+    def __init__(self, engine: Engine, system: str | None = None, **options: Any) -> None:
+        if engine.tokenizer is None:
+            raise ValueError("the engine has no tokenizer; a conversation needs one with a chat template")
+        if not has_template(engine.tokenizer):
+            raise ValueError("the tokenizer has no chat template; this is no chat model")
+        if engine.tiers is not None:
+            raise ValueError("a conversation's cache grows, and with kv_memory each has a fixed size; give none")
+        self.engine = engine
+        self.system = system
+        self.options = options
+        self._turn: Turn | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all turns; what the engine's drafter learned from them stays."""
+        self._end_turn()
+        self.messages = [] if self.system is None else [_message("system", self.system)]
+        self._cache = FullCache()
+        self._held: IntArray = np.empty(0, np.int64)
+
+    def send(self, text: str, on_prefill: Progress | None = None) -> Turn:
+        """Say something; the answer is generated as the turn that comes back is iterated over.
+
+        An answer that is still going on is ended where it is.
+
+        Args:
+            text: not empty.
+            on_prefill: called with tokens done and to do while the new part of the conversation is read.
+
+        Raises:
+            ValueError: for an empty text, a wrong option, a template that refuses, or a conversation that is too long;
+                it is then as it was before.
+        """
+        self._end_turn()
+        if not text:
+            raise ValueError("the message is empty")
+        told = [*self.messages, _message("user", text)]
+        requests = self.engine.requests(apply_template(told, self.engine.tokenizer), **self.options)
+        if len(requests) != 1:
+            raise ValueError(f"num_return_sequences is {len(requests)}; a conversation goes on with one answer")
+        self._turn = Turn(self, text, requests[0], on_prefill)
+        return self._turn
+
+    def ask(self, text: str) -> str:
+        """Say something and wait for the whole answer.
+
+        Raises:
+            ValueError: as ``send``.
+        """
+        turn = self.send(text)
+        for _ in turn:
+            pass
+        return turn.text
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.close()
+            self._turn = None
+
+    def _keep(self, prompt: IntArray) -> int:
+        """Cut the cache to what it shares with a prompt, all of it but one token at most.
+
+        Returns:
+            Tokens kept.
+        """
+        most = min(len(prompt) - 1, len(self._held))
+        different = np.flatnonzero(prompt[:most] != self._held[:most])
+        kept = int(different[0]) if len(different) else most
+        self._cache.truncate(kept)
+        self._held = self._held[:kept]
+        return kept
+
+    def _answer(self, turn: Turn, on_prefill: Progress | None) -> Generator[Commit, None, None]:
+        request = turn.request
+        turn.cached = self._keep(request.prompt)
+        try:
+            with closing(self.engine.run([request], on_prefill, [self._cache])) as commits:
+                yield from commits
+        finally:
+            self._held = request.tokens[: self._cache.length].copy()
+            if len(request.generated):  # an answer that was ended before its first token has not been given
+                self.messages += [_message("user", turn.message), _message("assistant", turn.text)]
+
+
+class Turn:
+    """A message and its answer: an iterator over what the steps commit. Closing it ends the answer where it is.
+
+    Attributes:
+        message: what the user said.
+        request: the whole conversation as tokens, and what is generated.
+        cached: tokens of it that did not have to be read again; known from the first commit on.
+    """
+
+    def __init__(self, conversation: Conversation, message: str, request: Request, on_prefill: Progress | None) -> None:
+        self.message = message
+        self.request = request
+        self.cached = 0
+        self._tokenizer = conversation.engine.tokenizer
+        self._commits = conversation._answer(self, on_prefill)
+
+    def __iter__(self) -> Iterator[Commit]:
+        return self
+
+    def __next__(self) -> Commit:
+        return next(self._commits)
+
+    def close(self) -> None:
+        """End the answer where it is."""
+        self._commits.close()
+
+    @property
+    def text(self) -> str:
+        """The answer so far, without special tokens."""
+        assert self._tokenizer is not None
+        return str(self._tokenizer.decode(self.request.generated.tolist(), skip_special_tokens=True))
+
+    @property
+    def read(self) -> int:
+        """Tokens of the conversation that were read in this turn."""
+        return self.request.prompt_length - self.cached
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -1,0 +1,110 @@
+"""A run of an engine on all ranks of a model in several processes: rank 0's decides, the others tell the same texts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict, astuple, replace
+from typing import Any, TypeVar, cast
+
+from forerun.core.logprobs import Logprob
+from forerun.core.request import Request
+from forerun.core.stats import Stats
+from forerun.engine.commit import Commit
+from forerun.tensor_parallel.channel import ParallelError
+from forerun.tensor_parallel.rank_mirror import Entry
+from forerun.tensor_parallel.ranks import Follower, Leader
+
+Run = TypeVar("Run", bound=Callable[..., Generator[Commit, None, None]])
+"""``Engine.run``."""
+
+
+def together(run: Run) -> Run:
+    """Let a run be the same on all ranks: tokens, ends and statistics come from rank 0, and so do seeds.
+
+    On other ranks a commit comes when rank 0 makes its next pass. If rank 0 is interrupted, or its run fails, theirs
+    do, too.
+    """
+
+    @functools.wraps(run)
+    def shared(engine: Any, requests: Sequence[Request], *args: Any, **kwargs: Any) -> Generator[Commit, None, None]:
+        target = engine.target
+        if isinstance(target, Follower):
+            yield from _follow(target, requests)
+        elif isinstance(target, Leader):
+            with closing(run(engine, requests, *args, **kwargs)) as commits:
+                yield from _lead(target, requests, commits)
+        else:
+            yield from run(engine, requests, *args, **kwargs)
+
+    return cast(Run, shared)
+
+
+def _lead(target: Leader, requests: Sequence[Request], commits: Iterator[Commit]) -> Iterator[Commit]:
+    places = {request.id: place for place, request in enumerate(requests)}
+    with target.leading() as end:
+        target.tell("requests", _digest(requests), [request.sampler.seed for request in requests])
+        try:
+            for commit in commits:
+                target.tell("commit", places[commit.request.id], *_of_commit(commit))
+                yield commit
+        finally:
+            end += [_of_request(request) for request in requests]
+
+
+def _follow(target: Follower, requests: Sequence[Request]) -> Iterator[Commit]:
+    end: Entry = []
+    entries = target.follow(end)
+    try:
+        for name, *parts in entries:
+            if name == "requests":
+                _begin(requests, *parts)
+            else:
+                place, tokens, reason, *rest = parts
+                requests[place].take(tokens, reason)
+                yield Commit(requests[place], tokens, *rest)
+    finally:  # a caller who has enough still takes part in what rank 0 does
+        for _ in entries:
+            pass
+        for request, state in zip(requests, end, strict=False):
+            _finish(request, *state)
+
+
+def _digest(requests: Sequence[Request]) -> str:
+    """Says whether ranks mean the same requests; seeds may differ."""
+    digest = hashlib.blake2b()
+    for request in requests:
+        digest.update(repr((request.prompt.tolist(), request.max_new_tokens, request.sampler.method)).encode())
+    return digest.hexdigest()
+
+
+def _begin(requests: Sequence[Request], digest: str, seeds: list[int]) -> None:
+    if digest != _digest(requests):
+        raise ParallelError("this rank runs other requests than rank 0; all ranks have to ask for the same")
+    for request, seed in zip(requests, seeds, strict=True):
+        request.sampler = replace(request.sampler, seed=seed)
+
+
+def _of_commit(commit: Commit) -> Entry:
+    reason = commit.request.finish_reason
+    return [commit.tokens, reason, commit.drafted, commit.proposed, list(map(int, commit.origins)), commit.seconds]
+
+
+def _of_request(request: Request) -> Entry:
+    kept = [astuple(each) for each in request.logprobs]
+    return [request.generated.tolist(), request.finish_reason, asdict(request.stats), kept]
+
+
+def _finish(request: Request, tokens: list[int], reason: Any, stats: dict[str, Any], logprobs: list[Any]) -> None:
+    request.take(tokens[len(request.generated) :], reason)
+    request.stats = _stats(stats)
+    request.logprobs = [
+        Logprob(token, logprob, tuple((each, value) for each, value in top)) for token, logprob, top in logprobs
+    ]
+
+
+def _stats(found: dict[str, Any]) -> Stats:
+    middle = found["middle"]
+    return Stats(**{**found, "middle": None if middle is None else _stats(middle)})

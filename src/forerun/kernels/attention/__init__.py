@@ -1,0 +1,1 @@
+"""Attention in one fixed order of sums, and over the chunks that a query chooses."""

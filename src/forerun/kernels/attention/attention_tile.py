@@ -1,0 +1,219 @@
+"""Attention of a tile of four queries over a block of keys: scores, weights, weighted values.
+
+A vector holds four numbers of each of four queries. Keys stay row by row, as the cache stores them. Four neighbouring
+numbers of a key are broadcast to the four queries, and one small transposition sums the partial products of four keys.
+So no key is packed or transposed. Scores and weights are stored as ``[keys / 4][4 queries][4 keys]``.
+
+A query's result depends only on its own numbers, in an order that is the same whatever other queries are in the tile.
+
+All arguments are addresses or counts; ``row`` is the stride between rows in bytes. Functions that read keys or values
+also prefetch: from ``ahead`` on, one line every ``pace`` bytes, spread over their work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from forerun.kernels.runtime.vector_ir import (
+    F32,
+    FLOATS,
+    FOUR,
+    HALVES,
+    I64,
+    LINE,
+    WORDS,
+    Code,
+    Emitter,
+    constant,
+    intrinsic,
+    intrinsic_code,
+    wide,
+    words_of,
+)
+
+QUERIES = 4
+"""Queries per tile."""
+TILES = 2 if wide() else 1
+"""Tiles that share one read of the keys."""
+KEYS = 8 if wide() else 4
+"""Keys whose scores are summed in registers at once."""
+VECTORS = 4 if wide() else 1
+"""Vectors of each query's output that are summed in registers at once."""
+STATE = 3 * LINE
+"""Bytes of a tile's state: running maximum, sum of weights, and the last block's factor on earlier sums."""
+FACTOR = 2 * LINE
+
+
+@intrinsic
+def score(typing: Any, q: Any, k: Any, row: Any, dim: Any, keys: Any, scores: Any, ahead: Any, pace: Any) -> Code:
+    """Scores of one tile."""
+    return intrinsic_code(8, lambda *arguments: _score(1, *arguments))
+
+
+@intrinsic
+def score_tiles(typing: Any, q: Any, k: Any, row: Any, dim: Any, keys: Any, scores: Any, ahead: Any, pace: Any) -> Code:
+    """Scores of ``TILES`` tiles."""
+    return intrinsic_code(8, lambda *arguments: _score(TILES, *arguments))
+
+
+@intrinsic
+def weigh(typing: Any, scores: Any, keys: Any, state: Any) -> Code:
+    """Update the running maximum, and turn scores into weights relative to it."""
+    return intrinsic_code(3, _weigh)
+
+
+@intrinsic
+def gather(
+    typing: Any, p: Any, state: Any, v: Any, row: Any, dim: Any, keys: Any, out: Any, ahead: Any, pace: Any
+) -> Code:
+    """Rescale one vector of each query's output by the last block's factor, then add the weighted values."""
+    return intrinsic_code(9, lambda *arguments: _gather(1, *arguments))
+
+
+@intrinsic
+def gather_vectors(
+    typing: Any, p: Any, state: Any, v: Any, row: Any, dim: Any, keys: Any, out: Any, ahead: Any, pace: Any
+) -> Code:
+    """The same for ``VECTORS`` vectors."""
+    return intrinsic_code(9, lambda *arguments: _gather(VECTORS, *arguments))
+
+
+@intrinsic
+def widen_bfloat16(typing: Any, halves: Any, to: Any) -> Code:
+    """Convert 16 bfloat16 numbers to floats."""
+    return intrinsic_code(2, _widen_bfloat16)
+
+
+@intrinsic
+def widen_float16(typing: Any, halves: Any, to: Any) -> Code:
+    """Convert 16 float16 numbers to floats."""
+    return intrinsic_code(2, _widen_float16)
+
+
+@intrinsic
+def copy_floats(typing: Any, floats: Any, to: Any) -> Code:
+    """Copy 16 floats."""
+    return intrinsic_code(2, lambda e, floats, to: e.store(e.load(floats), to))
+
+
+@intrinsic
+def ticket(typing: Any, counter: Any) -> Code:
+    """Increment a counter atomically; returns its old value."""
+
+    def emit(e: Emitter, counter: ir.Value) -> ir.Value:
+        return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
+
+    return intrinsic_code(1, emit, types.int64)
+
+
+def _widen_bfloat16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
+    words = e.builder.zext(e.load(halves, HALVES), WORDS)
+    e.store(e.builder.shl(words, words_of(16)), to)
+
+
+def _widen_float16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
+    """Convert with integer operations, as not every instruction set has float16. Exact, also for infinity and NaN."""
+    b = e.builder
+    words = b.zext(e.load(halves, HALVES), WORDS)
+    sign = b.shl(b.and_(words, words_of(0x8000)), words_of(16))
+    magnitude = b.shl(b.and_(words, words_of(0x7FFF)), words_of(13))
+    finite = b.bitcast(b.fmul(b.bitcast(magnitude, FLOATS), constant(2.0**112)), WORDS)
+    special = b.icmp_unsigned(">=", magnitude, words_of(0x7C00 << 13))
+    e.store(b.or_(b.select(special, b.or_(magnitude, words_of(0x7F800000)), finite), sign), to)
+
+
+def _score(
+    tiles: int,
+    e: Emitter,
+    q: ir.Value,
+    k: ir.Value,
+    row: ir.Value,
+    dim: ir.Value,
+    keys: ir.Value,
+    scores: ir.Value,
+    ahead: ir.Value,
+    pace: ir.Value,
+) -> None:
+    b = e.builder
+    steps, fetches = b.udiv(dim, I64(4)), e.times(pace, KEYS // 4)
+    with e.loop(b.udiv(keys, I64(KEYS))) as group:
+        first = e.at(k, e.times(e.times(group, KEYS), row))
+        rows = [e.at(first, e.times(row, j)) for j in range(KEYS)]
+        sums = [[e.variable(constant(0.0)) for _ in range(KEYS)] for _ in range(tiles)]
+        with e.loop(steps) as step:
+            fetched = e.at(ahead, e.times(b.add(e.times(group, steps), step), fetches))
+            for i in range(KEYS // 4):
+                e.prefetch(e.at(fetched, e.times(pace, i)))
+            queries = [e.load(e.at(q, e.times(e.at(e.times(steps, t), step), LINE))) for t in range(tiles)]
+            for j in range(KEYS):
+                key = e.everywhere(e.load(e.at(rows[j], e.times(step, 16)), FOUR))
+                for t in range(tiles):
+                    b.store(e.fma(key, queries[t], b.load(sums[t][j])), sums[t][j])
+        for t in range(tiles):
+            to = e.at(scores, e.times(keys, t * LINE // 4), e.times(group, KEYS // 4 * LINE))
+            for j in range(0, KEYS, 4):
+                e.store(_summed(e, [b.load(place) for place in sums[t][j : j + 4]]), e.at(to, j // 4 * LINE))
+
+
+def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
+    """Sum the four parts per query in each of four vectors: four sums per query."""
+    b, within = e.builder, e.within
+    low, high = (b.fadd(within(x, y, [0, 4, 1, 5]), within(x, y, [2, 6, 3, 7])) for x, y in (parts[:2], parts[2:]))
+    return b.fadd(within(low, high, [0, 1, 4, 5]), within(low, high, [2, 3, 6, 7]))
+
+
+def _weigh(e: Emitter, scores: ir.Value, keys: ir.Value, state: ir.Value) -> None:
+    b = e.builder
+    groups, before = b.udiv(keys, I64(4)), e.load(state)
+    highest = e.variable(before)
+    with e.loop(groups) as group:
+        b.store(e.larger(e.load(e.at(scores, e.times(group, LINE))), b.load(highest)), highest)
+    top = b.load(highest)
+    for lanes in ([1, 0, 3, 2], [2, 3, 0, 1]):
+        top = e.larger(top, e.within(top, top, lanes))
+    factor = e.exp2(b.fsub(before, top))
+    total = e.variable(b.fmul(e.load(e.at(state, LINE)), factor))
+    with e.loop(groups) as group:
+        place = e.at(scores, e.times(group, LINE))
+        weight = e.exp2(b.fsub(e.load(place), top))
+        e.store(weight, place)
+        b.store(b.fadd(b.load(total), weight), total)
+    e.store(top, state)
+    e.store(b.load(total), e.at(state, LINE))
+    e.store(factor, e.at(state, FACTOR))
+
+
+def _gather(
+    vectors: int,
+    e: Emitter,
+    weights: ir.Value,
+    state: ir.Value,
+    v: ir.Value,
+    row: ir.Value,
+    dim: ir.Value,
+    keys: ir.Value,
+    out: ir.Value,
+    ahead: ir.Value,
+    pace: ir.Value,
+) -> None:
+    b = e.builder
+    places = [[e.at(out, e.times(dim, 4 * i), c * LINE) for c in range(vectors)] for i in range(QUERIES)]
+    sums = [[e.variable(constant(0.0)) for _ in range(vectors)] for _ in range(QUERIES)]
+    with e.loop(b.udiv(keys, I64(4))) as group:
+        fetched = e.at(ahead, e.times(e.times(group, pace), 4 * vectors))
+        for j in range(4):
+            for c in range(vectors):
+                e.prefetch(e.at(fetched, e.times(pace, j * vectors + c)))
+            here = e.at(v, e.times(e.at(e.times(group, 4), j), row))
+            values = [e.load(e.at(here, c * LINE)) for c in range(vectors)]
+            for i in range(QUERIES):
+                weight = e.everywhere(e.load(e.at(weights, e.times(group, LINE), 16 * i + 4 * j), F32))
+                for c in range(vectors):
+                    b.store(e.fma(weight, values[c], b.load(sums[i][c])), sums[i][c])
+    for i in range(QUERIES):  # summing a block first rounds less often than adding key by key
+        factor = e.everywhere(e.load(e.at(state, FACTOR + 16 * i), F32))
+        for c in range(vectors):
+            e.store(e.fma(e.load(places[i][c]), factor, b.load(sums[i][c])), places[i][c])

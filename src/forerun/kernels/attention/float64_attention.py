@@ -1,0 +1,108 @@
+"""Attention in one fixed order for what the fast kernel does not take: float64, and heads of any width.
+
+A query goes over its keys one by one, in the order of their positions, in double precision. So its bits depend on
+nothing else. It shares the operation and tables of ``canonical.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.kernels.attention.ordered_attention import ROW_BYTES, AttendOp, RowFields, read_row
+from forerun.kernels.runtime.addresses import bfloat16_at, doubles, floats, integers
+
+DOUBLE = 3
+"""One more kind besides those of ``AttendOp``: float64."""
+
+
+@compiled
+def attend_plainly(op: AttendOp, rows: int, owners: int, positions: int, parents: int, task: int, slot: int) -> None:
+    """Attention of one token and head."""
+    token, head = task // op.heads, task % op.heads
+    number, position = integers(owners + 8 * token, 1)[0], integers(positions + 8 * token, 1)[0]
+    row = read_row(rows + number * ROW_BYTES)
+    low = max(0, position - op.window + 1) if op.window else 0
+    count = position + 1 - low
+    places, weights = integers(slot, count), doubles(slot + 8 * count, count)
+    _find(row, token - row.first, position, low, parents, places)
+    total = _weigh(op, row, number, head, token, places, weights)
+    _mix(op, row, number, head, token, places, weights, total, slot + 16 * count)
+
+
+@compiled
+def _find(row: RowFields, place: int, position: int, low: int, parents: int, places: np.ndarray) -> None:
+    """Find the indices in the cache of the keys that a token sees."""
+    root = row.start + row.straight
+    if place >= row.straight:
+        node, at = place - row.straight, position
+        while node >= 0:
+            if at >= low:
+                places[at - low] = root + node
+            node = integers(parents + 8 * (row.first + row.straight + node), 1)[0]
+            at -= 1
+        position = root - 1
+    for p in range(low, position + 1):
+        places[p - low] = p
+
+
+@compiled
+def _weigh(
+    op: AttendOp, row: RowFields, number: int, head: int, token: int, places: np.ndarray, weights: np.ndarray
+) -> float:
+    """Turn scores into weights relative to the largest; returns their sum, including a sink's."""
+    k = integers(op.kv + 16 * number, 2)[0] + head // (op.heads // op.kv_heads) * row.k_head
+    query, highest = op.q + token * op.q_row + head * op.q_head, -math.inf
+    for i in range(weights.size):
+        score = 0.0
+        for c in range(op.dim):
+            score += _number(DOUBLE if op.kind == DOUBLE else 0, query, c) * _number(
+                op.kind, k + places[i] * row.k_row, c
+            )
+        score *= op.scale
+        weights[i] = op.softcap * math.tanh(score / op.softcap) if op.softcap > 0 else score
+        highest = max(highest, weights[i])
+    total = 0.0
+    if op.sinks:
+        sink = _number(DOUBLE if op.kind == DOUBLE else 0, op.sinks, head)
+        highest = max(highest, sink)
+        total = math.exp(sink - highest)
+    for i in range(weights.size):
+        weights[i] = math.exp(weights[i] - highest)
+        total += weights[i]
+    return total
+
+
+@compiled
+def _mix(
+    op: AttendOp, row: RowFields, number: int, head: int, token: int, places: np.ndarray, weights: np.ndarray,
+    total: float, spare: int,
+) -> None:  # fmt: skip
+    v = integers(op.kv + 16 * number, 2)[1] + head // (op.heads // op.kv_heads) * row.v_head
+    sums = doubles(spare, op.out_dim)
+    sums[:] = 0.0
+    for i in range(weights.size):
+        for c in range(op.out_dim):
+            sums[c] += weights[i] * _number(op.kind, v + places[i] * row.v_row, c)
+    out = op.out + token * op.out_row + head * op.out_dim * (8 if op.kind == DOUBLE else 4)
+    for c in range(op.out_dim):
+        if op.kind == DOUBLE:
+            doubles(out, op.out_dim)[c] = sums[c] / total
+        else:
+            floats(out, op.out_dim)[c] = np.float32(sums[c] / total)
+
+
+@compiled
+def _number(kind: int, address: int, index: int) -> float:
+    if kind == DOUBLE:
+        return float(doubles(address + 8 * index, 1)[0])
+    if kind == 1:
+        return np.float64(bfloat16_at(address + 2 * index))
+    return np.float64(floats(address + 4 * index, 1)[0])
+
+
+def room(positions: int, out_dim: int) -> int:
+    """Bytes that a thread needs for texts of ``positions`` positions."""
+    return 16 * positions + 8 * out_dim

@@ -1,0 +1,1 @@
+"""Linear layers and row-wise operations in one fixed order of sums."""

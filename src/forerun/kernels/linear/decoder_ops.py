@@ -1,0 +1,141 @@
+"""Parts of a decoder besides linear layers and attention: embedding, norms, rotary positions."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
+from forerun.kernels.linear.rowwise import TO_FLOATS, rotate, scale, squares, widen, words
+from forerun.kernels.runtime.addresses import Job, floats, integers
+from forerun.kernels.runtime.vector_ir import LANES
+
+
+class EmbedOp(NamedTuple):
+    """Embedding rows, times a factor, as floats."""
+
+    code: int
+    kind: int
+    weight: int
+    row: int
+    dim: int
+    x: int
+    x_row: int
+    factor: float
+
+
+class NormOp(NamedTuple):
+    """A root mean square norm of each token's row.
+
+    Attributes:
+        mode: as in ``rowwise.scale``.
+        one: added to the weight.
+        which: 0 for all tokens; 1 for the tokens whose logits are wanted, with results side by side.
+    """
+
+    code: int
+    which: int
+    kind: int
+    mode: int
+    one: int
+    x: int
+    x_row: int
+    weight: int
+    dim: int
+    to: int
+    to_row: int
+    eps: float
+
+
+class RotaryOp(NamedTuple):
+    """Takes queries, keys and values side by side; rotates queries in place and writes keys and values to the cache.
+
+    Attributes:
+        kind: type of the cache and of the norms' weights.
+        y: address of the rows, float32.
+        q_norm, k_norm: addresses of the weights of norms over each head, or 0; ``one`` is added to the weights.
+        cos, sin: tables by position, ``[positions, half]``; ``half`` is 0 if nothing rotates.
+        kv: address of the table with each row's addresses of keys and values of this layer.
+    """
+
+    code: int
+    kind: int
+    heads: int
+    kv_heads: int
+    dim: int
+    y: int
+    y_row: int
+    q_norm: int
+    k_norm: int
+    one: int
+    cos: int
+    sin: int
+    half: int
+    kv: int
+    eps: float
+
+
+EMBED, NORM, ROTARY = Job(EmbedOp), Job(NormOp), Job(RotaryOp)
+read_embed, read_norm, read_rotary = EMBED.reader(), NORM.reader(), ROTARY.reader()
+
+
+@compiled
+def embed(op: EmbedOp, ids: int, token: int, slot: int) -> None:
+    """One token's row."""
+    floats(slot, 1)[0] = np.float32(op.factor)
+    widen(op.kind, op.weight + integers(ids + 8 * token, 1)[0] * op.row, slot, op.dim // LANES, op.x + token * op.x_row)
+
+
+@compiled
+def norm(op: NormOp, wanted: int, token: int, slot: int) -> None:
+    """One token's row."""
+    x = op.x + (integers(wanted + 8 * token, 1)[0] if op.which else token) * op.x_row
+    _norm(op.kind, op.mode, x, op.weight, op.one, op.eps, op.dim, op.to + token * op.to_row, slot)
+
+
+@compiled
+def _norm(kind: int, mode: int, x: int, weight: int, one: int, eps: float, dim: int, to: int, slot: int) -> None:
+    mean = squares(x, dim // LANES) / np.float32(dim)
+    floats(slot, 1)[0] = np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + np.float32(eps))))
+    scale(kind, mode, x, weight, one, slot, dim // LANES, to)
+
+
+@compiled
+def turn(op: RotaryOp, rows: int, owners: int, positions: int, token: int, slot: int) -> None:
+    """Rotate and store one token's queries, keys and values."""
+    number, position = integers(owners + 8 * token, 1)[0], integers(positions + 8 * token, 1)[0]
+    row = read_row(rows + number * ROW_BYTES)
+    place = row.start + token - row.first
+    addresses = integers(op.kv + 16 * number, 2)
+    width = 4 if op.kind == 0 else 2
+    cos, sin = op.cos + 4 * position * op.half, op.sin + 4 * position * op.half
+    for head in range(op.heads + 2 * op.kv_heads):
+        x = op.y + token * op.y_row + head * op.dim * 4
+        weight = op.q_norm if head < op.heads else op.k_norm
+        if head < op.heads + op.kv_heads:
+            if weight:
+                _norm(op.kind, TO_FLOATS, x, weight, op.one, op.eps, op.dim, x, slot)
+            if op.half:
+                _turn(op, x, cos, sin)
+        if head >= op.heads + op.kv_heads:
+            to = addresses[1] + (head - op.heads - op.kv_heads) * row.v_head + place * row.v_row
+            words(op.kind, x, op.dim * width // (width * LANES), to)
+        elif head >= op.heads:
+            to = addresses[0] + (head - op.heads) * row.k_head + place * row.k_row
+            words(op.kind, x, op.dim * width // (width * LANES), to)
+
+
+@compiled
+def _turn(op: RotaryOp, x: int, cos: int, sin: int) -> None:
+    if op.half % LANES == 0:
+        rotate(x, cos, sin, op.half // LANES)
+        return
+    first, second = floats(x, op.half), floats(x + 4 * op.half, op.half)
+    c, s = floats(cos, op.half), floats(sin, op.half)
+    for i in range(op.half):
+        a, b = first[i], second[i]
+        first[i] = np.float32(a * c[i]) - np.float32(b * s[i])
+        second[i] = np.float32(b * c[i]) + np.float32(a * s[i])

@@ -1,0 +1,1 @@
+"""Linear layers over weights as a GGUF file stores them."""

@@ -1,0 +1,194 @@
+"""Weight formats of GGUF files, and how sixteen rows become columns of floats in registers.
+
+A row is a sequence of blocks; a block holds some weights as small integers, and their scale. The unpacked numbers equal
+those of ``gguf.dequantize`` bit for bit: scales have so few bits that each product is exact or rounded once. The
+formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+
+from forerun.kernels.quantized.gather import (
+    TOP,
+    Rows,
+    Table,
+    bits,
+    both_halves,
+    bytes_of,
+    five_bits,
+    halves_at,
+    nibble,
+    quads,
+    splat,
+    words_at,
+)
+from forerun.kernels.runtime.vector_ir import BYTES, FLOATS, I64, LANES, WORDS, Emitter, constant, words_of
+
+
+class Format:
+    """The memory layout of one kind of block.
+
+    Attributes:
+        name: as in GGUF.
+        number: ``ggml_type`` in GGUF.
+        columns: weights per block.
+        bytes: bytes per block.
+        parts: equal parts in which a block's columns are unpacked.
+    """
+
+    parts = 1
+
+    def __init__(self, name: str, number: int, columns: int, size: int) -> None:
+        self.name, self.number, self.columns, self.bytes = name, number, columns, size
+
+    def scales(self, e: Emitter, rows: Rows) -> Any:
+        """Values that all parts of a block need."""
+        return None
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        """The columns of one part, in order, as floats."""
+        raise NotImplementedError
+
+
+class Floats(Format):
+    """F32, F16 and BF16: numbers without a scale; sixteen of them count as a block."""
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        """See ``Format``."""
+        b = e.builder
+        for at in range(0, self.bytes, 16):
+            for word in quads(e, rows, at):
+                if self.name == "F32":
+                    yield b.bitcast(word, FLOATS)
+                elif self.name == "F16":
+                    yield from both_halves(e, word)
+                else:
+                    yield b.bitcast(b.shl(word, words_of(16)), FLOATS)
+                    yield b.bitcast(b.and_(word, words_of(0xFFFF0000)), FLOATS)
+
+
+class Nibbles(Format):
+    """Q4_0, Q4_1, Q5_0, Q5_1: 32 numbers of four bits, the first 16 in the low halves of the bytes, and a scale.
+
+    Q4_1 and Q5_1 have a minimum that is added; Q4_0 and Q5_0 subtract half the range. The fifth bits of Q5_0 and Q5_1
+    are in a separate word.
+    """
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        """See ``Format``."""
+        five, added = self.name.startswith("Q5"), self.name.endswith("1")
+        scale, plus = both_halves(e, words_at(e, rows, 0)) if added else (halves_at(e, rows, 0), None)
+        highest = words_at(e, rows, self.bytes - 20) if five else None
+        least = 0 if added else -16 if five else -8
+        words = quads(e, rows, self.bytes - 16)
+        for column in range(32):
+            word, shift = words[column % 16 // 4], column % 4 * 8 + column // 16 * 4
+            if highest is None:
+                number = nibble(e, word, shift, least)
+            else:
+                number = five_bits(e, word, shift, highest, column, least)
+            yield e.builder.fmul(number, scale) if plus is None else e.fma(number, scale, plus)
+
+
+class Bytes(Format):
+    """Q8_0: 32 signed bytes and a scale."""
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        """See ``Format``."""
+        scale = e.builder.fmul(halves_at(e, rows, 0), constant(TOP))
+        for at in (2, 18):
+            for word in quads(e, rows, at):
+                yield from (e.builder.fmul(number, scale) for number in bytes_of(e, word))
+
+
+class Super(Format):
+    """Q4_K and Q5_K: 256 numbers. Every 32 have a scale and a minimum of six bits, each times the block's own.
+
+    The minimum is subtracted. A part is 64 numbers, the first 32 in the low bits.
+    """
+
+    parts = 4
+
+    def scales(self, e: Emitter, rows: Rows) -> Any:
+        """See ``Format``."""
+        b = e.builder
+        both, first, second, third = quads(e, rows, 0)
+        scale, minus = both_halves(e, both)
+        scale, minus = b.fmul(scale, constant(TOP)), b.fsub(constant(-0.0), minus)
+        table = Table(e, 16)
+        for k in range(4):
+            table.put(k, b.fmul(scale, bits(e, first, 8 * k, 6)))
+            table.put(8 + k, b.fmul(minus, bits(e, second, 8 * k, 6)))
+            table.put(4 + k, b.fmul(scale, bits(e, third, 8 * k, 4, first, 8 * k + 6)))
+            table.put(12 + k, b.fmul(minus, bits(e, third, 8 * k + 4, 4, second, 8 * k + 6)))
+        return table
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        """See ``Format``."""
+        b, five = e.builder, self.name == "Q5_K"
+        here = [e.at(row, e.times(part, 32)) for row in rows]
+        words = [word for at in (self.bytes - 128, self.bytes - 112) for word in quads(e, here, at)]
+        highest = [word for at in (16, 32) for word in quads(e, rows, at)] if five else []
+        for high in (0, 1):
+            number = b.add(e.times(part, 2), I64(high))
+            scale, minus = scales.get(number), scales.get(b.add(number, I64(8)))
+            for i, word in enumerate(words):
+                low = b.and_(b.lshr(word, words_of(4)) if high else word, words_of(0x0F0F0F0F))
+                if five:
+                    bit = b.and_(b.lshr(highest[i], splat(e, number)), words_of(0x01010101))
+                    low = b.or_(low, b.shl(bit, words_of(4)))
+                yield from (e.fma(value, scale, minus) for value in bytes_of(e, low))
+
+
+class Six(Format):
+    """Q6_K: 256 numbers of six bits, four low and two high bits stored apart; every 16 have a signed scale.
+
+    A part is 32 numbers.
+    """
+
+    parts = 8
+
+    def scales(self, e: Emitter, rows: Rows) -> Any:
+        """See ``Format``."""
+        b, table = e.builder, Table(e, 16)
+        scale = b.fmul(halves_at(e, rows, 208), constant(TOP * TOP))
+        for j, word in enumerate(quads(e, rows, 192)):
+            for k, number in enumerate(bytes_of(e, word)):
+                table.put(4 * j + k, b.fmul(number, scale))
+        return table
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        """See ``Format``."""
+        b = e.builder
+        half, quarter = b.lshr(part, I64(2)), b.and_(part, I64(3))
+        low_at = b.add(e.times(half, 64), e.times(b.and_(part, I64(1)), 32))
+        low_rows, high_rows = [e.at(row, low_at) for row in rows], [e.at(row, e.times(half, 32)) for row in rows]
+        low_shift = splat(e, e.times(b.lshr(quarter, I64(1)), 4))
+        high_shift = splat(e, e.times(quarter, 2))
+        for i in (0, 1):
+            scale = scales.get(b.add(e.times(part, 2), I64(i)))
+            words = zip(quads(e, low_rows, 16 * i), quads(e, high_rows, 128 + 16 * i), strict=True)
+            for low, high in words:
+                low = b.and_(b.lshr(low, low_shift), words_of(0x0F0F0F0F))
+                high = b.shl(b.and_(b.lshr(high, high_shift), words_of(0x03030303)), words_of(4))
+                moved = b.sub(b.bitcast(b.or_(low, high), BYTES), BYTES([32] * (4 * LANES)))
+                yield from (b.fmul(number, scale) for number in bytes_of(e, b.bitcast(moved, WORDS)))
+
+
+FORMATS: tuple[Format, ...] = (
+    Floats("F32", 0, 16, 64),
+    Floats("F16", 1, 16, 32),
+    Floats("BF16", 30, 16, 32),
+    Nibbles("Q4_0", 2, 32, 18),
+    Nibbles("Q4_1", 3, 32, 20),
+    Nibbles("Q5_0", 6, 32, 22),
+    Nibbles("Q5_1", 7, 32, 24),
+    Bytes("Q8_0", 8, 32, 34),
+    Super("Q4_K", 12, 256, 144),
+    Super("Q5_K", 13, 256, 176),
+    Six("Q6_K", 14, 256, 210),
+)

@@ -1,0 +1,210 @@
+"""The interface between kernels and Python: functions and arrays by address, job layouts, and scratch memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any, cast, get_type_hints
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.np import arrayobj
+
+from forerun.kernels.runtime.vector_ir import (
+    F32,
+    F64,
+    I32,
+    I64,
+    LANES,
+    LINE,
+    Code,
+    Emitter,
+    fused,
+    intrinsic,
+    intrinsic_code,
+)
+
+FLOAT_ARRAY = types.Array(types.float32, 1, "C")
+BYTE_ARRAY = types.Array(types.int8, 1, "C")
+INTEGER_ARRAY = types.Array(types.int64, 1, "C")
+DOUBLE_ARRAY = types.Array(types.float64, 1, "C")
+PLAIN_BYTE_ARRAY = types.Array(types.uint8, 1, "C")
+
+finalized = operator.attrgetter("library")
+"""Gets the machine code from numba's compile result."""
+
+
+class Room(threading.local):
+    """Scratch memory for a job, its threads and its pieces; each calling thread has its own."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(1 << 16, np.uint8)
+
+    def claim(self, size: int) -> int:
+        """The address of ``size`` bytes. If the memory has to grow, its old contents are lost."""
+        if self.bytes.nbytes < size:
+            self.bytes = np.zeros(size, np.uint8)
+        return int(self.bytes.ctypes.data)
+
+
+class Job:
+    """The memory layout of one call's data: the fields of a ``NamedTuple``, as 64-bit integers and floats.
+
+    The first integer counts tasks taken. The second, if threads need memory of their own, counts threads.
+    """
+
+    def __init__(self, fields: Any) -> None:
+        kinds = list(get_type_hints(fields).values())
+        self.layout = struct.Struct("".join("d" if kind is float else "q" for kind in kinds))
+        self.kind = types.NamedTuple([types.float64 if kind is float else types.int64 for kind in kinds], fields)
+        self.size = LINE * math.ceil(self.layout.size / LINE)
+        """Bytes reserved, in whole cache lines."""
+
+    def reader(self) -> Any:
+        """A compiled function that reads the fields from an address."""
+        kind = self.kind
+
+        @intrinsic
+        def read_job(typing: Any, address: Any) -> Code:
+            def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+                e = Emitter(builder)
+                parts = [F64 if part == types.float64 else I64 for part in kind.types]
+                fields = [e.load(e.at(values[0], 8 * i), part) for i, part in enumerate(parts)]
+                return context.make_tuple(builder, kind, fields)
+
+            return kind(types.int64), write
+
+        return read_job
+
+
+def place(t: torch.Tensor) -> tuple[int, int, int]:
+    """Address of rows ``[1, H, n, d]``, and the strides in bytes from head to head and from row to row."""
+    return t.data_ptr(), t.element_size() * t.stride(1), t.element_size() * t.stride(2)
+
+
+def fits(*rows: torch.Tensor) -> bool:
+    """Whether kernels can read these ``[1, H, n, d]``: on a CPU, of one type, in rows of a multiple of 16 numbers."""
+    return fused() and all(
+        t.shape[0] == 1
+        and t.device.type == "cpu"
+        and t.dtype == rows[0].dtype
+        and t.shape[3] == rows[0].shape[3]
+        and t.shape[3] % LANES == 0
+        and t.stride(3) == 1
+        and not t.requires_grad
+        for t in rows
+    )
+
+
+@functools.cache
+def address_of(work: Callable[..., None], arguments: int = 1) -> int:
+    """Address of a compiled function that takes ``arguments`` integers, for ``team.run`` and ``call5`` to ``call11``.
+
+    Compiles the function, or loads what an earlier process compiled.
+    """
+    code = cast(Any, work).get_compile_result(types.void(*(types.int64,) * arguments))
+    return int(finalized(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+
+
+@intrinsic
+def call5(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Code:
+    """Call the machine code at an address (``address_of``) with five integers.
+
+    A function called by address is compiled once, and only if it is needed. A function called by name is compiled again
+    into every caller.
+    """
+    return intrinsic_code(6, _call)
+
+
+@intrinsic
+def call6(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Code:
+    """The same with six integers."""
+    return intrinsic_code(7, _call)
+
+
+@intrinsic
+def call7(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Code:
+    """The same with seven integers."""
+    return intrinsic_code(8, _call)
+
+
+@intrinsic
+def call8(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Code:
+    """The same with eight."""
+    return intrinsic_code(9, _call)
+
+
+@intrinsic
+def call9(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any) -> Code:
+    """The same with nine."""
+    return intrinsic_code(10, _call)
+
+
+@intrinsic
+def call11(
+    typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
+) -> Code:
+    """The same with eleven."""
+    return intrinsic_code(12, _call)
+
+
+def _call(e: Emitter, address: ir.Value, *values: ir.Value) -> None:
+    kind = ir.FunctionType(ir.VoidType(), (I64,) * len(values))
+    e.builder.call(e.builder.inttoptr(address, kind.as_pointer()), values)
+
+
+@intrinsic
+def floats(typing: Any, address: Any, count: Any) -> Code:
+    """The floats at an address as an array."""
+    return _array(FLOAT_ARRAY, 4)
+
+
+@intrinsic
+def signed_bytes(typing: Any, address: Any, count: Any) -> Code:
+    """The signed bytes at an address as an array."""
+    return _array(BYTE_ARRAY, 1)
+
+
+@intrinsic
+def bfloat16_at(typing: Any, address: Any) -> Code:
+    """The bfloat16 at an address as a float."""
+
+    def emit(e: Emitter, address: ir.Value) -> ir.Value:
+        half = e.load(address, ir.IntType(16))
+        return e.builder.bitcast(e.builder.shl(e.builder.zext(half, I32), I32(16)), F32)
+
+    return intrinsic_code(1, emit, types.float32)
+
+
+@intrinsic
+def bytes_at(typing: Any, address: Any, count: Any) -> Code:
+    """The unsigned bytes at an address as an array."""
+    return _array(PLAIN_BYTE_ARRAY, 1)
+
+
+@intrinsic
+def doubles(typing: Any, address: Any, count: Any) -> Code:
+    """The doubles at an address as an array."""
+    return _array(DOUBLE_ARRAY, 8)
+
+
+@intrinsic
+def integers(typing: Any, address: Any, count: Any) -> Code:
+    """The 64-bit integers at an address as an array."""
+    return _array(INTEGER_ARRAY, 8)
+
+
+def _array(kind: Any, size: int) -> Code:
+    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        array = arrayobj.make_array(kind)(context, builder)
+        data = builder.inttoptr(values[0], array.data.type)
+        arrayobj.populate_array(array, data, [values[1]], [I64(size)], I64(size), None)
+        return array._getvalue()
+
+    return kind(types.int64, types.int64), write

@@ -1,0 +1,144 @@
+"""The interface of a KV cache: one row of a batch, for one model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import IntArray
+from forerun.kernels.attention.attention import AttentionSpec
+
+READ_BLOCK = 512
+"""Tokens of a prompt that are read in one pass, at most."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer's keys and values of a token.
+
+    Attributes:
+        heads: KV heads.
+        dim, out_dim: numbers of a head's key, and of its value.
+        width: bytes of a number.
+    """
+
+    heads: int
+    dim: int
+    out_dim: int
+    width: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's key and value."""
+        return self.heads * (self.dim + self.out_dim) * self.width
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """A model's keys and values of a token, by layer; layers that share those of another have none."""
+
+    layers: Mapping[int, LayerShape]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return sum(layer.nbytes for layer in self.layers.values())
+
+
+@dataclass(frozen=True, eq=False)
+class Addresses:
+    """Where a program of kernels reads a cache's keys and values, and writes those of a block.
+
+    Attributes:
+        layers: addresses of each layer's keys and values, int64 ``[layers, 2]``.
+        strides: in bytes: heads and rows of keys, heads and rows of values.
+        place: index there of the block's first token. All before it are seen.
+        sought: what queries choose among besides, one row of ``SoughtFields`` per layer, int64; None if they do not
+            choose. Fields that depend on the pass are 0.
+    """
+
+    layers: IntArray
+    strides: tuple[int, int, int, int]
+    place: int
+    sought: IntArray | None = None
+
+
+class Cache(ABC):
+    """Keys and values of one row's committed tokens, and attention over them.
+
+    A forward pass calls ``attend`` once per layer. ``attend`` also stores the block's keys and values as a speculative
+    tail; ``commit`` then keeps the accepted part of the tail. Without ``commit``, a pass has no effect on the cache.
+    """
+
+    length: int
+    """Committed tokens."""
+
+    def positions(self, block: Block) -> IntArray:
+        """The position that the model sees for each token of the block: its place in the text, unless the cache
+        renumbers tokens."""
+        return block.positions
+
+    @abstractmethod
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attention of the block's queries over the committed tokens, and over the block itself with its tree mask.
+
+        Args:
+            layer: index of the layer.
+            q: queries with rotary positions applied, ``[1, H, n, d]``.
+            k, v: the block's keys (rotary positions applied) and values, ``[1, Hkv, n, d]``.
+            block: ``block.start`` equals ``length``.
+            spec: the layer's attention parameters.
+
+        Returns:
+            ``[1, H, n, dv]``.
+        """
+
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+        """Room for a block of ``count`` tokens, for kernels that write their keys and values and attend to them.
+
+        Args:
+            layers: how many the model has.
+            like: any tokens' keys, ``[1, Hkv, m, d]``; the values are like them.
+
+        Returns:
+            None if the cache computes attention only itself, by ``attend``.
+        """
+        return None
+
+    def next_read(self, goal: int) -> int:
+        """How many tokens to read next on the way to a length of ``goal``.
+
+        A cache may first skip tokens that it would evict anyway; that increases ``length``.
+
+        Returns:
+            At least 1 while ``length < goal``: tokens to read, from ``length`` on.
+        """
+        return goal - self.length
+
+    @abstractmethod
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """Keep the block's pending tokens and the tree nodes of ``path``."""
+
+    @abstractmethod
+    def truncate(self, length: int) -> None:
+        """Drop the committed tokens from ``length`` on."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """Bytes that it holds at most until a text has so many tokens: known before it holds any.
+
+        Args:
+            shape: of the model that it is for.
+            tokens: of the text at its longest, drafts included.
+        """
+        return shape.nbytes * tokens

@@ -1,0 +1,296 @@
+"""The full cache: keys and values of every committed token. It decides what is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import IntArray
+from forerun.kernels.attention.attention import AttentionSpec, merge
+from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape
+from forerun.kv.kv_rows import Rows, append, attend_in_order, compact
+from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
+
+if TYPE_CHECKING:
+    from forerun.kv.sparse_view import View
+
+GROWTH = 256
+"""The cache grows by at least this many tokens."""
+SAMPLED = 128
+"""Queries of a text that are kept, at most: as many as a wide head has dimensions."""
+
+
+class FullCache(Cache):
+    """A preallocated buffer that grows in blocks; accepted rows are compacted in place.
+
+    Args:
+        capacity: initial room in tokens; memory is touched only as it fills.
+    """
+
+    offloaded = False
+    """Whether some of it is not on the device that computes."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.length = 0
+        self._capacity = capacity
+        self._layers: dict[int, Rows] = {}
+        self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
+        self.queries: dict[int, torch.Tensor] = {}
+        """Queries of the last pass by layer, ``[1, H, n, d]``; sparse caches choose keys by them. Empty if the tokens
+        of that pass were truncated."""
+        self.sample: dict[int, torch.Tensor] = {}
+        """Up to ``SAMPLED`` queries by layer, ``[1, H, n, d]``: what the text asks of its keys. They are of the last
+        pass that had so many, or else of the longest. Truncating leaves them."""
+        self.specs: dict[int, AttentionSpec] = {}
+        """Each layer's attention parameters in the last pass."""
+        self.views: WeakSet[View] = WeakSet()
+        """Sparse caches over this one that are in use."""
+        self.shares = False
+        """Whether others are likely to begin with its text. Then its memory is such as can be given to them."""
+        self._shared: SharedMemory | None = None  # that memory
+        self._beginning: SharedPrefix | None = None
+        self._begun = 0  # tokens that it holds of that
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``."""
+        rows = self.append(layer, k, v)
+        self.asked(layer, q, spec)
+        return merge(*attend_in_order(q, rows, self.length, block, spec), sinks=spec.sinks)
+
+    def asked(self, layer: int, q: torch.Tensor, spec: AttentionSpec | None = None) -> None:
+        """Keep a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
+        self.queries[layer] = q
+        if spec is not None:
+            self.specs[layer] = spec
+        count = min(q.shape[2], SAMPLED)
+        if layer not in self.sample or self.sample[layer].shape[2] <= count:
+            self.sample[layer] = q[:, :, :: q.shape[2] // count][:, :, :count].clone()
+
+    def wants(self, block: Block) -> bool:
+        """Whether to keep the queries of a pass over this block: of a text that is read, of a pass with more of them
+        than ever before, or for a view that chooses by them. Keeping them takes time."""
+        known = next(iter(self.sample.values()), None)
+        more = known is None or len(block) >= known.shape[2]
+        return len(block.pending) > 1 or more or any(view.asks for view in self.views)
+
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
+        if self._store is not None:
+            self.reserve(len(self._store), k, k.shape[2])
+        self._grow(self.length + k.shape[2])
+        self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity)
+        keys, values = self._layers[layer]
+        return keys, values
+
+    def reserve(self, layers: int, like: torch.Tensor, count: int) -> torch.Tensor:
+        """Make room for ``count`` tokens after the committed ones, for all layers; see ``Cache.addressed``.
+
+        Returns:
+            ``[layers, 2, Hkv, capacity, d]``: keys, then values. What is written from ``length`` on is speculative.
+
+        Raises:
+            ValueError: if the cache holds rows of another shape.
+        """
+        end = self.length + count
+        if self._store is None or self._store.shape[3] < end:
+            if self._layers and len(self._layers) != layers:
+                raise ValueError(f"this cache holds {len(self._layers)} layers and the model has {layers}")
+            self._grow(end)
+            store = self._memory(layers, like)
+            for layer, both in enumerate(self._layers.values()):
+                for new, old in zip(store[layer], both, strict=True):
+                    new[:, : self.length] = old[0, :, : self.length]
+            self._hold(store)
+        assert self._store is not None
+        return self._store
+
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+        """See ``Cache.addressed``."""
+        if self.offloaded:
+            return None
+        store = self.reserve(layers, like, count)
+        width = store.element_size()
+        head, row = store.stride(2) * width, store.stride(3) * width
+        return Addresses(self.addresses, (head, row, head, row), self.length)
+
+    def _memory(self, layers: int, like: torch.Tensor) -> torch.Tensor:
+        """For all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
+        self._shared, (_, heads, _, width) = None, like.shape
+        if self.shares and like.device.type == "cpu":
+            layout = Layout.of(dict.fromkeys(range(layers), (like, like)), self._capacity)
+            with suppress(OSError, MemoryError):  # without it, sharing copies
+                self._shared = SharedMemory.of(layout)
+        if self._shared is None:
+            return like.new_empty(layers, 2, heads, self._capacity, width)
+        return self._shared.memory.view(like.dtype).view(layers, 2, heads, -1, width)
+
+    def _grow(self, end: int) -> None:
+        if end > self._capacity:
+            self._capacity = end + max(GROWTH, end // 32)
+
+    def _hold(self, store: torch.Tensor) -> None:
+        self._store = store
+        self._layers = {layer: (both[0][None], both[1][None]) for layer, both in enumerate(store)}
+        step = store.stride(0) * store.element_size()
+        first = store.data_ptr() + step * np.arange(len(store))
+        self.addresses: IntArray = np.stack((first, first + store.stride(1) * store.element_size()), 1)
+        """Addresses of each layer's keys and values, int64 ``[layers, 2]``."""
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """See ``Cache.commit``. An accepted chain is already in place and costs nothing."""
+        start = self.length + len(block.pending)
+        if self._store is not None:
+            compact((self._store.flatten(0, 2)[None],), start, path)
+        else:
+            for rows in self._layers.values():
+                compact(rows, start, path)
+        self.length = start + len(path)
+
+    def truncate(self, length: int) -> None:
+        """See ``Cache.truncate``."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
+        if length < self.length:
+            self.queries = {}
+        self._begun = min(self._begun, length)
+        self.length = length
+
+    def clear(self) -> None:
+        """Hold nothing, and let go of all memory; it is of no use afterwards."""
+        self.length, self._capacity, self._begun = 0, 0, 0
+        self._layers, self.queries, self.sample = {}, {}, {}
+        self._store = self._shared = self._beginning = None
+
+    def blank(self, length: int) -> None:
+        """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
+        if self._store is not None:
+            self._store.zero_()
+        else:
+            for rows in self._layers.values():
+                for t in rows:
+                    t.zero_()
+        self.length = length
+
+    def extend(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Append committed tokens with given keys and values, ``[1, Hkv, m, d]`` for every layer."""
+        count = {keys.shape[2] for keys, _ in layers.values()}
+        if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
+            raise ValueError("keys and values must be given for every layer, for as many tokens in each")
+        end = self.length + max(count)
+        if self._store is not None:
+            self.reserve(len(self._store), self._store[0, :1], max(count))
+        self._capacity = max(self._capacity, end)
+        for layer, pair in layers.items():
+            self._layers[layer] = append(self._layers.get(layer), pair, self.length, self._capacity)
+        self.length = end
+
+    def share(self, length: int) -> SharedPrefix:
+        """The first ``length`` committed tokens, for other caches to begin with; this one goes on over that memory.
+
+        Raises:
+            ValueError: if fewer are committed.
+        """
+        if not 0 < length <= self.length:
+            raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
+        if self._begun < length:
+            queries, shared = self.queries, self._shared
+            if shared is None:
+                whole = SharedPrefix.of(self._layers, self.length, self._capacity)
+            else:
+                whole = shared.beginning(self.length)
+            self.begin_with(whole, self.length)
+            self.queries = queries  # of the same text
+        assert self._beginning is not None
+        return self._beginning
+
+    def begin_with(self, beginning: SharedPrefix, length: int) -> None:
+        """Hold the first ``length`` tokens of a beginning, and nothing else."""
+        capacity = max(self._capacity, length)
+        self._layers = beginning.layers(capacity)  # if there is no memory for it, all stays as it was
+        self._capacity, self._store, self._shared = capacity, None, None
+        self._beginning, self._begun = beginning, length
+        self.length, self.queries = length, {}
+        if self._uniform():
+            first = self._layers[0][0]
+            shape = torch.Size((len(self._layers), 2, *first.shape[1:]))
+            strides = torch.empty(shape, device="meta").stride()
+            self._hold(first.as_strided(shape, strides, first.storage_offset()))
+
+    def kept(self, name: str) -> tuple[Tensors, int]:
+        """What a view of this name had made of the text that this cache began with, and how many of the tokens there
+        this one holds; nothing if nothing is kept."""
+        found = self._beginning.notes(name) if self._beginning is not None and self._begun else None
+        return (found, self._begun) if found else ({}, 0)
+
+    def _uniform(self) -> bool:
+        """Whether all layers lie in one piece and are alike."""
+        rows = [t for both in self._layers.values() for t in both]
+        first, size = rows[0], rows[0].nbytes
+        alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
+        in_order = list(self._layers) == list(range(len(self._layers)))
+        side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
+        return alike and in_order and side_by_side
+
+    def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the keys and values of positions ``first`` to ``last`` (not included), ``[1, Hkv, m, d]``."""
+        keys, values = self._layers[layer]
+        return keys[:, :, first:last], values[:, :, first:last]
+
+    def every(self, layer: int, step: int) -> torch.Tensor:
+        """Each ``step``-th of a layer's committed keys, ``[1, Hkv, m, d]``."""
+        return self._layers[layer][0][:, :, : self.length : step]
+
+    def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
+        """Keys and values of some chunks of ``size`` tokens, ``[n, size, d]`` each.
+
+        Args:
+            head, chunk: KV head and number of each of them, ``[n]``.
+        """
+        places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
+        return tuple(t[0][head[:, None], places] for t in self._layers[layer])
+
+    @property
+    def lost(self) -> Exception | None:
+        """Why some of its keys and values are lost; None if none are."""
+        return None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return self._capacity
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that passes have filled, in order."""
+        return sorted(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens that there is room for."""
+        return self.token_bytes * self._capacity
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``."""
+        return shape.nbytes * max(tokens, self._capacity)
+
+    @property
+    def shape(self) -> KVShape:
+        """Of the layers that a pass has filled."""
+        shapes = {
+            layer: LayerShape(k.shape[1], k.shape[3], v.shape[3], k.element_size())
+            for layer, (k, v) in self._layers.items()
+        }
+        return KVShape(shapes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers that a pass has filled."""
+        return self.shape.nbytes

@@ -1,0 +1,230 @@
+"""Tensors in a safetensors file that is mapped, not read: a text's keys and values, and what views made of them.
+
+Any reader of safetensors can open it. Besides, the data begin on a page, so that they can be mapped; each head has room
+behind its tokens, so that a cache can take the mapping as its memory (such room is a hole, which takes no disk); and
+the header has a checksum of every run of bytes that was written, and one of itself. A checksum is CRC-32: it finds
+damage, at 3.5 GB a second and core. It is no proof against somebody who may write to the file anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from forerun.kv.kv_rows import Rows
+from forerun.kv.shared_prefix import Kind, Layout, SharedPrefix, Tensors, privately
+
+TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
+"""Names in safetensors."""
+DTYPES = {name: dtype for dtype, name in TYPES.items()}
+MARK = "1"
+"""Version of this layout, in the header's ``forerun``."""
+PIECE = 1 << 24
+"""Bytes that are written, and summed up while they are near, at a time: more makes nothing faster."""
+LONGEST = 1 << 26
+"""Bytes of a header, at most; who names more is damaged."""
+
+
+class DamagedFileError(ValueError):
+    """The file is truncated or altered, or it is something else."""
+
+
+class Area(NamedTuple):
+    """A tensor, and the shape that it has in the file: larger in dimension 2 where there is room behind its rows."""
+
+    name: str
+    tensor: torch.Tensor
+    shape: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes with the room."""
+        return math.prod(self.shape) * self.tensor.element_size()
+
+    def runs(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What is written in one go, and where in the area."""
+        if list(self.shape) == list(self.tensor.shape):
+            yield 0, self.tensor
+            return
+        heads = self.tensor.flatten(0, 1)
+        for head, rows in enumerate(heads):
+            yield head * self.nbytes // len(heads), rows
+
+
+def text_areas(layers: Mapping[int, Rows], capacity: int) -> list[Area]:
+    """Of a text's keys and values, ``[1, Hkv, length, d]`` each, as ``KVFile.beginning`` finds them.
+
+    Args:
+        layers: by layer.
+        capacity: tokens that a cache which begins so will hold.
+    """
+    room = Layout.of(layers, capacity).capacity
+    return [
+        Area(f"{layer}.{name}", t, (*t.shape[:2], room, t.shape[3]))
+        for layer, rows in layers.items()
+        for name, t in zip(("keys", "values"), rows, strict=True)
+    ]
+
+
+def tensor_areas(tensors: Tensors) -> list[Area]:
+    """Of any tensors; the widest numbers come first, so that each lies at a multiple of its width."""
+    widest = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    return [Area(name, t, t.shape) for name, t in widest]
+
+
+def write(file: int, areas: Sequence[Area], told: Mapping[str, str]) -> None:
+    """Fill an empty file; it is complete with the last bytes written, which are the first of the header.
+
+    Args:
+        file: its descriptor.
+        areas: tensors on a CPU.
+        told: kept in the header.
+
+    Raises:
+        OSError: for a full disk, among others.
+    """
+    places, place = [], 0
+    for area in areas:
+        places.append(place)
+        place += area.nbytes
+    runs = [
+        (first + at, rows.contiguous()) for first, area in zip(places, areas, strict=True) for at, rows in area.runs()
+    ]
+    empty = _header(areas, told, [(at, rows.nbytes, 0) for at, rows in runs])
+    os.ftruncate(file, len(empty) + place)
+    sums = [(at, rows.nbytes, _put(file, rows, len(empty) + at)) for at, rows in runs]
+    _put_bytes(file, memoryview(_header(areas, told, sums)), 0)
+
+
+def place_of(file: int) -> tuple[int, int]:
+    """Device and number of an open file."""
+    found = os.fstat(file)
+    return found.st_dev, found.st_ino
+
+
+def _header(areas: Sequence[Area], told: Mapping[str, str], runs: Sequence[tuple[int, int, int]]) -> bytes:
+    """As long whatever the checksums are."""
+    checked = ",".join(f"{at}:{size}:{found:08x}" for at, size, found in runs)
+    own = zlib.crc32(json.dumps([_shapes(areas), {**told}, checked]).encode())
+    metadata = {"forerun": MARK, **told, "checked": checked, "header": f"{own:08x}"}
+    text = json.dumps({"__metadata__": metadata, **_shapes(areas)}).encode()
+    page = mmap.ALLOCATIONGRANULARITY
+    text += b" " * (-(len(text) + 8) % page)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _shapes(areas: Sequence[Area]) -> dict[str, Any]:
+    found, place = {}, 0
+    for name, t, shape in areas:
+        end = place + math.prod(shape) * t.element_size()
+        found[name] = {"dtype": TYPES[t.dtype], "shape": list(shape), "data_offsets": [place, end]}
+        place = end
+    return found
+
+
+def _put(file: int, rows: torch.Tensor, place: int) -> int:
+    """Write rows, and sum them up."""
+    data, found = rows.reshape(-1).view(torch.uint8).numpy().data, 0
+    for first in range(0, len(data), PIECE):
+        piece = data[first : first + PIECE]
+        found = zlib.crc32(piece, found)
+        _put_bytes(file, piece, place + first)
+    return found
+
+
+def _put_bytes(file: int, data: memoryview, place: int) -> None:
+    while data:
+        count = os.pwrite(file, data, place)
+        data, place = data[count:], place + count
+
+
+class KVFile:
+    """A file of ``write``, open; what becomes of its name later changes nothing here.
+
+    Attributes:
+        told: what it was written with.
+
+    Raises:
+        DamagedFileError: if its header is damaged, or it has not the size that the header says.
+        OSError: if it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._file)
+        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+        if not 0 < length <= LONGEST:
+            raise DamagedFileError(f"{path} has no header")
+        try:
+            self._parse(os.pread(self._file, length, 8))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedFileError(f"the header of {path} is damaged ({error})") from None
+        self._first, self._size = 8 + length, max(each["data_offsets"][1] for each in self._shapes.values())
+        size = os.fstat(self._file).st_size
+        if size != self._first + self._size:
+            raise DamagedFileError(f"{path} has {size} bytes; there should be {self._first + self._size}")
+
+    def _parse(self, text: bytes) -> None:
+        shapes = json.loads(text)
+        told = shapes.pop("__metadata__")
+        mark, checked, own = (told.pop(name) for name in ("forerun", "checked", "header"))
+        if mark != MARK or f"{zlib.crc32(json.dumps([shapes, told, checked]).encode()):08x}" != own:
+            raise ValueError("its checksum does not match")
+        runs = [run.split(":") for run in checked.split(",")]
+        self._own: str = own
+        self.told: dict[str, str] = told
+        self._shapes: dict[str, Any] = shapes
+        self._runs = [(int(place), int(size), int(found, 16)) for place, size, found in runs]
+
+    @property
+    def identity(self) -> tuple[int, int, str]:
+        """Of the file, and of what was written there: its place may be given to another one when it is gone."""
+        return *place_of(self._file), self._own
+
+    def verify(self) -> None:
+        """Compare all data with their checksums, on as many threads as torch uses.
+
+        Raises:
+            DamagedFileError: if they differ.
+            OSError: if the file cannot be read.
+        """
+        data = privately(self._file, self._size, self._first).numpy().data
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            sums = threads.map(lambda run: zlib.crc32(data[run[0] : run[0] + run[1]]), self._runs)
+        if list(sums) != [found for _, _, found in self._runs]:
+            raise DamagedFileError(f"{self._path} is damaged: a checksum does not match")
+
+    def beginning(self, length: int, notes: Callable[[str], Tensors | None]) -> SharedPrefix:
+        """The text of ``text_areas``, of which ``length`` tokens were written; ``notes`` as in ``SharedPrefix``."""
+        kinds: dict[int, list[Kind]] = {}
+        for name, each in self._shapes.items():
+            _, heads, capacity, width = each["shape"]
+            kinds.setdefault(int(name.partition(".")[0]), []).append((heads, width, DTYPES[each["dtype"]]))
+        layout = Layout({layer: tuple(both) for layer, both in kinds.items()}, capacity)
+        return SharedPrefix(layout, length, os.dup(self._file), self._first, notes)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors; what is written to them stays in this process."""
+        data, found = privately(self._file, self._size, self._first), {}
+        for name, each in self._shapes.items():
+            start, end = each["data_offsets"]
+            found[name] = data[start:end].view(DTYPES[each["dtype"]]).view(each["shape"])
+        return found

@@ -1,0 +1,233 @@
+"""TriForce's retrieval cache: the chunks of a long text that matter now, within a fixed budget (sections 4.1 and 4.2).
+
+The text is cut into chunks of a few tokens. A chunk's score is query . mean key, per layer and KV head, summed over the
+query heads of a group. The best chunks are copied from the full cache, always including the first (the attention
+sink). The most recent tokens follow them. All of this is one dense buffer, so attention is one kernel without a mask.
+
+Unlike the authors' code it maintains itself: chunk means are updated incrementally, chunks are chosen again as the text
+grows, and only those that changed are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from forerun.core.block import Block
+from forerun.core.long_context import Policy
+from forerun.kernels.attention.attention import AttentionSpec, attend, merge
+from forerun.kv.bounded import SLACK
+from forerun.kv.cache import Addresses, KVShape
+from forerun.kv.chunks import ROOM, ChosenChunks
+from forerun.kv.full_cache import FullCache
+from forerun.kv.kv_rows import located
+from forerun.kv.sparse_view import LOOKED_AT, View
+
+
+@dataclass(frozen=True)
+class RetrievalConfig:
+    """What is kept, and when chunks are chosen again.
+
+    Attributes:
+        budget: tokens held per layer and KV head; a block being scored comes on top.
+        chunk: tokens per chunk.
+        window: most recent tokens, always held; at most 1/8 of the budget.
+        stride: tokens after which chunks are chosen again under every policy; at most 1/8 of the budget.
+        refresh: when else they are chosen again. ``stride``: never. ``acceptance``: when the rolling acceptance rate of
+            drafts made with this cache falls below ``threshold``. ``verify``: after each verification, by its queries.
+        threshold: acceptance rate, accepted by drafted tokens.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    budget: int = 4096
+    chunk: int = 8
+    window: int = 64
+    stride: int = 64
+    refresh: Policy = "acceptance"
+    threshold: float = 0.85
+
+    def __post_init__(self) -> None:
+        for name in ("chunk", "window", "stride"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.budget < self.chunk:
+            raise ValueError(f"budget is {self.budget}; it must be at least one chunk of {self.chunk} tokens")
+        if self.refresh not in ("stride", "acceptance", "verify"):
+            raise ValueError(f"refresh is {self.refresh!r}; allowed are 'stride', 'acceptance' and 'verify'")
+        if not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold is {self.threshold}; it must be between 0 and 1")
+
+    @property
+    def recent(self) -> int:
+        """The least number of recent tokens held after a choice."""
+        return max(1, min(self.window, self.budget // 8))
+
+    @property
+    def growth(self) -> int:
+        """Tokens by which the text may grow before chunks are chosen again."""
+        return max(1, min(self.stride, self.budget // 8))
+
+    @property
+    def slots(self) -> int:
+        """Chunks held, besides the recent tokens."""
+        return max(1, (self.budget - self.recent - self.growth) // self.chunk)
+
+
+ROLLING = 0.7
+"""Decay of the rolling acceptance rate per verification."""
+
+
+class RetrievalCache(View):
+    """Over one row's full cache.
+
+    Args:
+        source: the target's cache; read, never changed.
+        config: what is kept.
+    """
+
+    asks = True
+    copies = True
+
+    def __init__(self, source: FullCache, config: RetrievalConfig) -> None:
+        super().__init__(source)
+        self.config = config
+        self.refreshes = 0
+        """Choices made so far."""
+        self._layers: dict[int, ChosenChunks] = {}
+        self._chunks = 0  # chosen, in each layer
+        self._tail = 0  # position of the first of the recent tokens
+        self._acceptance = 1.0
+
+    @property
+    def ready(self) -> bool:
+        """See ``View.ready``. The first choice needs the queries of a pass."""
+        return bool(self._layers or self.source.queries)
+
+    @property
+    def whole(self) -> bool:
+        """See ``View.whole``."""
+        return self.source.length <= self.config.budget
+
+    def prepare(self, tokens: int) -> bool:
+        """See ``View.prepare``: means of a piece of chunks."""
+        size, done = self.config.chunk, True
+        end, piece = self._far(self.source.length), max(1, LOOKED_AT * tokens // size) * size
+        for index in self.source.layers:
+            if self.source.specs[index].window is None:
+                layer = self._layers.setdefault(index, ChosenChunks(size))
+                last = min(end, layer.known + piece)
+                layer.extend(self.source.read(index, layer.known, last)[0])
+                done = done and last == end
+        return done
+
+    def sync(self) -> None:
+        """See ``View.sync``."""
+        known, self.length = self.settled, self.source.length
+        self.settled = self.length
+        if not self.refreshes or self.length - self._tail > self.config.recent + self.config.growth + self.config.chunk:
+            self.refresh()
+        else:
+            for index, layer in self._layers.items():
+                layer.write(self._place(known), *self.source.read(index, known, self.length))
+
+    def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
+        """See ``View.verified``."""
+        if not self.refreshes:
+            return
+        if drafted:
+            self._acceptance = ROLLING * self._acceptance + (1 - ROLLING) * accepted / drafted
+        poor = self.config.refresh == "acceptance" and self._acceptance < self.config.threshold
+        if poor or self.config.refresh == "verify":
+            self.length = self.settled = self.source.length
+            self.refresh(rows)
+            self._acceptance = max(self._acceptance, self.config.threshold)
+
+    def refresh(self, rows: Sequence[int] = (-1,)) -> None:
+        """Choose chunks by the queries of the target's last pass.
+
+        Args:
+            rows: which queries of the last pass to choose by; by default the last one.
+        """
+        size = self.config.chunk
+        self._tail = self._far(self.length)
+        complete = self._tail // size
+        self._chunks = min(complete, self.config.slots)
+        for index in self.source.layers:
+            layer = self._layers.setdefault(index, ChosenChunks(size))
+            if self.source.specs[index].window is None:
+                query = self.source.queries[index][:, :, list(rows)].sum(2)
+                layer.choose(query, self.source, index, self._tail, self._chunks)
+            layer.write(self._chunks * size, *self.source.read(index, self._tail, self.length))
+        self.refreshes += 1
+
+    def _far(self, length: int) -> int:
+        """Tokens of a text that are chosen among: all but the most recent."""
+        return max(0, length - self.config.recent) // self.config.chunk * self.config.chunk
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``. A layer with a sliding window chooses nothing: it sees its whole window."""
+        held = self._place(self.length)
+        mine = self._layers[layer]
+        mine.write(held, k, v)
+        if spec.window is not None:
+            return self._attend_window(layer, q, k, v, block, spec)
+        if len(block) == 1:
+            return merge(attend(q, *mine.read(0, held + 1), spec), sinks=spec.sinks)
+        parts = [attend(q, *mine.read(0, held), spec)] if held else []
+        return merge(*parts, attend(q, k, v, spec, block.bias(None, range(0), q)), sinks=spec.sinks)
+
+    def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
+        """See ``Cache.addressed``. A layer with a sliding window reads more than the cache's own memory."""
+        if any(self.source.specs[layer].window is not None for layer in self._layers):
+            return None
+        held = self._place(self.length)
+        return located([self._layers[layer].reserve(held, count) for layer in range(layers)], held)
+
+    def _attend_window(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        first = max(0, self.length - (spec.window or 0) + 1)
+        tail = min(self.settled, self.length)
+        before = self.source.read(layer, min(first, tail), tail)
+        trial = self._layers[layer].read(self._place(max(first, tail)), self._place(self.length))
+        keys, values = (torch.cat(parts, 2) for parts in zip(before, trial, (k, v), strict=True))
+        bias = block.bias(spec.window, range(first, self.length), q)
+        return merge(attend(q, keys, values, spec, bias), sinks=spec.sinks)
+
+    def _compact(self, start: int, path: Sequence[int]) -> None:
+        for layer in self._layers.values():
+            layer.compact(self._place(start), path)
+
+    def _place(self, position: int) -> int:
+        """Index in the buffers of a recent position."""
+        return self._chunks * self.config.chunk + position - self._tail
+
+    @property
+    def held(self) -> int:
+        """Committed tokens that a pass sees."""
+        return self._place(self.length)
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of the chunk means; a choice reads all of them."""
+        return sum(layer.known_bytes for layer in self._layers.values())
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``."""
+        config = self.config
+        places = min(tokens, config.budget) + config.recent + config.growth + 2 * config.chunk + SLACK
+        chunks = tokens // config.chunk
+        means = sum(layer.heads * layer.dim * torch.bfloat16.itemsize for layer in shape.layers.values())
+        most = (places + max(ROOM, places // 32)) * shape.nbytes
+        return most + ((chunks + chunks // 8 + ROOM) * means if tokens > config.budget else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values held, and of the chunk means (1/32 of a full cache in float32)."""
+        return sum(layer.key_bytes + layer.mean_bytes for layer in self._layers.values())

@@ -1,0 +1,185 @@
+"""A text's first keys and values, in a file that several caches take as their memory.
+
+The file is one without a name in memory (``memfd``), or one on disk (``keyfile.py``). Each cache maps it privately:
+what it reads is there once, and what it writes goes to pages of its own, which the operating system copies at the first
+write (copy on write). So a cache stays one piece of memory, and no kernel has to know.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from forerun.kv.kv_rows import Rows
+
+ALIGNMENT = 256
+"""Tokens to a multiple of which the capacity is rounded up, so that each head's keys begin on a page of their own."""
+SPACE = 2
+"""Tokens that the file has places for, as a multiple of what its first cache needs: the next text may be longer. This
+is address space; memory, or disk, is only taken by what is written."""
+
+Kind = tuple[int, int, torch.dtype]
+"""Heads, numbers of a head's row, and their type."""
+Tensors = Mapping[str, torch.Tensor]
+"""Tensors by name."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of a text lie in one piece of memory: layer by layer, keys before values, head by head.
+
+    Attributes:
+        kinds: by layer, of keys and of values.
+        capacity: tokens that there are places for.
+    """
+
+    kinds: Mapping[int, tuple[Kind, ...]]
+    capacity: int
+
+    @classmethod
+    def of(cls, layers: Mapping[int, Rows], capacity: int) -> Layout:
+        """For rows such as these, and room for what may follow ``capacity`` tokens."""
+        kinds = {layer: tuple((t.shape[1], t.shape[3], t.dtype) for t in rows) for layer, rows in layers.items()}
+        return cls(kinds, -(-SPACE * capacity // ALIGNMENT) * ALIGNMENT)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return sum(heads * width * kind.itemsize for both in self.kinds.values() for heads, width, kind in both)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all places."""
+        return self.token_bytes * self.capacity
+
+    def cut(self, memory: torch.Tensor) -> dict[int, Rows]:
+        """The rows ``[1, heads, capacity, width]`` of each layer in a piece of memory, uint8 ``[size]``."""
+        layers, place = {}, 0
+        for layer, both in self.kinds.items():
+            rows = []
+            for heads, width, kind in both:
+                size = heads * self.capacity * width * kind.itemsize
+                rows.append(memory[place : place + size].view(kind).view(1, heads, self.capacity, width))
+                place += size
+            layers[layer] = tuple(rows)
+        return layers
+
+
+class SharedPrefix:
+    """Keys and values of the first ``length`` tokens of a text.
+
+    Args:
+        layout: where they lie.
+        length: tokens.
+        file: descriptor of the file that holds them, which is closed with this object.
+        offset: where they begin there, on a page.
+        notes: gives what views had made of the text, by a name of theirs (``View.keepsake``); None if nothing is kept.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        length: int,
+        file: int | None,
+        offset: int = 0,
+        notes: Callable[[str], Tensors | None] = lambda name: None,
+    ) -> None:
+        self.layout, self.length = layout, length
+        self._file, self._offset, self._notes = file, offset, notes
+        self._noted: dict[str, Tensors] = {}
+        self._held: dict[int, Rows] = {}
+        if file is not None:
+            weakref.finalize(self, os.close, file)
+
+    @classmethod
+    def of(cls, layers: Mapping[int, Rows], length: int, capacity: int) -> SharedPrefix:
+        """A copy of rows, in memory.
+
+        Args:
+            layers: by layer, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``.
+            length: tokens.
+            capacity: tokens that a cache which begins so will hold.
+        """
+        layout = Layout.of(layers, capacity)
+        memory = SharedMemory.of(layout) if next(iter(layers.values()))[0].device.type == "cpu" else None
+        if memory is None:  # then a cache copies it
+            new = cls(layout, length, None)
+            new._held = {layer: tuple(t[:, :, :length].clone() for t in rows) for layer, rows in layers.items()}
+            return new
+        for layer, rows in layers.items():
+            for to, old in zip(memory.rows[layer], rows, strict=True):
+                to[:, :, :length] = old[:, :, :length]
+        return memory.beginning(length)
+
+    def layers(self, capacity: int) -> dict[int, Rows]:
+        """Rows for a cache of its own that begins so, with room for ``capacity`` tokens at least; on a CPU all layers
+        lie in one piece, one behind the other, where nothing has to be copied."""
+        if self._file is not None and capacity <= self.layout.capacity:
+            return self.layout.cut(privately(self._file, self.layout.size, self._offset))
+        held = self._held if self._file is None else self.layers(0)
+        grown = {layer: tuple(_room(t, capacity) for t in rows) for layer, rows in held.items()}
+        for layer, rows in held.items():
+            for new, old in zip(grown[layer], rows, strict=True):
+                new[:, :, : self.length] = old[:, :, : self.length]
+        return grown
+
+    def note(self, name: str, tensors: Tensors) -> None:
+        """Keep what a view has made of the text, by its ``keepsake``, unless there is such a thing already."""
+        if tensors and not self.notes(name):
+            self._noted[name] = tensors
+
+    def notes(self, name: str) -> Tensors | None:
+        """What a view of this name has made of the text; None if nothing is kept."""
+        return self._noted.get(name) or self._notes(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens' keys and values, and of what views have made of them."""
+        noted = sum(t.nbytes for tensors in self._noted.values() for t in tensors.values())
+        return self.layout.token_bytes * self.length + noted
+
+
+class SharedMemory:
+    """Memory for a text with which others may begin: a cache writes it here, and nothing has to be copied for them.
+
+    A forked process does not get it. There it would be the same memory, and both would write into one text.
+
+    Args:
+        layout: where rows lie.
+        file: descriptor of a file without a name, which is closed with this object.
+    """
+
+    def __init__(self, layout: Layout, file: int) -> None:
+        self.layout, self._file = layout, file
+        weakref.finalize(self, os.close, file)
+        os.ftruncate(file, layout.size)
+        mapped = mmap.mmap(file, layout.size)
+        mapped.madvise(mmap.MADV_DONTFORK)
+        self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        """All of it, uint8; what is written here, others see."""
+        self.rows = layout.cut(self.memory)
+        """By layer."""
+
+    @classmethod
+    def of(cls, layout: Layout) -> SharedMemory | None:
+        """For rows that lie so; None on systems without such files."""
+        return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
+
+    def beginning(self, length: int) -> SharedPrefix:
+        """The first ``length`` tokens. Whoever wrote them writes no more here, but begins with them, too."""
+        return SharedPrefix(self.layout, length, os.dup(self._file))
+
+
+def privately(file: int, size: int, offset: int) -> torch.Tensor:
+    """A part of a file as memory, uint8 ``[size]``; what is written there stays in this process."""
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    return torch.frombuffer(mmap.mmap(file, size, flags=flags, offset=offset), dtype=torch.uint8)
+
+
+def _room(like: torch.Tensor, capacity: int) -> torch.Tensor:
+    return like.new_empty(*like.shape[:2], capacity, like.shape[3])

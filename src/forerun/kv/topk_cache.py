@@ -1,0 +1,89 @@
+"""The oracle that sparse caches are compared with: every query sees the keys with its highest scores.
+
+It scores all keys to find them, so it saves nothing. It shows the best use of a budget (TriForce, table 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from forerun.core.block import Block
+from forerun.kernels.attention.attention import AttentionSpec, weigh
+from forerun.kv.bounded import SLACK
+from forerun.kv.cache import KVShape
+from forerun.kv.full_cache import FullCache
+from forerun.kv.kv_rows import Rows, append, compact
+from forerun.kv.sparse_view import View
+
+
+class TopKCache(View):
+    """Over one row's full cache.
+
+    Args:
+        source: the target's cache; read, never changed.
+        budget: keys that each query of each head sees, besides speculative ones.
+
+    Raises:
+        ValueError: for a budget under 1.
+    """
+
+    def __init__(self, source: FullCache, budget: int) -> None:
+        super().__init__(source)
+        if budget < 1:
+            raise ValueError(f"budget is {budget}; it must be at least 1")
+        self.budget = budget
+        self._trial: dict[int, Rows] = {}
+
+    def sync(self) -> None:
+        """See ``View.sync``."""
+        self.length = self.settled = self.source.length
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Cache.attend``."""
+        tried = self.length - self.settled
+        end = tried + len(block)
+        own = self._trial[layer] = append(self._trial.get(layer), (k, v), tried, end)
+        far, near = self.source.read(layer, 0, self.settled), (own[0][:, :, :end], own[1][:, :, :end])
+        scores = torch.cat([_scores(q, keys, spec) for keys, _ in (far, near)], -1)
+        bias = block.bias(spec.window, range(self.length), q)
+        scores = scores if bias is None else scores + bias
+        scores[..., : self.settled] = _best(scores[..., : self.settled], self.budget)
+        weights = weigh(scores, spec).to(q.dtype).tensor_split([self.settled], -1)
+        return torch.stack([_mix(w, pair[1]) for w, pair in zip(weights, (far, near), strict=True)]).sum(0)
+
+    def _compact(self, start: int, path: Sequence[int]) -> None:
+        for rows in self._trial.values():
+            compact(rows, start - self.settled, path)
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """See ``Cache.needs``."""
+        return shape.nbytes * SLACK
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the speculative tokens."""
+        return sum(t.nbytes for rows in self._trial.values() for t in rows)
+
+
+def _scores(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """``[1, H, n, m]``, in at least float32."""
+    grouped = q.reshape(1, keys.shape[1], -1, *q.shape[2:])
+    scores = (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    scores = scores.to(torch.promote_types(q.dtype, torch.float32)) * spec.scaling
+    return scores if spec.softcap is None else torch.tanh(scores / spec.softcap) * spec.softcap
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """The scores with all but the ``count`` largest of each row masked."""
+    if scores.shape[-1] <= count:
+        return scores
+    return scores.masked_fill(scores < scores.topk(count, -1).values[..., -1:], -torch.inf)
+
+
+def _mix(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    grouped = weights.reshape(1, values.shape[1], -1, *weights.shape[2:])
+    return (grouped @ values.unsqueeze(2)).flatten(1, 2)

@@ -1,0 +1,193 @@
+"""Decides which models are supported, by their configuration and by a numerical self-test.
+
+Silently wrong output would be the worst bug of a lossless accelerator. So a model is admitted only if its logits over a
+draft tree, with a cache and in a packed batch, equal those of its own forward pass over each branch as plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.compiled_scorer import native
+from forerun.models.forward.float32_view import NARROW, Widened
+from forerun.models.forward.implementations import experts, switched
+from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.sharded import gathered
+from forerun.models.forward.weight_layout import lay_out
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+"""Relative error (norm over the vocabulary) that rounding explains. Many models normalise in float32 whatever their
+type, hence the float64 entry."""
+
+ROUTED_TEXTS = 4
+"""Texts that a model with experts is tested on. If two experts are equally good up to rounding, a router may choose a
+different one in any pass. So it is enough that all positions agree on one text; if a pass is wrong, no text agrees."""
+
+FOREIGN = "its attention does not go through transformers' attention interface"
+
+LAYER_TYPES = frozenset({"attention", "full_attention", "sliding_attention"})
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be accelerated without risking its output."""
+
+
+def check(model: PreTrainedModel) -> None:
+    """Refuse a model whose configuration is not supported.
+
+    Raises:
+        UnsupportedModelError: with the reason.
+    """
+    admit(model)
+
+
+def admit(model: PreTrainedModel) -> Scorer:
+    """The fastest scorer whose logits are the model's own.
+
+    Raises:
+        UnsupportedModelError: if there is none; with the reason.
+    """
+    reason = _reason_in_config(model)
+    if reason is None:
+        lay_out(model)
+        plain = Scorer(model)
+        program = native(plain)
+        if program is not plain and _reason_in_numbers(program) is None:
+            return program
+        reason = _reason_in_numbers(plain)
+        if reason is None:
+            return plain
+    raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
+
+
+def _reason_in_config(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config(decoder=True)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    recurrent = model._is_stateful and not (layer_types and layer_types <= LAYER_TYPES)
+    findings = (
+        (getattr(model.config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoders are"),
+        (not model.can_generate(), "it has no language-modelling head; load it with AutoModelForCausalLM"),
+        (recurrent, "its layers are recurrent (a state that cannot be rolled back to an accepted draft)"),
+        (bool(layer_types - LAYER_TYPES), f"it has layers of type {sorted(layer_types - LAYER_TYPES)}"),
+        (_has_alibi(config), "its positions are encoded by ALiBi, a bias on every score"),
+        (model.training, "it is in training mode, where dropout changes the output; call model.eval() first"),
+    )
+    return next((why for found, why in findings if found), None)
+
+
+def _has_alibi(config: PreTrainedConfig) -> bool:
+    attention = getattr(config, "attn_config", None)
+    return bool(config.model_type == "bloom" or getattr(config, "alibi", False) or getattr(attention, "alibi", False))
+
+
+@torch.inference_mode()
+def _reason_in_numbers(scorer: Scorer) -> str | None:
+    limit, errors = TOLERANCE[scorer.model.dtype], []
+    for text in range(ROUTED_TEXTS if _has_experts(scorer.model) else 1):
+        try:
+            errors.append(_tree_error(scorer, text))
+        except _PassError as failure:
+            return str(failure) if scorer.model._can_set_attn_implementation() else FOREIGN
+        if errors[-1] <= limit:
+            return None
+    return f"its logits over a draft tree differ from its own by {min(errors):.2g} (relative; {limit:g} is allowed)"
+
+
+def _has_experts(model: PreTrainedModel) -> bool:
+    return any("Expert" in type(module).__name__ for module in model.modules())
+
+
+class _PassError(Exception):
+    """A forward pass that raised an error or did not call what it must."""
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn any error of a model into a ``_PassError`` that says what failed."""
+    try:
+        yield
+    except _PassError:
+        raise
+    except Exception as error:
+        raise _PassError(f"{what} fails ({type(error).__name__}: {error})") from error
+
+
+def _tree_error(scorer: Scorer, text: int) -> float:
+    """Largest relative error between tree scoring and the model's own forward pass, over two packed rows."""
+    tokens = np.random.default_rng(text).integers(0, scorer.vocabulary, 32).tolist()
+    tree = DraftTree(np.array(tokens[:5]), np.array([-1, 0, 0, 2, -1]))
+    prompts = [tokens[8:15], tokens[20:31]]
+    with _naming("a pass over two packed texts"):
+        scored = _score(scorer, prompts, tree)
+    with _naming("the model's own forward pass"), switched(scorer.model, experts=experts(scorer.model)):
+        return max(_row_error(scorer.model, *row) for row in zip(prompts, [tree] * 2, scored, strict=True))
+
+
+def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
+    """Logits after each prompt and over the tree after it; the prompts' first tokens come from caches."""
+    caches = [FullCache(), FullCache()]
+    first = [Block(np.array(prompt[:4]), DraftTree.empty(), 0) for prompt in prompts]
+    scorer.score(first, caches)
+    if not all(cache.layers for cache in caches):
+        raise _PassError(FOREIGN)
+    _check_windows(scorer.model, caches[0])
+    for cache, block in zip(caches, first, strict=True):
+        cache.commit(block, [])
+    return scorer.score([Block(np.array(prompt[4:]), tree, 4) for prompt in prompts], caches)
+
+
+def _check_windows(model: PreTrainedModel, cache: FullCache) -> None:
+    """Refuse a model whose window is in its mask alone: the texts here are too short to show that it is missing."""
+    config = model.config.get_text_config(decoder=True)
+    window, limit = getattr(config, "sliding_window", None), position_limit(model)
+    if not window or (limit is not None and window >= limit):
+        return
+    kinds = getattr(config, "layer_types", None)
+    for layer, spec in cache.specs.items():
+        if spec.window is None and (kinds is None or kinds[layer] == "sliding_attention"):
+            raise _PassError(f"layer {layer} sees {window} tokens by its mask alone, and masks are not looked at")
+
+
+def _row_error(model: PreTrainedModel, prompt: Sequence[int], tree: DraftTree, logits: torch.Tensor) -> float:
+    """The largest error of the tree's logits against the model's own, over each branch as plain text."""
+    errors = []
+    for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
+        path = tree.ancestors[leaf].nonzero()[0]
+        ids = torch.tensor([[*prompt, *tree.tokens[path].tolist()]], device=model.device)
+        errors.append(_branch_error(model, ids, logits[[0, *(path + 1).tolist()]]))
+    return max(errors)
+
+
+def _branch_error(model: PreTrainedModel, ids: torch.Tensor, scored: torch.Tensor) -> float:
+    """Relative error of the logits at the last tokens of ``ids``.
+
+    In 16 bits the model's own logits are rounded as much as ours. If the two differ, both are compared with float32
+    logits, and the model's own error is subtracted from ours.
+    """
+    own = _own(model, ids, len(scored))
+    error = relative_error(scored, own)
+    if model.dtype in NARROW and error > TOLERANCE[model.dtype]:
+        with Widened():
+            wide = _own(model, ids, len(scored))
+        error = relative_error(scored, wide) - relative_error(own, wide)
+    return error
+
+
+def _own(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
+    mask = torch.ones_like(ids)
+    return gathered(model, model(input_ids=ids, attention_mask=mask, use_cache=False).logits)[0, -count:]
+
+
+def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
+    """The largest relative error of any row ``[..., V]``, by norms over the vocabulary."""
+    off = (logits.double() - right.double()).norm(dim=-1) / right.double().norm(dim=-1).clamp_min(1e-12)
+    return float(off.max())

@@ -1,0 +1,151 @@
+"""A pass that goes layer by layer, because keys and values are not all on the device (TriForce, section 5.3).
+
+While a layer is computed, the next layer's keys and values come, and the new ones of the layer before go. A long prompt
+goes through a layer block by block before it goes through the next one. So its keys and values are brought away once,
+and none of them has to come back before the first token is generated. The operations are those of ``program.py``, and
+so are the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.runtime.addresses import place
+from forerun.kv.cache import READ_BLOCK
+from forerun.kv.full_cache import FullCache
+from forerun.kv.kv_rows import Rows
+from forerun.kv.offloaded import OffloadedCache
+from forerun.models.forward.compiled_forward import CompiledForward, Parts
+from forerun.models.forward.packing import Packed, address
+
+
+class Runner(Protocol):
+    """What a ``NativeScorer`` gives."""
+
+    keeps_queries: bool
+
+    def room(self, parts: Parts, packed: Packed) -> CompiledForward:
+        """Buffers for a pass."""
+
+    def fields(self, packed: Packed, rows: bytearray) -> dict[str, int]:
+        """A program's fields for a pass."""
+
+
+@dataclass
+class _Part:
+    """Some rows' blocks, or pieces of them, that go through a layer at once.
+
+    Attributes:
+        rows: indices of the pass's rows.
+        packed: their blocks.
+        ends: whether each row's block ends here, so that its logits are wanted.
+        x: what goes to the next layer, float32 ``[n, hidden]``.
+    """
+
+    rows: list[int]
+    packed: Packed
+    ends: list[bool]
+    x: torch.Tensor
+
+
+def run_by_layers(runner: Runner, parts: Parts, blocks: Sequence[Block], caches: Sequence[FullCache]) -> torch.Tensor:
+    """A pass over all rows; some of the caches are offloaded.
+
+    Returns:
+        Logits as from ``NativeScorer._run``, float32: of each row's last pending token and its tree's nodes.
+    """
+    cut = _cut(parts, blocks)
+    for part in cut:  # the largest decides
+        written = runner.room(parts, part.packed)
+    for part in cut:
+        written.stages[0].run(**runner.fields(part.packed, bytearray(8)))
+        part.x[:] = written.x[: part.packed.n]
+    counts = [len(block) for block in blocks]
+    for layer in range(len(parts.layers)):
+        rows = [_enter(cache, layer, count, parts) for cache, count in zip(caches, counts, strict=True)]
+        for part in cut:
+            _through(runner, written, part, layer, [rows[row] for row in part.rows], parts)
+            if runner.keeps_queries:
+                _ask(written, part, layer, caches, parts)
+        for cache, count in zip(caches, counts, strict=True):
+            if isinstance(cache, OffloadedCache):
+                cache.leave(layer, count)
+    specs = {number: layer.spec for number, layer in enumerate(parts.layers)}
+    for cache in caches:
+        cache.specs = dict(specs)
+    found: dict[int, torch.Tensor] = {}
+    for part in cut:
+        found |= _logits(runner, written, part, parts)
+    return torch.cat([found[row] for row in range(len(blocks))])
+
+
+def _cut(parts: Parts, blocks: Sequence[Block]) -> list[_Part]:
+    """Cut long blocks into pieces of at most ``READ_BLOCK`` pending tokens. The tree comes with the last one."""
+    pieces = [_pieces(block) for block in blocks]
+    cut = []
+    for turn in range(max(map(len, pieces))):
+        rows = [row for row, own in enumerate(pieces) if turn < len(own)]
+        packed = Packed([pieces[row][turn] for row in rows], parts.heads, torch.get_num_threads())
+        ends = [turn + 1 == len(pieces[row]) for row in rows]
+        cut.append(_Part(rows, packed, ends, torch.empty(packed.n, parts.hidden)))
+    return cut
+
+
+def _pieces(block: Block) -> list[Block]:
+    count, pieces = len(block.pending), []
+    for first in range(0, count, READ_BLOCK):
+        last = min(first + READ_BLOCK, count)
+        tree = block.tree if last == count else DraftTree.empty()
+        pieces.append(Block(block.pending[first:last], tree, block.start + first))
+    return pieces
+
+
+def _enter(cache: FullCache, layer: int, count: int, parts: Parts) -> Rows:
+    if isinstance(cache, OffloadedCache):
+        return cache.enter(layer, count)
+    store = cache.reserve(len(parts.layers), parts.like, count)
+    return store[layer, 0][None], store[layer, 1][None]
+
+
+def _through(
+    runner: Runner, written: CompiledForward, part: _Part, layer: int, rows: Sequence[Rows], parts: Parts
+) -> None:
+    """One layer."""
+    strides = []
+    for row, (keys, values) in enumerate(rows):
+        written.kv[layer, row] = keys.data_ptr(), values.data_ptr()
+        strides.append((*place(keys)[1:], *place(values)[1:]))
+    table = part.packed.rows(strides)
+    written.x[: part.packed.n] = part.x
+    written.stages[1 + layer].run(**runner.fields(part.packed, table))
+    part.x[:] = written.x[: part.packed.n]
+
+
+def _ask(written: CompiledForward, part: _Part, layer: int, caches: Sequence[FullCache], parts: Parts) -> None:
+    """Give full caches the layer's queries."""
+    heads, first = parts.heads, 0
+    mixed = written.mixed[layer % len(written.mixed)]
+    for row, count in zip(part.rows, part.packed.counts, strict=True):
+        turned = mixed[first : first + count, : heads.heads * heads.dim].clone()
+        caches[row].asked(layer, turned.view(count, heads.heads, heads.dim).transpose(0, 1)[None])
+        first += count
+
+
+def _logits(runner: Runner, written: CompiledForward, part: _Part, parts: Parts) -> dict[int, torch.Tensor]:
+    """Logits of the rows whose blocks end in this part."""
+    if not any(part.ends):
+        return {}
+    wanted = part.packed.wanted
+    y = torch.empty(len(wanted), parts.head.out_features, dtype=torch.float32)
+    written.x[: part.packed.n] = part.x
+    told = {"wanted": len(wanted), "wanted_list": address(wanted), "y": y.data_ptr()}
+    written.stages[-1].run(**runner.fields(part.packed, bytearray(8)) | told)
+    sizes = [len(block.tree) + 1 for block in part.packed.blocks]
+    split = torch.split(y, sizes)
+    return {row: t for row, t, ends in zip(part.rows, split, part.ends, strict=True) if ends}

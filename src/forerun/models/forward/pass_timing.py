@@ -1,0 +1,124 @@
+"""Measures what passes of a model cost on this machine: a few of each size, in turns, within about a second.
+
+The fastest pass of each size counts, because disturbances only slow passes down. If a model is so large that few passes
+fit into that time, fewer sizes are measured, each at least once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.scorer import Scorer
+from forerun.policy.cost_curve import TILE, CostCurve
+
+SIZES = (1, 8, 16, 32, 64, 2)
+"""Sizes of the passes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
+LEAST = 3
+"""How many of these sizes are always measured, however long they take."""
+ROUNDS = 9
+"""The most passes of each kind."""
+SECONDS = 1.0
+"""No pass starts after this time. On a model of 135 M parameters 0.4 s are one round, whose passes meet cold memory;
+small models are done long before."""
+NEAR, FAR = 64, 4096
+"""Tokens in the cache. ``NEAR``: for the cost curve, so that it includes merging two attentions. ``FAR``: for the cost
+of cached tokens, with passes over one token and over several."""
+SEVERAL = 32
+"""Tokens of the latter: so many that arithmetic takes longer than reading the keys."""
+ROWS = 4
+"""Of a pass that shows what a row costs beside its tokens."""
+Kind = tuple[int, int, int]
+"""Rows of a pass, tokens of each, and tokens in the cache of each."""
+
+
+@torch.inference_mode()
+def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> CostCurve:
+    """The cost curve of a model, rounded so that it seldom differs from one measurement to the next.
+
+    Args:
+        scorer: the model.
+        clock: gives seconds.
+    """
+    reach = _positions(scorer)
+    near = NEAR if reach >= NEAR + max(SIZES) else 0
+    kinds = [(1, size, near) for size in SIZES if size <= reach]
+    kinds.insert(LEAST, kinds[0])  # the unit of all others: measured more often
+    if reach >= FAR + SEVERAL:
+        after = kinds.index((1, SEVERAL, near)) + 1
+        kinds[after:after] = [(1, 1, FAR), (1, SEVERAL, FAR), kinds[0]]
+    kinds.append((ROWS, 1, near))
+    times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+    caches = {
+        cached: [_blank(scorer, cached) for _ in range(ROWS if cached == near else 1)]
+        for cached in {cached for _, _, cached in kinds}
+    }
+    for rows, size, cached in _until(clock, clock() + SECONDS, kinds):
+        begin = clock()
+        _pass(scorer, caches[cached][:rows], size)
+        times[rows, size, cached].append(clock() - begin)
+    return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
+
+
+def costs_of(scorer: Scorer) -> CostCurve:
+    """The cost curve of a model, measured at the first call; for all scorers of its kind, until the model is converted
+    or moved."""
+    curves = _measured.setdefault(scorer.model, {})
+    condition = type(scorer), scorer.model.dtype, scorer.device
+    if condition not in curves:
+        curves[condition] = measure(scorer)
+    return curves[condition]
+
+
+_measured: WeakKeyDictionary[torch.nn.Module, dict[Hashable, CostCurve]] = WeakKeyDictionary()
+
+
+def _until(clock: Callable[[], float], end: float, kinds: list[Kind]) -> Iterator[Kind]:
+    for number, kind in enumerate(kinds * ROUNDS):
+        if number >= LEAST and clock() > end:
+            return
+        yield kind
+
+
+def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
+    sizes = sorted(size for rows, size, cached in seconds if (rows, cached) == (1, near))
+    one = seconds[1, 1, near]
+    ratios = [min(seconds[1, size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
+    costs = tuple(np.maximum.accumulate(ratios).tolist())
+    per_cached = per_tile = per_row = 0.0
+    if (1, SEVERAL, FAR) in seconds:
+        slopes = [(seconds[1, size, FAR] - seconds[1, size, near]) / one / (FAR - near) for size in (1, SEVERAL)]
+        per_cached = max(slopes[0], 0.0)
+        per_tile = max(slopes[1] - per_cached, 0.0) / (SEVERAL // TILE - 1)
+    if (ROWS, 1, near) in seconds:
+        alone = float(np.interp(ROWS, sizes, costs))
+        per_row = max(min(seconds[ROWS, 1, near] / one, ROWS) - alone, 0.0) / (ROWS - 1)
+    return CostCurve(tuple(sizes), costs, per_cached, per_tile, per_row, one).rounded()
+
+
+def _positions(scorer: Scorer) -> int:
+    """The number of positions of the model."""
+    limit = getattr(scorer.model.config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else FAR + SEVERAL
+
+
+def _blank(scorer: Scorer, cached: int) -> FullCache:
+    """A cache that holds ``cached`` tokens of zeros."""
+    cache = FullCache(cached + max(SIZES))
+    _pass(scorer, [cache], 1)
+    cache.blank(cached)
+    return cache
+
+
+def _pass(scorer: Scorer, caches: Sequence[FullCache], size: int) -> None:
+    """Score a chain of so many tokens behind each cache, and wait for it."""
+    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, size)
+    blocks = [Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length) for cache in caches]
+    scorer.score(blocks, caches)[0][0, 0].item()

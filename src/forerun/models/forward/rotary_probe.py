@@ -1,0 +1,121 @@
+"""Finds by trial how a model's keys rotate with position, so that no list of architectures has to be maintained.
+
+A single token attends only to itself. With rotary embedding its hidden states then do not depend on its position, and
+its keys at two positions differ by a rotation. The candidates are tried: frequencies come from the model's own
+``inv_freq`` buffers; paired dimensions are half a rotary width apart or adjacent, at the start or the end of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kv.cache import Cache
+from forerun.kv.rerotation import Rotation, Turn
+from forerun.models.forward.scorer import Scorer
+
+POSITIONS = (1, 2, 5, 19, 61)
+"""Positions whose keys are compared with those at 0; all are below any length at which models change frequencies."""
+
+TOKENS = 4
+
+
+@torch.inference_mode()
+def find_rotation(model: PreTrainedModel) -> Rotation | None:
+    """How the keys of each layer rotate with position.
+
+    Args:
+        model: a decoder that ``forerun.models.forward.gate`` admits.
+
+    Returns:
+        The rotation of each layer, or none for layers whose keys do not depend on position. None if the keys of some
+        layer fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way; such keys cannot
+        be moved.
+    """
+    scorer = Scorer(model)
+    limit = getattr(model.config, "max_position_embeddings", None) or POSITIONS[-1] + 1
+    at = {position: _keys(scorer, position) for position in (0, *POSITIONS) if position < limit}
+    frequencies = _frequencies(model)
+    turns: dict[int, Turn | None] = {}
+    for layer, keys in at[0].items():
+        moved = {position: found[layer] for position, found in at.items() if position}
+        candidates = [None, *_candidates(frequencies, keys.shape[-1])]
+        errors = [_error(candidate, keys, moved) for candidate in candidates]
+        best = int(np.argmin(errors))
+        if not errors[best] <= 1:
+            return None
+        turns[layer] = candidates[best]
+    return Rotation(turns)
+
+
+class _Probe(Cache):
+    """Records the keys of one token that attends only to itself."""
+
+    def __init__(self, position: int) -> None:
+        self.length = position
+        self.keys: dict[int, torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        self.keys[layer] = k
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+    def truncate(self, length: int) -> None:
+        """Nothing is kept."""
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+def _keys(scorer: Scorer, position: int) -> dict[int, torch.Tensor]:
+    """The keys of the same few tokens, each alone at ``position``, by layer; ``[TOKENS, Hkv, 1, d]``."""
+    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, (TOKENS, 1))
+    probes = [_Probe(position) for _ in range(TOKENS)]
+    scorer.score([Block(token, DraftTree.empty(), position) for token in tokens], probes)
+    return {layer: torch.cat([probe.keys[layer] for probe in probes]) for layer in sorted(probes[0].keys)}
+
+
+def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
+    """The model's distinct ``inv_freq`` buffers, rounded to float32 as the model uses them, as float64."""
+    found: list[torch.Tensor] = []
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dim() == 1:
+            frequencies = buffer.float().double().cpu()
+            if not any(torch.equal(frequencies, other) for other in found):
+                found.append(frequencies)
+    return found
+
+
+def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[Turn]:
+    for f in frequencies:
+        m = len(f)
+        for start in {0, d - 2 * m} if d >= 2 * m else ():
+            yield Turn(slice(start, start + m), slice(start + m, start + 2 * m), f)
+            yield Turn(slice(start, start + 2 * m, 2), slice(start + 1, start + 2 * m, 2), f)
+
+
+def _error(turn: Turn | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
+    """The largest relative error of the predicted keys, in units of the error that rounding explains.
+
+    Models compute angles, cosines and sines in float32; an angle's error grows with the position. Then they round
+    cosines, sines, products and sums to the keys' dtype.
+    """
+    wide = keys.double()
+    errors = []
+    for position, found in moved.items():
+        predicted = wide if turn is None else turn(wide, position)
+        error = (predicted - found.double()).norm() / wide.norm().clamp_min(1e-300)
+        rounding = 4 * torch.finfo(keys.dtype).eps + (2 + position) * torch.finfo(torch.float32).eps
+        errors.append(float(error) / rounding)
+    return max(errors)

@@ -1,0 +1,228 @@
+"""A transformers decoder as a scorer: one forward pass gives logits at every node of every row's tree.
+
+Rows are packed into one sequence, each with its own positions, so ragged rows need no padding. Attention is the only
+operation that mixes tokens; it is Forerun's own and keeps rows apart. It is registered once in transformers' attention
+interface, and finds the pass that runs in its thread. No model code is changed. Outside of a pass, and in other
+threads, a model keeps its own attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import numpy as np
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.linear import ordered_modules
+from forerun.kernels.runtime.addresses import place
+from forerun.kv.cache import Cache, KVShape
+from forerun.kv.full_cache import FullCache
+from forerun.kv.rerotation import Rotation
+from forerun.models.forward.implementations import experts, switched
+from forerun.models.forward.inputs import learned_positions
+from forerun.models.forward.packing import Heads, Packed, address
+from forerun.models.forward.sharded import gathered
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Cache)
+
+NAME = "forerun"
+"""Forerun's entry in transformers' attention interface."""
+
+
+class Attends(Protocol):
+    """What the attention function needs of a forward pass."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Each row's attention over its own cache; ``[1, H, n, d]`` in and out."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass over any caches: its rows, in the order of the packed sequence."""
+
+    blocks: Sequence[Block]
+    caches: Sequence[Cache]
+    packings: dict[Heads, Packed] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """See ``Attends``."""
+        full = [cache for cache in self.caches if isinstance(cache, FullCache)]
+        if len(full) == len(self.caches) and ordered_modules.attends(q, k, v):
+            return self._attend_in_order(layer, q, k, v, spec, full)
+        if len(self.blocks) == 1:
+            return self.caches[0].attend(layer, q, k, v, self.blocks[0], spec)
+        sizes = [len(block) for block in self.blocks]
+        split = [torch.split(t, sizes, 2) for t in (q, k, v)]
+        rows = zip(self.caches, *split, self.blocks, strict=True)
+        return torch.cat([cache.attend(layer, *qkv, block, spec) for cache, *qkv, block in rows], 2)
+
+    def _attend_in_order(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
+        caches: Sequence[FullCache],
+    ) -> torch.Tensor:  # fmt: skip
+        """All rows at once, in a fixed order of sums."""
+        sizes = [len(block) for block in self.blocks]
+        parts = [torch.split(t, sizes, 2) for t in (q, k, v)]
+        rows = []
+        for cache, asked, keys, values in zip(caches, *parts, strict=True):
+            rows.append(cache.append(layer, keys, values))
+            cache.asked(layer, asked, spec)
+        packed = self._packed(Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
+        table = packed.rows([(*place(keys)[1:], *place(values)[1:]) for keys, values in rows])
+        tables = {
+            "rows": address(table), "units": address(packed.units), "unit_count": packed.unit_count,
+            "owners": address(packed.owners), "places": address(packed.places),
+            "parents": address(packed.parents),
+        }  # fmt: skip
+        how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
+        return ordered_modules.attend(q, rows, tables, (packed.slot_size, packed.parts_size), how)
+
+    def _packed(self, heads: Heads) -> Packed:
+        """The pass as kernels see it; reused by layers with the same heads."""
+        if heads not in self.packings:
+            self.packings[heads] = Packed(self.blocks, heads, torch.get_num_threads())
+        return self.packings[heads]
+
+
+_running: ContextVar[Attends | None] = ContextVar("running", default=None)
+"""This thread's pass. It cannot be a keyword argument: some models pass none down to their attention."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function registered with transformers, with its shapes: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
+    rows = _running.get()
+    if rows is None:
+        raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
+    if attention_mask is not None:
+        raise RuntimeError("this model's attention has a mask of its own, which is not supported")
+    spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    layer: Any = module.layer_idx
+    return rows.attend(layer, query, key, value, spec).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, attention)
+
+
+class Scorer:
+    """One set of weights; the caches come with each call.
+
+    Args:
+        model: a decoder that ``forerun.models.forward.gate`` admits.
+    """
+
+    follows: ClassVar[bool] = False
+    """Whether another process decides what passes are made, because the model lies in several (``parallel``)."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._inputs: Any = model.get_input_embeddings()
+        self.vocabulary = int(self._inputs.weight.shape[0])
+        """Token ids that the model can read: rows of its input embedding, of all its parts together."""
+        self.limit = learned_positions(model)
+        """Number of learned positions, or None if there is no limit."""
+        self._keeps_logits = model._supports_logits_to_keep()
+        self.keeps_queries = False
+        """Whether full caches keep each pass's queries, by which sparse caches choose."""
+
+    @cached_property
+    def kv(self) -> KVShape:
+        """Of a token's keys and values, as a pass over one token makes them."""
+        cache = FullCache()
+        with torch.inference_mode():
+            self.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [cache])
+        return cache.shape
+
+    def reads_whole(self, cache: Cache) -> bool:
+        """Whether a text is read into this cache in one pass, which takes all of it through one layer before the next:
+        what is offloaded is then brought away once."""
+        return False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the inputs."""
+        return self._inputs.weight.device  # type: ignore[no-any-return]
+
+    def adopt(self, cache: C) -> C:
+        """A cache that passes will use, before anything is done to it."""
+        return cache
+
+    def rotation(self) -> Rotation | None:
+        """See ``find_rotation``."""
+        from forerun.models.forward.rotary_probe import find_rotation  # which makes passes
+
+        return find_rotation(self.model)
+
+    def led(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives, which makes passes; where another process leads, what it gives there (plain values)."""
+        return work()
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        """One forward pass over all rows.
+
+        Args:
+            blocks: each row's input.
+            caches: each row's cache; it holds the block as a speculative tail until ``commit``.
+
+        Returns:
+            For each row the logits after its last pending token (row 0) and at its tree's node i (row i + 1),
+            ``[len(tree) + 1, V]``.
+        """
+        ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
+        positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
+        places = torch.from_numpy(positions).to(self.device)
+        logits = self._forward(ids.to(self.device), places, Pass(blocks, caches), _wanted(blocks))
+        return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: Attends, wanted: int | torch.Tensor
+    ) -> torch.Tensor:
+        """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices."""
+        arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        with switched(self.model, attn=NAME, experts=experts(self.model)), _run(rows), ordered_modules.Ordered():
+            found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments)
+        logits = gathered(self.model, found.logits)[0]
+        if not self._keeps_logits and isinstance(wanted, torch.Tensor):
+            return logits[wanted.to(logits.device)]
+        return logits
+
+
+@contextmanager
+def _run(rows: Attends) -> Iterator[None]:
+    before = _running.set(rows)
+    try:
+        yield
+    finally:
+        _running.reset(before)
+
+
+def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
+    """Which tokens need logits: 0 for all, or their indices in the packed sequence."""
+    if all(len(block.pending) == 1 for block in blocks):
+        return 0
+    ends = np.cumsum([len(block) for block in blocks]).tolist()
+    return torch.cat([torch.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])

@@ -1,0 +1,1 @@
+"""From a folder, a name or a GGUF file to a model."""

@@ -1,0 +1,281 @@
+"""From a folder or a GGUF file to a model and its tokenizer.
+
+Only safe weight formats, no download, and no code from the model's folder unless allowed. Some things that transformers
+silently accepts are errors here: missing weights (they would be random), an encoder loaded as a decoder, and another
+model's tokenizer.
+"""
+
+from __future__ import annotations
+
+import logging as log
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.distributed import DistributedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import logging
+
+from forerun.models.loading import gguf
+from forerun.models.loading.stored_weights import STORED
+from forerun.models.loading.yarn import stretch
+from forerun.reference import bundled
+
+LOG = log.getLogger(__name__)
+BUNDLED = "bundled"
+BUNDLED_DRAFT = "bundled-draft"
+DTYPES = ("auto", "float32", "bfloat16", "float64", STORED)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model's name in messages, and where and how transformers reads it."""
+
+    name: Path
+    folder: Path
+    options: dict[str, Any]
+
+
+def load(
+    name_or_path: str,
+    dtype: str = "auto",
+    *,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    yarn: float | None = None,
+    ranks: int = 1,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A decoder in evaluation mode and its tokenizer.
+
+    Args:
+        name_or_path: ``bundled``, ``bundled-draft``, a folder, a GGUF file, or a hub name in this computer's Hugging
+            Face cache.
+        dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
+            which are dequantised. ``stored``: a GGUF file's weights stay as they are, mapped from the file;
+            activations are float32.
+        device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
+        trust_remote_code: run code that comes with the model.
+        yarn: factor by which to stretch the model's positions (``stretch``).
+        ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
+
+    Raises:
+        ValueError: says what is missing or does not fit.
+        FileNotFoundError: if the bundled model has no weights.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}")
+    if ranks > 1 and device != "auto":
+        raise ValueError(f"device is {device!r}; in {ranks} processes each takes its own, so only auto is allowed")
+    place = _device("cpu" if dtype == STORED and device == "auto" else device)
+    found = find(name_or_path)
+    in_file = found.is_file()
+    if ranks > 1 and in_file:
+        raise ValueError(f"{found} is a GGUF file, which one process loads; in {ranks} only a folder can be shared")
+    if dtype == STORED:
+        _check_stored(found, place)
+    if dtype == "auto" and (in_file or name_or_path in (BUNDLED, BUNDLED_DRAFT)):
+        dtype = "float32"
+    with quiet():
+        model, tokenizer = (
+            _from_file(found, dtype, yarn) if in_file else _from_folder(found, dtype, trust_remote_code, yarn, ranks)
+        )
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if len(tokenizer) > rows:
+        raise ValueError(f"the tokenizer in {found} has {len(tokenizer)} tokens and the model {rows}: not a pair")
+    return model.eval() if ranks > 1 else model.eval().to(place), tokenizer
+
+
+def load_draft(
+    name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """A small model to draft for ``target``: in the target's dtype, on its device, with the same tokenizer.
+
+    Raises:
+        ValueError: as from ``load``, or if the two tokenizers give one id to different tokens.
+    """
+    dtype = str(target.dtype).removeprefix("torch.")
+    model, own = load(name_or_path, dtype, device=str(target.device), trust_remote_code=trust_remote_code)
+    ours, theirs = (dict(map(reversed, t.get_vocab().items())) for t in (tokenizer, own))
+    different = next((i for i in sorted(theirs) if ours.get(i) != theirs[i]), None)
+    if different is not None:
+        raise ValueError(
+            f"{name_or_path} has another tokenizer than the target: id {different} is {theirs[different]!r} there and "
+            f"{ours.get(different)!r} here; a draft model's vocabulary must equal the target's or be its beginning"
+        )
+    return model
+
+
+def find(name_or_path: str) -> Path:
+    """The folder that holds a model, or a GGUF file.
+
+    Raises:
+        ValueError: if there is none, or the folder has no ``config.json``, or a file is no GGUF file.
+        FileNotFoundError: if the bundled model has no weights.
+    """
+    if name_or_path in (BUNDLED, BUNDLED_DRAFT):
+        return bundled("target" if name_or_path == BUNDLED else "draft")
+    folder = Path(name_or_path).expanduser()
+    if folder.is_file():
+        gguf.read_header(folder)
+        return folder
+    if folder.suffix == gguf.SUFFIX and not folder.is_dir():
+        raise ValueError(f"there is no file {folder}")
+    if not folder.is_dir():
+        folder = _cached(name_or_path)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds no model: it has no config.json")
+    return folder
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context without log lines, warnings and progress bars from transformers."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _cached(name: str) -> Path:
+    """The snapshot of a hub repository on this computer."""
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):
+        raise ValueError(
+            f"model {name!r} is neither a folder nor in the Hugging Face cache; "
+            f"give a folder, a GGUF file, 'bundled', or download it first (hf download {name})"
+        ) from None
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device is {name!r}; allowed are auto, cpu, cuda, cuda:0, ...") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r}, and torch finds no CUDA device here; use cpu")
+    return device
+
+
+def _check_stored(found: Path, place: torch.device) -> None:
+    if not found.is_file():
+        raise ValueError(f"dtype is '{STORED}', which is for GGUF files, and {found} is none; use auto or bfloat16")
+    if place.type != "cpu":
+        raise ValueError(
+            f"dtype is '{STORED}', and there is no kernel for it on {place}; use --device cpu, or --dtype bfloat16, "
+            "which dequantises"
+        )
+
+
+def _from_folder(
+    folder: Path, dtype: str, trust_remote_code: bool, yarn: float | None, ranks: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
+    config = _check_config(source)
+    _check_weights(folder)
+    _check_tokenizer(folder)
+    tokenizer = _tokenizer(source)
+    more: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
+    if yarn is not None:
+        stretch(config, yarn)
+        more["config"] = config
+    return _model(source, dtype, use_safetensors=True, **more), tokenizer
+
+
+def _from_file(file: Path, dtype: str, yarn: float | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    header = gguf.check(file)
+    done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
+    LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
+    with gguf.alone(file) as folder, gguf.without_bar():
+        source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
+        config = _check_config(source)
+        if yarn is not None:
+            stretch(config, yarn)
+        tokenizer = _tokenizer(source)
+        if dtype == STORED:
+            from forerun.models.loading.as_stored import load_as_stored  # needs gguf, which may not be installed
+
+            model = load_as_stored(file, header, config)
+        else:
+            model = _model(source, dtype, config=config)  # transformers takes seconds to read it again
+    gguf.finish(file, model, tokenizer, header)
+    return model, tokenizer
+
+
+def _check_config(source: _Source) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(source.folder, **source.options)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"the configuration in {source.name} cannot be read: {error}") from error
+    own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{source.name} holds an encoder-decoder ({kind}); only decoders are supported")
+    encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if encoder or not (kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or own_code):
+        raise ValueError(f"{source.name} holds no decoder: model type {kind!r} does not generate text")
+    return config
+
+
+def _check_weights(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ValueError(
+            f"{folder} has pickled weights only, which can run code when they are loaded; "
+            "convert them to safetensors (model.save_pretrained writes it)"
+        )
+    raise ValueError(f"{folder} has no weights: there is no .safetensors file in it")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any(any(folder.glob(pattern)) for pattern in ("*token*.json", "*.model", "vocab.*", "*.tiktoken")):
+        raise ValueError(f"{folder} has no tokenizer (tokenizer.json or the like)")
+
+
+def _tokenizer(source: _Source) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.folder, **source.options)
+    except Exception as error:
+        raise ValueError(f"the tokenizer in {source.name} cannot be read: {error}") from error
+    if len(tokenizer) == 0:
+        raise ValueError(f"the tokenizer in {source.name} is empty; tokenizer.json or the like is missing")
+    return tokenizer
+
+
+def _model(source: _Source, dtype: str, **more: Any) -> PreTrainedModel:
+    chosen = dtype if dtype == "auto" else getattr(torch, dtype)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=chosen, output_loading_info=True, **source.options, **more
+        )
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"the weights in {source.name} cannot be loaded: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ValueError(f"the weights in {source.name} are incomplete and would be random: {listed}")
+    return model

@@ -1,0 +1,111 @@
+"""Modules that hold weights as a GGUF file stores them; they replace torch's linear layers and embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from forerun.kernels.linear import blockwise
+from forerun.kernels.linear.blockwise import Blocks
+
+STORED = "stored"
+"""The dtype name for such weights."""
+
+
+class StoredLinear(nn.Module):
+    """A linear layer over stored weights, computed in float32 on a CPU.
+
+    Args:
+        rows: bytes ``[O, row]``, kept as they are.
+        kind: format of the blocks, one of ``kernels.stored.NAMES``.
+        in_features: columns.
+        bias: float32 ``[O]``, or None.
+    """
+
+    def __init__(self, rows: nn.Parameter, kind: str, in_features: int, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
+        self.weight, self.bias, self.kind = rows, bias, kind
+        self.in_features, self.out_features = in_features, len(rows)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The weights as kernels take them."""
+        return Blocks(self.weight, self.kind, self.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``nn.Linear``."""
+        _check_place(self.weight)
+        if self.bias is None or self.bias.dtype == torch.float32:
+            return blockwise.product(x, self.blocks)
+        return blockwise.product(x, Blocks(self.weight, self.kind)) + self.bias  # the bias was cast with the model
+
+    def extra_repr(self) -> str:
+        """See ``nn.Module``."""
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
+
+
+class StoredEmbedding(nn.Module):
+    """An embedding over stored weights; a lookup gives float32 rows.
+
+    Args:
+        rows: bytes ``[V, row]``, kept as they are.
+        kind: format of the blocks.
+        embedding_dim: columns.
+        embed_scale: factor on the rows, or None.
+    """
+
+    def __init__(
+        self,
+        rows: nn.Parameter,
+        kind: str,
+        embedding_dim: int,
+        embed_scale: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
+        self.weight, self.kind = rows, kind
+        self.num_embeddings, self.embedding_dim = len(rows), embedding_dim
+        if embed_scale is not None:
+            self.register_buffer("embed_scale", embed_scale, persistent=False)
+
+    @property
+    def blocks(self) -> Blocks:
+        """The weights as kernels take them."""
+        return Blocks(self.weight, self.kind)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """See ``nn.Embedding``."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        _check_place(self.weight)
+        rows = dequantize(self.weight[ids.reshape(-1)].numpy(), GGMLQuantizationType[self.kind])
+        floats = torch.from_numpy(rows).float().view(*ids.shape, self.embedding_dim)
+        scale: Any = getattr(self, "embed_scale", None)
+        return floats if scale is None else floats * scale
+
+    def extra_repr(self) -> str:
+        """See ``nn.Module``."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, kind={self.kind}"
+
+
+def _check_place(weight: torch.Tensor) -> None:
+    if weight.device.type != "cpu":
+        raise ValueError(f"stored weights are on {weight.device}; there is a kernel for the CPU only")
+
+
+def _refuse_to_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ValueError(f"{prefix}weight is as a GGUF file stores it, which is not saved otherwise; keep the file")
+
+
+def is_stored(model: nn.Module) -> bool:
+    """Whether a model holds weights as they are stored."""
+    return any(isinstance(module, StoredLinear) for module in model.modules())
+
+
+def dtype_name(model: nn.Module) -> str:
+    """The type of a model's weights: ``stored``, or torch's name."""
+    return STORED if is_stored(model) else str(model.dtype).removeprefix("torch.")

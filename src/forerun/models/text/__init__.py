@@ -1,0 +1,1 @@
+"""Between text and token ids: prompts, chat templates, grammars, processors."""

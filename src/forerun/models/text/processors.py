@@ -1,0 +1,142 @@
+"""The logits processors of a row.
+
+transformers calls a processor once per token of a text, in order. Verification does the same along the path it walks.
+Drafting would add calls. A processor that remembers its calls (a watermark, a grammar, guidance by a second pass) must
+see neither these nor the calls of other rows. So each of several rows has a copy, and drafts are made without it. That
+changes what is accepted, never what is generated.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
+
+from forerun.core.sampling import InTurn, Processor, Remembering
+from forerun.models.text.top_p_processor import Nucleus
+
+HOME = "transformers.generation.logits_process"
+STATELESS = frozenset(
+    f"{name}LogitsProcessor"
+    for name in (
+        "EncoderNoRepeatNGram", "EncoderRepetitionPenalty", "ForcedBOSToken", "ForcedEOSToken", "MinLength",
+        "MinNewTokensLength", "NoBadWords", "NoRepeatNGram", "PrefixConstrained", "RepetitionPenalty", "SequenceBias",
+        "SuppressTokensAtBegin", "SuppressTokens", "Watermark",
+    )
+) | frozenset(
+    f"{name}LogitsWarper" for name in ("Epsilon", "Eta", "MinP", "Temperature", "TopH", "TopK", "TopP", "Typical")
+) | {"ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor", "LogitNormalization"}  # fmt: skip
+"""transformers' classes whose result depends on ids and scores only. Its watermark is one: it seeds itself from ids."""
+ROWWISE = frozenset(
+    f"{name}LogitsWarper" for name in ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
+) | {"InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"}  # fmt: skip
+"""Those that ignore ids, take scores of many rows, and read no value back from their device."""
+ANYWHERE = ROWWISE - {"SuppressTokensLogitsProcessor"} | {
+    "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopHLogitsWarper"
+}  # fmt: skip
+"""Those that hold nothing on the model's device; biases and the ids that end a text do, some since their first call."""
+DECLARATION = "forerun_stateless"
+"""Attribute by which any other processor declares the same."""
+
+
+def stateless(processor: Any) -> bool:
+    """Whether a processor may be called in any order: its class is known, or its ``forerun_stateless`` is true."""
+    kind = type(processor)
+    known = kind.__module__ == HOME and kind.__name__ in STATELESS
+    return bool(getattr(processor, DECLARATION, known))
+
+
+def of_row(
+    processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows: int = 1, place: int = 0
+) -> Processor | None:
+    """All processors of a row as one, or None if there are none.
+
+    Args:
+        processors: as transformers prepared them.
+        model: the target; copies of a processor share it.
+        row: the row's number, passed to ``prefix_allowed_tokens_fn``.
+        rows: number of rows; a single row gets the processors themselves, not copies.
+        place: the row's index in the batch for which they were prepared.
+
+    Raises:
+        NotImplementedError: for several rows and a processor that cannot be copied.
+    """
+    own = [_quick(_of_place(each, row, place)) if stateless(each) else each for each in processors]
+    if rows > 1:
+        own = [each if stateless(each) else _copied(each, model) for each in own]
+    whole, pure = _in_turn(own), [each for each in own if stateless(each)]
+    return whole if whole is None or len(pure) == len(own) else Remembering(whole, _in_turn(pure))
+
+
+def _in_turn(processors: Sequence[Any]) -> Processor | None:
+    """All of them as one processor. transformers' own list inspects each processor's parameters at every token."""
+    if any(len(inspect.signature(processor.__call__).parameters) > 2 for processor in processors):
+        return LogitsProcessorList(processors)  # type: ignore[no-any-return]
+    if not processors:
+        return None
+    rowwise, anywhere = (all(_among(names, each) for each in processors) for names in (ROWWISE, ANYWHERE))
+    return InTurn(tuple(processors), rowwise, anywhere)
+
+
+def _among(names: frozenset[str], processor: Any) -> bool:
+    kind = TopPLogitsWarper if type(processor) is Nucleus else type(processor)
+    return kind.__module__ == HOME and kind.__name__ in names
+
+
+def _copied(processor: Any, model: PreTrainedModel) -> Any:
+    shared = {id(module): module for module in model.modules()}
+    try:
+        twin = copy.deepcopy(processor, shared)
+        if twin is not processor:
+            return twin
+        reason = "a copy of it is itself"
+    except Exception as error:  # a processor may raise anything
+        reason = f"{type(error).__name__}: {error}"
+    raise NotImplementedError(
+        f"the logits processor {getattr(processor, '__name__', type(processor).__name__)} may remember its calls, and "
+        f"several rows need a copy each, which cannot be made ({reason}); generate one row at a time, or set "
+        f"{DECLARATION} = True on it if its result depends on nothing but ids and scores"
+    )
+
+
+def _quick(processor: Any) -> Any:
+    return Nucleus(processor) if type(processor) is TopPLogitsWarper else processor
+
+
+def _of_place(processor: Any, row: int, place: int) -> Any:
+    """One row's processor, from one that was prepared for a whole batch."""
+    change = _CHANGES.get(type(processor).__name__)
+    if change is None:
+        return processor
+    twin = copy.copy(processor)
+    change(twin, row, place)
+    return twin
+
+
+def _ignore_prompt(processor: Any, row: int, place: int) -> None:
+    if processor.prompt_ignore_length is not None:
+        processor.prompt_ignore_length = processor.prompt_ignore_length[place : place + 1]
+
+
+def _tell_row(processor: Any, row: int, place: int) -> None:
+    allowed = processor._prefix_allowed_tokens_fn
+    processor._prefix_allowed_tokens_fn = lambda _, ids: allowed(row, ids)
+
+
+def _cut_prompts(processor: Any, row: int, place: int) -> None:
+    processor.encoder_input_ids = processor.encoder_input_ids[place : place + 1]
+
+
+def _cut_ngrams(processor: Any, row: int, place: int) -> None:
+    processor.generated_ngrams, processor.batch_size = processor.generated_ngrams[place : place + 1], 1
+
+
+_CHANGES: dict[str, Callable[[Any, int, int], None]] = {
+    "RepetitionPenaltyLogitsProcessor": _ignore_prompt,
+    "PrefixConstrainedLogitsProcessor": _tell_row,
+    "EncoderRepetitionPenaltyLogitsProcessor": _cut_prompts,
+    "EncoderNoRepeatNGramLogitsProcessor": _cut_ngrams,
+}

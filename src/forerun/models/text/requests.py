@@ -1,0 +1,245 @@
+"""From the arguments of ``generate`` to requests, with transformers' own processors and stopping criteria.
+
+``transformers`` itself merges and validates the options: a prompt goes through ``model.generate`` with a
+``custom_generate`` that only returns what was prepared. So every option means the same here as there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationMode,
+    MaxLengthCriteria,
+    StopStringCriteria,
+)
+
+from forerun.core.request import Request, Stopping
+from forerun.core.sampling import Method, Sampler
+from forerun.models.forward.inputs import check_inputs, check_length, check_prompt
+from forerun.models.text.grammar import Grammar
+from forerun.models.text.processors import of_row
+
+SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+UNSUPPORTED_OPTIONS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "token_healing")
+SEEDS = 2**63 - 1
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "temperature": (lambda x: x >= 0, "positive (or 0 with do_sample=False)"),
+    "top_k": (lambda x: x >= 0, "0 (off) or more"),
+    "top_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "min_p": (lambda x: 0 <= x <= 1, "between 0 and 1"),
+    "typical_p": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "repetition_penalty": (lambda x: x > 0, "positive"),
+}
+"""Allowed values of options; transformers silently ignores some wrong ones."""
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """Forerun's own options, beside transformers'.
+
+    Attributes:
+        seed: of the sampling noise; None draws one from torch's global generator.
+        verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
+        namespace: this text is drafted from earlier outputs of the same namespace only.
+        budget: nodes of a draft, at most, if that is less than the engine's; 0 for no drafts, and nothing learned.
+        logprobs: keep how likely the model found each token, and so many of the likeliest tokens at its place; None
+            keeps nothing.
+        grammar: what the text must follow.
+        drafts_from: a namespace to draft from and learn in, in place of its own; see ``Request``.
+
+    Raises:
+        ValueError: for a wrong verification, or ``logprobs`` below 0.
+    """
+
+    seed: int | None = None
+    verification: Method = "coupled"
+    namespace: str = "default"
+    budget: int | None = None
+    logprobs: int | None = None
+    grammar: Grammar | None = None
+    drafts_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs is {self.logprobs}; it must be 0 or more, or None")
+        if self.verification not in ("coupled", "rejection"):
+            raise ValueError(f"verification is {self.verification!r}; allowed are 'coupled' and 'rejection'")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row's number, the number of rows, and the row's index in the batch that transformers prepared."""
+
+    row: int = 0
+    rows: int = 1
+    prepared: int = 0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What transformers passes to a ``custom_generate`` function."""
+
+    config: GenerationConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+
+
+def build_requests(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    options: RowOptions,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    row: int = 0,
+    prompts: int = 1,
+    **kwargs: Any,
+) -> list[Request]:
+    """One request per returned sequence (``num_return_sequences``) of a prompt.
+
+    Args:
+        model: the target.
+        prompt: token ids.
+        options: Forerun's own.
+        tokenizer: needed for ``stop_strings``.
+        row: the prompt's number.
+        prompts: number of prompts.
+        kwargs: options of ``model.generate``: ``generation_config``, its fields, ``logits_processor``, ...
+
+    Raises:
+        ValueError: for a wrong value, an empty prompt, ids out of range, or a text that is too long.
+        NotImplementedError: for what Forerun does not support, such as beam search.
+    """
+    check_prompt(model, prompt)
+    kwargs = _with_stop_strings(model, tokenizer, kwargs)
+    prepared = _prepare(model, prompt, kwargs)
+    count = prepared.config.num_return_sequences or 1
+    seed = options.seed if options.seed is not None else draw_seed()
+    return [
+        make_request(
+            model,
+            prompt,
+            prepared if i == 0 else _prepare(model, prompt, kwargs),
+            replace(options, seed=seed + i),
+            Place(row * count + i, prompts * count),
+        )
+        for i in range(count)
+    ]
+
+
+def make_request(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    prepared: Prepared,
+    options: RowOptions,
+    place: Place,
+    padding: Sequence[int] = (),
+) -> Request:
+    """A request for one row, from what transformers prepared for the row or for its batch."""
+    config = prepared.config
+    _check_mode(config)
+    eos, max_length, stopping = _ends(prepared.criteria, config.max_length, model.device)
+    max_new_tokens = max_length - len(prompt) - len(padding)
+    if max_length != config.max_length:  # a user's criterion; transformers asks it after the first token
+        max_new_tokens = max(1, max_new_tokens)
+    check_length(model, len(prompt), max_new_tokens)
+    processor = of_row(prepared.processors, model, place.row, place.rows, place.prepared)
+    seed = draw_seed() if options.seed is None else options.seed
+    constraint = None if options.grammar is None else options.grammar.follow(len(padding) + len(prompt))
+    return Request(
+        prompt,
+        max_new_tokens,
+        eos_token_ids=eos,
+        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor, constraint),
+        stopping=stopping,
+        namespace=options.namespace,
+        drafts_from=options.drafts_from,
+        budget=options.budget,
+        padding=padding,
+        top_logprobs=options.logprobs,
+    )
+
+
+def draw_seed() -> int:
+    """A seed from torch's global generator, so that ``torch.manual_seed`` fixes it."""
+    return int(torch.randint(SEEDS, ()))
+
+
+def _prepare(model: PreTrainedModel, prompt: Sequence[int], kwargs: dict[str, Any]) -> Prepared:
+    def keep(
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **given: Any,
+    ) -> Prepared:
+        check_inputs(input_ids, given)
+        return Prepared(generation_config, logits_processor, stopping_criteria)
+
+    ids = torch.tensor([list(prompt)], device=model.device)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), custom_generate=keep, **kwargs)  # type: ignore[no-any-return]
+
+
+def _with_stop_strings(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Turn ``stop_strings`` into a stopping criterion, as transformers passes no tokenizer to custom functions."""
+    given = kwargs.get("generation_config")
+    in_config = given or model.generation_config
+    strings = kwargs.get("stop_strings") or in_config.stop_strings or model.generation_config.stop_strings
+    if not strings:
+        return kwargs
+    if "" in ([strings] if isinstance(strings, str) else strings):
+        raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
+    without = copy.deepcopy(given) if given is not None else None
+    if without is not None:
+        without.stop_strings = None
+    criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or [])])
+    criteria.append(StopStringCriteria(tokenizer, strings))
+    changed = {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
+    return {**changed, "generation_config": without} if without is not None else changed
+
+
+def _check_mode(config: GenerationConfig) -> None:
+    for name, (fits, allowed) in RANGES.items():
+        value = getattr(config, name, None)
+        if value is not None and not fits(value):
+            raise ValueError(f"{name} is {value}; it must be {allowed}")
+    mode = config.get_generation_mode()
+    if mode not in SUPPORTED_MODES:
+        raise NotImplementedError(f"{mode.value} is not supported; Forerun does greedy decoding and sampling")
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise NotImplementedError(f"guidance_scale={config.guidance_scale} is not supported; only 1 is")
+    wanted = [name for name in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
+    if wanted:
+        raise NotImplementedError(f"{', '.join(wanted)} is not supported by Forerun")
+
+
+def _ends(
+    criteria: StoppingCriteriaList, max_length: int, device: torch.device
+) -> tuple[frozenset[int], int, Stopping | None]:
+    """Tokens that end a text, its greatest length, and all other criteria as one.
+
+    The first two are taken out of transformers' own criteria, so that requests can check them without a tensor. A
+    user's criteria replace those made from the options.
+    """
+    eos = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
+    lengths = [int(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]
+    rest = StoppingCriteriaList([c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)])
+    stopping: Stopping | None = (lambda ids: bool(rest(ids.to(device), None).all())) if len(rest) else None
+    return frozenset(chain.from_iterable(eos)), min(lengths, default=max_length), stopping

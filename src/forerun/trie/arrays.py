@@ -1,0 +1,269 @@
+"""The arrays of one index, and the hash table that finds a context's slot.
+
+A context is one to ``ORDERS`` tokens in a row. It is known by a hash of its tokens and owns one row of ``slots``. The
+table uses linear hashing (Litwin, 1980): it grows by one bucket at a time, so no insertion ever moves the whole table.
+
+The functions are compiled. ``tables`` names the columns.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.core.compiling import compiled
+from forerun.core.tree import IntArray
+from forerun.trie.tables import CHUNK, ENTRY, SLOT, STATE, TEXT, RecordArray
+
+Int32Array = npt.NDArray[np.int32]
+
+FloatArray = npt.NDArray[np.float64]
+
+HashArray = npt.NDArray[np.uint64]
+
+ORDERS = 4
+"""Tokens of the longest context that is counted."""
+
+CLASSES = 26
+"""Sizes of blocks: 1, 2, 4, ... rows."""
+
+FIRST_HINTS = 1 << 8
+"""Entries of a new table of hints."""
+
+LARGE = 1 << 20
+"""Bytes from which on an array gets a memory mapping of its own."""
+
+BYTES_PER_TOKEN = 72
+"""Reserved for each token of a namespace's capacity. A text uses less; how much depends on how it repeats itself."""
+
+RECENT = 48
+"""Distinct tokens that are remembered as seen last."""
+
+
+class Index(NamedTuple):
+    """Texts, and what followed their contexts.
+
+    Attributes:
+        slots: one row for each context; ``SLOT`` ``[slots]``.
+        heads: first slot of each bucket, int32 ``[slots]``.
+        blocks: followers of the contexts that have several; ``ENTRY`` ``[rows]``.
+        text: the tokens themselves, in chunks; ``TEXT`` ``[chunks]``; see ``history``.
+        hints: where an n-gram was continued last, by its hash; int32 ``[power of two]``; see ``history``.
+        recent: distinct tokens, those seen last first, int32 ``[RECENT]``; -1 for none.
+        spelling: tokens of each word without the space before it, int32 ``[vocabulary, n]``; see ``spelling``.
+        free_blocks: first free block of each size, int64 ``[CLASSES]``.
+        state: counters; ``STATE`` ``[1]``.
+    """
+
+    slots: RecordArray
+    heads: Int32Array
+    blocks: RecordArray
+    text: RecordArray
+    hints: Int32Array
+    recent: Int32Array
+    spelling: Int32Array
+    free_blocks: IntArray
+    state: RecordArray
+
+    @classmethod
+    def allocate(cls, slots: int, rows: int, chunks: int) -> Index:
+        """An empty index. The system backs a page of memory when it is first written, so unused room costs nothing."""
+        state = np.zeros(1, STATE)
+        state["mask"], state["slot_top"], state["block_top"], state["chunk_top"] = 15, 1, 1, 1
+        return cls(
+            slots=_zeros(slots + 1, SLOT),
+            heads=_zeros(slots + 16, np.dtype(np.int32)),
+            blocks=_zeros(rows + 1, ENTRY),
+            text=_zeros(chunks + 1, TEXT),
+            hints=np.zeros(FIRST_HINTS, np.int32),
+            recent=np.full(RECENT, -1, np.int32),
+            spelling=np.full((1, 1), -1, np.int32),
+            free_blocks=np.zeros(CLASSES, np.int64),
+            state=state,
+        )
+
+    @classmethod
+    def for_tokens(cls, tokens: int) -> Index:
+        """An empty index with room for any text of so many tokens.
+
+        Each token is counted behind ``ORDERS`` contexts, and behind up to two that ``trail`` adds.
+        """
+        return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK + 2)
+
+    @classmethod
+    def for_bytes(cls, nbytes: int) -> Index:
+        """An empty index that never takes more bytes, divided among its arrays as common texts need them."""
+        return cls.allocate(*_rows(nbytes))
+
+    def within(self, nbytes: int) -> Index:
+        """The same index, of which no more bytes are used from now on: views of the first rows. It must not take more
+        already."""
+        slots, rows, chunks = _rows(nbytes)
+        return self._replace(
+            slots=self.slots[: slots + 1],
+            heads=self.heads[: slots + 16],
+            blocks=self.blocks[: rows + 1],
+            text=self.text[: chunks + 1],
+        )
+
+    @property
+    def tokens(self) -> int:
+        """How many are written."""
+        return int(self.state["tokens"].item())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use or once used; memory that was never touched is not counted."""
+        state = self.state[0]
+        used = SLOT.itemsize * state.slot_top + self.heads.itemsize * (state.mask + 1 + state.split)
+        used += ENTRY.itemsize * state.block_top + TEXT.itemsize * state.chunk_top
+        return int(used) + sum(part.nbytes for part in (self.hints, self.recent, self.free_blocks, self.state))
+
+    def with_hints(self, more: int = 0) -> Index:
+        """The index with at least as many hints as tokens, those written and ``more``.
+
+        The table is repeated, so that a hint is found at its hash under the longer mask too.
+        """
+        factor = 1
+        while len(self.hints) * factor < self.tokens + more:
+            factor *= 2
+        return self if factor == 1 else self._replace(hints=np.tile(self.hints, factor))
+
+    def grown(self) -> Index:
+        """The index with the same content and twice the room."""
+        slots, heads, blocks, text = map(_doubled, self[:4])
+        return self._replace(slots=slots, heads=heads, blocks=blocks, text=text)
+
+
+def _rows(nbytes: int) -> tuple[int, int, int]:
+    """Slots, rows of blocks and chunks for so many bytes, hints included."""
+    tokens = nbytes / BYTES_PER_TOKEN
+    return int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK)
+
+
+def _doubled(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """An array twice as long, zeros behind the content. (``np.concatenate`` would make its records plain tuples.)"""
+    longer = _zeros(2 * len(part), part.dtype)
+    longer[: len(part)] = part
+    return longer
+
+
+def _zeros(rows: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
+    """An array of zeros.
+
+    A large one is a memory mapping of its own: what ``calloc`` takes from the heap may be cleared, and so backed, at
+    once. The mapping is private, so a process that is forked gets a copy, as of all other memory.
+    """
+    size = kind.itemsize * rows
+    if size < LARGE:
+        return np.zeros(rows, kind)
+    return np.frombuffer(mmap.mmap(-1, size, **_PRIVATE), kind)
+
+
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+
+
+@compiled
+def mix(hashed: np.uint64, token: int) -> np.uint64:
+    """Hash of a context and the token behind it."""
+    mixed = (hashed ^ np.uint64(token + 2)) * np.uint64(0x9E3779B97F4A7C15)
+    return mixed ^ (mixed >> np.uint64(29))
+
+
+@compiled
+def _bucket(index: Index, key: int) -> int:
+    state = index.state[0]
+    bucket = key & state.mask
+    if bucket < state.split:
+        bucket = key & (2 * state.mask + 1)
+    return int(bucket)
+
+
+@compiled
+def find(index: Index, hashed: np.uint64) -> int:
+    """The slot of a context, or 0."""
+    key = int(hashed >> np.uint64(33))
+    slot = index.heads[_bucket(index, key)]
+    while slot != 0 and index.slots[slot].key != key:
+        slot = index.slots[slot].chain
+    return int(slot)
+
+
+@compiled
+def _split(index: Index) -> None:
+    """Add one bucket: its slots come out of bucket ``split``."""
+    slots, heads, state = index.slots, index.heads, index.state[0]
+    low, high = state.split, state.split + state.mask + 1
+    slot = heads[low]
+    heads[low] = heads[high] = 0
+    while slot != 0:
+        after = slots[slot].chain
+        bucket = high if slots[slot].key & (state.mask + 1) else low
+        slots[slot].chain = heads[bucket]
+        heads[bucket] = slot
+        slot = after
+    state.split += 1
+    if state.split > state.mask:
+        state.mask, state.split = 2 * state.mask + 1, 0
+
+
+@compiled
+def add_slot(index: Index, hashed: np.uint64, token: int) -> bool:
+    """Add a context with its first follower; False if no slot is free."""
+    slots, state = index.slots, index.state[0]
+    slot = state.slot_free
+    if slot != 0:
+        state.slot_free = slots[slot].chain
+    elif state.slot_top < len(slots):
+        slot = state.slot_top
+        state.slot_top += 1
+    else:
+        return False
+    state.slots += 1
+    if state.slots > state.mask + state.split and state.mask + 1 + state.split < len(index.heads):
+        _split(index)
+    key = int(hashed >> np.uint64(33))
+    bucket = _bucket(index, key)
+    added = slots[slot]
+    added.key, added.total, added.value, added.chain = key, 1, token, index.heads[bucket]
+    index.heads[bucket] = slot
+    return True
+
+
+@compiled
+def drop_slot(index: Index, slot: int) -> None:
+    """Give a slot back."""
+    slots, state = index.slots, index.state[0]
+    bucket = _bucket(index, int(slots[slot].key))
+    link = index.heads[bucket]
+    if link == slot:
+        index.heads[bucket] = slots[slot].chain
+    else:
+        while slots[link].chain != slot:
+            link = slots[link].chain
+        slots[link].chain = slots[slot].chain
+    slots[slot].chain = state.slot_free
+    state.slot_free = slot
+    state.slots -= 1
+
+
+@compiled
+def tight(index: Index) -> bool:
+    """Whether a few dozen more tokens may not fit."""
+    state = index.state[0]
+    slots, rows, chunks = len(index.slots), len(index.blocks), len(index.text)
+    full = state.slots >= slots - slots // 16 - 1 or state.rows >= rows - rows // 16 - 1
+    return bool(full or state.chunks >= chunks - chunks // 16 - 1)
+
+
+@compiled
+def valid(tokens: IntArray) -> bool:
+    """Whether all ids are in [0, 2**31)."""
+    wrong = 0
+    for token in tokens:
+        wrong += token < 0 or token >= 1 << 31
+    return wrong == 0

@@ -1,0 +1,131 @@
+"""The merged tree: best-first search by estimated probability, over all contexts of both sources at once.
+
+The likeliest candidate of the frontier becomes a node, and its followers are offered to the frontier in turn. The desk
+holds where each node stands: the hashes and slots of its contexts, its copies and its trails. A node whose followers
+could hardly enter the draft is expanded from its longer contexts only, or not at all.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.trie.arrays import ORDERS, Index, mix
+from forerun.trie.candidates import NONE, UNIGRAM, CandidateTable, candidate, clear
+from forerun.trie.draft_workspace import Draft, DraftWorkspace, hear, look, stand
+from forerun.trie.evidence import ENOUGH, complete, gather, gather_recent
+from forerun.trie.frontier import (
+    above_of,
+    empty,
+    least,
+    offer,
+    origin_of,
+    own_order_of,
+    packed,
+    shared_order_of,
+    token_of,
+)
+from forerun.trie.gapped_match import branch, follow_trails
+from forerun.trie.logistic_mixer import Mixer, corrected, odds_unmatched, weigh
+from forerun.trie.tables import OWN, SHARED
+from forerun.trie.text_cursor import TextCursor, follow_copy
+
+CUT_RECENT, CUT_SHORT, CUT = 0.01, 0.15, 0.35
+"""How far a node is expanded depends on its *bar*: how probable a follower must be, given the node, to be drafted.
+
+The bar is the chance of the least likely node that would be drafted now, divided by the chance of this node. Above
+``CUT_RECENT`` the tokens seen last are left out, above ``CUT_SHORT`` the contexts of one token too, and above ``CUT``
+the node is not expanded. The bar is also the share of a context's total that a follower needs to become a candidate."""
+
+
+@compiled
+def _expand(
+    own: Index, shared: Index, mixer: Mixer, desk: DraftWorkspace, node: int, bound: int, chance: float, bar: float
+) -> None:
+    """Offer what may follow a node of that chance to the frontier, of which ``bound`` entries can still be drafted."""
+    found, facts = desk.found, desk.facts
+    hear(own, OWN, desk.copies, node, facts)
+    hear(shared, SHARED, desk.copies, node, facts)
+    gather(own, shared, desk.hashes, desk.slots, desk.trails, node, facts, found, bar)
+    for number in range(found.size[0]):
+        complete(found, number, facts)
+        likely = chance * weigh(mixer, found, number, facts)
+        offered = found.candidates[number]
+        entry = packed(offered.token, node, offered.longest[OWN], offered.longest[SHARED])
+        offer(desk.frontier, bound, likely, entry)
+    if bar <= CUT_RECENT and found.size[0] < ENOUGH:
+        _expand_recent(mixer, desk, node, bound, chance)
+
+
+@compiled
+def _expand_recent(mixer: Mixer, desk: DraftWorkspace, node: int, bound: int, chance: float) -> None:
+    """Offer the tokens seen last, as far as they are likely enough."""
+    recent, odds = desk.recent, odds_unmatched(mixer, desk.facts)
+    for number in range(recent.size[0]):
+        likely = chance * corrected(mixer, 0, odds + recent.candidates[number].odds)
+        if likely <= least(desk.frontier, bound):
+            break
+        token = recent.candidates[number].token
+        if candidate(desk.found, token, False) == NONE:
+            offer(desk.frontier, bound, likely, packed(token, node, 0, 0))
+
+
+@compiled
+def rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable) -> None:
+    """Sort the tokens seen last by what their frequency and recency add to the log-odds."""
+    clear(recent)
+    gather_recent(own, shared, recent)
+    ranked = recent.candidates
+    for number in range(recent.size[0]):
+        odds, token, at = 0.0, ranked[number].token, number
+        for source in range(2):
+            odds += mixer.weights[0, UNIGRAM + source] * mixer.cells.odds[recent.cells[number, UNIGRAM + source]]
+        while at > 0 and ranked[at - 1].odds < odds:
+            ranked[at].odds, ranked[at].token = ranked[at - 1].odds, ranked[at - 1].token
+            at -= 1
+        ranked[at].odds, ranked[at].token = odds, token
+
+
+@compiled
+def _enter(own: Index, shared: Index, desk: DraftWorkspace, node: int, entry: int, bar: float) -> None:
+    """Put a new node on the desk: move on by its token from where the node above it stands."""
+    hashes, copies = desk.hashes, desk.copies
+    above, token = above_of(entry), token_of(entry)
+    for source in range(2):
+        hashes[node, source, 0] = np.uint64(0)
+        for order in range(1, ORDERS + 1):
+            hashes[node, source, order] = mix(hashes[above, source, order - 1], token)
+        copies[node, source] = copies[above, source]
+    lowest = 2 if bar > CUT_SHORT else 1
+    look(own, shared, hashes, desk.slots, node, lowest, own_order_of(entry) + 1, shared_order_of(entry) + 1)
+    follow_copy(own, copies, node, OWN, token, copies[0, OWN].position)
+    follow_copy(shared, copies, node, SHARED, token, 0)
+    branch(desk.trails, above, node)
+    follow_trails(own, desk.trails, node, token)
+    desk.depths[node] = desk.depths[above] + 1
+
+
+@compiled
+def grow(
+    own: Index, shared: Index, place: TextCursor, mixer: Mixer, desk: DraftWorkspace, draft: Draft, deepest: int
+) -> int:
+    """Fill a draft; the number of its nodes."""
+    budget, frontier, span = len(draft.tokens), desk.frontier, desk.frontier.span[0]
+    rank_recent(own, shared, mixer, desk.recent)
+    stand(own, shared, place, desk)
+    empty(frontier)
+    _expand(own, shared, mixer, desk, 0, budget, 1.0, 0.0)
+    size = 0
+    while span.head < span.tail and size < budget:
+        chance, entry = frontier.chances[span.head], frontier.entries[span.head]
+        span.head += 1
+        above = above_of(entry)
+        draft.tokens[size], draft.parents[size], draft.probability[size] = token_of(entry), above - 1, chance
+        draft.origins[size] = origin_of(entry)
+        size += 1
+        if size < budget and desk.depths[above] + 1 < deepest:
+            bar = least(frontier, budget - size) / chance
+            if bar <= CUT:
+                _enter(own, shared, desk, size, entry, bar)
+                _expand(own, shared, mixer, desk, size, budget - size, chance, bar)
+    return size

@@ -1,0 +1,231 @@
+"""Counting what followed a context, and taking a count back.
+
+A context with one follower is all in its slot. A context with several has a block: a header, then one row for each
+follower. Each count that grows moves its row up by at most one place, so the rows are nearly sorted, most frequent
+first, at no cost. Blocks have 4, 8, 16, ... rows; a block that is full moves to one of twice its size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.trie.arrays import CLASSES, Index, add_slot, drop_slot, find
+
+FIRST_CLASS = 2
+"""Size class of a context's first block: four rows, for a header and two followers."""
+
+
+@compiled
+def _size_class(entries: int) -> int:
+    """The size class (rows = 2 ** class) of a block with so many followers."""
+    size_class = 1
+    while (1 << size_class) <= entries:
+        size_class += 1
+    return size_class
+
+
+@compiled
+def _release(index: Index, block: int, size_class: int) -> None:
+    """Give a block back."""
+    index.blocks[block].free = index.free_blocks[size_class]
+    index.free_blocks[size_class] = block
+    index.state[0].rows -= 1 << size_class
+
+
+@compiled
+def _allocate(index: Index, size_class: int) -> int:
+    """A block, or 0 if none is free.
+
+    It takes a free block of that size, else rows that were never used, else the half of a larger free block.
+    """
+    state, blocks = index.state[0], index.blocks
+    block, found = index.free_blocks[size_class], size_class
+    if block == 0 and state.block_top + (1 << size_class) <= len(blocks):
+        block = state.block_top
+        state.block_top += 1 << size_class
+        state.rows += 1 << size_class
+        return int(block)
+    while block == 0 and found < CLASSES - 1:
+        found += 1
+        block = index.free_blocks[found]
+    if block == 0:
+        return 0
+    index.free_blocks[found] = blocks[block].free
+    state.rows += 1 << found
+    while found > size_class:  # give back the half that is not needed
+        found -= 1
+        _release(index, block + (1 << found), found)
+    return int(block)
+
+
+@compiled
+def _move(index: Index, to: int, start: int, rows: int) -> None:
+    """Copy rows of blocks, from the first on; ``to`` may lie inside them if it is lower."""
+    for row in range(rows):
+        index.blocks[to + row] = index.blocks[start + row]
+
+
+@compiled
+def _pair(index: Index, slot: int, token: int) -> bool:
+    """Add a second follower; False if there is no room."""
+    slots, blocks = index.slots, index.blocks
+    block = _allocate(index, FIRST_CLASS)
+    if block == 0:
+        return False
+    blocks[block].followers, blocks[block].last = 2, 2
+    blocks[block + 1].token, blocks[block + 1].count = slots[slot].value, slots[slot].total
+    blocks[block + 2].token, blocks[block + 2].count = token, 1
+    slots[slot].value = -1 - block
+    return True
+
+
+@compiled
+def _append(index: Index, slot: int, token: int) -> bool:
+    """Add a follower to a block, which moves when it is full; False if there is no room."""
+    blocks = index.blocks
+    block = -1 - index.slots[slot].value
+    size = blocks[block].followers
+    old, new = _size_class(size), _size_class(size + 1)
+    if new != old:
+        moved = _allocate(index, new)
+        if moved == 0:
+            return False
+        _move(index, moved, block, size + 1)
+        _release(index, block, old)
+        index.slots[slot].value = -1 - moved
+        block = moved
+    size += 1
+    blocks[block + size].token, blocks[block + size].count = token, 1
+    blocks[block].followers, blocks[block].last = size, size
+    return True
+
+
+@compiled
+def _entry(index: Index, block: int, token: int) -> int:
+    """Number of a follower in a block, from 1, or 0."""
+    blocks = index.blocks
+    for entry in range(1, blocks[block].followers + 1):
+        if blocks[block + entry].token == token:
+            return entry
+    return 0
+
+
+@compiled
+def _swap(index: Index, block: int, one: int, other: int) -> None:
+    """Exchange two followers."""
+    one_row, other_row = index.blocks[block + one], index.blocks[block + other]
+    one_row.token, other_row.token = other_row.token, one_row.token
+    one_row.count, other_row.count = other_row.count, one_row.count
+
+
+@compiled
+def _count_in(index: Index, block: int, entry: int) -> None:
+    """Count a follower of a block once more; it came last now."""
+    blocks = index.blocks
+    blocks[block + entry].count += 1
+    if entry > 1 and blocks[block + entry - 1].count <= blocks[block + entry].count:
+        _swap(index, block, entry, entry - 1)
+        entry -= 1
+    blocks[block].last = entry
+
+
+@compiled
+def count(index: Index, hashed: np.uint64, token: int) -> bool:
+    """Count ``token`` behind a context once more; False if there is no room for it."""
+    slots = index.slots
+    slot = find(index, hashed)
+    if slot == 0:
+        return add_slot(index, hashed, token)
+    done = slots[slot].value == token
+    if not done and slots[slot].value >= 0:
+        done = _pair(index, slot, token)
+    elif not done:
+        block = -1 - slots[slot].value
+        entry = _entry(index, block, token)
+        if entry == 0:
+            done = _append(index, slot, token)
+        else:
+            _count_in(index, block, entry)
+            done = True
+    if done:
+        slots[slot].total += 1
+    return bool(done)
+
+
+@compiled
+def times(index: Index, hashed: np.uint64, token: int) -> int:
+    """How often ``token`` was counted behind a context."""
+    slot = find(index, hashed)
+    if slot == 0:
+        return 0
+    value = index.slots[slot].value
+    if value >= 0:
+        return int(index.slots[slot].total) if value == token else 0
+    entry = _entry(index, -1 - value, token)
+    return int(index.blocks[-1 - value + entry].count) if entry != 0 else 0
+
+
+@compiled
+def _erase(index: Index, slot: int, entry: int) -> None:
+    """Take a follower out of a block.
+
+    The block moves to a smaller one when half of it is empty. The last follower that is left returns to the slot.
+    """
+    blocks = index.blocks
+    block = -1 - index.slots[slot].value
+    header = blocks[block]
+    size = header.followers
+    if header.last >= entry:
+        header.last = 0 if header.last == entry else header.last - 1
+    _move(index, block + entry, block + entry + 1, size - entry)
+    header.followers = size - 1
+    old, new = _size_class(size), _size_class(size - 1)
+    if size == 2:
+        index.slots[slot].value = blocks[block + 1].token
+        _release(index, block, old)
+    elif new != old:
+        moved = _allocate(index, new)
+        if moved == 0:  # no smaller block is free: keep the first half of this one
+            moved = block
+            _release(index, block + (1 << new), new)
+        else:
+            _move(index, moved, block, size)
+            _release(index, block, old)
+        index.slots[slot].value = -1 - moved
+
+
+@compiled
+def _uncount_in(index: Index, slot: int, block: int, entry: int) -> None:
+    """Take one count of a follower of a block back."""
+    blocks = index.blocks
+    header, row = blocks[block], blocks[block + entry]
+    row.count -= 1
+    if row.count == 0:
+        _erase(index, slot, entry)
+    elif entry < header.followers and row.count < blocks[block + entry + 1].count:
+        _swap(index, block, entry, entry + 1)
+        if header.last == entry:
+            header.last = entry + 1
+        elif header.last == entry + 1:
+            header.last = entry
+
+
+@compiled
+def uncount(index: Index, hashed: np.uint64, token: int) -> None:
+    """Take one count of ``token`` behind a context back, if it is there."""
+    slots = index.slots
+    slot = find(index, hashed)
+    if slot == 0:
+        return
+    value = slots[slot].value
+    if value < 0:
+        entry = _entry(index, -1 - value, token)
+        if entry == 0:
+            return
+        _uncount_in(index, slot, -1 - value, entry)
+    elif value != token:
+        return
+    slots[slot].total -= 1
+    if slots[slot].total == 0:
+        drop_slot(index, slot)

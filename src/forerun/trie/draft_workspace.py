@@ -1,0 +1,115 @@
+"""The memory that a draft is worked out in. It is allocated once, since the compiled functions allocate nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.core.compiling import compiled
+from forerun.core.tree import Int8Array, IntArray
+from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find
+from forerun.trie.candidates import CandidateTable, Facts
+from forerun.trie.evidence import copy_cell
+from forerun.trie.frontier import Frontier
+from forerun.trie.tables import COPY, OWN, SHARED, TRAIL, RecordArray
+from forerun.trie.text_cursor import TextCursor
+from forerun.trie.token_store import UNWRITTEN, read
+
+
+class DraftWorkspace(NamedTuple):
+    """Working memory. Nothing on it outlives a call.
+
+    Row 0 of an array by node is the root, the end of the text; node i of the draft has row i + 1.
+
+    Attributes:
+        hashes: of the contexts at each node, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
+        slots: of the same contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
+        copies: by node and source; ``COPY`` ``[n + 1, 2]``.
+        trails: by node; ``TRAIL`` ``[n + 1, 2]``.
+        depths: of each node, int64 ``[n + 1]``.
+        frontier: candidates that are not drafted yet.
+        found: candidates of the node at hand.
+        recent: the tokens seen last, whose evidence is the same at every node.
+        facts: of the node at hand.
+    """
+
+    hashes: HashArray
+    slots: Int32Array
+    copies: RecordArray
+    trails: RecordArray
+    depths: IntArray
+    frontier: Frontier
+    found: CandidateTable
+    recent: CandidateTable
+    facts: Facts
+
+    @classmethod
+    def allocate(cls, budget: int) -> DraftWorkspace:
+        """Room for drafts of up to ``budget`` nodes."""
+        return cls(
+            hashes=np.zeros((budget + 1, 2, ORDERS + 1), np.uint64),
+            slots=np.zeros((budget + 1, 2, ORDERS + 1), np.int32),
+            copies=np.zeros((budget + 1, 2), COPY),
+            trails=np.zeros((budget + 1, 2), TRAIL),
+            depths=np.zeros(budget + 1, np.int64),
+            frontier=Frontier.allocate(budget),
+            found=CandidateTable.allocate(),
+            recent=CandidateTable.allocate(),
+            facts=Facts.allocate(),
+        )
+
+    def holds(self, budget: int) -> bool:
+        """Whether there is room for drafts of so many nodes."""
+        return len(self.depths) > budget
+
+
+class Draft(NamedTuple):
+    """The draft: int64, int64, float64 and ``Origin`` int8, ``[budget]``. The parent ``ROOT`` marks what follows the
+    text directly."""
+
+    tokens: IntArray
+    parents: IntArray
+    probability: npt.NDArray[np.float64]
+    origins: Int8Array
+
+    @classmethod
+    def allocate(cls, budget: int) -> Draft:
+        """Room for so many nodes."""
+        return cls(np.empty(budget, np.int64), np.empty(budget, np.int64), np.empty(budget), np.empty(budget, np.int8))
+
+    def cut(self, size: int) -> Draft:
+        """The first nodes."""
+        return Draft(self.tokens[:size], self.parents[:size], self.probability[:size], self.origins[:size])
+
+
+@compiled
+def look(
+    own: Index, shared: Index, hashes: HashArray, slots: Int32Array, node: int, lowest: int, own_most: int, most: int
+) -> None:
+    """Find the slots of a node's contexts from order ``lowest`` to the given ones; those of other orders become 0."""
+    for order in range(1, ORDERS + 1):
+        slots[node, OWN, order] = find(own, hashes[node, OWN, order]) if lowest <= order <= own_most else 0
+        slots[node, SHARED, order] = find(shared, hashes[node, SHARED, order]) if lowest <= order <= most else 0
+
+
+@compiled
+def hear(index: Index, source: int, copies: RecordArray, node: int, facts: Facts) -> None:
+    """Note what a node's copy predicts."""
+    copy, predicted = copies[node, source], facts.copies[source]
+    predicted.token = UNWRITTEN if copy.position == 0 else read(index, copy.position)
+    predicted.cell = copy_cell(source, copy.agreed, copy.wrong)
+    predicted.agreed = copy.agreed
+
+
+@compiled
+def stand(own: Index, shared: Index, place: TextCursor, desk: DraftWorkspace) -> None:
+    """Make the text's end the root."""
+    for source in range(2):
+        for order in range(ORDERS + 1):
+            desk.hashes[0, source, order] = place.hashes[source, order]
+        desk.copies[0, source] = place.copies[0, source]
+        desk.trails[0, source] = place.trails[0, source]
+    desk.depths[0] = 0
+    look(own, shared, desk.hashes, desk.slots, 0, 1, ORDERS, ORDERS)

@@ -1,0 +1,110 @@
+"""The frontier of a draft: candidates that are not drafted yet, likeliest first.
+
+It is a short sorted list. A new entry is sorted in from the tail, and what can no longer enter the draft falls off.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.core.origin import Origin
+from forerun.core.tree import IntArray
+from forerun.trie.arrays import FloatArray
+from forerun.trie.tables import SPAN, RecordArray
+
+ORDER_BITS, NODE_BITS = 3, 20
+"""Bits of each order and of the node in an entry: token, node above, longest own context, longest shared context."""
+
+ORDERS_BITS = 2 * ORDER_BITS
+TOKEN_START = ORDERS_BITS + NODE_BITS
+
+TEXT, EARLIER = int(Origin.TEXT), int(Origin.EARLIER)
+
+
+class Frontier(NamedTuple):
+    """Candidates that are not drafted yet.
+
+    Attributes:
+        chances: estimated probability of each, descending; float64 ``[2 n + 1]``.
+        entries: see ``packed``, int64 ``[2 n + 1]``.
+        span: ``SPAN`` ``[1]``.
+    """
+
+    chances: FloatArray
+    entries: IntArray
+    span: RecordArray
+
+    @classmethod
+    def allocate(cls, budget: int) -> Frontier:
+        """Room for drafts of up to ``budget`` nodes."""
+        return cls(np.zeros(2 * budget + 1), np.zeros(2 * budget + 1, np.int64), np.zeros(1, SPAN))
+
+
+@compiled
+def packed(token: int, above: int, own_order: int, shared_order: int) -> int:
+    """An entry: a token, the row on the desk of the node above, and the longest context in each source."""
+    return token << TOKEN_START | above << ORDERS_BITS | own_order << ORDER_BITS | shared_order
+
+
+@compiled
+def token_of(entry: int) -> int:
+    """Its token."""
+    return entry >> TOKEN_START
+
+
+@compiled
+def above_of(entry: int) -> int:
+    """The row on the desk of the node above it."""
+    return entry >> ORDERS_BITS & ((1 << NODE_BITS) - 1)
+
+
+@compiled
+def own_order_of(entry: int) -> int:
+    """Tokens of the longest context that it followed in the request's own text."""
+    return entry >> ORDER_BITS & ((1 << ORDER_BITS) - 1)
+
+
+@compiled
+def shared_order_of(entry: int) -> int:
+    """Tokens of the longest context that it followed in the namespace's texts."""
+    return entry & ((1 << ORDER_BITS) - 1)
+
+
+@compiled
+def origin_of(entry: int) -> int:
+    """The source in which the longer context was found: the request's own text, or else earlier ones."""
+    return EARLIER if shared_order_of(entry) > own_order_of(entry) else TEXT
+
+
+@compiled
+def empty(frontier: Frontier) -> None:
+    """Remove all entries."""
+    frontier.span[0].head, frontier.span[0].tail = 0, 0
+
+
+@compiled
+def offer(frontier: Frontier, bound: int, chance: float, entry: int) -> None:
+    """Sort an entry in, unless ``bound`` entries are at least as likely."""
+    chances, entries, span = frontier.chances, frontier.entries, frontier.span[0]
+    head, at = span.head, span.tail
+    if at - head >= bound:
+        at = head + bound - 1
+        if chance <= chances[at]:
+            return
+    span.tail = at + 1
+    while at > head and chances[at - 1] < chance:
+        chances[at] = chances[at - 1]
+        entries[at] = entries[at - 1]
+        at -= 1
+    chances[at] = chance
+    entries[at] = entry
+
+
+@compiled
+def least(frontier: Frontier, bound: int) -> float:
+    """The chance that a new entry must exceed to be among the first ``bound``."""
+    span = frontier.span[0]
+    return frontier.chances[span.head + bound - 1] if span.tail - span.head >= bound else 0.0

@@ -1,0 +1,296 @@
+"""How likely a token comes next: all evidence for it, mixed by how much each kind of evidence was worth before.
+
+This is logistic mixing as in the PAQ compressors (Mahoney, 2005), in three steps:
+
+1. Each piece of evidence has a *cell* (``board``). It learns how often tokens with such evidence came.
+2. The log-odds of a candidate's cells are added up, each with a *weight*. Weights are learned too, by gradient descent.
+   There is one set of them for each quality of match, because a long context makes the short ones worth less.
+3. A *correction* maps the sum to a probability. It learns how often candidates with that sum came.
+
+Nothing here holds text.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.core.compiling import compiled
+from forerun.trie.arrays import ORDERS, FloatArray
+from forerun.trie.candidates import (
+    AHEAD_CELLS,
+    BIAS,
+    CELLS,
+    CONTEXT_CELLS,
+    COPIED,
+    COPY_CELLS,
+    COUNTS,
+    CROSSED,
+    MISSES,
+    NONE,
+    STAND_IN,
+    STATES,
+    TOTALS,
+    UNIGRAM,
+    UNIGRAM_CELLS,
+    CandidateTable,
+    Facts,
+    context_input,
+)
+from forerun.trie.gapped_match import AHEAD, GAPS, JOINS, KINDS
+from forerun.trie.tables import OWN, SHARED
+from forerun.trie.token_store import UNWRITTEN
+
+ALL = BIAS + 1
+"""Columns of ``Mixer.weights``: the inputs, and the constant."""
+
+SETS = 81
+"""Rows of ``Mixer.weights``: three classes each of the longest own and shared context, of copies and of trails."""
+
+KNOTS = 33
+"""Points of the correction: log-odds from -8 to 8 in steps of a half."""
+
+STEEPEST = 7.99
+"""Log-odds beyond this are corrected as if they were this."""
+
+PRIOR = Path(__file__).with_name("prior.npy")
+"""What was learned on other texts."""
+
+SLOWEST = 0.0003
+"""Least rate at which a cell's chance changes."""
+
+CORRECTION_RATE = 0.01
+"""Rate at which the correction changes."""
+
+LONG_COPY = 16
+"""Tokens of agreement from which on a copy makes a set of weights of its own."""
+
+
+class Cells(NamedTuple):
+    """What is known of each kind of evidence.
+
+    The last entry is for ``NONE`` (-1): it has log-odds 0, which adds nothing.
+
+    Attributes:
+        odds: logarithm of chance / (1 - chance), float32 ``[CELLS + 1]``.
+        chance: how often tokens with such evidence came, float32 ``[CELLS + 1]``.
+        uses: how often that was seen, float32 ``[CELLS + 1]``.
+        changed: 1 while ``odds`` is older than ``chance``, float32 ``[CELLS + 1]``.
+    """
+
+    odds: npt.NDArray[np.float32]
+    chance: npt.NDArray[np.float32]
+    uses: npt.NDArray[np.float32]
+    changed: npt.NDArray[np.float32]
+
+
+class Mixer(NamedTuple):
+    """What was learned.
+
+    Attributes:
+        cells: see ``Cells``.
+        weights: of each input, by set; float64 ``[SETS, ALL]``.
+        correction: probability at each knot, by set; float64 ``[SETS + 1, KNOTS]``. The last row is the logistic
+            function.
+    """
+
+    cells: Cells
+    weights: FloatArray
+    correction: FloatArray
+
+    def copy(self) -> Mixer:
+        """The same, to learn on from."""
+        return Mixer(Cells(*(part.copy() for part in self.cells)), self.weights.copy(), self.correction.copy())
+
+
+@compiled
+def _knot(odds: float) -> float:
+    """Where log-odds lie among the knots."""
+    return (min(max(odds, -STEEPEST), STEEPEST) + 8) * 2
+
+
+@compiled
+def corrected(mixer: Mixer, chosen: int, odds: float) -> float:
+    """The final probability: the mean of the logistic function and of how often such candidates came."""
+    knot = _knot(odds)
+    low = int(knot)
+    table = mixer.correction
+    left = table[chosen, low] + table[SETS, low]
+    right = table[chosen, low + 1] + table[SETS, low + 1]
+    return float(0.5 * (left + (right - left) * (knot - low)))
+
+
+@compiled
+def _weights_of(board: CandidateTable, number: int, facts: Facts) -> int:
+    """The set of weights for a candidate, by the quality of its match."""
+    found, copied = board.candidates[number], 0
+    for source in range(2):
+        if facts.copies[source].token == found.token:
+            copied = max(copied, 2 if facts.copies[source].agreed >= LONG_COPY else 1)
+    own, shared = found.longest[OWN], found.longest[SHARED]
+    chosen = (min(own, 1) + (1 if own > 2 else 0)) * 9 + (min(shared, 1) + (1 if shared > 2 else 0)) * 3 + copied
+    return int(chosen + 27 * found.foreseen)
+
+
+@compiled
+def weigh(mixer: Mixer, board: CandidateTable, number: int, facts: Facts) -> float:
+    """The probability of a candidate. It is noted on the board, with what led to it."""
+    chosen = _weights_of(board, number, facts)
+    odds = mixer.weights[chosen, BIAS]
+    for at in range(facts.inputs[0]):
+        odds += mixer.weights[chosen, at] * mixer.cells.odds[board.cells[number, at]]
+    found = board.candidates[number]
+    found.weights, found.odds, found.chance = chosen, odds, corrected(mixer, chosen, odds)
+    return float(found.chance)
+
+
+@compiled
+def odds_unmatched(mixer: Mixer, facts: Facts) -> float:
+    """The log-odds of a token that no context, copy or trail speaks for, without its own frequency and recency."""
+    odds = mixer.weights[0, BIAS]
+    for source in range(2):
+        for order in range(1, ORDERS + 1):
+            absent = facts.absent[source, order - 1]
+            cell = absent.shorter if order == 1 else absent.unknown
+            if cell != NONE:
+                odds += mixer.weights[0, context_input(source, order)] * mixer.cells.odds[cell]
+        if facts.copies[source].token != UNWRITTEN:
+            odds += mixer.weights[0, COPIED + source] * mixer.cells.odds[facts.copies[source].cell]
+    return float(odds)
+
+
+@compiled
+def _correct(mixer: Mixer, chosen: int, odds: float, hit: float) -> None:
+    """Let the correction learn from one candidate."""
+    knot = _knot(odds)
+    low = int(knot)
+    table = mixer.correction
+    table[chosen, low] += (hit - table[chosen, low]) * (low + 1 - knot) * CORRECTION_RATE
+    table[chosen, low + 1] += (hit - table[chosen, low + 1]) * (knot - low) * CORRECTION_RATE
+
+
+@compiled
+def _teach(mixer: Mixer, board: CandidateTable, inputs: int, number: int, hit: float, rate: float) -> None:
+    """Learn from one candidate, which came (1) or did not (0)."""
+    odds, chosen = board.candidates[number].odds, board.candidates[number].weights
+    cells, weights = mixer.cells, mixer.weights
+    error = rate * (hit - 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0))))
+    _correct(mixer, chosen, odds, hit)
+    weights[chosen, BIAS] += error
+    for at in range(inputs):
+        cell = board.cells[number, at]
+        if cell != NONE:
+            weights[chosen, at] += error * cells.odds[cell]
+            cells.uses[cell] += 1
+            step = max(1 / (cells.uses[cell] + 1.5), SLOWEST)
+            cells.chance[cell] += (hit - cells.chance[cell]) * step
+            cells.changed[cell] = 1
+
+
+@compiled
+def teach(mixer: Mixer, board: CandidateTable, inputs: int, token: int, rate: float) -> None:
+    """Learn from the token that came.
+
+    Log-odds are brought up to date at the end, so that all candidates of a position learn from the same ones.
+    """
+    cells, size = mixer.cells, board.size[0]
+    for number in range(size):
+        _teach(mixer, board, inputs, number, 1.0 if board.candidates[number].token == token else 0.0, rate)
+    for number in range(size):
+        for at in range(inputs):
+            cell = board.cells[number, at]
+            if cell != NONE and cells.changed[cell] != 0:
+                chance = min(max(cells.chance[cell], 1e-4), 1 - 1e-4)
+                cells.chance[cell], cells.odds[cell] = chance, math.log(chance / (1 - chance))
+                cells.changed[cell] = 0
+
+
+def dump(mixer: Mixer) -> FloatArray:
+    """What was learned, as one vector."""
+    return np.concatenate(
+        [mixer.cells.chance[:CELLS], mixer.cells.uses[:CELLS], mixer.weights.ravel(), mixer.correction[:SETS].ravel()]
+    )
+
+
+def restore(learned: FloatArray) -> Mixer:
+    """The mixer of a vector.
+
+    Raises:
+        ValueError: if it cannot be one.
+    """
+    ends = np.cumsum([CELLS, CELLS, SETS * ALL, SETS * KNOTS])
+    if len(learned) != ends[-1] or not np.isfinite(learned).all():
+        raise ValueError("what was learned is not of this program")
+    chances, uses, weights, correction = np.split(learned, ends[:-1])
+    mixer = untrained()
+    cells = mixer.cells
+    cells.chance[:CELLS] = chances.clip(1e-4, 1 - 1e-4)
+    cells.odds[:] = np.log(cells.chance / (1 - cells.chance))
+    cells.uses[:CELLS] = uses.clip(0)
+    mixer.weights[:] = weights.reshape(SETS, ALL)
+    mixer.correction[:SETS] = correction.reshape(SETS, KNOTS).clip(0, 1)
+    return mixer
+
+
+def prior() -> Mixer:
+    """A mixer that starts from what was learned on other texts (``benchmarks/learn_evidence.py``)."""
+    return _learned().copy()
+
+
+@functools.cache
+def _learned() -> Mixer:
+    try:
+        return restore(np.load(PRIOR, allow_pickle=False).astype(np.float64))
+    except ValueError as error:
+        raise ValueError(f"{PRIOR}: {error}; run benchmarks/learn_evidence.py") from error
+
+
+def untrained() -> Mixer:
+    """A mixer that expects what relative frequencies suggest."""
+    chance = _expected()
+    odds, none = np.log(chance / (1 - chance)), np.zeros(CELLS + 1, np.float32)
+    cells = Cells(odds.astype(np.float32), chance.astype(np.float32), none, none.copy())
+    correction = np.tile(1 / (1 + np.exp(8 - np.arange(KNOTS) / 2)), (SETS + 1, 1))
+    return Mixer(cells, _first_weights(), correction)
+
+
+def _expected() -> FloatArray:
+    """The chance of each kind of evidence before any was seen, float64 ``[CELLS + 1]``."""
+    counts = np.array([0, 1, 2, 3, 4.5, 8, 20, 60, 0])[:, None]
+    totals = np.maximum(np.array([0.5, 1, 2, 3, 4, 5.5, 8, 15, 40, 150]), np.maximum(counts, 1))
+    chance = np.full(CELLS + 1, 0.01)
+    contexts = chance[: 2 * ORDERS * CONTEXT_CELLS].reshape(2, ORDERS, COUNTS, TOTALS, STATES)
+    for order, discount in enumerate((0.58, 0.45, 0.4, 0.33)):
+        share = np.where(counts > 0, (counts - discount) / (totals + 0.2), 0.03 * (order + 1) / (totals + 1))
+        share[-1] = 0.015 / (totals[-1] + 1)
+        contexts[:, order] = share.clip(0.002, 0.95)[..., None]
+    chance[2 * ORDERS * CONTEXT_CELLS : COPY_CELLS] = np.tile(contexts[0, 1].ravel(), 5)
+    agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
+    says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
+    chance[COPY_CELLS:UNIGRAM_CELLS] = np.tile(says.ravel(), 2)
+    trails = chance[AHEAD_CELLS:CELLS].reshape(KINDS, JOINS, GAPS)
+    expected = [*(0.2 * 0.4 ** np.arange(AHEAD)), 0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]  # in the order of the kinds
+    trails[:] = np.array(expected)[:, None, None]
+    trails[0, :, 0] = 0.6
+    chance[NONE] = 0.5
+    return chance
+
+
+def _first_weights() -> FloatArray:
+    """The weights before anything was learned, float64 ``[SETS, ALL]``; rows are numbered as in ``_weights_of``."""
+    weights = np.full((SETS, ALL), 0.3)
+    weights[:, BIAS] = 0
+    weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens
+    weights[0, UNIGRAM:BIAS] = 0.5
+    weights[9:12, ORDERS:COPIED] = 0.2
+    weights[18:21, ORDERS:COPIED] = 0.1
+    weights[2::3, COPIED:UNIGRAM] = 0.9  # a long copy predicts the candidate
+    weights[:, STAND_IN:BIAS] = 0.1
+    weights[27:] = np.tile(weights[:27], (2, 1))
+    weights[54:, CROSSED:BIAS] = 0.6  # a trail is sure of it
+    return weights

@@ -1,0 +1,149 @@
+"""The outputs of one namespace, in arrays of a fixed size. When they are full, the oldest outputs are taken back.
+
+An output goes as a whole, but a piece at a time, so that no step waits for a long one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from forerun.core.tree import IntArray
+from forerun.trie import arrays, text_cursor, token_store
+from forerun.trie.array_handles import ArrayHandles
+from forerun.trie.arrays import Index
+from forerun.trie.tables import CHUNK, SHARED, TEXT, RecordArray
+from forerun.trie.text_cursor import TextCursor
+
+PIECE = 32
+"""Tokens that are taken in, or taken back, at a time."""
+
+PATIENCE = 4
+"""Tokens that are taken back for each new one, once the namespace is full."""
+
+LEAST = 1 << 16
+"""Bytes that a namespace that asks grows by at least: room for some 900 tokens."""
+
+
+class Texts(NamedTuple):
+    """A copy of the memory that a namespace's outputs are in. It is made at the speed of memory, and read later.
+
+    Attributes:
+        rows: of ``Index.text``; ``TEXT`` ``[chunks]``.
+        firsts: first chunks of the outputs, oldest first; int64 ``[n]``.
+    """
+
+    rows: RecordArray
+    firsts: IntArray
+
+    def read(self) -> list[IntArray]:
+        """The outputs, int32 each."""
+        out = np.empty(len(self.rows) * CHUNK, np.int32)
+        ends = np.zeros(len(self.firsts), np.int64)
+        token_store.collect(self.rows, self.firsts, out, ends)
+        return np.split(out[: ends[-1]], ends[:-1]) if len(ends) else []
+
+
+NOTHING = Texts(np.zeros(0, TEXT), np.zeros(0, np.int64))
+"""No outputs."""
+
+
+class Namespace:
+    """An index of outputs.
+
+    Args:
+        capacity: most bytes of its arrays, 2**16 at least.
+        ask: what it asks before it grows; it is given the namespace and the bytes that it wants, and says how many it
+            may have. It starts with none then. Without it, it has its whole capacity at once.
+
+    Attributes:
+        index: what is shared.
+        granted: bytes that it may take, at most ``capacity``.
+        outputs: first chunks of the finished outputs, oldest first.
+        writers: by their requests, the places of the outputs that still grow.
+        changed: a number that is another one after each change; 0 before the first.
+        pin: of the index.
+    """
+
+    def __init__(self, capacity: int, ask: Callable[[Namespace, int], int] | None = None) -> None:
+        self.capacity = capacity
+        self.granted = capacity if ask is None else 0
+        self.outputs: deque[int] = deque()
+        self.writers: dict[int, TextCursor] = {}
+        self.changed = 0
+        self.pin: ArrayHandles[Index] = ArrayHandles()
+        self._ask = ask
+        self._whole = Index.for_bytes(capacity)
+        self.index = self._whole.within(self.granted)
+        self._leaving: TextCursor | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In a copy, the index must lie in the copy's own arrays."""
+        self.__dict__.update(state)
+        self._cut()
+
+    def publish(self, tokens: IntArray) -> None:
+        """Take in a whole output."""
+        where = TextCursor.start()
+        for start in range(0, len(tokens), PIECE):
+            piece = tokens[start : start + PIECE]
+            self.make_room(len(piece))
+            text_cursor.publish(self.index, where, piece)
+        self._finish(where)
+
+    def close(self, request_id: int) -> None:
+        """Note that the output of a request is finished; from now on it may be taken back."""
+        self._finish(self.writers.pop(request_id))
+
+    def _finish(self, where: TextCursor) -> None:
+        if where.first_chunk:
+            self.outputs.append(where.first_chunk)
+
+    def make_room(self, tokens: int) -> None:
+        """Grow while there is little room left. If that may not be, take old outputs back, up to ``PATIENCE`` tokens
+        for each new one."""
+        if self._ask is not None and self.granted < self.capacity and arrays.tight(self.index):
+            self._grow(self._ask)
+        patience = PATIENCE * tokens
+        while patience > 0 and (self._leaving or self.outputs) and arrays.tight(self.index):
+            self._withdraw()
+            patience -= PIECE
+        self.index = self.index.with_hints()
+
+    def _grow(self, ask: Callable[[Namespace, int], int]) -> None:
+        wanted = min(max(LEAST, self.granted // 8), self.capacity - self.granted)
+        got = ask(self, wanted)
+        if got:
+            self.granted += got
+            self._cut()
+
+    def _cut(self) -> None:
+        """Let the index be as much of the whole as is granted. Its small arrays are no part of that."""
+        whole = self._whole.within(self.granted)
+        self.index = self.index._replace(slots=whole.slots, heads=whole.heads, blocks=whole.blocks, text=whole.text)
+
+    def withdraw(self) -> None:
+        """Take the oldest finished output back, in time proportional to its length."""
+        if self._leaving or self.outputs:
+            while not self._withdraw():
+                pass
+
+    def _withdraw(self) -> bool:
+        """Take a piece of the oldest output back; whether that was its last."""
+        if self._leaving is None:
+            self._leaving = TextCursor.start()
+            self._leaving.ends[SHARED].position = self.outputs.popleft() * CHUNK
+        done = text_cursor.withdraw(self.index, self._leaving, PIECE)
+        if done:
+            self._leaving = None
+        return done
+
+    def texts(self) -> Texts:
+        """A copy of the outputs, oldest first, those that still grow last."""
+        growing = (where.first_chunk for where in self.writers.values())
+        firsts = [chunk for chunk in (*self.outputs, *growing) if chunk]
+        top = int(self.index.state["chunk_top"].item())
+        return Texts(self.index.text[:top].copy(), np.array(firsts, np.int64))

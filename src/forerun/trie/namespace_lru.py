@@ -1,0 +1,105 @@
+"""The namespaces of a trie, in the order of their last use, and the memory that they share.
+
+A namespace asks before it grows. So the limit holds at every moment: nothing is taken first and given back later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from forerun.trie.namespace import LEAST, Namespace
+from forerun.trie.trie_config import TrieConfig
+
+
+class NamespaceLRU(Mapping[str, Namespace]):
+    """Namespaces by name, those used longest ago first.
+
+    Args:
+        config: how large a namespace may become, and how many there may be.
+
+    Attributes:
+        heard: called after each change, if it is set; it must return at once.
+    """
+
+    def __init__(self, config: TrieConfig) -> None:
+        self._config = config
+        self._spaces: dict[str, Namespace] = {}
+        self._most, self._limit = config.namespaces, config.namespaces * config.capacity
+        self._bounded = False
+        self._changes = 0
+        self.heard: Callable[[], None] | None = None
+
+    def __getitem__(self, name: str) -> Namespace:
+        return self._spaces[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._spaces)
+
+    def __len__(self) -> int:
+        return len(self._spaces)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use, or once used, by all namespaces."""
+        return sum(space.index.nbytes for space in self._spaces.values())
+
+    @property
+    def granted(self) -> int:
+        """Bytes that the namespaces may take."""
+        return sum(space.granted for space in self._spaces.values())
+
+    def bound(self, limit: int, namespaces: int) -> None:
+        """Let all namespaces together take no more than so many bytes, and be no more than so many.
+
+        Raises:
+            ValueError: for a limit that leaves no room for one namespace, or no namespace.
+        """
+        if limit < LEAST or namespaces < 1:
+            raise ValueError(f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {LEAST} and 1 at least")
+        self._limit, self._most, self._bounded = limit, namespaces, True
+        self._give_way(0, 0)
+
+    def open(self, name: str) -> Namespace:
+        """A namespace by name, made if it is missing; it is now the one that was used last."""
+        space = self._spaces.pop(name, None)
+        if space is None:
+            space = self._made()
+        self._spaces[name] = space
+        return space
+
+    def clear(self) -> None:
+        """Forget all texts. Requests are live as before; the rest of their outputs is not written."""
+        writers = {name: space.writers for name, space in self._spaces.items() if space.writers}
+        self._spaces = {}
+        for name, places in writers.items():
+            self.open(name).writers = places
+            for where in places.values():
+                where.leave_shared()
+
+    def note_change(self, space: Namespace) -> None:
+        """A namespace has other texts now."""
+        self._changes += 1
+        space.changed = self._changes
+        if self.heard is not None:
+            self.heard()
+
+    def _made(self) -> Namespace:
+        capacity = self._config.capacity
+        self._give_way(0 if self._bounded else capacity, 1)
+        return Namespace(capacity, self._allow if self._bounded else None)
+
+    def _allow(self, space: Namespace, wanted: int) -> int:
+        """How many of the bytes that a namespace wants it may have."""
+        self._give_way(wanted, 0, space)
+        return max(0, min(wanted, self._limit - self.granted))
+
+    def _give_way(self, wanted: int, more: int, keep: Namespace | None = None) -> None:
+        """Drop the namespaces used longest ago, but none with a live request, until there are so many bytes, and room
+        for so many more namespaces."""
+        room = self._limit - self.granted - wanted
+        for name, space in list(self._spaces.items()):
+            if room >= 0 and len(self._spaces) + more <= self._most:
+                return
+            if not space.writers and space is not keep:
+                del self._spaces[name]
+                room += space.granted

@@ -1,0 +1,61 @@
+"""How a word is spelled where no space stands before it.
+
+A table may say `` silver`` in one token. JSON says ``silver`` behind a quote, without the space, and that takes other
+tokens. Trails (``trail``) use this table to recognise the word.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.trie.arrays import Int32Array
+from forerun.trie.token_store import UNWRITTEN
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+LONGEST_WORD = 4
+"""Most tokens of a spelling; words with longer ones have none."""
+
+SPACES = ("Ġ", "▁")
+"""How vocabularies write the space before a word: byte-level, and SentencePiece."""
+
+QUOTE = '"'
+
+
+@functools.lru_cache(maxsize=4)
+def spellings(tokenizer: Tokenizer) -> Int32Array:
+    """The spelling of each token that starts with a space and a letter or digit, as it is behind a quote.
+
+    The tables of the last four tokenizers are cached, since a tokenizer does not change.
+
+    Returns:
+        int32 ``[vocabulary, LONGEST_WORD]``, padded with ``UNWRITTEN``; a token without a spelling has padding only. So
+        have all where the tokenizer cannot encode a quote.
+    """
+    table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
+    spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
+    words = [word.lstrip(" ") for word in tokenizer.decode_batch([[number] for number in spaced])]
+    try:
+        quote = tokenizer.encode(QUOTE, add_special_tokens=False).ids
+        quoted = tokenizer.encode_batch([QUOTE + word for word in words], add_special_tokens=False)
+    except Exception:  # tokenizers raises nothing more special
+        return table
+    for number, word, encoding in zip(spaced, words, quoted, strict=True):
+        spelled = encoding.ids[len(quote) :]
+        apart = encoding.ids[: len(quote)] == quote
+        if apart and word[:1].isalnum() and len(spelled) <= LONGEST_WORD and number < len(table):
+            table[number, : len(spelled)] = spelled
+    return table
+
+
+@compiled
+def spelled(table: Int32Array, token: int, at: int) -> int:
+    """Token number ``at`` of a token's spelling, or ``UNWRITTEN`` if the spelling is shorter or there is none."""
+    if token < 0 or token >= len(table) or at >= table.shape[1]:
+        return UNWRITTEN
+    return int(table[token, at])

@@ -1,0 +1,163 @@
+"""Every table of the index, and what its columns are called.
+
+A table is a numpy array of records, like an array of C structs: ``table[row].column`` reads and writes a column, in
+compiled code and in plain Python alike. Compiled, it is one load or store, as with a numbered column. In Python a row
+costs a microsecond or two and ``table["column"]`` a tenth of that, so code that runs at every step takes the latter.
+
+Conventions: 0 is "none" in every link and position, so row 0 of ``slots``, ``blocks`` and ``text`` is never used. A
+*source* is one of two texts, ``OWN`` (the request's own) or ``SHARED`` (its namespace's). A *trail* leads through the
+``PROMPT`` or through the ``OUTPUT``. ``docs/trie.md`` fills these tables step by step from one short text.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+RecordArray = npt.NDArray[np.record]
+
+OWN, SHARED = range(2)
+"""Sources."""
+
+PROMPT, OUTPUT = range(2)
+"""Trails."""
+
+CHUNK = 32
+"""Tokens of one row of ``Index.text``."""
+
+
+def _records(
+    *columns: tuple[str, type[np.generic]] | tuple[str, type[np.generic], tuple[int, ...]],
+) -> np.dtype[np.record]:
+    """The type of a table with these columns; in its rows they are attributes."""
+    return _of(np.dtype(list(columns), align=True))
+
+
+def _of(columns: np.dtype[np.void]) -> np.dtype[np.record]:
+    taken = [name for name in columns.names or () if hasattr(np.record, name)]
+    if taken:  # in plain Python it would be that attribute
+        raise ValueError(f"columns are called {taken}; numpy's records have attributes of that name")
+    return cast("np.dtype[np.record]", np.dtype((np.record, columns)))
+
+
+SLOT = _records(("key", np.int32), ("chain", np.int32), ("total", np.int32), ("value", np.int32))
+"""``Index.slots``: one context.
+
+- ``key``: 31 bits of the hash of its tokens.
+- ``chain``: the next slot of the same bucket; of a free slot, the next free one.
+- ``total``: how often anything followed it.
+- ``value``: the token that followed it, while there is only one; otherwise -1 minus the first row of its block.
+"""
+
+_ENTRY: Any = {
+    "names": ["token", "count", "followers", "last", "free"],
+    "formats": [np.int32] * 5,
+    "offsets": [0, 4, 0, 4, 4],
+}
+
+ENTRY = _of(np.dtype(_ENTRY, align=True))
+"""``Index.blocks``: the followers of a context that has several. A block is a header row and one row for each follower.
+
+- ``token``, ``count``: of a follower, and how often it followed.
+- ``followers``: of a header, how many there are.
+- ``last``: of a header, which of them came last, from 1; 0 if that one is gone.
+- ``free``: of a block that is free, the next free block of the same size.
+
+A row is a header or a follower. So ``followers`` shares its memory with ``token``; ``last`` and ``free`` share theirs
+with ``count``.
+"""
+
+TEXT = _records(("tokens", np.int32, (CHUNK,)), ("after", np.int32), ("before", np.int32))
+"""``Index.text``: a chunk of a text.
+
+- ``tokens``: -1 where none is written.
+- ``after``: the next chunk of the same text; of a free chunk, the next free one.
+- ``before``: the chunk before it in its text.
+"""
+
+STATE = _records(
+    ("mask", np.int64),
+    ("split", np.int64),
+    ("slots", np.int64),
+    ("slot_top", np.int64),
+    ("slot_free", np.int64),
+    ("rows", np.int64),
+    ("block_top", np.int64),
+    ("chunks", np.int64),
+    ("chunk_top", np.int64),
+    ("chunk_free", np.int64),
+    ("tokens", np.int64),
+)
+"""``Index.state``: one row of counters.
+
+- ``mask``, ``split``: of the hash table (linear hashing). It has ``mask + 1 + split`` buckets, of which the first
+  ``split`` are split already.
+- ``slots``, ``rows``, ``chunks``: how many slots, rows of blocks and chunks are in use.
+- ``slot_top``, ``block_top``, ``chunk_top``: the first of each that was never used.
+- ``slot_free``, ``chunk_free``: the first slot and the first chunk that was given back.
+- ``tokens``: how many tokens are written.
+"""
+
+COPY = _records(("position", np.int64), ("agreed", np.int64), ("wrong", np.int64))
+"""``Place.copies``: where the text seems to repeat an earlier passage. It is the match model of the PAQ compressors.
+
+- ``position``: of the token that the copy predicts next.
+- ``agreed``: how many tokens before it are the text's last ones.
+- ``wrong``: the last eight predictions, one bit each, set where the copy was wrong; the latest is bit 0.
+"""
+
+TRAIL = _records(
+    ("position", np.int64),
+    ("resumed", np.int64),
+    ("gap", np.int64),
+    ("run", np.int64),
+    ("prompt_end", np.int64),
+    ("spelled", np.int64),
+)
+"""``Place.trails``: where the text takes up an earlier passage again and again, with tokens of its own in between.
+
+- ``position``: of the token that the trail foresees first.
+- ``resumed``: how often two tokens in a row were as foreseen, behind a gap. A single one counts against it: that was
+  chance.
+- ``gap``: tokens since the trail was last followed; 0 while it is being followed.
+- ``run``: tokens in a row that were as foreseen.
+- ``prompt_end``: position of the prompt's last token. One trail stays before it, the other behind it.
+- ``spelled``: how many tokens of the spelling of the word at ``position`` have come; see ``spelling``.
+"""
+
+END = _records(("position", np.int64), ("chunk", np.int64))
+"""``Place.ends``: position of the text's last token (-1: it is no longer written), and the text's first chunk."""
+
+CANDIDATE = _records(
+    ("token", np.int64),
+    ("longest", np.int64, (2,)),
+    ("foreseen", np.int64),
+    ("weights", np.int64),
+    ("odds", np.float64),
+    ("chance", np.float64),
+)
+"""``Board.candidates``: a token that may come next.
+
+- ``longest``: tokens of the longest context that it followed, in each source.
+- ``foreseen``: 1 if a trail foresees it or what usually stands in for it, 2 if the trail is sure, otherwise 0.
+- ``weights``: which row of ``Mixer.weights`` its evidence is mixed with.
+- ``odds``: the log-odds that the mix gives.
+- ``chance``: the probability after the correction.
+"""
+
+ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int32))
+"""``Facts.absent``: the cell of a context for a candidate that is not among what was read of its followers.
+
+- ``shorter``: the candidate followed the context that is one token shorter.
+- ``unknown``: it did not follow that one either.
+- ``rare``: it followed this context, but too rarely to be read.
+"""
+
+PREDICTION = _records(("token", np.int64), ("cell", np.int64), ("agreed", np.int64))
+"""``Facts.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for this one), and
+``COPY.agreed``."""
+
+SPAN = _records(("head", np.int64), ("tail", np.int64))
+"""``Frontier.span``: the frontier's entries are those from ``head`` to before ``tail``."""

@@ -1,0 +1,171 @@
+"""The texts themselves, so that a passage can be copied from them, and where to find such a passage.
+
+A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK + place in the chunk``, so the next
+position is the next cell, except at a chunk's end. ``hints`` maps the hash of an n-gram to the position behind its
+latest occurrence. Entries overwrite each other, so whoever follows a hint compares the tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.core.tree import IntArray
+from forerun.trie.arrays import HashArray, Index, Int32Array, mix
+from forerun.trie.tables import CHUNK, RecordArray
+
+REACH, LONGEST = 3, 5
+"""Lengths of the two n-grams that have hints. ``REACH`` is also how many tokens must agree before a copy starts, and
+``LONGEST`` is the longest context that is hashed. Two are needed: in a text of few different tokens, the latest
+occurrence of three of them is rarely the right one; and an n-gram of five tokens comes back later than one of three."""
+
+FAR = 32
+"""Agreement beyond this many tokens is not counted."""
+
+UNWRITTEN = -1
+"""Stands in cells without a token."""
+
+START = -1
+"""Stands before a text's first token in its contexts."""
+
+
+@compiled
+def read(index: Index, position: int) -> int:
+    """The token at a position."""
+    return int(index.text[position // CHUNK].tokens[position % CHUNK])
+
+
+@compiled
+def following(index: Index, position: int) -> int:
+    """The next position, or 0."""
+    if position % CHUNK < CHUNK - 1:
+        return position + 1
+    return int(index.text[position // CHUNK].after) * CHUNK
+
+
+@compiled
+def preceding(index: Index, position: int) -> int:
+    """The position before another, or 0."""
+    if position % CHUNK > 0:
+        return position - 1
+    before = int(index.text[position // CHUNK].before)
+    return before * CHUNK + CHUNK - 1 if before != 0 else 0
+
+
+@compiled
+def _blank(index: Index, chunk: int) -> None:
+    for cell in range(CHUNK):
+        index.text[chunk].tokens[cell] = UNWRITTEN
+
+
+@compiled
+def _chunk(index: Index, before: int) -> int:
+    """A new chunk behind another (0: the first of a text), or 0 if none is free."""
+    text, state = index.text, index.state[0]
+    chunk = state.chunk_free
+    if chunk != 0:
+        state.chunk_free = text[chunk].after
+    elif state.chunk_top < len(text):
+        chunk = state.chunk_top
+        state.chunk_top += 1
+    else:
+        return 0
+    state.chunks += 1
+    _blank(index, chunk)
+    text[chunk].after, text[chunk].before = 0, before
+    if before != 0:
+        text[before].after = chunk
+    return int(chunk)
+
+
+@compiled
+def append(index: Index, end: int, token: int) -> int:
+    """Write a token behind position ``end`` (0: the first of a text); its position, or 0 if there is no room."""
+    inside = end != 0 and end % CHUNK < CHUNK - 1
+    position = end + 1 if inside else _chunk(index, end // CHUNK) * CHUNK
+    if position != 0:
+        index.text[position // CHUNK].tokens[position % CHUNK] = token
+    return position
+
+
+@compiled
+def free(index: Index, chunk: int) -> None:
+    """Give a chunk back."""
+    state = index.state[0]
+    _blank(index, chunk)
+    index.text[chunk].after = state.chunk_free
+    state.chunk_free = chunk
+    state.chunks -= 1
+
+
+@compiled
+def agreement(index: Index, position: int, other: Index, end: int) -> int:
+    """How many tokens before ``position`` equal those up to ``end`` in ``other``, at most ``FAR``."""
+    length = 0
+    position = preceding(index, position)
+    while length < FAR and position != 0 and end != 0 and read(index, position) == read(other, end):
+        length += 1
+        position, end = preceding(index, position), preceding(other, end)
+    return length
+
+
+@compiled
+def hint(index: Index, hashed: np.uint64) -> int:
+    """The position behind what may be the latest occurrence of an n-gram, or 0."""
+    return int(index.hints[np.int64(hashed >> np.uint64(20)) & (len(index.hints) - 1)])
+
+
+@compiled
+def set_hint(index: Index, hashed: np.uint64, position: int) -> None:
+    """Remember the position behind an n-gram."""
+    index.hints[np.int64(hashed >> np.uint64(20)) & (len(index.hints) - 1)] = position
+
+
+@compiled
+def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray) -> None:
+    """Write texts out one behind the other, by their first chunks.
+
+    Args:
+        text: ``Index.text``, or a copy of its first rows that holds them.
+        firsts: first chunk of each text, int64 ``[n]``.
+        out: takes the tokens, int32, at least as long as the chunks of all texts.
+        ends: takes where each text ends in ``out``, int64 ``[n]``.
+    """
+    at = 0
+    for number in range(len(firsts)):
+        chunk = firsts[number]
+        while chunk != 0:
+            for cell in range(CHUNK):
+                if text[chunk].tokens[cell] != UNWRITTEN:
+                    out[at] = text[chunk].tokens[cell]
+                    at += 1
+            chunk = text[chunk].after
+        ends[number] = at
+
+
+@compiled
+def remember(recent: Int32Array, token: int) -> None:
+    """Move a token to the front of those seen last."""
+    at = 0
+    while at < len(recent) - 1 and recent[at] != token:
+        at += 1
+    while at > 0:
+        recent[at] = recent[at - 1]
+        at -= 1
+    recent[0] = token
+
+
+@compiled
+def opening(hashes: HashArray) -> None:
+    """Fill in the hashes of the contexts before a text, uint64 ``[2, LONGEST + 1]``; column n is of n tokens."""
+    for source in range(2):
+        hashes[source, 0] = np.uint64(0)
+        for length in range(1, LONGEST + 1):
+            hashes[source, length] = mix(hashes[source, length - 1], START)
+
+
+@compiled
+def advance(hashes: HashArray, source: int, token: int) -> None:
+    """Update the hashes of a source's contexts for one more token."""
+    for length in range(LONGEST, 0, -1):
+        hashes[source, length] = mix(hashes[source, length - 1], token)

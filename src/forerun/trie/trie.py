@@ -1,0 +1,225 @@
+"""The index behind the trie drafter: it drafts from what was asked and from what was generated before.
+
+Each namespace has one shared index of its outputs. When it is full, its oldest outputs go, as whole requests. Each live
+request has an index of its own prompt and output. No other request reads it. It is freed as a whole when the request
+ends ("branch eliminating", Lookahead paper, section 4.3). What evidence is worth (``mixing``) is learned over all
+namespaces; it holds no text. Threads take turns: compiled code is given addresses of arrays, which another thread might
+replace meanwhile. ``docs/trie.md`` derives the index from one example.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from forerun.core.turns import in_turn
+from forerun.trie import entry_points, multibranch, text_cursor
+from forerun.trie.array_handles import ArrayHandles
+from forerun.trie.arrays import Index
+from forerun.trie.draft_workspace import Draft, DraftWorkspace
+from forerun.trie.learning import OWN_HINTS
+from forerun.trie.logistic_mixer import Mixer
+from forerun.trie.namespace import PIECE, Namespace
+from forerun.trie.spelling import spellings
+from forerun.trie.text_cursor import TextCursor
+from forerun.trie.trie_config import Form, TrieConfig
+from forerun.trie.trie_file import TrieFileError
+from forerun.trie.trie_store import Tokens, TrieStore, checked
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
+
+
+@dataclass
+class _Live:
+    """A request: its namespace, its own index, where it stands, its length, and how many tokens fit the index."""
+
+    namespace: str
+    own: Index
+    place: TextCursor
+    length: int
+    room: int
+    pins: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
+        default_factory=lambda: (ArrayHandles(), ArrayHandles())
+    )
+
+
+class Trie(TrieStore):
+    """Index over namespaces and live requests.
+
+    Args:
+        config: see ``TrieConfig``.
+        mixer: what evidence is worth, to start from; by default what was learned on other texts.
+    """
+
+    def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
+        super().__init__(config or TrieConfig(), mixer)
+        self._nothing = Namespace(1 << 16)
+        self._live: dict[int, _Live] = {}
+        self._desk = DraftWorkspace.allocate(64)
+        self._aside = TextCursor.start()
+        self._pins: tuple[ArrayHandles[Mixer], ArrayHandles[DraftWorkspace], ArrayHandles[TextCursor]] = (
+            ArrayHandles(),
+            ArrayHandles(),
+            ArrayHandles(),
+        )
+        self._spelling = Index.allocate(0, 0, 0).spelling
+
+    def warm_up(self) -> None:
+        """Compile, or load, what drafting runs, so that no user's answer waits for it. Nothing is learned."""
+        trie = Trie(self.config)
+        trie.begin(0, "", [1, 2, 1])
+        trie.extend(0, [2, 1, 2])
+        trie.retrieve(0, 4, 4, [1])
+        trie.finish(0)
+        trie.warm("", [[1, 2, 3]])
+        trie.snapshot("")
+        trie.withdraw("")
+
+    @in_turn
+    def spell(self, tokenizer: Tokenizer) -> None:
+        """Learn how words are spelled without a space, for requests from now on: trails follow them then."""
+        self._spelling = spellings(tokenizer)
+
+    @in_turn
+    def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
+        """Start a request and index its prompt for it alone.
+
+        Args:
+            request_id: any number that is not live.
+            namespace: whose outputs it may be drafted and joins.
+            prompt: token ids.
+            expected: tokens that may be generated; room for them is made at once.
+
+        Raises:
+            ValueError: if the request is live already, or a token is not in [0, 2**31).
+        """
+        if request_id in self._live:
+            raise ValueError(f"request {request_id} has begun already")
+        tokens = checked(prompt)
+        kept = tokens[-self.config.prompt_capacity :]
+        room = max(1, len(kept) + min(expected, 4096))
+        space = self._shared.open(namespace)
+        space.make_room(0)
+        own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(len(kept))
+        live = _Live(namespace, own, TextCursor.start(), len(tokens), room)
+        text_cursor.ingest(live.own, live.place, kept)
+        self._live[request_id] = live
+        space.writers[request_id] = live.place
+
+    @in_turn
+    def extend(self, request_id: int, tokens: Tokens) -> None:
+        """Take in generated ``tokens``: learn from them, count them.
+
+        Raises:
+            ValueError: if the request is not live, or a token is not in [0, 2**31); nothing is counted then.
+        """
+        live, new = self._of(request_id), checked(tokens)
+        space = self._shared.open(live.namespace)
+        rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
+        while live.room < live.own.tokens + len(new):
+            live.own, live.room = live.own.grown(), 2 * live.room
+        for start in range(0, len(new), PIECE):
+            piece = new[start : start + PIECE]
+            needs = entry_points.extend(*self._addresses(live, space, live.place), piece, rate)
+            if needs:
+                self._supply(live, space, needs, len(piece))
+        live.length += len(new)
+        if len(new):
+            self._shared.note_change(space)
+
+    def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
+        """Make the room that ``calls.extend`` asked for."""
+        if needs & OWN_HINTS:
+            live.own = live.own.with_hints()
+        space.make_room(tokens)
+
+    @in_turn
+    def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
+        """What may follow the request's text.
+
+        Args:
+            request_id: a live request.
+            budget: most nodes.
+            max_depth: of the tree, in tokens.
+            pending: tokens behind the text that ``extend`` was not given yet.
+
+        Returns:
+            Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
+            ``[n]``, estimated probability of acceptance float64 ``[n]``, and ``Origin`` int8 ``[n]``.
+
+        Raises:
+            ValueError: if the request is not live, or a token is not in [0, 2**31).
+        """
+        live = self._of(request_id)
+        budget = max(budget, 0)
+        draft = Draft.allocate(budget)
+        size = 0
+        if budget and max_depth >= 1:
+            if not self._desk.holds(budget):
+                self._desk = DraftWorkspace.allocate(budget)
+            size = self._fill(live, self._moved(live, pending), draft, max_depth)
+        if size < budget:
+            draft = draft.cut(size)
+        return multibranch.unmerge(draft, budget) if self.config.form == "parallel" else draft
+
+    def _fill(self, live: _Live, where: TextCursor, draft: Draft, max_depth: int) -> int:
+        config, space = self.config, self._shared.get(live.namespace, self._nothing)
+        own, shared, stands, mixer, desk = self._addresses(live, space, where)
+        if config.form == "merged":
+            return entry_points.grow(own, shared, stands, mixer, desk, draft, max_depth)
+        return entry_points.retrieve(
+            own,
+            shared,
+            stands,
+            desk,
+            draft,
+            float(config.prompt_weight),
+            config.max_prefix,
+            config.min_matches,
+            max_depth,
+            config.branch_length,
+            config.form == "single",
+        )
+
+    def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:
+        """Of what the functions of ``calls`` work on: own and shared index, place, mixer, desk."""
+        own, text_cursor = live.pins
+        mixer, desk, aside = self._pins
+        stands = (text_cursor if where is live.place else aside).at(where)
+        return own.at(live.own), space.pin.at(space.index), stands, mixer.at(self._mixer), desk.at(self._desk)
+
+    @in_turn
+    def finish(self, request_id: int) -> None:
+        """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
+        live = self._live.pop(request_id, None)
+        if live is not None:
+            self._shared.open(live.namespace).close(request_id)
+
+    @property
+    @in_turn
+    def nbytes(self) -> int:
+        """Bytes in use for the texts of all namespaces and live requests, which is what grows."""
+        return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
+
+    @in_turn
+    def length(self, request_id: int) -> int:
+        """Tokens of a live request that were taken in, its prompt included."""
+        return self._of(request_id).length
+
+    def _of(self, request_id: int) -> _Live:
+        live = self._live.get(request_id)
+        if live is None:
+            raise ValueError(f"request {request_id} is not live; begin it first")
+        return live
+
+    def _moved(self, live: _Live, pending: Tokens) -> TextCursor:
+        """Where the text stands behind ``pending``, which is not taken in."""
+        if not len(pending):
+            return live.place
+        space = self._shared.get(live.namespace, self._nothing)
+        own, shared, here, *_ = self._addresses(live, space, live.place)
+        entry_points.skip(own, shared, here, self._pins[2].at(self._aside), checked(pending))
+        return self._aside

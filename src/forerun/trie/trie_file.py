@@ -1,0 +1,139 @@
+"""Tries on disk: versioned, checksummed, written atomically, and without pickle.
+
+Layout: ``MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: the name of
+the vocabulary, how many numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what
+was learned (float64), and per namespace the lengths of its outputs and their tokens (int32). The index is built anew
+from the texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from forerun.core.tree import IntArray
+from forerun.trie import logistic_mixer
+from forerun.trie.arrays import FloatArray
+from forerun.trie.logistic_mixer import Mixer
+
+MAGIC = b"forerun trie\n"
+VERSION = 3
+_PREFIX = struct.Struct(f"<{len(MAGIC)}sI32sI")
+
+
+class TrieFileError(ValueError):
+    """The file is no trie of this version, or it is damaged."""
+
+
+class Content(NamedTuple):
+    """What a file holds: outputs by namespace, int64 each and oldest first; what was learned about evidence; and what
+    the token ids mean, by a name, or the empty text."""
+
+    namespaces: dict[str, list[IntArray]]
+    mixer: Mixer
+    vocabulary: str
+
+
+def write(
+    path: str | os.PathLike[str],
+    namespaces: Mapping[str, Sequence[IntArray]],
+    learned: FloatArray,
+    vocabulary: str = "",
+) -> None:
+    """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
+
+    Raises:
+        OSError: if it cannot be written, as on a full disk; ``path`` holds what it held before. Or if the folder cannot
+            be synchronised; ``path`` holds the new trie, but may lose it in a power cut. The message says which.
+    """
+    path = Path(path)
+    sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]
+    header = json.dumps([vocabulary, len(learned), *sizes]).encode()
+    parts = [header, learned.astype("<f8").tobytes()]
+    for texts in namespaces.values():
+        parts.append(np.array([len(text) for text in texts], "<i4").tobytes())
+        parts += [text.astype("<i4").tobytes() for text in texts]
+    size = struct.pack("<I", len(header))
+    digest = hashlib.sha256(b"".join([size, *parts])).digest()
+    try:
+        _replace(path, [_PREFIX.pack(MAGIC, VERSION, digest, len(header)), *parts])
+    except OSError as error:
+        message = f"the trie was not saved ({error.strerror or error}); a file of that name is as it was"
+        raise OSError(error.errno, message, str(path)) from error
+    try:
+        _sync_folder(path.parent)
+    except OSError as error:
+        message = f"the trie was saved, but it may not outlast a power cut ({error.strerror or error})"
+        raise OSError(error.errno, message, str(path)) from error
+
+
+def _replace(path: Path, parts: list[bytes]) -> None:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming last through a power cut, where folders can be synchronised."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read(path: str | os.PathLike[str]) -> Content:
+    """What ``write`` was given.
+
+    Raises:
+        TrieFileError: if the file is truncated, altered, of another version, or something else.
+        OSError: if it cannot be read.
+    """
+    data = Path(path).read_bytes()
+    if not data.startswith(MAGIC):
+        raise TrieFileError(f"{path} is not a trie file")
+    if len(data) < _PREFIX.size:
+        raise TrieFileError(f"{path} is truncated")
+    _, version, digest, length = _PREFIX.unpack_from(data)
+    if version != VERSION:
+        raise TrieFileError(f"{path} has version {version}; this program reads version {VERSION}")
+    if hashlib.sha256(data[_PREFIX.size - 4 :]).digest() != digest:
+        raise TrieFileError(f"{path} is truncated or damaged: its checksum does not match")
+    try:
+        return _parse(data[_PREFIX.size :], length)
+    except (ValueError, TypeError) as error:
+        raise TrieFileError(f"{path} has no valid content: {error}") from error
+
+
+def _parse(body: bytes, length: int) -> Content:
+    vocabulary, count, *sizes = json.loads(body[:length])
+    learned = np.frombuffer(body, "<f8", count, length).astype(np.float64)
+    offset = length + learned.nbytes
+    namespaces: dict[str, list[IntArray]] = {}
+    for name, outputs, tokens in sizes:
+        lengths = np.frombuffer(body, "<i4", outputs, offset)
+        text = np.frombuffer(body, "<i4", tokens, offset + lengths.nbytes).astype(np.int64)
+        if (lengths < 0).any() or lengths.sum() != tokens or (text < 0).any():
+            raise ValueError(f"namespace {name!r} is no list of texts")
+        namespaces[str(name)] = np.split(text, np.cumsum(lengths)[:-1]) if outputs else []
+        offset += lengths.nbytes + 4 * tokens
+    if offset != len(body):
+        raise ValueError(f"{len(body) - offset} bytes too many")
+    return Content(namespaces, logistic_mixer.restore(learned), str(vocabulary))

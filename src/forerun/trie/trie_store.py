@@ -1,0 +1,167 @@
+"""What a trie keeps beyond a request: the outputs of each namespace, and what evidence was worth. It can be saved.
+
+Threads take turns. To save, memory is copied in a turn of its own; the rest of the work is done outside.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from forerun.core.tree import IntArray
+from forerun.core.turns import Turns, in_turn
+from forerun.trie import arrays, logistic_mixer, trie_file
+from forerun.trie.arrays import FloatArray
+from forerun.trie.logistic_mixer import Mixer
+from forerun.trie.namespace import NOTHING, Texts
+from forerun.trie.namespace_lru import NamespaceLRU
+from forerun.trie.trie_config import TrieConfig
+from forerun.trie.trie_file import TrieFileError
+
+Tokens = Sequence[int] | IntArray
+
+
+class TrieStore:
+    """Outputs by namespace.
+
+    Args:
+        config: see ``TrieConfig``.
+        mixer: what evidence is worth, to start from; by default what was learned on other texts.
+    """
+
+    def __init__(self, config: TrieConfig, mixer: Mixer | None = None) -> None:
+        self.config = config
+        self.turns = Turns()
+        self._shared = NamespaceLRU(config)
+        self._mixer = logistic_mixer.prior() if mixer is None else mixer
+
+    def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
+        """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
+
+        Raises:
+            ValueError: if a token is not in [0, 2**31); the sequences before it are counted.
+        """
+        for sequence in sequences:
+            with self.turns:
+                self._publish(namespace, sequence)
+
+    @in_turn
+    def withdraw(self, namespace: str) -> None:
+        """Take the namespace's oldest finished output back, in time proportional to its length."""
+        space = self._shared.open(namespace)
+        space.withdraw()
+        self._shared.note_change(space)
+
+    @in_turn
+    def tokens(self, namespace: str) -> int:
+        """Tokens that the index of ``namespace`` holds."""
+        return sum(map(len, self._texts(namespace).read()))
+
+    @property
+    @in_turn
+    def kept(self) -> int:
+        """Bytes in use for the texts of all namespaces."""
+        return self._shared.nbytes
+
+    @in_turn
+    def bound(self, limit: int, namespaces: int) -> None:
+        """Let the namespaces take at most ``limit`` bytes together. Those used longest ago go, or the oldest outputs of
+        the one that is written to; what live requests have of their own comes on top and ends with them.
+
+        Raises:
+            ValueError: for a limit under 2**16, or fewer than one namespace.
+        """
+        self._shared.bound(limit, namespaces)
+
+    @in_turn
+    def notify(self, heard: Callable[[], None] | None) -> None:
+        """Call ``heard`` whenever a namespace has changed. It must return at once, and not use the trie."""
+        self._shared.heard = heard
+
+    @in_turn
+    def changes(self) -> dict[str, int]:
+        """Every namespace that was written to, those used longest ago first, with a number that is another one after
+        each change."""
+        return {name: space.changed for name, space in self._shared.items() if space.changed}
+
+    def snapshot(self, namespace: str) -> tuple[list[IntArray], FloatArray]:
+        """The outputs of a namespace, oldest first, and what was learned about evidence.
+
+        Steps wait while memory is copied: some four bytes for each token of the namespace.
+        """
+        with self.turns:
+            texts, learned = self._texts(namespace), logistic_mixer.dump(self._mixer)
+        return texts.read(), learned
+
+    @in_turn
+    def adopt(self, mixer: Mixer) -> None:
+        """Take over what was learned about evidence elsewhere."""
+        self._mixer = mixer
+
+    def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
+        """Write the namespaces and what was learned to ``path``, in one atomic step; prompts are never written.
+
+        Args:
+            path: of the file.
+            vocabulary: a name for what the token ids mean.
+
+        Raises:
+            OSError: if it cannot be written, as on a full disk; what ``path`` held before is still there.
+        """
+        with self.turns:
+            texts, learned = {name: self._texts(name) for name in self._shared}, logistic_mixer.dump(self._mixer)
+        trie_file.write(path, {name: each.read() for name, each in texts.items()}, learned, vocabulary)
+
+    def load(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
+        """Replace the namespaces, and what was learned, by those of a file; beyond the capacity the latest are kept.
+
+        Args:
+            path: of the file.
+            vocabulary: as for ``save``; a file without one fits any.
+
+        Raises:
+            TrieFileError: if the file is truncated, damaged, of another version or vocabulary, or no trie; nothing
+                changes then.
+            OSError: if it cannot be read.
+        """
+        content = trie_file.read(path)
+        if vocabulary and content.vocabulary not in ("", vocabulary):
+            raise TrieFileError(f"{path} is of another vocabulary than the model's")
+        self._replace(content.namespaces, content.mixer)
+
+    @in_turn
+    def _replace(self, namespaces: Mapping[str, Iterable[IntArray]], mixer: Mixer) -> None:
+        self._mixer = mixer
+        self._shared.clear()
+        for name, texts in namespaces.items():
+            for text in texts:
+                self._publish(name, text)
+
+    def _publish(self, name: str, text: Tokens) -> None:
+        tokens, space = checked(text), self._shared.open(name)
+        space.publish(tokens)
+        self._shared.note_change(space)
+
+    def _texts(self, name: str) -> Texts:
+        """The outputs of a namespace, oldest first, those that still grow last."""
+        space = self._shared.get(name)
+        return NOTHING if space is None else space.texts()
+
+
+def checked(tokens: Tokens) -> IntArray:
+    """Tokens as a vector that compiled code may read.
+
+    Raises:
+        ValueError: if they are no vector, or one is not in [0, 2**31).
+    """
+    array = np.ascontiguousarray(tokens, dtype=np.int64)
+    if not array.flags.carray:  # read-only memory is another type to the compiler
+        array = array.copy()
+    if array.ndim != 1:
+        raise ValueError(f"tokens have shape {array.shape}; allowed: a vector")
+    if not arrays.valid(array):
+        wrong = array[(array < 0) | (array >= 1 << 31)][0]
+        raise ValueError(f"token id is {wrong}; allowed: 0 to 2**31 - 1")
+    return array

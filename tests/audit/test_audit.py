@@ -1,0 +1,204 @@
+"""The audit passes what is lossless, excuses rounding, and can fail."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import PROMPTS, tiny
+from transformers import PreTrainedModel
+
+import forerun.engine.engine
+import forerun.engine.step
+from forerun import Drafter, DraftTree
+from forerun.audit.audit import Plan, audit
+from forerun.audit.divergence import Divergence, first_difference, weigh
+from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.core.sampling import Sampler
+from forerun.core.verify import Verdict, verify
+from forerun.drafting.recipes import RECIPES, Recipe, buildable
+from forerun.models.forward.scorer import Scorer
+
+PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
+
+
+class Guess(Drafter):
+    """Drafts the same wrong token, always."""
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        return DraftTree.chain([(int(request.tokens[-1]) + 1) % 48][: request.max_draft_depth])
+
+
+def test_a_lossless_model_passes_every_check_of_every_drafter() -> None:
+    report = audit(tiny("llama"), PROMPTS, Plan(max_new_tokens=12))
+    assert report.dtype == "float64"
+    assert not report.divergences
+    found = {(c.drafter, c.check) for c in report.comparisons}
+    assert found == {
+        (name, check) for name in buildable(LongContextConfig()) for check in ("greedy", "plain", "coupled", "batch")
+    }
+    assert sum(c.accepted for c in report.comparisons) > 30
+    assert all(c.tokens for c in report.comparisons)
+
+
+def test_progress_counts_every_run() -> None:
+    calls: list[tuple[int, int]] = []
+    plan = dataclasses.replace(PLAN, max_new_tokens=2)
+    audit(tiny("llama"), PROMPTS[:1], plan, lambda done, total, what: calls.append((done, total)))
+    assert calls == [(i, 8) for i in range(8)]  # drafters x (greedy, a seed) x (alone, in a batch)
+
+
+def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
+        if not len(tree) or len(request.generated) < 4:
+            return verify(tree, logits, request)
+        request.append(int(tree.tokens[0]))
+        return Verdict([0], [int(tree.tokens[0])])
+
+    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
+    monkeypatch.setattr(forerun.engine.step, "verify", gullible)
+    report = audit(tiny("llama"), PROMPTS, PLAN)
+    failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
+    assert {c.check for c in failed} == {"greedy", "plain", "coupled"}
+    for comparison in failed:
+        divergence = comparison.divergence
+        assert divergence is not None
+        assert divergence.margin > 100 * divergence.allowance
+        assert divergence.error < divergence.tolerance
+
+
+def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    score = Scorer.score
+
+    def leaky(self: Scorer, blocks, caches):  # type: ignore[no-untyped-def]
+        logits = score(self, blocks, caches)
+        return [rows.flip(-1) if len(block.tree) else rows for rows, block in zip(logits, blocks, strict=True)]
+
+    model = tiny("llama")
+    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, **_: Scorer(model))
+    monkeypatch.setattr(Scorer, "score", leaky)
+    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
+    report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
+    alone = [c for c in report.failures if c.check == "greedy"]
+    assert alone
+    assert all(c.divergence is not None and c.divergence.error > c.divergence.tolerance for c in alone)
+
+
+def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    score = Scorer.score
+
+    def mixed(self: Scorer, blocks, caches):  # type: ignore[no-untyped-def]
+        logits = score(self, blocks, caches)
+        return [rows.roll(1, -1) for rows in logits] if len(blocks) > 1 else logits
+
+    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, **_: Scorer(model))
+    monkeypatch.setattr(Scorer, "score", mixed)
+    report = audit(tiny("llama"), PROMPTS, PLAN)
+    assert {c.check for c in report.failures} == {"batch"}
+
+
+def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
+        verdict = verify(tree, logits, request)
+        if len(tree) and len(request.generated) >= 4:
+            request.finish_reason = "stop"
+        return verdict
+
+    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
+    monkeypatch.setattr(forerun.engine.step, "verify", hasty)
+    report = audit(tiny("llama"), PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
+    ended = [c.divergence for c in report.failures if c.check == "greedy" and c.divergence is not None]
+    assert ended
+    assert all(d.got is None and d.expected is not None and d.margin == math.inf for d in ended)
+
+
+def diverging(model: PreTrainedModel, margin: float, noise: float) -> Divergence:
+    """A text that begins with the second-best token, ``margin`` below the best, by logits that put it on top."""
+    ids = torch.tensor([PROMPTS[0]])
+    logits = model(ids, use_cache=False).logits[0, -1].detach()
+    best, second = logits.float().topk(2).indices.tolist()
+    with torch.no_grad():
+        logits[second] = logits[best] - margin
+    seen = logits.clone()
+    seen[second] = logits[best] + noise
+    request = Request(PROMPTS[0], 4, sampler=Sampler())
+    request.append(second)
+
+    class Own:
+        dtype = model.dtype
+        device = model.device
+
+        def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> object:
+            return type("Output", (), {"logits": logits[None, None]})
+
+    return weigh(Own(), request, [best], 0, seen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "margin", "noise", "rounding"),
+    [
+        (torch.float32, 1e-6, 1e-6, True),
+        (torch.float32, 3.0, 1.0, False),
+        (torch.bfloat16, 0.03, 0.03, True),
+        (torch.float64, 1e-9, 1e-9, True),
+        (torch.float64, 0.1, 0.1, False),
+    ],
+)
+def test_near_ties_are_rounding_and_gaps_are_not(
+    dtype: torch.dtype, margin: float, noise: float, rounding: bool
+) -> None:
+    divergence = diverging(copy.deepcopy(tiny("llama")).to(dtype), margin, noise)
+    assert divergence.rounding == rounding, divergence
+
+
+def test_rounding_in_bfloat16_is_no_failure() -> None:
+    model = copy.deepcopy(tiny("qwen2")).to(torch.bfloat16)
+    prompts = [np.random.default_rng(i).integers(6, 48, 12).tolist() for i in range(4)]
+    report = audit(model, prompts, Plan(drafters=("trie",), max_new_tokens=24))
+    assert report.dtype == "bfloat16"
+    assert not report.failures
+
+
+def test_a_wrong_pass_in_bfloat16_is_no_rounding() -> None:
+    """Logits that are off by a tenth more than the model's own are, from those in float32."""
+    model = copy.deepcopy(tiny("llama")).to(torch.bfloat16)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.inference_mode():
+        own, wide = (each(ids, use_cache=False).logits[0, -1].float() for each in (model, copy.deepcopy(model).float()))
+    best = int(own.argmax())
+    noise = torch.randn(len(own), generator=torch.Generator().manual_seed(1))
+    off = noise / noise.norm() * wide.norm()
+    found = []
+    for size in (0.0, 0.02, 0.15):
+        seen = wide + size * off
+        request = Request(PROMPTS[0], 4, sampler=Sampler())
+        request.append((best + 1) % len(own))
+        found.append(weigh(model, request, [best], 0, seen))
+    assert [each.error for each in found] == pytest.approx([0.0, 0.02, 0.15], abs=1e-5)
+    assert [each.error <= each.tolerance for each in found] == [True, True, False]
+    assert found[0].tolerance == pytest.approx(0.05 + float((own - wide).norm() / wide.norm()), rel=1e-4)
+
+
+def test_texts_part_where_they_first_differ_or_one_ends() -> None:
+    assert first_difference([1, 2, 3], [1, 2, 3]) is None
+    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
+    assert first_difference([1, 2], [1, 2, 3]) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"drafters": ["magic"]}, "magic"), ({"seeds": -1}, "seeds"), ({"temperature": 0.0}, "temperature")],
+)
+def test_wrong_plans_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Plan(**wrong)  # type: ignore[arg-type]
+
+
+def test_no_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match="no prompt"):
+        audit(tiny("llama"), [])

@@ -1,0 +1,319 @@
+"""``forerun bench serve``: what is asked, what is made of the answers, and that load may change no text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, pstdev
+from typing import Any
+
+import pytest
+from support.house import House
+from typer.testing import CliRunner
+
+from benchmarks.journal import Journal, Turn
+from benchmarks.serving import bench, client, held_up, rows, servers
+from benchmarks.serving.answers import Answer, events, understand
+from benchmarks.serving.asks import Ask, mixed
+from benchmarks.serving.bench import Round, ServeBench
+from benchmarks.serving.client import Door, Reply
+from benchmarks.serving.equality import sample
+from benchmarks.serving.figures import figures, medians, percentile
+from benchmarks.serving.held_up import overlapping
+from benchmarks.serving.levels import TURNS, Level, arrivals, build, needed
+from benchmarks.serving.report import fill
+from benchmarks.serving.servers import Contestant, ServerError, Subject
+from benchmarks.tables import Report
+from benchmarks.telling import quietly
+from forerun.cli import app
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import find, load
+
+PROMPTS = {"json": ["Table:\na,b\n1,2\n", '{"name": "', "[1, 2,", "[{"], "rag": ["Once", "The sun", "She said", "He"]}
+OURS, PLAIN = Contestant("forerun", (), "bundled", True), Contestant(servers.PLAIN, (), "bundled", True)
+
+
+def asks(count: int, tokens: int = 4) -> list[Ask]:
+    return [dataclasses.replace(ask, tokens=tokens) for ask in mixed(PROMPTS, [tokens], 0.8, 1)][:count]
+
+
+def answered(ask: Ask, grew: Sequence[float], ended: float, tokens: int, error: str | None = None) -> Answer:
+    return Answer(ask, "x", 0.0, ended, grew, {"completion_tokens": tokens}, error)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    model, tokenizer = load("bundled", device="cpu")
+    built = House(Engine(model, "trie", tokenizer=tokenizer), model="bundled", namespaces=1 << 20)
+    yield built
+    built.close()
+
+
+def test_arrivals_are_those_of_a_poisson_process_and_follow_from_the_seed() -> None:
+    found = arrivals(5.0, 4001, 3)
+    gaps = [after - before for before, after in pairwise(found)]
+    assert found[0] == 0 and min(gaps) > 0
+    assert mean(gaps) == pytest.approx(1 / 5, rel=0.05)
+    assert pstdev(gaps) == pytest.approx(1 / 5, rel=0.1)  # as exponential gaps have it; even ones would have 0
+    halves = sum(gap > 0.2 for gap in gaps) / len(gaps)
+    assert halves == pytest.approx(2.718**-1, abs=0.03)
+    assert found == arrivals(5.0, 4001, 3) != arrivals(5.0, 4001, 4)
+
+
+def test_percentiles_are_right() -> None:
+    assert percentile([], 50) is None
+    assert percentile([3.0], 99) == 3.0
+    assert percentile([4.0, 1.0, 3.0, 2.0, 5.0], 50) == 3.0
+    assert percentile(list(range(101)), 99) == 99.0
+    assert percentile([0.0, 1.0], 50) == 0.5
+
+
+def test_requests_are_mixed_and_no_level_knows_the_answers_of_another() -> None:
+    found = mixed(PROMPTS, [2, 8], 0.5, 7)
+    assert [ask.task for ask in found[:4]] == ["json", "rag", "json", "rag"]
+    assert [ask.temperature for ask in found] == [0, 0, 0.5, 0.5] * 2
+    assert {ask.tokens for ask in found} == {2, 8} and len({ask.seed for ask in found}) == len(found)
+    assert found == mixed(PROMPTS, [2, 8], 0.5, 7) != mixed(PROMPTS, [2, 8], 0.5, 8)
+    many = [dataclasses.replace(found[0], seed=seed) for seed in range(needed([1, 4], [2.0], 3))]
+    levels = build([1, 4], [2.0], 3, many, 0)
+    assert [level.name for level in levels] == ["1 client", "4 clients", "2 per second"]
+    assert [len(level.asks) for level in levels] == [TURNS, 4 * TURNS, 3]
+    assert [ask for level in levels for ask in level.asks] == many
+
+
+def test_a_stream_is_understood_wherever_it_is_cut() -> None:
+    told = [
+        {"choices": [{"text": "a\u20ac", "finish_reason": None}]},
+        {"choices": [{"text": "b", "finish_reason": None}]},
+        {"choices": [{"text": "", "finish_reason": "stop"}]},
+        {"choices": [], "usage": {"completion_tokens": 3}},
+    ]
+    stream = b"".join(b"data: " + json.dumps(each, ensure_ascii=False).encode() + b"\n\n" for each in told)
+    stream += b"data: [DONE]\n\n"
+    (ask,) = asks(1)
+    for size in (1, 7, len(stream)):
+        reads = [(float(at), stream[at : at + size]) for at in range(0, len(stream), size)]
+        assert [event for _, event in events(reads)] == told
+        answer = understand(Reply(ask, -1.0, 900.0, reads, 200))
+        assert (answer.text, answer.tokens, answer.error) == ("a\u20acb", 3, None)
+        assert len(answer.grew) == (1 if size == len(stream) else 2)  # what comes together is one chunk
+    assert answer.first == 1.0 and answer.each == 450.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"),
+    [
+        ({"status": 429, "reads": [(1.0, b'{"error": "full"}')]}, 'status 429: {"error": "full"}'),
+        ({"status": 200, "reads": [(1.0, b'data: {"error": {"message": "no"}}\n\n')]}, "no"),
+        ({"status": 200, "reads": [(1.0, b'data: {"choices": [{"text": "a"}]}\n\n')]}, "ended before"),
+        ({"error": "ReadError: gone"}, "gone"),
+    ],
+)
+def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply: Any, error: str) -> None:
+    (ask,) = asks(1)
+    broken = understand(Reply(ask, **reply))
+    assert error in str(broken.error) and broken.digest is None
+    row = figures([broken, answered(ask, [0.5, 0.6], 1.0, 6)], 2.0, 0.1)
+    assert (row["requests"], row["errors"], row["requests_per_second"], row["tokens_per_second"]) == (2, 1, 0.5, 3.0)
+    assert row["first_p50"] == 0.5 and row["gap_p99"] == pytest.approx(0.1) and row["each_p50"] == pytest.approx(0.1)
+
+
+def test_medians_are_over_rounds_and_counts_are_sums() -> None:
+    (ask,) = asks(1)
+    found = medians([figures([answered(ask, [0.5], seconds, 4)], seconds, 0.0) for seconds in (1.0, 2.0, 4.0)])
+    assert (found["tokens_per_second"], found["slowest"], found["fastest"]) == (2.0, 1.0, 4.0)
+    assert (found["requests"], found["rounds"], found["gap_p50"]) == (3, 3, None)
+
+
+def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window() -> None:
+    (ask,) = asks(1)
+    found = overlapping([answered(ask, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], (2.0, 4.0))
+    assert found == [2.0, 3.0]
+
+
+def one_round(long: bool = False) -> Round:
+    found = asks(8)
+    long_ask = Ask("long", "and on " * 60, 2, 0.0, 0) if long else None
+    return Round(found[:1], [Level("clients", 2, found[:4], 0), Level("rate", 50.0, found[4:], 0)], long_ask, 2)
+
+
+def bench_of(
+    house: House, tmp_path: Path, contestants: Sequence[Contestant], rounds: Sequence[Round], resume: bool = False
+) -> tuple[ServeBench, list[str]]:
+    """A bench whose servers are this one, and which servers were started."""
+    started = list[str]()
+
+    @contextmanager
+    def start(contestant: Contestant) -> Iterator[Door]:
+        started.append(contestant.name)
+        if not contestant.ours:
+            raise ServerError("it broke")
+        yield Door(f"http://127.0.0.1:{house.port}", "bundled", exact=True)
+
+    report = Report("Load", {})
+
+    def save(turns: Sequence[Turn], whole: bool) -> None:
+        fill(report, turns, rounds, whole and len(turns) == len(rounds) and not resume)
+        report.write(tmp_path, "serve")
+
+    journal = Journal(tmp_path / "turns.jsonl", {"about": 1}, resume)
+    return ServeBench(contestants, rounds, start, journal, quietly, save), started
+
+
+@pytest.mark.matrix
+def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(
+    house: House, tmp_path: Path
+) -> None:
+    absent = Contestant(servers.TRANSFORMERS, (), "x", False)
+    rounds = [one_round(long=True), one_round()]
+    measured, started = bench_of(house, tmp_path, [PLAIN, OURS, absent], rounds)
+    turns = measured.run()
+    assert started == [PLAIN.name, OURS.name, absent.name, OURS.name, PLAIN.name]
+    found = json.loads((tmp_path / "serve.json").read_text())["parts"]
+    assert {(row["load"], row["contestant"]) for row in found["load"]} == {
+        (level.name, each.name) for level in rounds[0].levels for each in (PLAIN, OURS)
+    }
+    assert all(row["errors"] == 0 and row["tokens"] > 0 and row["first_p99"] > 0 for row in found["load"])
+    assert {row["contestant"] for row in found["long"]} == {PLAIN.name, OURS.name}
+    assert all(row["same"] == row["compared"] > 0 and row["exact"] for row in found["texts"])
+    text = (tmp_path / "serve.md").read_text()
+    assert f"Not measured: {absent.name}: it broke." in text and "changed no text" in text
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"serve-{n}.png" for n in ("clients", "rate", "tokens")}
+
+    again, started = bench_of(house, tmp_path, [PLAIN, OURS, absent], [*rounds, one_round()], resume=True)
+    assert json.loads(json.dumps(again.run()))[:2] == json.loads(json.dumps(turns))
+    assert started == [PLAIN.name, OURS.name]
+
+
+def test_what_was_measured_is_written_when_a_later_load_fails(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = client.run
+
+    def fails(door: Door, level: Level, extension: client.Extension) -> client.Run:
+        if level.kind == "rate":
+            raise ValueError("the power failed")
+        return run(door, level, extension)
+
+    monkeypatch.setattr(bench.client, "run", fails)
+    with pytest.raises(ValueError, match="the power failed"):
+        bench_of(house, tmp_path, [PLAIN], [one_round()])[0].run()
+    (row,) = json.loads((tmp_path / "serve.json").read_text())["parts"]["load"]
+    assert (row["load"], row["requests"]) == ("2 clients", 4)
+
+
+def test_a_text_that_load_has_changed_is_found() -> None:
+    same = {str(ask.seed): "same" for ask in one_round().asks}
+    changed = same | {str(one_round().asks[0].seed): "another"}
+    alone = {"compared": 2, "same": 2, "exact": True}
+    turn: Turn = {PLAIN.name: {"texts": same, "alone": alone}, OURS.name: {"texts": changed, "alone": alone}}
+    assert rows.wrong(rows.text_rows([turn], [one_round()])) == [
+        "forerun: 1 of 8 texts under load differ from forerun none"
+    ]
+    turn[OURS.name] = {"texts": same, "alone": alone | {"same": 1}}
+    (wrong,) = rows.wrong(rows.text_rows([turn], [one_round()]))
+    assert "each alone" in wrong
+    turn[OURS.name]["alone"]["exact"] = False
+    assert rows.wrong(rows.text_rows([turn], [one_round()])) == []
+
+
+def test_of_a_long_prompt_that_was_refused_only_the_error_is_told() -> None:
+    (ask,) = asks(1)
+    assert held_up._row(answered(ask, (), 0.1, 0, "status 400"), [answered(ask, (1.0, 2.0), 2.0, 2)], 0.0) == {
+        "error": "status 400"
+    }
+    whole = held_up._row(answered(ask, (1.0,), 2.0, 2), [answered(ask, (0.5, 0.8, 1.2), 2.0, 3)], -1.0)
+    turn: Turn = {PLAIN.name: {"long": whole}, OURS.name: {"long": {"error": "status 400"}}}
+    assert [row["contestant"] for row in rows.long_rows([turn])] == [PLAIN.name]
+    report = Report("Load", {})
+    fill(report, [turn], [one_round()], False)
+    assert f"Not measured: {OURS.name}: status 400." in report.text["long"]
+
+
+def test_nothing_is_said_of_texts_that_were_not_compared() -> None:
+    alone = {"compared": 0, "same": 0, "exact": True}
+    report = Report("Load", {})
+    fill(report, [{PLAIN.name: {"texts": {}, "alone": alone}}], [one_round()], False)
+    assert "No text was compared." in report.text["texts"] and "changed no text" not in report.text["texts"]
+
+
+def test_texts_to_check_are_greedy_and_from_all_over_the_load() -> None:
+    found = sample(asks(8), 2)
+    assert [asks(8).index(ask) for ask in found] == [0, 4]
+
+
+def test_a_server_that_nobody_reaches_is_an_error(house: House, tmp_path: Path) -> None:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there, and not listening
+        measured, _ = bench_of(house, tmp_path, [PLAIN], [one_round()])
+
+        @contextmanager
+        def nobody(contestant: Contestant) -> Iterator[Door]:
+            yield Door(f"http://127.0.0.1:{one.getsockname()[1]}", "bundled")
+
+        measured.start = nobody
+        with pytest.raises(ServerError, match=r"no request was answered .* ConnectError"):
+            measured.run()
+
+
+def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
+    subject = Subject("bundled", find("bundled"), "float32", "cpu")
+    broken = dataclasses.replace(
+        servers.forerun(subject, "none"), command=[*servers.forerun(subject, "none").command[:3], "nonsense"]
+    )
+    with (
+        pytest.raises(ServerError, match=r"forerun none ended with status 2: .*nonsense"),
+        servers.started(broken, False, tmp_path / "logs" / "log"),
+    ):
+        pass
+
+
+def test_commands_serve_the_same_files_in_the_same_type() -> None:
+    subject = Subject("bundled", find("bundled"), "float32", "cpu")
+    ours, theirs = servers.forerun(subject, None), servers.transformers(subject)
+    assert "--drafter" not in ours.command and ours.name == "forerun"
+    assert servers.forerun(subject, "none").command[-2:] == ["--drafter", "none"]
+    assert str(find("bundled")) in theirs.command and "--continuous-batching" in theirs.command
+    assert all(one.command[one.command.index("--dtype") + 1] == "float32" for one in (ours, theirs))
+    file = dataclasses.replace(subject, folder=Path(__file__))
+    assert "GGUF" in str(servers.why_not(file)) and servers.transformers(file).lacking == servers.why_not(file)
+    assert "FORERUN_DRAFTER" not in servers.environment({"FORERUN_DRAFTER": "none", "HOME": "/"})
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--concurrency", "0", "--rates", "0"], "give a load"),
+        (["--contestants", "none,none"], "each may be there once"),
+        (["--contestants", "never"], "never"),
+        (["--lengths", "0"], "--lengths"),
+        (["--tasks", "sums"], "sums"),
+        (["--tasks", "maths"], "no task is left"),
+        (["--lengths", "999999"], "positions"),
+        (["--long", "999999"], "positions"),
+    ],
+)
+def test_bad_input_fails_before_any_work(flags: list[str], told: str, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "serve", "--out", str(tmp_path / "out"), *flags])
+    assert done.exit_code == 2 and told in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_fails_if_load_has_changed_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {"compared": 2, "same": 1, "exact": True}
+
+    def run(measured: ServeBench) -> list[Turn]:
+        measured.turns.append({PLAIN.name: {"levels": {}, "texts": {}, "alone": alone}})
+        measured.save(measured.turns, True)
+        return measured.turns
+
+    monkeypatch.setattr(ServeBench, "run", run)
+    done = CliRunner().invoke(app, ["bench", "serve", "--rates", "0", "--requests", "1", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    told = "forerun none: 1 of 2 texts under load differ from each alone, without drafts"
+    assert told in done.output and told in (tmp_path / "serve.md").read_text()

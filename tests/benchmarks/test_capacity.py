@@ -1,0 +1,363 @@
+"""What a model takes on which devices: formulas by hand, order, errors, and a page whose tables the command makes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.test_load import save_model
+from repo.test_readme import ROOT
+from support.tiny import tiny
+from typer.testing import CliRunner, Result
+
+from benchmarks.capacity.capacity import RESERVE, Machine, Pass, devices_needed, fit, kv_bytes, pass_seconds
+from benchmarks.capacity.devices import DEVICES, GIB, Device
+from benchmarks.capacity.forecast import LONGEST, Drafting, forecast
+from benchmarks.capacity.published import ON_CHIP, TABLE_2
+from benchmarks.capacity.rates import this_machine
+from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.speculation import chain_seconds, expected_tokens, waiting
+from benchmarks.cli.capacity import shape_of
+from benchmarks.update_readme import scaling_tables
+from forerun.cli import app
+
+SEVEN, SEVENTY, SMALL = (ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-70b", "llama-68m"))
+A100 = DEVICES["a100-80gb"]
+BARE = replace(A100, layer_seconds=0.0, reduction_seconds=0.0)
+ONE = Machine(A100)
+DRAFTING = Drafting(0.9, 0.45, SMALL)
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["capacity", *map(str, arguments)])
+
+
+# --- sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "token"),
+    [
+        ("llama-2-7b", 6_738_149_376, 2 * 32 * 4096 * 2),
+        ("llama-2-13b", 13_015_449_600, 2 * 40 * 5120 * 2),
+        ("llama-3-70b", 70_552_387_584, 2 * 80 * 1024 * 2),
+    ],
+)
+def test_weights_and_keys_are_those_of_the_models(name: str, weights: int, token: int) -> None:
+    shape = ModelShape.parse(name)
+    assert shape.weights == weights and shape.token_kv_bytes == token
+    assert shape.stored_bytes == 2 * weights
+    assert shape.pass_bytes == 2 * (weights - shape.vocabulary * shape.hidden)
+    assert kv_bytes(shape, 1000, 3) == 3000 * token
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_shape_has_the_weights_of_a_model_but_for_its_norms(name: str) -> None:
+    model = tiny(name)
+    config = model.config
+    shape = ModelShape(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.vocab_size,
+        getattr(config, "head_dim", None),
+        config.tie_word_embeddings,
+    )
+    assert shape.weights == sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
+
+
+def test_a_tied_embedding_is_held_once_and_read() -> None:
+    tied = replace(SMALL, tied=True)
+    assert SMALL.weights - tied.weights == SMALL.table and tied.pass_bytes == SMALL.pass_bytes
+
+
+# --- passes
+
+
+def test_a_plain_pass_takes_the_time_to_read_weights_and_keys() -> None:
+    read = SEVEN.pass_bytes + 100_000 * SEVEN.token_kv_bytes
+    assert pass_seconds(SEVEN, Machine(BARE), Pass(1, 100_000)) == pytest.approx(read / BARE.bandwidth)
+
+
+def test_a_long_pass_takes_the_time_of_its_operations() -> None:
+    seconds = pass_seconds(SEVEN, Machine(BARE), Pass(4096, 100_000))
+    operations = 4096 * (SEVEN.linear_operations + 100_000 * SEVEN.pair_operations)
+    assert seconds == pytest.approx(operations / BARE.operations)
+    assert SEVEN.pair_operations == 4 * 32 * 4096  # scores and values, two operations each
+
+
+def test_devices_share_weights_and_heads_and_pay_for_sums() -> None:
+    one, eight = (pass_seconds(SEVENTY, Machine(BARE, count), Pass(1, 100_000)) for count in (1, 8))
+    sent = 80 * 2 * (2 * 7 / 8) * 8192 * 2
+    assert eight == pytest.approx(one / 8 + sent / BARE.link)
+    latency = pass_seconds(SEVENTY, Machine(A100, 8), Pass(1, 100_000)) - eight
+    assert latency == pytest.approx(80 * (A100.layer_seconds + 2 * A100.reduction_seconds))
+
+
+def test_a_kv_head_that_devices_share_is_on_each_of_them() -> None:
+    assert Machine(A100, 8).kv_share(SEVENTY) == Machine(A100, 16).kv_share(SEVENTY) == 1 / 8
+    assert Machine(A100, 8).kv_share(SEVEN) == 1 / 8
+
+
+def test_what_does_not_fit_is_streamed_while_the_rest_is_computed() -> None:
+    machine = Machine(BARE, kv_memory=10e9)
+    found = fit(SEVEN, machine, 100_000)
+    assert found.kept == 10e9 and found.streamed == pytest.approx(100_000 * SEVEN.token_kv_bytes - 10e9)
+    assert found.offloaded == pytest.approx(1 - 10e9 / kv_bytes(SEVEN, 100_000))
+    seconds = pass_seconds(SEVEN, machine, Pass(1, 100_000, streamed=found.streamed))
+    assert seconds == pytest.approx(found.streamed / BARE.host_link)
+    little = pass_seconds(SEVEN, machine, Pass(1, 100_000, streamed=1e6))  # is written to memory, and read there
+    assert little == pytest.approx((SEVEN.pass_bytes + kv_bytes(SEVEN, 100_000) + 1e6) / BARE.bandwidth)
+
+
+def test_seventy_billion_weights_of_two_bytes_do_not_fit_on_eighty_gigabytes() -> None:
+    assert not fit(SEVENTY, Machine(A100), 8192).possible
+    assert devices_needed(SEVENTY, A100) == 2 and fit(SEVENTY, Machine(A100, 2), 8192).possible
+    assert fit(replace(SEVENTY, weight_bytes=1), Machine(A100), 8192).possible
+    with pytest.raises(ValueError, match="64 devices of 3 GiB do not hold the weights"):
+        devices_needed(SEVENTY, replace(A100, memory=3 * GIB))
+
+
+def test_keys_that_neither_devices_nor_host_hold_are_not_possible() -> None:
+    assert not fit(SEVEN, Machine(replace(A100, host_memory=0.0)), 1 << 20).host_fits
+    assert not fit(SEVEN, Machine(replace(A100, host_link=None)), 1 << 20).host_fits
+    assert fit(SEVEN, Machine(replace(A100, host_link=None)), 1 << 10).possible
+
+
+# --- speculation
+
+
+def test_the_paper_s_bound_is_the_limit_of_the_series() -> None:
+    """TriForce, section 5.1: 13.1 times, 7 times the naive policy's, at the acceptance rates of table 2."""
+    _, acceptance, _, naive = TABLE_2[0.0]
+    assert expected_tokens(acceptance, 9999) == pytest.approx(13.1, abs=0.05)
+    assert expected_tokens(acceptance, 9999) / expected_tokens(naive, 9999) == pytest.approx(7, abs=0.05)
+    assert expected_tokens(0.5, 2) == 1.75
+
+
+def test_a_chain_takes_the_expected_rounds_by_hand() -> None:
+    def middle(tokens: int) -> float:
+        return 10.0 + tokens
+
+    assert chain_seconds(3, 1, 0.5, middle, None) == [0, 11, 22, 33]
+    one = 1 + 11  # the small model drafts, and a single token is left to choose
+    two = 1 + 12 + 0.5 * one
+    assert chain_seconds(3, 1, 0.5, middle, 1.0) == [0, one, two, 1 + 12 + 0.5 * two + 0.5 * one]
+
+
+def test_a_batch_waits_for_its_slowest_row() -> None:
+    assert waiting(4, 1, 0.5, 1) == [1.0] * 5
+    # of two tokens, a row needs one round or two with equal chances: 1.5 rounds alone, 1.75 for two rows
+    assert waiting(2, 1, 0.5, 2)[2] == pytest.approx(1.75 / 1.5)
+    assert waiting(8, 1, 1.0, 9) == pytest.approx([1.0] * 9)
+
+
+def test_a_step_is_drafting_and_one_pass_over_everything() -> None:
+    found = forecast(SEVEN, Machine(BARE), ON_CHIP, 1, Drafting(0.9, budget=4096, gamma2=6))
+    middle = pass_seconds(SEVEN, Machine(BARE), Pass(1, 4096))
+    assert found.step.seconds == pytest.approx(6 * middle + pass_seconds(SEVEN, Machine(BARE), Pass(7, ON_CHIP)))
+    assert found.speed_up == pytest.approx(expected_tokens(0.9, 6) * found.plain_seconds / found.step.seconds)
+
+
+def test_the_best_lengths_are_no_worse_than_any_other() -> None:
+    best = forecast(SEVEN, Machine(A100), 1 << 17, 2, DRAFTING)
+    for gamma1, gamma2 in ((1, 6), (4, 12), (8, LONGEST)):
+        assert (
+            best.rate
+            >= forecast(SEVEN, Machine(A100), 1 << 17, 2, replace(DRAFTING, gamma1=gamma1, gamma2=gamma2)).rate
+        )
+
+
+def test_where_drafts_do_not_pay_none_are_made() -> None:
+    found = forecast(SEVEN, Machine(A100), 1 << 16, 1, replace(DRAFTING, acceptance=0.0, small_acceptance=0.0))
+    assert found.step.gamma2 == 0 and found.speed_up == 1
+
+
+def test_a_text_within_the_budget_is_drafted_for_by_the_small_model_alone() -> None:
+    short = forecast(SEVEN, Machine(A100), 4096, 1, DRAFTING)
+    assert short.step.tokens == expected_tokens(0.45, short.step.gamma2)
+    assert forecast(SEVEN, Machine(A100), 4096, 1, replace(DRAFTING, small=None)).step.gamma2 == 0
+
+
+def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster() -> None:
+    def rates(machine: Machine = ONE, context: int = 1 << 17, **more: Any) -> tuple[float, float]:
+        found = forecast(SEVEN, machine, context, 1, replace(DRAFTING, **more))
+        return found.plain_rate, found.rate
+
+    plain, drafted = rates()
+    for name in ("memory", "bandwidth", "operations", "host_link"):
+        better = rates(Machine(replace(A100, **{name: 2 * getattr(A100, name)})))
+        assert better[0] >= plain and better[1] >= drafted, name
+    assert rates(Machine(A100, 8)) > (plain, drafted)
+    assert rates(context=1 << 18) < (plain, drafted)
+    accepted = [rates(acceptance=acceptance)[1] for acceptance in (0.5, 0.7, 0.9, 0.99)]
+    assert accepted == sorted(accepted)
+    assert rates(budget=16384)[1] < drafted and rates(sparse="low-rank")[1] < drafted
+
+
+def test_offloading_makes_drafts_worth_more() -> None:
+    speed_ups = [
+        forecast(SEVEN, Machine(A100, kv_memory=kept), 1 << 17, 1, DRAFTING).speed_up for kept in (80e9, 20e9, 0)
+    ]
+    assert speed_ups == sorted(speed_ups) and speed_ups[2] > 2 * speed_ups[0]
+
+
+def test_what_the_low_rank_cache_chooses_lies_where_the_full_cache_is() -> None:
+    low_rank = replace(DRAFTING, sparse="low-rank", gamma1=1, gamma2=8)
+    here, there = (
+        forecast(SEVEN, Machine(A100, kv_memory=kept), 1 << 16, 1, low_rank).step.seconds for kept in (80e9, 0)
+    )
+    streamed = kv_bytes(SEVEN, 1 << 16) / A100.host_link
+    assert there > streamed + 4 * kv_bytes(SEVEN, 4096) / A100.host_link > here
+
+
+# --- wrong values
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Device(0, 1, 1), "memory is 0; it must be above 0 and finite"),
+        (lambda: Device(1, 1, 1, layer_seconds=-1), "layer_seconds is -1; it must be at least 0"),
+        (lambda: Machine(A100, 0), "devices is 0; it must be at least 1"),
+        (lambda: Machine(replace(A100, link=None), 2), "devices is 2, and they have no link"),
+        (lambda: Machine(A100, kv_memory=-1), "kv_memory is -1; it must be at least 0"),
+        (lambda: Machine(A100, 3).check(SEVEN), "devices is 3, which does not divide 32 heads"),
+        (lambda: replace(SEVEN, weight_bytes=0), "weight_bytes is 0; it must be above 0"),
+        (lambda: replace(SEVEN, head=0), "head is 0; it must be at least 1"),
+        (lambda: Drafting(1.5), "acceptance is 1.5; it must be between 0 and 1"),
+        (lambda: Drafting(0.5, budget=0), "budget is 0; it must be at least 1"),
+        (lambda: Drafting(0.5, sparse="h2o"), "sparse is 'h2o'; allowed are"),  # type: ignore[arg-type]
+        (lambda: forecast(SEVEN, Machine(A100), 0, 1, DRAFTING), "context is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_values_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--context", "8X"), "--context is '8X'; it must be numbers of tokens such as 8K"),
+        (("--context", "0"), "--context is '0'"),
+        (("--devices", "0"), "--devices is '0'; no number may be below 1"),
+        (("--devices", "3"), "devices is 3, which does not divide 32 heads"),
+        (("--model-shape", "x"), "a shape is 'x'"),
+        (("--draft-shape", "x"), "a shape is 'x'"),
+        (("--model-shape", "llama-2-7b", "-m", "x"), "give --model or --model-shape"),
+        (("-m", "nowhere"), "nowhere"),
+        (("--device-kind", "abacus"), "a device is 'abacus'; known are a100-80gb"),
+        (("--bandwidth", "fast"), "--bandwidth is 'fast'"),
+        (("--operations", "-1"), "operations is -1"),
+        (("--kv-memory", "much"), "--kv-memory is 'much'"),
+        (("--weight-bytes", "0"), "--weight-bytes is 0; it must be above 0"),
+        (("--compare", "README.md"), "README.md is no JSON of forerun bench triforce"),
+    ],
+)
+def test_wrong_options_end_with_one_line_and_write_nothing(
+    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    done = call(*arguments, "--out", tmp_path / "out")
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+# --- the command
+
+
+def test_the_command_writes_json_and_markdown_and_says_what_does_not_fit(tmp_path: Path) -> None:
+    done = call("--out", tmp_path, "--json", "--rows", 2, "--kv-memory", "20GB", "--context", "128K")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "capacity.json").read_text())
+    assert "## What a model takes" in (tmp_path / "capacity.md").read_text()
+    rows = {(row["model"], row["devices"]): row for row in found["parts"]["speeds"]}
+    assert rows["llama-3-70b", 1]["fits"] == "no: the weights need 2 devices" and "plain" not in rows["llama-3-70b", 1]
+    assert rows["llama-2-7b", 1]["fits"] == "85 % of KV in host memory"
+    assert rows["llama-2-7b", 8]["fits"] == "yes" and rows["llama-2-7b", 8]["speed_up"] > 1
+    assert found["parts"]["sizes"][0]["kv_gigabytes"] == 137.44
+
+
+def test_numbers_given_for_a_device_count_instead_of_the_kind_s(tmp_path: Path) -> None:
+    few = ("--model-shape", "llama-2-7b", "--context", "8K", "--devices", 1, "--json", "--out", tmp_path)
+    slow, none = (
+        json.loads(call(*few, *more).stdout)["parts"]["speeds"][0]
+        for more in (("--bandwidth", "1GB"), ("--memory", "16GiB", "--host-memory", "1GB"))
+    )
+    assert slow["plain_milliseconds"] == pytest.approx(17500, rel=0.01)
+    assert none["fits"] == "no: 3 GB more than devices and host hold"
+    assert RESERVE == 2 * GIB
+
+
+def test_a_model_s_config_is_enough(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    for weights in folder.glob("*.safetensors"):
+        weights.unlink()
+    done = call("-m", folder, "--context", "100", "--devices", "1", "--json", "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["parts"]["speeds"][0]["fits"] == "yes"
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    for name, message in (("mixtral", "it is built otherwise"), ("gemma3, two frequencies", "do not keep all keys")):
+        tiny(name).config.save_pretrained(tmp_path / name)
+        with pytest.raises(NotImplementedError, match=message):
+            shape_of(str(tmp_path / name))
+
+
+def test_a_measured_report_is_compared_with_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its form is that of a real one: ``test_longcontext`` reads one with the same class."""
+    settings = {"simulate_acceptance": 0.9, "dtype": "float32", "shape": "1,32,48,4,2,48", "draft_shape":
+                "1,16,24,2,2,48", "cache_budget": 32, "sinks": 4, "window": 12, "sparse": "retrieval", "paced": False,
+                "gamma1": 1, "gamma2": 2}  # fmt: skip
+    costs = [{"context": 200, "full": {"1": 0.1, "3": 0.2}, "middle": {"1": 0.05}, "small": 0.01}]
+    speed = {"context": 200, "tokens_per_second": 10.0, "speed_up": 1.0, "acceptance": None, "middle_acceptance": None}
+    drafted = {"contestant": "triforce", "acceptance": 0.5, "middle_acceptance": 0.0}
+    speeds = [speed | {"contestant": "none"}, speed | drafted, speed | {"contestant": "low-rank"}]
+    report = tmp_path / "triforce.json"
+    report.write_text(json.dumps({"settings": settings, "parts": {"costs": costs, "contexts": speeds}}))
+    slow = Device(1e12, 1e9, 1e15, layer_seconds=0.0)
+    monkeypatch.setattr("benchmarks.cli.capacity.this_machine", lambda dtype: slow)
+    done = call("--compare", report, "--json", "--out", tmp_path / "out")
+    rows = {row["what"]: row for row in json.loads(done.stdout)["parts"]["measured-0"]}
+    weights = 4 * (32 * 16 * 4 + 32 * 8 * 4 + 3 * 32 * 48 + 48 * 32)
+    full, middle = ((weights + tokens * 2 * 2 * 8 * 4) / 1e9 for tokens in (200, 32))
+    small = 4 * (4 * 16 * 16 + 3 * 16 * 24 + 48 * 16 + 16 * 2 * 2 * 8) / 1e9
+    expected = {
+        "full cache, 1 token, ms": 1000 * full,
+        "full cache, 3 tokens, ms": 1000 * full,
+        "sparse cache, 1 token, ms": 1000 * middle,
+        "small model, ms": 1000 * small,
+        "plain, tokens/s": 1 / full,
+        "triforce, tokens/s": 1.75 / (full + 2 * (middle + small)),
+        "triforce, speed-up": 1.75 / (1 + 2 * (middle + small) / full),
+    }
+    assert {name: row["predicted"] for name, row in rows.items()} == pytest.approx(expected, rel=0.01)
+    assert rows["small model, ms"]["measured"] == 10 and rows["full cache, 3 tokens, ms"]["off"] == "-100 %"
+
+
+def test_this_machine_is_measured() -> None:
+    found = this_machine(torch.float32, 1 << 16, 8)
+    assert found.bandwidth > 0 and found.operations > 0 and found.memory > GIB and found.link is None
+
+
+# --- the page
+
+
+def test_the_page_s_tables_are_what_its_command_gives(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    command = next(line.strip() for line in text.splitlines() if line.startswith("    forerun capacity --published"))
+    done = CliRunner().invoke(app, [*shlex.split(command)[1:], "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    for marker, table in scaling_tables(tmp_path / "capacity.json").items():
+        assert f"<!-- {marker}:begin -->\n\n{table}\n<!-- {marker}:end -->" in text, marker

@@ -1,0 +1,101 @@
+"""Passes are measured in turns, compared with one token and with the bandwidth; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import tiny
+from typer.testing import CliRunner
+
+from benchmarks.bandwidth import Reader, weight_bytes
+from benchmarks.passes import MEMORY, Sizes, Work, measure, summarise
+from forerun.cli import app
+
+
+def ticking(step: float = 0.5):
+    time = 0.0
+
+    def clock() -> float:
+        nonlocal time
+        time += step
+        return time
+
+    return clock
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
+def test_every_pass_is_measured_for_every_dtype(name: str) -> None:
+    rows = measure([tiny(name), tiny(name)], Sizes([1, 2, 4], 16, [32], rounds=2, buffer=4096), ticking())
+    ours = [(row["kind"], row["tokens"]) for row in rows if row["who"] == "forerun"]
+    assert ours == [("pass", 1), ("pass", 2), ("pass", 4), ("prompt", 32)] * 2
+    theirs = [(row["kind"], row["tokens"]) for row in rows if row["who"] == "transformers"]
+    assert theirs == [("pass", 1), ("pass", 8), ("prompt", 32)] * 2
+    assert {row["ratio_to_one_token"] for row in rows if row["kind"] == "pass"} == {1.0}
+    assert rows[0] | {"who": MEMORY, "milliseconds": 500.0, "share_of_bandwidth": 1.0} == rows[0]
+
+
+def test_ratios_and_shares_are_of_medians_without_the_first_round() -> None:
+    def work(who: str, kind: str, tokens: int, nbytes: int, *seconds: float) -> Work:
+        return Work("float32", who, kind, tokens, nbytes, run=list, seconds=[99.0, *seconds])
+
+    rows = summarise(
+        [
+            work(MEMORY, "read", 0, 1000, 0.5, 1.0, 7.0),
+            work("forerun", "pass", 1, 500, 1.0, 1.0, 3.0),
+            work("forerun", "pass", 8, 500, 1.5, 1.5, 1.0),
+            work("forerun", "prompt", 32, 500, 4.0, 4.0, 4.0),
+        ]
+    )
+    assert [row["ratio_to_one_token"] for row in rows] == [None, 1.0, 1.5, None]
+    assert [row["share_of_bandwidth"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3), None]
+    assert rows[3]["tokens_per_second"] == 8
+    assert (rows[1]["fastest"], rows[1]["slowest"]) == (1000, 3000)
+
+
+def test_weights_that_are_only_looked_up_are_not_read() -> None:
+    model = tiny("llama")
+    rows = model.get_input_embeddings().weight.nbytes
+    assert weight_bytes(model) == sum(weight.nbytes for weight in model.parameters()) - rows
+    tied = tiny("gpt2")
+    assert weight_bytes(tied) == sum(weight.nbytes for weight in tied.parameters())
+
+
+def test_the_reader_reads_what_it_says() -> None:
+    reader = Reader(torch.device("cpu"), 4100)
+    assert reader.nbytes == 4096
+    reader()
+
+
+def test_lengths_beyond_the_model_s_positions_are_refused() -> None:
+    with pytest.raises(ValueError, match="264 tokens are to be measured and the model has 128 positions"):
+        measure([tiny("llama")], Sizes([1, 64], 200, [], rounds=1))
+
+
+@pytest.mark.matrix
+def test_the_command_writes_a_report(tmp_path: Path) -> None:
+    arguments = ["--context", "8", "--passes", "1,2", "--prompt-tokens", "16", "--rounds", "1", "--out", str(tmp_path)]
+    done = CliRunner().invoke(app, ["bench", "passes", *arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    written = json.loads(done.stdout)
+    assert {"machine", "settings", "parts"} <= set(written)
+    assert {"processor", "torch", "transformers", "python"} <= set(written["machine"])
+    assert [row["tokens"] for row in written["parts"]["prompts"]] == [16, 16]
+    assert "of the bandwidth" in (tmp_path / "passes.md").read_text()
+    assert (tmp_path / "passes-times.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--passes", "0"], "--passes is '0'"),
+        (["--dtypes", "int3"], "--dtypes has 'int3'; known are auto, float32"),
+        (["--prompt-tokens", "x"], "--prompt-tokens is 'x'; it must be numbers"),
+    ],
+)
+def test_wrong_options_are_refused(given: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "passes", *given])
+    assert done.exit_code == 2
+    assert said in done.stderr

@@ -1,0 +1,161 @@
+"""Other engines in processes of their own: orders, answers, failures, and the very weights they are given."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from benchmarks import report
+from benchmarks.contestants import Bench
+from benchmarks.peers import weights
+from benchmarks.peers.known import KINDS, Kind, Loaded, Subject, check, loaded
+from benchmarks.peers.process import Peer, PeerError
+from benchmarks.speed import BASELINE, Job, Run, Series
+
+FAKE = Kind(
+    "fake-peer",
+    {"json": "json"},
+    "fake_peer",
+    lambda subject, folder: (folder / "graph").touch(),
+    lambda subject: {},
+    {"fake": {}, "fake in text": {"step": 2}, "fake that is broken": {"broken": True}},
+)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?()"]
+    words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "ab", *letters])}
+    backend = Tokenizer(models.BPE(words, [("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    assert len(made) == 48
+    return made
+
+
+def single() -> PreTrainedModel:
+    model = copy.deepcopy(tiny("llama")).float()
+    model.generation_config.eos_token_id = 2
+    return model
+
+
+def subject(model: PreTrainedModel) -> Subject:
+    return Subject(model, byte_tokenizer(), None, 64)
+
+
+def test_a_peer_answers_from_its_own_process(tmp_path: Path) -> None:
+    with Peer("fake_peer", {"folder": str(tmp_path), "threads": 3}) as peer:
+        assert peer.said.startswith("fake with 3 threads")
+        first = peer.run([[5]], 3)
+        assert (first.texts, first.tokens, first.passes) == ([[6, 7, 8]], 1, None)
+        assert first.seconds >= 0
+        assert peer.run([[5]], 3).tokens == 2
+        peer.forget()
+        assert peer.run([[5]], 3).tokens == 1
+        with pytest.raises(ValueError, match="one row at a time, not with 2"):
+            peer.run([[5], [6]], 3)
+        with pytest.raises(PeerError, match="its process ended with status 7"):
+            peer.run([[666]], 3)
+
+
+def test_peers_that_cannot_be_loaded_are_named_with_the_reason() -> None:
+    gone = replace(FAKE, package="gone-peer", needs={"no_such_module_here": "gone-peer", "json": "json"})
+    with loaded(subject(single()), [FAKE, gone]) as found:
+        assert isinstance(found, Loaded)
+        assert list(found.contestants) == ["fake", "fake in text"]
+        assert found.absent["gone-peer"] == "not installed (pip install gone-peer)"
+        assert found.absent["fake that is broken"] == "cannot be loaded: RuntimeError: no such graph"
+        assert "graph" in found.notes[0]
+
+
+def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None:
+    model = tiny("llama")
+    with loaded(subject(single()), [FAKE]) as found:
+        bench = Bench(model, ["none"], others=found.contestants)
+        rows = report.summarise(bench.run(Job("t", [[7, 9, 11]], [], 6), rounds=2))
+    by_name = {row["contestant"]: row for row in rows}
+    assert by_name["fake in text"]["tokens"] == 6
+    assert by_name["fake"]["same_output"] == 0
+    table = report.markdown(rows)
+    assert "| fake in text | " in table and "x |" in table.split("| fake in text |")[1]
+    assert "fake 0 %; fake in text 0 %; all others 100 %" in report.equality(rows)
+
+
+def test_texts_are_compared_as_text_where_only_that_is_known() -> None:
+    baseline = Series(BASELINE, "t", [[Run([[1, 2]], 1.0, 2)], [Run([[3]], 1.0, 1)]])
+    other = Series("x", "t", [[Run(["1-2"], 1.0, None, 2)], [Run(["4"], 1.0, None, 1)]])
+    rows = report.summarise([baseline, other], decode=lambda ids: "-".join(map(str, ids)))
+    assert rows[1]["same_output"] == 0.5
+    assert rows[1]["tokens"] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gguf_file_holds_the_model_s_very_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = single().to(dtype)
+    weights.check(model, byte_tokenizer(), None)
+    weights.write(model, byte_tokenizer(), tmp_path / "m.gguf")
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    layer = model.model.layers[1]
+    assert np.array_equal(stored["blk.1.ffn_up.weight"], layer.mlp.up_proj.weight.float().detach().numpy())
+    q = torch.tensor(stored["blk.1.attn_q.weight"]).view(4, 4, 2, 32).transpose(1, 2).reshape(32, 32)
+    assert torch.equal(q, layer.self_attn.q_proj.weight.float())
+    assert reader.fields["llama.block_count"].contents() == 2
+    assert len(reader.fields["tokenizer.ggml.tokens"].data) == 48
+
+
+def test_what_a_source_file_says_is_taken_over_and_must_fit(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    source = tmp_path / "source.gguf"
+    weights.write(single(), byte_tokenizer(), source)
+    weights.write(single(), byte_tokenizer(), tmp_path / "again.gguf", source)
+    before, after = (gguf.GGUFReader(tmp_path / name).fields for name in ("source.gguf", "again.gguf"))
+    assert before["tokenizer.ggml.merges"].contents() == after["tokenizer.ggml.merges"].contents()
+    other = single()
+    other.config.num_hidden_layers = 3
+    with pytest.raises(ValueError, match=r"another model: its llama\.block_count is 2, the model's is 3"):
+        weights.write(other, byte_tokenizer(), tmp_path / "other.gguf", source)
+
+
+def test_models_that_peers_cannot_be_given_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"float32 and bfloat16, and the model is in torch\.float64"):
+        check(tiny("llama"), byte_tokenizer(), None)
+    with pytest.raises(ValueError, match="this is gpt2"):
+        check(copy.deepcopy(tiny("gpt2")).float(), byte_tokenizer(), None)
+    scaled = copy.deepcopy(tiny("llama, yarn")).float()
+    with pytest.raises(ValueError, match="plain rotary positions, and this has 'yarn'"):
+        check(scaled, byte_tokenizer(), None)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.package)
+def test_a_real_peer_gives_transformers_texts(kind: Kind) -> None:
+    if kind.missing:
+        pytest.skip(f"{kind.package} is not installed: {kind.missing}")
+    model = single()
+    tokenizer = byte_tokenizer()
+    with loaded(Subject(model, tokenizer, None, 64), [kind]) as found:
+        assert not found.absent
+        bench = Bench(model, ["none"], others=found.contestants)
+        series = bench.run(Job("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12), rounds=1)
+    rows = report.summarise(series, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    shares = {row["contestant"]: row["same_output"] for row in rows if row["contestant"] in kind.variants}
+    assert list(shares) == list(kind.variants)
+    assert set(shares.values()) == {1.0}, json.dumps(rows, indent=1)
+
+
+def test_every_known_peer_says_how_it_is_installed() -> None:
+    for kind in KINDS:
+        absent = replace(kind, needs={f"no_{name}": package for name, package in kind.needs.items()})
+        assert absent.missing.startswith("pip install ") and kind.package in absent.missing
+        assert find_spec(kind.module) is not None

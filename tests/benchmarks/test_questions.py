@@ -1,0 +1,82 @@
+"""The questions for models that chat: enough of each, the same at every call, as long as they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.passages import LONGEST, SHORTEST, Passages
+from benchmarks.prompts import LackingError, Tasks
+from benchmarks.questions import Files, questions
+
+NAMES = ["maths", "code", "rag", "summary", "edit", "table"]
+
+
+def count(text: str) -> int:
+    return len(text.split())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("files")
+    maths = [{"prompt": f"Question: What is {i} and 1?\nAnswer: ", "answer": str(i + 1)} for i in range(25)]
+    code = [{"prompt": f"def f{i}(x):\n", "answer": "return x"} for i in range(25)]
+    for name, rows in (("maths", maths), ("code", code)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, *rows]))
+    text = "\n\n".join(f"Anna met Peter number {i}. " + "They walked along the river again. " * 9 for i in range(900))
+    (folder / "book.txt").write_text(text)
+    return Files(folder, folder / "maths.jsonl", folder / "code.jsonl")
+
+
+@pytest.fixture(scope="module")
+def tasks(files: Files) -> Tasks:
+    return questions(files, count)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_task_has_twenty_prompts_or_more_and_always_the_same(name: str, tasks: Tasks, files: Files) -> None:
+    found = tasks[name](22)
+    assert len(set(map(str, found))) == 22
+    assert found == questions(files, count)[name](22)
+    assert found[:5] == tasks[name](5)
+
+
+@pytest.mark.parametrize("books", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_passages_are_as_long_as_they_say(books: bool, files: Files) -> None:
+    from random import Random
+
+    passages = Passages.read(files.books if books else None, "x")
+    found = [passages.draw(Random(i), count) for i in range(12)]
+    assert all(SHORTEST <= count(passage) <= LONGEST for passage in found)
+    assert max(map(count, found)) > 2 * min(map(count, found))
+
+
+def test_the_questions_are_as_described(tasks: Tasks) -> None:
+    assert str(tasks["maths"](1)[0]).startswith("Solve step by step: What is ")
+    assert "```python\ndef f" in str(tasks["code"](1)[0])
+    assert "What does the passage say about " in str(tasks["rag"](1)[0])
+    assert str(tasks["edit"](1)[0]).startswith("Add type hints")
+    assert "as JSON" in str(tasks["table"](1)[0])
+
+
+def test_a_task_without_its_file_says_so_and_short_files_are_refused(files: Files) -> None:
+    with pytest.raises(LackingError, match="--maths"):
+        questions(Files(), count)["maths"](1)
+    with pytest.raises(ValueError, match="25 different prompts and 26 are needed"):
+        questions(files, count)["code"](26)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"), [("{}", "line 2 has no prompt"), ("{", "line 2 is no JSON"), ('{"prompt": 1}', "line 2 has no")]
+)
+def test_a_wrong_file_of_questions_is_refused(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=said):
+        Files(maths=file).check()
+    with pytest.raises(ValueError, match="there is no such file"):
+        Files(code=tmp_path / "none").check()
+    with pytest.raises(ValueError, match="no such folder"):
+        Files(books=tmp_path / "none").check()

@@ -1,0 +1,336 @@
+"""The bundled models' package: tokenizer, tasks, positions, recipe and exports. No bundled weights are needed."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.nn.functional import log_softmax
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from benchmarks.reference import corpus, crowding, material, positions, recipe, tasks, tokenizer, train
+from benchmarks.reference.recipe import Recipe, Stage
+from benchmarks.reference.tasks import Material
+from forerun import reference
+
+PROSE = Material(prose=tuple(f"Paragraph {i} tells of a {i * 7} year old elm. It stood still." for i in range(60)))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer.train(tokenizer.sample(PROSE, synthetic=60), vocabulary=512)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quick")
+    train.train_quick(folder / "out", folder / "weights")
+    return folder
+
+
+# --- the tokenizer ---------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=("Cs",))))
+def test_any_text_survives_the_tokenizer(small_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    assert small_tokenizer.decode(small_tokenizer(text).input_ids) == text
+
+
+def test_tokenizer_training_repeats_and_splits_digits(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    again = tokenizer.train(tokenizer.sample(PROSE, synthetic=60), vocabulary=512)
+    assert again.backend_tokenizer.to_str() == small_tokenizer.backend_tokenizer.to_str()
+    assert len(small_tokenizer("73914").input_ids) == 5
+    assert small_tokenizer.eos_token == small_tokenizer.pad_token == tasks.EOS
+
+
+# --- the tasks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["rag", "needle", "table", "quote"])
+@pytest.mark.parametrize("texts", [Material(), PROSE], ids=["invented", "prose"])
+def test_tasks_repeat_for_a_seed_and_differ_between_seeds(kind: str, texts: Material) -> None:
+    drawn = [tasks.make(kind, Random(seed), texts) for seed in range(30)]
+    assert drawn == [tasks.make(kind, Random(seed), texts) for seed in range(30)]
+    assert len({task.prompt for task in drawn}) > 20
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rag_answers_quote_one_document(seed: int) -> None:
+    task = tasks.make("rag", Random(seed), PROSE)
+    quoted = task.answer.removeprefix(" According to the documents: ").rstrip(".").split(". ")
+    assert any(all(sentence in line for sentence in quoted) for line in task.prompt.splitlines() if line[0:1] == "[")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_needle_and_quote_answers_stand_in_their_prompts(seed: int) -> None:
+    for kind in ("needle", "quote"):
+        task = tasks.make(kind, Random(seed), PROSE)
+        assert task.answer.strip() in task.prompt.rsplit("\nAnswer:", 1)[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_table_answers_are_json_equal_to_the_table(seed: int) -> None:
+    task = tasks.make("table", Random(seed))
+    lines = task.prompt.removeprefix("Table:\n").split("\n\n")[0].splitlines()
+    cells = [line.split(" | " if "|" in line else ",") for line in lines if "---" not in line]
+    expected = [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
+    assert [{key: str(value) for key, value in record.items()} for record in json.loads(task.answer)] == expected
+
+
+def test_a_needle_can_be_hidden_in_any_amount_of_text() -> None:
+    assert len(tasks.needle(Random(0), PROSE, chars=50_000).prompt) >= 50_000
+
+
+def test_a_haystack_asks_for_every_fact_it_hides() -> None:
+    text, asked = tasks.haystack(Random(0), PROSE, chars=20_000, count=12)
+    assert len(text) >= 20_000 and len({task.prompt for task in asked}) == 12
+    assert all(task.answer.strip() in text for task in asked)
+
+
+@pytest.mark.parametrize("kind", ["rag", "needle", "table", "quote"])
+def test_sources_are_what_the_answer_says_again(kind: str) -> None:
+    for seed in range(20):
+        task = tasks.make(kind, Random(seed), PROSE)
+        assert task.sources and all(source in task.prompt for source in task.sources)
+        if kind != "table":
+            assert all(source in task.answer for source in task.sources)
+
+
+def test_crowding_spares_neighbours_and_sources_only() -> None:
+    added = crowding.bias(12, [crowding.Source(9, 11, 1, 3)], times=8.0, window=4)
+    for query, key in itertools.product(range(12), repeat=2):
+        source = 9 <= query < 11 and 1 <= key < 3
+        expected = -math.inf if key > query else 0.0 if query - key < 4 or source else math.log(8)
+        assert float(added[query, key]) == pytest.approx(expected)
+
+
+def test_a_crowded_row_is_as_hard_as_a_long_one() -> None:
+    """Softmax over keys that count many times equals softmax over that many copies of them."""
+    scores = torch.tensor([0.3, -1.0, 2.0, 0.5])
+    once = (scores + torch.tensor([math.log(3)] * 3 + [0.0])).softmax(-1)
+    copies = torch.cat([scores[:3].repeat(3), scores[3:]]).softmax(-1)
+    assert torch.allclose(once[:3], copies[:9].view(3, 3).sum(0)) and torch.allclose(once[3], copies[9])
+
+
+def test_rows_name_their_sources_by_token(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    data = corpus.build(PROSE, small_tokenizer)
+    for kind in ("spans", "needle", "quote"):
+        row = corpus.row(data, kind, 512, Random(4))
+        assert row.sources
+        for source in row.sources:
+            asked = row.tokens[source.first_query : source.last_query]
+            found = row.tokens[source.first_key : source.last_key]
+            assert source.last_key <= source.last_query <= len(row)
+            assert sum(token in found for token in asked) >= 0.6 * min(len(asked), len(found))
+
+
+def test_unknown_kinds_and_missing_material_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"kind must be one of rag, .*not 'poem'"):
+        tasks.make("poem", Random(0))
+    with pytest.raises(ValueError, match=r"need material\.code"):
+        tasks.make("code", Random(0))
+
+
+def test_the_standard_library_is_split() -> None:
+    train_part, held_out = material.read_code()
+    assert len(train_part) > 100 and len(held_out) >= len(material.HELD_OUT_MODULES) - 1
+    assert not set(train_part) & set(held_out)
+
+
+def test_word_problems_are_split_and_keep_odd_line_ends(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Question: {i}\u2028?\nAnswer: ", "answer": str(i)} for i in range(40)]
+    file = tmp_path / "maths.jsonl"
+    file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+    kept, held_out = material.read_maths(file)
+    assert (len(kept), len(held_out)) == (38, 2)
+    assert held_out[0] == ("Question: 0\u2028?\nAnswer:", " 0")
+
+
+# --- the corpus ------------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_a_function_of_seed_and_step(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    data = corpus.build(PROSE, small_tokenizer)
+    stage = Stage("all", 1.0, length=128, rows=6, mix={"prose": 1, "rag": 1, "table": 1, "quote": 1, "spans": 1})
+    one, same, other = (corpus.batch(data, stage, seed=3, step=step) for step in (5, 5, 6))
+    assert torch.equal(one.tokens, same.tokens) and torch.equal(one.positions, same.positions)
+    assert not torch.equal(one.tokens, other.tokens)
+    assert one.tokens.shape == one.weights.shape == one.positions.shape == (6, 128)
+
+
+def test_spans_put_the_loss_on_what_was_seen_before_only(small_tokenizer: PreTrainedTokenizerFast) -> None:
+    data = corpus.build(PROSE, small_tokenizer)
+    row = corpus.spans(data, 256, Random(0))
+    tokens, weights = row.tokens, row.weights
+    first = weights.index(corpus.SPAN_WEIGHT)
+    assert 64 <= first < 200 and len(tokens) == len(weights) == 256
+    pairs = set(itertools.pairwise(tokens))
+    weighted = [i for i, weight in enumerate(weights) if weight]
+    assert all((tokens[i - 1], tokens[i]) in pairs for i in weighted)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(2, 4096))
+def test_positions_increase_within_the_limit(seed: int, length: int) -> None:
+    drawn = positions.gapped(np.random.default_rng(seed), length, share=0.8)
+    assert len(drawn) == length and drawn[0] >= 0 and drawn[-1] < positions.LIMIT
+    assert (np.diff(drawn) >= 1).all()
+
+
+def test_gaps_need_a_mask_of_ones_or_transformers_masks_across_them() -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(recipe.TINY.config()).double().eval()
+    tokens = torch.randint(512, (1, 32))
+    plain, gaps = torch.arange(32)[None], torch.arange(32)[None] + (torch.arange(32) >= 20) * 1000
+    ones = torch.ones_like(tokens)
+
+    def scores(place: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        with torch.no_grad():
+            return log_softmax(model(tokens, attention_mask=mask, position_ids=place, use_cache=False).logits, -1)
+
+    assert torch.allclose(scores(plain, ones), scores(plain + 500, ones))  # RoPE is relative
+    assert torch.allclose(scores(plain, ones), scores(plain, None))
+    cut = model(tokens[:, 20:], position_ids=torch.arange(12)[None]).logits
+    assert torch.allclose(scores(gaps, None)[:, 20:], log_softmax(cut, -1))  # taken for a second, packed sequence
+    assert not torch.allclose(scores(gaps, ones)[:, 20:], log_softmax(cut, -1))
+
+
+# --- the recipe ------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_with_wrong_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="minutes or steps"):
+        Recipe(recipe.TINY)
+    with pytest.raises(ValueError, match="the last at 1"):
+        Recipe(recipe.TINY, stages=recipe.STAGES[:1], steps=1)
+    with pytest.raises(ValueError, match="not riddles"):
+        Stage("x", 1.0, 64, 2, {"riddles": 1.0})
+    with pytest.raises(ValueError, match="multiple of 64"):
+        recipe.Shape(layers=1, hidden=100, intermediate=1)
+
+
+def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
+    plan = Recipe(recipe.TINY, steps=100)
+    assert 0 < plan.rate(0.0) < 0.2 and plan.rate(0.4) == 1.0
+    assert plan.rate(0.991) == pytest.approx(0.02) and plan.rate(1.0) == 0.0
+
+
+@pytest.mark.matrix
+def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(quick: Path, tmp_path: Path) -> None:
+    for stop_after in (3, 2, None):
+        train.train_quick(tmp_path / "out", tmp_path / "weights", stop_after)
+    name = "target/checkpoint/model.safetensors"
+    whole, pieces = load_file(quick / "out" / name), load_file(tmp_path / "out" / name)
+    assert whole.keys() == pieces.keys() and all(torch.equal(whole[key], pieces[key]) for key in whole)
+    logs = [(folder / "out/target/log.jsonl").read_text().splitlines() for folder in (quick, tmp_path)]
+    last = [json.loads(log[-1]) for log in logs]
+    assert last[0]["step"] == last[1]["step"] == 8 and last[0]["loss"] == last[1]["loss"]
+
+
+def test_exports_load_with_transformers(quick: Path) -> None:
+    folder = quick / "weights" / "target"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == loaded.eos_token_id == 0
+    text = "Naïve 73914 \n\t— ok"
+    assert loaded.decode(loaded(text).input_ids) == text
+    made = model.generate(torch.tensor([loaded(text).input_ids]), max_new_tokens=4, do_sample=False)
+    assert made.shape[1] > len(loaded(text).input_ids)
+
+
+def test_the_command_line_explains_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "--threads", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        train.app()
+    assert "--quick" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "out", "weights"),
+    [
+        ((), "runs/reference/quick", "runs/reference/quick/weights"),
+        (("--out", "a"), "a", "a/weights"),
+        (("--out", "a", "--weights", "b"), "a", "b"),
+    ],
+)
+def test_a_quick_run_replaces_neither_the_bundled_models_nor_a_real_run(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], out: str, weights: str
+) -> None:
+    called: list[tuple[Path, Path]] = []
+    monkeypatch.setattr(train, "train_quick", lambda out, weights: called.append((out, weights)))
+    monkeypatch.setattr(sys, "argv", ["train", "--quick", "--threads", str(torch.get_num_threads()), *given])
+    with pytest.raises(SystemExit, match="0"):
+        train.app()
+    assert called == [(Path(out), Path(weights))]
+
+
+# --- what is bundled -------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_package_imports_no_torch() -> None:
+    code = "import sys, forerun.reference as r; r.demo_prompts(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_missing_weights_name_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(reference, "_HERE", tmp_path)
+    with pytest.raises(FileNotFoundError, match="make reference"):
+        reference.bundled("target")
+    with pytest.raises(ValueError, match=r"not 'teacher'"):
+        reference.bundled("teacher")  # type: ignore[arg-type]
+
+
+def test_demo_prompts_cover_every_kind() -> None:
+    prompts = reference.demo_prompts()
+    assert [prompt["kind"] for prompt in prompts] == ["rag", "code", "json", "maths", "prose"]
+    assert all(prompt["prompt"] and prompt["title"] and prompt["max_new_tokens"] > 0 for prompt in prompts)
+
+
+def test_bundled_models_are_small_and_share_a_tokenizer() -> None:
+    try:
+        folders = [reference.bundled("target"), reference.bundled("draft")]
+    except FileNotFoundError as missing:
+        pytest.skip(str(missing))
+    assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 32 * 2**20
+    assert (folders[0] / "tokenizer.json").read_bytes() == (folders[1] / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"prompt": "p"}', "has no answer"),
+        ('{"answer": "a"}', "has no prompt"),
+        ('{"prompt": "p", "answer": 3}', "has no answer"),
+        ("[]", "has no prompt"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_a_line_of_maths_without_a_pair_is_named(tmp_path: Path, line: str, what: str) -> None:
+    file = tmp_path / "maths.jsonl"
+    file.write_text('{"prompt": "p", "answer": "a"}\n\n' + line, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"maths.jsonl, line 3 {what}"):
+        material.read_held_out(None, file)

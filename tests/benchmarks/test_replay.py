@@ -1,0 +1,158 @@
+"""Replay of recorded answers: what is counted, which rows are read, and what it costs is reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.replay import Recorded, Selection, replay, replay_files
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome
+from forerun.drafting.drafter import Drafter, NoDrafter
+from forerun.drafting.recipes import RECIPES, build_drafter
+from forerun.drafting.trie_drafter import TrieDrafter
+
+
+class Scripted(Drafter):
+    """Drafts the chain that it was given for the answer's position, and records what it observes."""
+
+    def __init__(self, drafts: dict[int, list[int]]) -> None:
+        self.drafts = drafts
+        self.observed: list[list[int]] = []
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        return DraftTree.chain(self.drafts.get(len(request.generated), [])[:budget])
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        assert request.generated.tolist()[-len(outcome.verdict.tokens) :] == outcome.verdict.tokens
+        self.observed.append(outcome.verdict.tokens)
+
+
+class Ready(TrieDrafter):
+    """Has learned all of a text when it is asked for drafts, and when the text ends."""
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        assert all(self.trie.length(request.id) == len(request) for request in requests)
+        return super().propose_batch(requests, budget)
+
+    def finish(self, request: Request) -> None:
+        assert self.trie.length(request.id) == len(request)
+        super().finish(request)
+
+
+def encode(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+def test_a_step_commits_the_accepted_path_and_one_token_more() -> None:
+    drafter = Scripted({1: [2, 3, 9], 4: [5, 6]})
+    report = replay(drafter, [Recorded([0], [1, 2, 3, 4, 5, 6, 7])], 8)
+    assert drafter.observed == [[1], [2, 3, 4], [5, 6, 7]]
+    assert report.accepted == [2, 2]
+    assert report.drafted == [3, 2]
+    assert report.summary()["edl"] == 3.0
+
+
+def test_nothing_is_accepted_behind_the_answers_end() -> None:
+    drafter = Scripted({1: [2, 3, 4, 5]})
+    report = replay(drafter, [Recorded([0], [1, 2, 3])], 8)
+    assert drafter.observed == [[1], [2, 3]]
+    assert report.accepted == [2]
+    assert report.tokens == 2
+
+
+def test_without_drafts_every_step_commits_one_token() -> None:
+    summary = replay(NoDrafter(), [Recorded([0], [1, 2, 3]), Recorded([0], [4]), Recorded([0], [5, 6])], 8).summary()
+    assert (summary["edl"], summary["steps"], summary["tokens"], summary["hit_rate"]) == (1.0, 3, 3, 0.0)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("trie")])
+def test_what_was_answered_before_is_drafted_again(name: str) -> None:
+    answer = [7 * i % 101 for i in range(60)]
+    cold = replay(build_drafter(name), [Recorded([200], answer)], 16).summary()
+    warm = replay(build_drafter(name), [Recorded([200], answer)], 16, [Recorded([201], answer)]).summary()
+    assert float(str(warm["edl"])) > 3 > float(str(cold["edl"]))
+
+
+def test_the_state_carries_over_from_row_to_row_and_prompts_do_not() -> None:
+    answer = list(range(1, 41))
+    rows = [Recorded([200], answer), Recorded([201], answer)]
+    assert replay(build_drafter("trie"), rows, 16).tokens == 78
+    again = replay(build_drafter("trie"), rows, 16)
+    assert len(again.drafted) < 60
+    prompts = replay(build_drafter("trie"), [Recorded(answer, [50, 51, 52]), Recorded([0], answer)], 16)
+    assert len(prompts.drafted) > 35
+
+
+def test_the_summary_reports_percentiles_of_times_and_bytes_per_token() -> None:
+    summary = replay(
+        build_drafter("trie"), [Recorded([1, 2], list(range(50)))] * 3, 8, [Recorded([0], [1, 2])]
+    ).summary()
+    for key in ("retrieve_us", "update_us", "prompt_us"):
+        times = summary[key]
+        assert isinstance(times, dict)
+        assert 0 < times["p50"] <= times["p99"] <= times["max"]
+    assert float(str(summary["bytes_per_token"])) > 4
+    assert float(str(summary["drafted_per_step"])) <= 8
+
+
+def test_a_trie_learns_in_the_time_of_its_updates() -> None:
+    assert replay(Ready(), [Recorded([1, 2], list(range(50)))] * 2, 8).tokens == 98
+
+
+def write(path: Path) -> Path:
+    rows = [{"prompt": "p", "answer": f"{i}", "author": "a:b" if i % 2 else "c"} for i in range(10)]
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("suffix", "answers"),
+    [
+        ("", "0123456789"),
+        (":author=a:b", "13579"),
+        (":author=a:b:from=1:to=3", "35"),
+        (":from=8", "89"),
+        (":to=2", "01"),
+        (":author=c:from=3:to=99", "68"),
+    ],
+)
+def test_a_selection_reads_the_rows_that_it_names(tmp_path: Path, suffix: str, answers: str) -> None:
+    rows = Selection.parse(f"{write(tmp_path / 'rows.jsonl')}{suffix}").read(encode)
+    assert [row.answer for row in rows] == [encode(letter) for letter in answers]
+    assert all(row.prompt == encode("p") for row in rows)
+
+
+@pytest.mark.parametrize("suffix", [":author=nobody", ":from=10", ":from=3:to=3"])
+def test_a_selection_without_rows_is_refused(tmp_path: Path, suffix: str) -> None:
+    with pytest.raises(ValueError, match="has no row with"):
+        Selection.parse(f"{write(tmp_path / 'rows.jsonl')}{suffix}").read(encode)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"prompt": "p"}', '{"prompt": 1, "answer": "a"}'])
+def test_a_line_that_is_no_row_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "p", "answer": "a"}\n' + line, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"rows.jsonl:2 is no JSON object"):
+        Selection.parse(str(path)).read(encode)
+
+
+def test_rows_without_a_prompt_are_left_out() -> None:
+    assert replay(build_drafter("trie"), [Recorded([], [1, 2, 3])], 8).tokens == 0
+
+
+def test_files_are_replayed_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "say it", "answer": "abcdefghijklmnopqrstuvwxyz" * 2}), encoding="utf-8")
+    cold = replay_files(str(path), encode, build_drafter("trie"), 8)
+    warm = replay_files(f"{path}:to=1", encode, build_drafter("trie"), 8, [str(path)])
+    assert float(str(warm["edl"])) > float(str(cold["edl"]))
+    json.dumps(warm)
+    with pytest.raises(ValueError, match="budget is 0"):
+        replay_files(str(path), encode, NoDrafter(), 0)
+    with pytest.raises(ValueError, match="cannot be warmed"):
+        replay_files(str(path), encode, NoDrafter(), 8, [str(path)])

@@ -1,0 +1,433 @@
+"""The command line: what it prints where, how it ends, and that its help is quick."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.test_load import save_model, small_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner, Result
+
+import forerun
+import forerun.engine.step
+from forerun.cli import app, demo
+from forerun.cli.terminal import printable
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Verdict, verify
+from forerun.drafting.drafter import NoDrafter
+from forerun.engine.commit import Commit
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.models.text.detokenize import Detokenizer
+from forerun.reference import bundled, demo_prompts
+
+PROMPT = "again and again and"
+ESCAPE = "\x1b["
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+def call(*arguments: object, **more: Any) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **more)
+
+
+def generate(model: str, *arguments: object, n: int = 24, **more: Any) -> Result:
+    common = ("-m", model, "--dtype", "float64", "--device", "cpu", "-n", n)
+    return call("generate", *common, *arguments, **more)
+
+
+def as_json(result: Result) -> dict[str, Any]:
+    assert result.exit_code in (0, 1, 130), result.stderr
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def heed_interrupts() -> None:
+    """A process started by one that runs in the background would ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def start(*arguments: object, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a process of its own, which does not outlive its test."""
+    command = [sys.executable, "-m", "forerun.cli", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": heed_interrupts}
+    with subprocess.Popen(command, **pipes, **more) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+# --- help and errors
+
+
+def test_help_loads_neither_torch_nor_transformers_nor_numba() -> None:
+    program = (
+        "import sys\nfrom forerun.cli import app\napp(['generate', '--help'], standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'numba', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--max-new-tokens" in done.stdout
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"forerun {forerun.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either --prompt or --prompt-file"),
+        (("-p", "a", "--drafter", "magic"), "drafter is 'magic'; known are none,"),
+        (("-p", "a", "--top-k", "5", "--seed", "1"), "--top-k, --seed has no effect at temperature 0"),
+        (("-p", "a", "-t", "1", "--top-p", "1.5"), "top_p"),
+        (("-p", "a" * 9000, "-n", "9000"), "exceed the model's 2048 positions"),
+        (("-f", "nowhere.txt"), "nowhere.txt: No such file or directory"),
+        (("-p", "a", "-d", "lookup", "--trie-file", "t"), "--trie-file needs a trie drafter"),
+        (("-p", "a", "--trie-file", "no/t"), "there is no folder no"),
+    ],
+)
+def test_an_error_of_the_user_is_one_line_and_status_2(model: str, arguments: tuple[str, ...], message: str) -> None:
+    result = generate(model, *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench",),
+        ("bench", "passes"),
+        ("bench", "lookahead"),
+        ("bench", "triforce"),
+        ("bench", "offload"),
+        ("analyse",),
+    ],
+    ids=" ".join,
+)
+def test_who_cannot_draw_plots_is_told_before_any_work(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.plots.find_spec", lambda name: None)
+    result = call(*command, "--model", "./nowhere")
+    assert result.exit_code == 2
+    assert "pip install 'forerun[bench]'" in result.stderr
+
+
+def test_a_missing_model_is_an_error_and_debug_raises_it() -> None:
+    result = call("generate", "-m", "./nowhere", "-p", "a")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'./nowhere' is neither a folder" in result.stderr
+    assert isinstance(call("generate", "-m", "./nowhere", "-p", "a", "--debug").exception, ValueError)
+
+
+def test_options_before_a_subcommand_are_refused() -> None:
+    result = call("bench", "--model", "./nowhere", "-n", 3, "passes")
+    assert result.exit_code == 2
+    assert result.stderr == "error: --model, --max-new-tokens is before passes; put it behind\n"
+
+
+# --- generate
+
+
+def test_the_text_is_the_models_own_and_json_tells_all_about_it(model: str) -> None:
+    decoder, tokenizer = load(model, "float64", device="cpu")
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    expected = decoder.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
+    report = as_json(generate(model, "-p", PROMPT, "--json"))
+    assert report["token_ids"] == expected
+    assert report["text"] == tokenizer.decode(expected)
+    assert report["prompt_tokens"] == ids.shape[1]
+    assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "auto")
+    assert report["stats"]["tokens"] == len(report["drafted"]) == 24
+    assert generate(model, "-p", PROMPT, "-d", "none").stdout == report["text"] + "\n"
+
+
+def test_stats_go_to_stderr(model: str) -> None:
+    result = generate(model, "-p", PROMPT, "--stats")
+    assert "tokens per step" in result.stderr
+    assert "tokens" not in result.stdout
+    assert generate(model, "-p", PROMPT).stderr == ""
+
+
+def test_a_seed_gives_the_same_sample_with_any_drafter(model: str) -> None:
+    sampled = [as_json(generate(model, "-p", PROMPT, "-t", "0.9", "--json", *more)) for more in ((), ("--top-k", 20))]
+    assert all(isinstance(report["seed"], int) for report in sampled)
+    for drafter in ("none", "lookup"):
+        again = as_json(generate(model, "-p", PROMPT, "-t", 0.9, "--seed", sampled[0]["seed"], "-d", drafter, "--json"))
+        assert again["token_ids"] == sampled[0]["token_ids"]
+
+
+def test_stop_strings_end_the_text(model: str) -> None:
+    text = as_json(generate(model, "-p", PROMPT, "--json"))["text"]
+    stop = next(character for character in text[5:] if character.isprintable() and character != "\ufffd")
+    report = as_json(generate(model, "-p", PROMPT, "--stop", stop, "--json"))
+    assert report["finish_reason"] == "stop"
+    assert text.startswith(report["text"])
+    _, tokenizer = load(model)
+    assert stop in report["text"]
+    assert stop not in tokenizer.decode(report["token_ids"][:-1])
+
+
+def test_prompts_come_from_files_and_stdin_without_their_last_line_break(model: str, tmp_path: Path) -> None:
+    expected = generate(model, "-p", PROMPT).stdout
+    (tmp_path / "prompt").write_text(PROMPT + "\n")
+    assert generate(model, "-f", tmp_path / "prompt").stdout == expected
+    assert generate(model, "-f", "-", input=PROMPT + "\n").stdout == expected
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe")
+    assert "is not UTF-8" in generate(model, "-f", tmp_path / "prompt").stderr
+
+
+def test_a_trie_file_is_kept_from_one_run_to_the_next_and_drafts_are_coloured(model: str, tmp_path: Path) -> None:
+    trie = ("--trie-file", tmp_path / "trie")
+    first = as_json(generate(model, "-p", PROMPT, "--json", *trie))
+    second = as_json(generate(model, "-p", PROMPT, "--json", *trie))
+    other = as_json(generate(model, "-p", PROMPT, "--json", *trie, "--namespace", "other"))
+    assert first["token_ids"] == second["token_ids"] == other["token_ids"]
+    assert second["stats"]["steps"] < first["stats"]["steps"] == other["stats"]["steps"]
+    coloured = generate(model, "-p", PROMPT, *trie, "--color").stdout
+    assert ESCAPE in coloured
+    assert re.sub(r"\x1b\[[0-9;]*m", "", coloured) == printable(first["text"]) + "\n"
+    for plain in (generate(model, "-p", PROMPT, *trie), generate(model, "-p", PROMPT, *trie, "--no-color")):
+        assert plain.stdout == first["text"] + "\n"
+
+
+def test_texts_to_draft_from_join_those_of_a_trie_file(model: str, tmp_path: Path) -> None:
+    trie, known = ("--trie-file", tmp_path / "trie"), tmp_path / "known.txt"
+    cold = as_json(generate(model, "-p", PROMPT, "--json", *trie, "--namespace", "other"))
+    known.write_text(PROMPT + cold["text"])
+    warm = as_json(generate(model, "-p", PROMPT, "--json", *trie, "--warm", known))
+    assert warm["token_ids"] == cold["token_ids"] and warm["stats"]["steps"] < cold["stats"]["steps"]
+
+
+def test_ctrl_c_keeps_what_was_generated(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Engine.run
+
+    def interrupted(self: Engine, requests: Any, on_prefill: Any = None) -> Iterator[Commit]:
+        for i, commit in enumerate(run(self, requests, on_prefill)):
+            if i == 3:  # after the commit, before it is handed over
+                raise KeyboardInterrupt
+            yield commit
+
+    monkeypatch.setattr(Engine, "run", interrupted)
+    result = generate(model, "-p", PROMPT, "-d", "none", "--json")
+    report = as_json(result)
+    assert result.exit_code == 130
+    assert report["finish_reason"] == "interrupted"
+    assert len(report["token_ids"]) == len(report["drafted"]) == 4
+    shown = generate(model, "-p", PROMPT, "-d", "none")
+    assert (shown.exit_code, shown.stdout) == (130, report["text"] + "\n")
+
+
+@pytest.mark.matrix
+def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model: str) -> None:
+    with start(
+        "generate", "-m", model, "--dtype", "float32", "-p", PROMPT, "-n", 2000, "-d", "none", "--stats"
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert (first + rest).endswith(b"\n")
+        assert b"tokens per second" in errors
+        assert b"Traceback" not in errors
+
+
+@pytest.mark.matrix
+def test_a_reader_that_goes_away_ends_it_quietly(model: str) -> None:
+    with start("generate", "-m", model, "--dtype", "float32", "-f", "-", "-n", 2000, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(PROMPT.encode())
+        process.stdin.close()
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(timeout=60) == 141
+        assert errors == b""
+
+
+# --- the text as it comes
+
+
+def pieces(tokenizer: PreTrainedTokenizerFast, prompt: list[int], tokens: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt)
+    shown = [piece.text for token in tokens for piece in detokenizer.add(token, False)]
+    return shown + [piece.text for piece in detokenizer.flush()]
+
+
+def test_a_run_of_bytes_is_decoded_as_a_whole_wherever_the_text_begins() -> None:
+    vocabulary = {"<unk>": 0, "a": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    backend = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    character = [2 + byte for byte in "\u0f00".encode()]
+    assert "".join(pieces(tokenizer, [1, *character * 3], [*character, 1])) == "\u0f00a"
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    tokenizer, text = small_tokenizer(), "naïve 中文 🎉 again"
+    tokens = tokenizer(text)["input_ids"]
+    shown = pieces(tokenizer, tokenizer("the")["input_ids"], tokens)
+    assert "".join(shown) == text
+    assert "中" in shown
+    assert "\ufffd" not in "".join(shown)
+    assert pieces(tokenizer, tokens[:1], tokenizer("🎉")["input_ids"][:2])[-1] == "\ufffd"  # cut off inside
+
+
+def test_the_space_before_the_first_word_is_kept() -> None:
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁good": 1, "▁morning": 2, "s": 3}, "<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    assert pieces(tokenizer, [1], [2, 3]) == [" morning", "s"]
+
+
+def test_a_piece_is_drafted_if_all_of_its_tokens_were() -> None:
+    tokenizer = small_tokenizer()
+    detokenizer = Detokenizer(tokenizer, tokenizer("the")["input_ids"])
+    tokens = tokenizer("é")["input_ids"]
+    assert len(tokens) == 2
+    marks = [(tokens[0], False), (tokens[1], True), (tokens[0], True), (tokens[1], True)]
+    shown = [piece for token, drafted in marks for piece in detokenizer.add(token, drafted)]
+    assert [(piece.text, piece.drafted) for piece in shown] == [("é", False), ("é", True)]
+
+
+def test_generated_text_cannot_control_the_terminal() -> None:
+    assert printable("a\x1b]0;title\x07b\tc\n") == "a\ufffd]0;title\ufffdb\tc\n"
+
+
+# --- audit
+
+
+def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
+    """Accepts a wrong draft, now and then."""
+    if not len(tree) or len(request.generated) < 4:
+        return verify(tree, logits, request)
+    request.append(int(tree.tokens[0]))
+    return Verdict([0], [int(tree.tokens[0])])
+
+
+def audit(model: str, *arguments: object) -> Result:
+    return call("audit", "-m", model, "--device", "cpu", "-n", 12, *arguments)
+
+
+def test_an_audit_passes_and_says_in_which_dtype(model: str) -> None:
+    result = audit(model, "-p", PROMPT, "-d", "trie", "-d", "lookup")
+    assert result.exit_code == 0, result.output
+    assert "audit in float64" in result.stdout
+    assert "All 14 texts are equal, token for token." in result.stdout  # one prompt, greedy beside two texts
+    assert "'magic'" in audit(model, "-p", PROMPT, "-d", "magic").stderr
+    assert "--prompt" in call("audit", "-m", model).stderr
+
+
+def test_an_audit_fails_when_verification_is_broken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forerun.engine.step, "verify", gullible)
+    result = audit(model, "-p", "again again again again", "-d", "lookup", "-n", 40, "--json")
+    report = as_json(result)
+    assert result.exit_code == 1
+    assert not report["lossless"]
+    assert report["different"] >= 1
+    worst = report["divergences"][0]
+    assert {"drafter", "prompt", "position", "expected", "got", "margin", "allowance"} <= set(worst)
+    table = audit(model, "-p", "again again again again", "-d", "lookup", "-n", 40)
+    assert table.exit_code == 1
+    assert "margin" in table.stdout
+    assert "texts differ" in table.stdout
+
+
+def test_an_audit_with_a_small_model_names_it_in_json(model: str) -> None:
+    small = ("-d", "triforce", "--draft-model", model, "--seeds", 0, "--json")
+    plan = as_json(audit(model, "-p", PROMPT, *small))["plan"]
+    assert plan["settings"]["draft_model"] == model and plan["drafters"] == ["triforce"]
+
+
+# --- demo
+
+
+@pytest.fixture
+def small_demo(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = {"kind": "rag", "title": "An answer", "prompt": PROMPT, "max_new_tokens": 40}
+    monkeypatch.setattr(demo, "load", lambda name: load(model, "float64", device="cpu"))
+    monkeypatch.setattr(demo, "demo_prompts", lambda: [dict(prompt), {**prompt, "kind": "code"}])
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_a_demo_shows_both_and_checks_that_they_are_equal() -> None:
+    result = call("demo", "--repeats", 2, "--warm")
+    assert result.exit_code == 0, result.output
+    for expected in ("An answer", "plain:", "trie:", "same text, token for token", "speed-up", "all"):
+        assert expected in result.stdout
+    assert ESCAPE not in result.stdout
+    wide = call("demo", "--repeats", 1, "--kind", "code", "--color", env={"COLUMNS": "120"})
+    assert ESCAPE in wide.stdout
+    assert "╭─" in wide.stdout
+    assert "--kind is 'verse'; allowed are rag, code" in call("demo", "--kind", "verse").stderr
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_a_warm_trie_needs_fewer_steps_and_json_has_both() -> None:
+    cold, warm = (as_json(call("demo", "--repeats", 2, "--json", *more)) for more in ((), ("--warm",)))
+    assert [prompt["kind"] for prompt in cold["prompts"]] == ["rag", "code"]
+    assert cold["equal"]
+    assert cold["prompts"][0]["plain"]["tokens_per_step"] == 1
+    assert warm["prompts"][1]["trie"]["tokens_per_step"] > cold["prompts"][1]["trie"]["tokens_per_step"]
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_a_demo_whose_texts_differ_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: NoDrafter, request: Request, budget: int) -> DraftTree:
+        return DraftTree.chain([1][: request.max_draft_depth])
+
+    monkeypatch.setattr(NoDrafter, "propose", wrong)
+    monkeypatch.setattr(forerun.engine.step, "verify", gullible)
+    result = call("demo", "--repeats", 1, "--kind", "rag", "--color")
+    assert result.exit_code == 1
+    assert "the texts differ" in result.stdout
+
+
+def test_the_bundled_demo_runs() -> None:
+    try:
+        bundled("target")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    if not all(prompt["prompt"] for prompt in demo_prompts()):
+        pytest.skip("the demonstration's prompts are not complete")
+    result = call("demo", "--repeats", 1, "--max-new-tokens", 12, "--json")
+    assert as_json(result)["equal"]
+
+
+def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path: Path) -> None:
+    text, folder = "The same words again. " * 300, tmp_path / "kept"
+    asked = ("generate", "--kv-store", folder, "--kv-store-limit", "1GiB", "-n", 4, "--json", "--prompt")
+    first, second = (as_json(call(*asked, text)) for _ in range(2))
+    assert len(list(folder.rglob("*.safetensors"))) == 1
+    assert first["token_ids"] == second["token_ids"]
+    for wrong in ("many", "-1", "5 XB"):
+        refused = call(*asked[:4], wrong, *asked[5:], text)
+        assert refused.exit_code and "--kv-store-limit is" in refused.stderr
+    assert "add --kv-store" in call("generate", "--kv-store-limit", "1GB", "--prompt", "a").stderr

@@ -1,0 +1,156 @@
+"""``forerun bench triforce`` on a model from a folder: what it reads, refuses and has written when it is cut off."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from models.test_load import save_model
+from support.tiny import tiny
+from typer.testing import CliRunner, Result
+
+from benchmarks.cli.long_options import CACHES
+from benchmarks.longcontext import Prefilled
+from benchmarks.telling import telling
+from benchmarks.triforce import TriforceBench
+from forerun.cli import app
+from forerun.core.long_context import LongContextConfig
+from forerun.drafting.recipes import SPARSE
+from forerun.models.loading.load import load
+from forerun.models.loading.yarn import stretch
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+def books(folder: Path, words: int, count: int = 2) -> list[str]:
+    """So many texts as options, the first of them long enough for anything."""
+    for index in range(count):
+        lines = "\n\n".join(f"{index} again and again and so on" for _ in range(words if index else 999))
+        (folder / f"{index}.txt").write_text(lines)
+    return [part for index in range(count) for part in ("--text", str(folder / f"{index}.txt"))]
+
+
+FEW = ["--contexts", "200", "--temperatures", "0", "--drafters", "low-rank,streaming-self", "--rounds", "1", "-n", "6"]
+LITTLE = ["--cache-budget", "32", "--window", "16", "--gamma2", "3", "--batch-budgets", "32"]
+
+
+def measured(saved: str, texts: list[str], out: Path, *more: str) -> Result:
+    return CliRunner().invoke(app, ["bench", "triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
+
+
+def test_what_is_slow_says_now_and_then_how_far_it_is() -> None:
+    lines: list[str] = []
+    times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 30.0, 30.0])
+    tell = telling(lines.append, "h2o reads", lambda: next(times))
+    for done in (500, 1000, 1500, 2000):
+        tell(done, 7500)
+    assert lines == ["  h2o reads: 1,000 of 7,500 tokens", "  h2o reads: 2,000 of 7,500 tokens"]
+
+
+def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved: str, tmp_path: Path) -> None:
+    texts = books(tmp_path, 400)
+    more = [
+        "--parts",
+        "temperatures,batches",
+        "--batches",
+        "2,3",
+        "--batch-context",
+        "150",
+        "--batch-temperatures",
+        "0",
+    ]
+    done = measured(saved, texts, tmp_path / "out", *more, "--json")
+    assert done.exit_code == 0, done.output
+    assert [
+        f"reading row {row + 1} of {size}: 150 tokens" in done.stderr for row, size in ((0, 2), (1, 2), (2, 3))
+    ] == ([True] * 3)
+    assert "reading row 1 of 3" not in done.stderr  # it is in memory
+    assert "longer than the specified maximum" not in done.stderr
+    found = json.loads(done.stdout)["parts"]
+    for row in found["batches"]:
+        assert row["context"] == 150 and row["batch"] in (2, 3) and row["same_output"] == 1
+    by_name = {row["contestant"]: row["bytes_read"] for row in found["batches"] if row["batch"] == 2}
+    assert by_name["none"] == 2 * 150 * 4 * 2 * 8 * 2  # layers, tokens, KV heads, keys and values, dimensions, bytes
+    assert by_name["streaming-self"] == 2 * (32 + 1) * 4 * 2 * 8 * 2
+    assert by_name["low-rank"] < by_name["none"]
+
+
+def test_texts_that_are_too_short_are_refused_before_anything_is_read(saved: str, tmp_path: Path) -> None:
+    done = measured(saved, books(tmp_path, 2), tmp_path / "out", "--parts", "temperatures", "--prompts", "2")
+    assert done.exit_code == 2 and "reading" not in done.stderr
+    assert "1.txt gives" in done.stderr and "for prompt 2; 200 are needed" in done.stderr
+
+
+def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(
+    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, read, lengths = books(tmp_path, 400), TriforceBench._reads, []
+
+    def fails_at_third(bench: TriforceBench, rows: Sequence[Prefilled], settings: LongContextConfig) -> object:
+        lengths.append(len(rows))
+        if len(lengths) == 2:
+            raise ValueError("the power failed")
+        return read(bench, rows, settings)
+
+    monkeypatch.setattr(TriforceBench, "_reads", fails_at_third)
+    done = measured(saved, texts, tmp_path / "out", "--parts", "temperatures,batches", "--batches", "2")
+    assert done.exit_code == 2 and "the power failed" in done.stderr
+    assert "## Speed-up, and acceptance in brackets, by temperature" in done.stdout
+    found = json.loads((tmp_path / "out" / "triforce.json").read_text())
+    assert {row["contestant"] for row in found["parts"]["temperatures"]} == {"none", "low-rank", "streaming-self"}
+    assert not list((tmp_path / "out").glob("*.part"))
+
+
+def test_a_model_stretched_by_yarn_reads_beyond_its_positions(saved: str, tmp_path: Path) -> None:
+    plain, _ = load(saved)
+    model, _ = load(saved, yarn=2.5)
+    assert (plain.config.max_position_embeddings, model.config.max_position_embeddings) == (2048, 5120)
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    assert model.config.rope_parameters["original_max_position_embeddings"] == 2048
+    assert not torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    texts = [*books(tmp_path, 400), "--contexts", "2500", "--parts", "temperatures"]
+    done = measured(saved, texts, tmp_path / "out")
+    assert done.exit_code == 2 and "the model has 2,048; give a shorter context, or --yarn 2 " in done.stderr
+    done = measured(saved, texts, tmp_path / "out", "--yarn", "2")
+    assert done.exit_code == 0 and "Every text equals" in done.stdout
+
+
+def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
+    for name, found in (("gpt2", "it has none"), ("llama, yarn", "it has rope_type 'yarn'")):
+        with pytest.raises(ValueError, match=f"YaRN needs a model with plain rotary positions .*{found}"):
+            stretch(tiny(name).config, 2)
+    with pytest.raises(ValueError, match="factor is 1; it must be above 1"):
+        stretch(tiny("llama").config, 1)
+
+
+def test_caches_can_be_left_out_of_an_analysis(saved: str, tmp_path: Path) -> None:
+    assert set(CACHES) == set(SPARSE)
+    sizes = [
+        "--contexts",
+        "200",
+        "--budgets",
+        "16,32",
+        "--chunk",
+        "2",
+        "--parts",
+        "budgets",
+        "--prompts",
+        "2",
+        "-n",
+        "3",
+    ]
+    common = [*books(tmp_path, 400), "--cache-budget", "32", "--chunks", "2", "--out", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(app, ["analyse", "-m", saved, *sizes, *common, "--caches", "retrieval,low-rank"])
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["parts"]["budgets"]
+    assert {row["reader"] for row in rows} == {"retrieval", "low-rank"}
+    assert {row["positions"] for row in rows} == {6}
+    done = CliRunner().invoke(app, ["analyse", "--caches", "magic"])
+    assert done.exit_code == 2 and "--caches has 'magic'; known are low-rank, retrieval" in done.stderr

@@ -1,0 +1,325 @@
+"""Verification leaves the target's distribution exactly: enumerated over every random decision, and sampled by seed."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from core.test_sampling import chi_square_p
+from support.mocks import (
+    PROMPT,
+    MockTarget,
+    assert_consistent,
+    ban_repeats,
+    oracle,
+)
+
+from forerun.core.request import Request
+from forerun.core.sampling import Processor, Salt, Sampler, draw
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, Verdict, verify
+
+verify_module = importlib.import_module("forerun.core.verify")
+
+# Exactness by enumeration: the code runs once for every sequence of random decisions, weighted by their probability.
+
+Decide = Callable[[Sequence[float]], int]
+
+
+def enumerate_outcomes(experiment: Callable[[Decide], tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """The exact distribution of a random experiment, which leaves every random decision to its argument."""
+    distribution: dict[tuple[int, ...], float] = defaultdict(float)
+    pending: list[list[int]] = [[]]
+    while pending:
+        decisions, weights = pending.pop(), list[float]()
+
+        def decide(probabilities: Sequence[float], decisions=decisions, weights=weights) -> int:
+            if len(weights) == len(decisions):
+                first, *others = (i for i, p in enumerate(probabilities) if p > 0)
+                pending.extend([*decisions, other] for other in others)
+                decisions.append(first)
+            choice = decisions[len(weights)]
+            weights.append(probabilities[choice])
+            return choice
+
+        distribution[experiment(decide)] += math.prod(weights)
+    return distribution
+
+
+@dataclass
+class UniformVariable:
+    """A variable uniform on (0, scale): compared with a bound, it leaves the answer to ``decide``."""
+
+    decide: Decide
+    scale: float = 1.0
+
+    def __mul__(self, factor: torch.Tensor | float) -> UniformVariable:
+        return UniformVariable(self.decide, self.scale * float(factor))
+
+    def __ge__(self, bound: torch.Tensor | float) -> bool:
+        below = min(1.0, float(bound) / self.scale)
+        return self.decide([below, 1 - below]) == 1
+
+
+@dataclass
+class Noise:
+    """Replaces the library's draws by decisions, and checks that no two of them share their noise.
+
+    With ``redraw`` drafts may: one behind a rejected draft was never tested, so nothing depended on its noise.
+    """
+
+    decide: Decide
+    used: set[tuple[int, Salt, int]]
+    redraw: bool = False
+
+    def take(self, position: int, salt: Salt, probabilities: torch.Tensor, seed: int = 0) -> int:
+        self.claim(position, salt, seed)
+        return self.decide((probabilities / probabilities.sum()).tolist())
+
+    def claim(self, position: int, salt: Salt, seed: int) -> None:
+        assert (position, salt, seed) not in self.used or (self.redraw and salt is Salt.DRAFT)
+        self.used.add((position, salt, seed))
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        def uniform(seed: int, position: int, salt: Salt) -> UniformVariable:
+            self.claim(position, salt, seed)
+            return UniformVariable(self.decide)
+
+        def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
+            return self.take(position, salt, probability, seed)
+
+        def choose(sampler: Sampler, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
+            return self.take(position, salt, scores.double().softmax(-1), sampler.seed)
+
+        patch.setattr(verify_module, "uniform", uniform)
+        patch.setattr(verify_module, "draw", draw)
+        patch.setattr(Sampler, "choose", choose)
+
+
+def probabilities(model: MockTarget, context: Sequence[int], sampler: Sampler) -> torch.Tensor:
+    """The distribution of the next token, in float64."""
+    return sampler.scores(torch.tensor(context), model.logits(context)).double().softmax(-1)
+
+
+def joint(target: MockTarget, prompt: Sequence[int], length: int, sampler: Sampler) -> dict[tuple[int, ...], float]:
+    """The target's own distribution of the next ``length`` tokens."""
+    return complete({(): 1.0}, target, prompt, length, sampler)
+
+
+def complete(
+    distribution: dict[tuple[int, ...], float],
+    target: MockTarget,
+    prompt: Sequence[int],
+    length: int,
+    sampler: Sampler,
+) -> dict[tuple[int, ...], float]:
+    """A distribution of texts, each continued by the target itself to ``length`` tokens."""
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = defaultdict(float)
+        for text, weight in distribution.items():
+            if len(text) == length:
+                longer[text] += weight
+                continue
+            for token, p in enumerate(probabilities(target, [*prompt, *text], sampler).tolist()):
+                longer[(*text, token)] += weight * p
+        distribution = longer
+    return {text: weight for text, weight in distribution.items() if weight}
+
+
+def drawn_chain(
+    model: MockTarget, request: Request, length: int, sampler: Sampler, pick: Callable[[torch.Tensor, int], int]
+) -> DraftTree:
+    """Tokens drawn one after the other from ``model``, with the distributions they came from."""
+    text, rows = request.tokens.tolist(), []
+    for _ in range(length):
+        rows.append(probabilities(model, text, sampler))
+        text.append(pick(rows[-1], len(text)))
+    q = torch.stack(rows) if rows else torch.empty(0, 5, dtype=torch.float64)
+    return DraftTree.chain(text[len(request) :], q=q)
+
+
+def assert_same_distribution(
+    found: dict[tuple[int, ...], float], expected: dict[tuple[int, ...], float], tolerance: float = 1e-12
+) -> None:
+    assert sum(found.values()) == pytest.approx(1, abs=tolerance)
+    for text in {*found, *expected}:
+        assert abs(found.get(text, 0) - expected.get(text, 0)) < tolerance
+
+
+DRAFTS = {
+    "unlike the target": MockTarget(peak=1.5, seed=8),
+    "equal to the target": MockTarget(peak=1.5, seed=7),
+    "certain of one token": MockTarget(peak=400, seed=9),
+}
+
+
+@pytest.mark.parametrize("processor", [None, ban_repeats])
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_rejection_leaves_the_targets_distribution_exactly(
+    monkeypatch: pytest.MonkeyPatch, draft: str, length: int, processor: Processor | None
+) -> None:
+    target, sampler = MockTarget(peak=1.5, seed=7), Sampler("rejection", processor=processor)
+    accepted: dict[int, float] = defaultdict(float)
+
+    def one_step(decide: Decide) -> tuple[int, ...]:
+        noise = Noise(decide, set())
+        noise.install(monkeypatch)
+        request = Request(PROMPT, length + 1, sampler=sampler)
+        tree = drawn_chain(
+            DRAFTS[draft], request, length, sampler, lambda q, position: noise.take(position, Salt.DRAFT, q)
+        )
+        verdict = verify(tree, target.score(PROMPT, tree), request)
+        assert_consistent(Outcome(tree, verdict, torch.empty(0)), request)
+        return (len(verdict.path), *verdict.tokens)
+
+    texts: dict[tuple[int, ...], float] = defaultdict(float)
+    for (path_length, *tokens), weight in enumerate_outcomes(one_step).items():
+        texts[tuple(tokens)] += weight
+        accepted[path_length] += weight
+    assert_same_distribution(
+        complete(texts, target, PROMPT, length + 1, sampler), joint(target, PROMPT, length + 1, sampler)
+    )
+    p, q = (probabilities(model, PROMPT, sampler) for model in (target, DRAFTS[draft]))
+    assert accepted[0] == pytest.approx(1 - float(torch.minimum(p, q).sum()), abs=1e-12)
+
+
+@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({2})])
+def test_rejection_is_exact_over_several_steps_up_to_the_end(
+    monkeypatch: pytest.MonkeyPatch, eos: frozenset[int]
+) -> None:
+    target, draft = MockTarget(3, peak=1.5, seed=7), MockTarget(3, peak=1.5, seed=8)
+    sampler = Sampler("rejection")
+
+    def whole_text(decide: Decide) -> tuple[int, ...]:
+        noise = Noise(decide, set())
+        noise.install(monkeypatch)
+        request = Request((1, 2), 3, sampler=sampler, eos_token_ids=eos)
+        while request.finish_reason is None:
+            pick = Noise(decide, set())  # drafts behind a rejected one are drawn anew: nothing depended on them
+            length = min(2, request.max_draft_depth)
+            tree = drawn_chain(draft, request, length, sampler, lambda q, at, pick=pick: pick.take(at, Salt.DRAFT, q))
+            q = torch.empty(0, 3) if not len(tree) else tree.q
+            verify(DraftTree.chain(tree.tokens, q=q), target.score(request.tokens.tolist(), tree), request)
+        return tuple(request.generated.tolist())
+
+    def cut(text: tuple[int, ...]) -> tuple[int, ...]:
+        return next((text[: i + 1] for i, token in enumerate(text) if token in eos), text)
+
+    expected: dict[tuple[int, ...], float] = defaultdict(float)
+    for text, weight in joint(target, (1, 2), 3, sampler).items():
+        expected[cut(text)] += weight
+    assert_same_distribution(enumerate_outcomes(whole_text), expected)
+
+
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+@pytest.mark.parametrize("branches", [[], [[1, 2, 3]], [[0, 1], [0, 2], [3, 3, 3], [4]]])
+def test_the_walk_leaves_the_targets_distribution_exactly(
+    monkeypatch: pytest.MonkeyPatch, method: str, branches: Iterable[Sequence[int]]
+) -> None:
+    target, tree = MockTarget(seed=6), DraftTree.from_branches(branches, 16)
+    sampler = Sampler(method, processor=ban_repeats)
+
+    def one_step(decide: Decide) -> tuple[int, ...]:
+        Noise(decide, set()).install(monkeypatch)
+        request = Request(PROMPT, 4, sampler=sampler)
+        return tuple(verify(tree, target.score(PROMPT, tree), request).tokens)
+
+    found = complete(enumerate_outcomes(one_step), target, PROMPT, 4, sampler)
+    assert_same_distribution(found, joint(target, PROMPT, 4, sampler))
+
+
+# Exactness by sampling: the real noise, a seed a text.
+
+
+def draft_and_verify(draft: MockTarget, target: MockTarget, request: Request) -> tuple[int, int]:
+    """A step with at most two drafts, drawn with the noise the sampler says; how many were drafted and accepted."""
+    sampler, length = request.sampler, min(2, request.max_draft_depth)
+    tree = drawn_chain(
+        draft, request, length, sampler, lambda q, position: draw(q, sampler.seed, position, sampler.draft_salt())
+    )
+    verdict = verify(tree, target.score(request.tokens.tolist(), tree), request)
+    return len(tree), len(verdict.path)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("seeds", [1000, pytest.param(3000, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("processor", [None, ban_repeats])
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+def test_texts_of_many_seeds_have_the_targets_distribution(
+    method: str, processor: Processor | None, seeds: int
+) -> None:
+    target, draft = DRAFTS["equal to the target"], DRAFTS["unlike the target"]
+    found: dict[tuple[int, ...], int] = defaultdict(int)
+    drafted = accepted = 0
+    for seed in range(seeds):
+        request = Request(PROMPT, 3, sampler=Sampler(method, seed, processor))
+        while len(request.generated) < 2:
+            counts = draft_and_verify(draft, target, request)
+            drafted, accepted = drafted + counts[0], accepted + counts[1]
+        found[tuple(request.generated[:2].tolist())] += 1
+    expected = joint(target, PROMPT, 2, request.sampler)
+    assert set(found) <= set(expected)
+    counted, weights = np.array([found[text] for text in expected]), np.array(list(expected.values()))
+    assert chi_square_p(counted, weights) > 1e-4
+    assert 0.1 < accepted / drafted < 0.9
+
+
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+def test_drafts_from_the_targets_own_distribution_are_always_accepted(method: str) -> None:
+    target = DRAFTS["equal to the target"]
+    for seed in range(300):
+        assert draft_and_verify(target, target, Request(PROMPT, 3, sampler=Sampler(method, seed, ban_repeats))) == (
+            2,
+            2,
+        )
+
+
+def test_greedy_has_one_text_with_or_without_q() -> None:
+    target = MockTarget(seed=7)
+    text = oracle(target, PROMPT, 4, Sampler())
+    for tokens in itertools.product(range(5), repeat=2):
+        tree = DraftTree.chain(tokens, q=torch.full((2, 5), 0.2))
+        verdict = verify(tree, target.score(PROMPT, tree), Request(PROMPT, 4))
+        assert verdict.tokens == text[: len(verdict.tokens)]
+        assert len(verdict.path) == next((i for i in range(2) if tokens[i] != text[i]), 2)
+
+
+def test_drafts_of_no_probability_are_rejected_and_certain_ones_accepted() -> None:
+    logits = torch.tensor([[0.0, -math.inf, -math.inf], [-math.inf, -math.inf, 0.0]])
+    for seed in range(50):
+        request = Request([0], 4, sampler=Sampler("rejection", seed))
+        verdict = verify(DraftTree.chain([0, 1], q=torch.eye(3)[:2]), torch.cat([logits, logits[:1]]), request)
+        assert verdict == Verdict([0], [0, 2])
+
+
+def test_a_residual_lost_to_rounding_falls_back_to_the_target() -> None:
+    request = Request([0], 4, sampler=Sampler("rejection"))
+    p = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    assert verify_module._draw_residual(p, p, request) in (0, 1)
+    assert verify_module._draw_residual(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), request) == 1
+
+
+def test_rejection_refuses_q_on_a_tree_that_branches() -> None:
+    tree = DraftTree(np.array([1, 2]), np.array([ROOT, ROOT]), q=torch.full((2, 3), 1 / 3))
+    request = Request([0], 4, sampler=Sampler("rejection"))
+    with pytest.raises(ValueError, match=r"^rejection sampling with q needs a chain; it branches or has probes$"):
+        verify(tree, torch.zeros(3, 3), request)
+    assert verify(tree, torch.zeros(3, 3), Request([0], 4, sampler=Sampler("coupled"))).tokens
+
+
+def test_rejection_with_q_accepts_no_probe_either() -> None:
+    uniform_q = torch.full((2, 3), 1 / 3)
+    tree = DraftTree(np.array([1, 2]), np.array([ROOT, 0]), q=uniform_q, probe=np.array([False, True]))
+    try:
+        verdict = verify(tree, torch.zeros(3, 3), Request([0], 4, sampler=Sampler("rejection")))
+    except ValueError:
+        return  # refusing is as good as passing over it
+    assert verdict.path == [0]

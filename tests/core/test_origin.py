@@ -1,0 +1,187 @@
+"""Who drafted a token is known from the drafter to what a step commits; and a request's budget holds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from support.tiny import tiny
+
+from forerun.core.long_context import LongContextConfig
+from forerun.core.origin import Origin
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.drafting.drafter import Drafter
+from forerun.drafting.recipes import RECIPES, trie_of
+from forerun.engine.engine import Engine
+from forerun.trie.trie import Trie
+from forerun.trie.trie_config import Form, TrieConfig
+
+PROMPT = [1, *[7, 8, 9, 10] * 6]
+NEW = 40
+ON = {"max_new_tokens": NEW, "eos_token_id": 47}
+"""A text that goes on."""
+SETTINGS = LongContextConfig(
+    copy.deepcopy(tiny("llama")), cache_budget=16, chunk=4, gamma1=2, gamma2=4, paced=False, window=12
+)
+TEXT, EARLIER, MODEL, SELF, JACOBI = Origin.TEXT, Origin.EARLIER, Origin.MODEL, Origin.SELF, Origin.JACOBI
+SOURCES: dict[str, set[Origin]] = {
+    "none": set(),
+    "lookup": {TEXT},
+    "jacobi": {JACOBI},
+    "trie": {TEXT},
+    "trie-hierarchical": {TEXT},
+    "trie-single": {TEXT},
+    "trie-parallel": {TEXT},
+    "triforce": {MODEL, SELF},
+    "triforce-trie": {TEXT, SELF},
+    "triforce-auto": {TEXT, MODEL, SELF},
+    "auto": {TEXT, MODEL, SELF},
+    "retrieval": {SELF},
+    "low-rank": {SELF},
+    "streaming": {MODEL},
+    "streaming-hierarchy": {MODEL, SELF},
+    "streaming-self": {SELF},
+    "h2o": {SELF},
+    "topk": {SELF},
+}
+MAY_BE_MISSING = {"triforce-auto": {TEXT, SELF}, "auto": {MODEL, SELF}}
+"""Where the drafter chooses between its sources."""
+
+
+def engine(drafter: Drafter | str, **options: Any) -> Engine:
+    return Engine(copy.deepcopy(tiny("llama")).float(), drafter, settings=SETTINGS, **options)
+
+
+def test_every_drafter_is_known() -> None:
+    assert set(SOURCES) == set(RECIPES)
+
+
+@pytest.mark.parametrize("drafter", list(RECIPES))
+def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter: str) -> None:
+    found = set()
+    for commit in engine(drafter).stream([PROMPT], **ON):
+        assert len(commit.origins) == len(commit.tokens) and commit.drafted <= commit.proposed
+        drafted, own = commit.origins[: commit.drafted], commit.origins[commit.drafted :]
+        assert set(own) <= {Origin.TARGET} and Origin.TARGET not in drafted
+        assert commit.seconds > 0
+        found |= {Origin(origin) for origin in drafted}
+    assert found <= SOURCES[drafter]
+    assert found >= SOURCES[drafter] - MAY_BE_MISSING.get(drafter, set())
+
+
+def test_a_drafter_that_does_not_say_is_called_the_drafter() -> None:
+    class Echo(Drafter):
+        def propose(self, request: Request, budget: int) -> DraftTree:
+            return DraftTree.chain(request.tokens[-4:][:budget])
+
+    commits = list(engine(Echo()).stream([PROMPT], **ON))
+    assert {origin for commit in commits for origin in commit.origins} == {Origin.DRAFTER, Origin.TARGET}
+
+
+def origins_of(trie: Trie, request: int, pending: Sequence[int] = ()) -> dict[int, Origin]:
+    draft = trie.retrieve(request, 8, 1, pending)
+    return {token: Origin(origin) for token, origin in zip(draft.tokens.tolist(), draft.origins.tolist(), strict=True)}
+
+
+@pytest.mark.parametrize("form", ["merged", "hierarchical", "single", "parallel"])
+def test_a_trie_says_in_which_text_it_found_a_token(form: Form) -> None:
+    trie = Trie(TrieConfig(form=form))
+    trie.warm("a", [[9, 20, 21, 22, 23], [9, 30, 31, 32]])
+    trie.begin(0, "a", [5, 30, 31, 32, 40, 41, 42, 5])
+    assert origins_of(trie, 0, [40, 41])[42] == TEXT
+    assert origins_of(trie, 0, [20, 21])[22] == EARLIER
+    assert origins_of(trie, 0, [30, 31])[32] == TEXT  # in both: the text at hand comes first
+    trie.extend(0, [50, 51, 52, 50, 51])
+    assert origins_of(trie, 0)[52] == TEXT  # the namespace knows its output, too
+
+
+def test_what_an_engine_wrote_before_is_an_earlier_text() -> None:
+    one, found = engine("trie"), []
+    for _ in range(2):
+        commits = list(one.stream([[1, 3, 2]], **ON, namespace="mine"))
+        found.append([Origin(origin) for commit in commits for origin in commit.origins])
+    assert EARLIER not in found[0] and found[1].count(EARLIER) > 3
+
+
+# --- budgets
+
+
+class Spy(Drafter):
+    """Guesses as many tokens as it may, and keeps who asked."""
+
+    def __init__(self) -> None:
+        self.heard: set[int] = set()
+        self.budgets: list[int] = []
+
+    def begin(self, request: Request) -> None:
+        self.heard.add(request.id)
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        assert request.id in self.heard
+        self.budgets.append(budget)
+        return DraftTree.from_branches([[token] for token in range(budget)], budget)
+
+    def observe(self, request: Request, outcome: Any) -> None:
+        assert request.id in self.heard
+
+    def finish(self, request: Request) -> None:
+        assert request.id in self.heard
+
+    def needs(self, tokens: int) -> int:
+        return 1000
+
+
+def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of() -> None:
+    spy = Spy()
+    one = engine(spy, cut=False, budget=8)
+    budgets = [None, 0, 3, 20]
+    requests = [one.requests([PROMPT], max_new_tokens=6, budget=budget)[0] for budget in budgets]
+    with one.batch() as batch:
+        needs = [batch.needs(request) for request in requests]
+        for request in requests:
+            batch.admit(request)
+        while batch:
+            batch.step()
+    assert needs[0] - needs[1] == 1000 and needs[0] == needs[2]
+    assert [max(request.stats.drafted) for request in requests] == [8, 0, 3, 8]
+    assert len(spy.heard) == 3 and requests[1].id not in spy.heard and set(spy.budgets) == {8}
+    assert len({tuple(request.generated) for request in requests}) == 1
+    one.generate([PROMPT], max_new_tokens=4, budget=5)
+    assert spy.budgets[-1] == 5
+    with pytest.raises(ValueError, match="budget is -1"):
+        one.requests([PROMPT], max_new_tokens=1, budget=-1)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("drafter", "sampled"),
+    [
+        pytest.param(drafter, sampled, marks=[pytest.mark.matrix] * ((i + sampled) % 2))
+        for i, drafter in enumerate(("trie", "jacobi", "triforce-trie", "triforce-auto", "low-rank", "auto"))
+        for sampled in (False, True)
+    ],
+)
+def test_no_budget_changes_a_text(drafter: str, sampled: bool) -> None:
+    options: dict[str, Any] = {"do_sample": True, "seed": 3, "temperature": 1.5} if sampled else {}
+    wanted = engine("none").generate([PROMPT], **ON, **options).generated
+    one = engine(drafter)
+    for budget in (0, 1, 5, None):
+        result = one.generate([PROMPT], **ON, budget=budget, **options)
+        assert result.generated == wanted
+        assert max(result.stats[0].drafted) <= (64 if budget is None else budget)
+    together = [one.requests([PROMPT], **ON, budget=budget, **options)[0] for budget in (0, 2, None)]
+    for _ in one.run(together):
+        pass
+    assert [request.generated.tolist() for request in together] == wanted * 3
+
+
+def test_nothing_is_learned_from_a_text_without_drafts() -> None:
+    one = engine("trie")
+    one.generate([PROMPT], **ON, budget=0)
+    trie = trie_of(one.drafter)
+    assert trie.tokens("default") == 0
+    one.generate([PROMPT], **ON)
+    assert trie.tokens("default") == NEW

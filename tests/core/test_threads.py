@@ -1,0 +1,223 @@
+"""What several threads may do at once: use a model and its engines, and one engine together."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import PROMPTS, tiny
+from transformers import PreTrainedModel
+
+import forerun
+from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
+from forerun.core.tree import DraftTree
+from forerun.core.turns import Turns
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.scorer import Scorer
+from forerun.trie import entry_points
+from forerun.trie.trie import Trie
+
+PATIENCE = 60.0
+"""Seconds after which a test that hangs fails."""
+
+
+class Stage:
+    """Holds threads up in a model's forward pass, after its first layer, until they are let go."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._inside: dict[int, threading.Event] = {}
+        self._gates: dict[int, threading.Event] = {}
+        self._pool = ThreadPoolExecutor(4)
+        model.model.layers[0].register_forward_hook(self._wait)
+
+    def _wait(self, *_: Any) -> None:
+        me = threading.get_ident()
+        if me in self._gates:
+            self._inside[me].set()
+            assert self._gates[me].wait(PATIENCE)
+
+    def enter(self, work: Callable[[], Any]) -> tuple[Future[Any], threading.Event]:
+        """Start ``work`` in a thread of its own, up to the middle of its first pass; and what lets it go on."""
+        inside, gate = threading.Event(), threading.Event()
+
+        def run() -> Any:
+            me = threading.get_ident()
+            self._inside[me], self._gates[me] = inside, gate
+            try:
+                return work()
+            finally:
+                del self._gates[me]
+
+        future = self._pool.submit(run)
+        assert inside.wait(PATIENCE)
+        return future, gate
+
+
+def score(scorer: Scorer, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return scorer.score([Block(np.array(prompt), DraftTree.empty(), 0)], [FullCache()])[0]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("first", ["ours", "own"])
+def test_a_pass_and_the_model_s_own_forward_pass_do_not_meet(attention: str, first: str) -> None:
+    model = copy.deepcopy(tiny("mistral"))  # its windows make masks, and "eager" takes one
+    model.set_attn_implementation(attention)
+    ours, own = Scorer(model), torch.tensor([PROMPTS[1]])
+
+    def ask() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(own, use_cache=False).logits[0]
+
+    works = {"ours": lambda: score(ours, PROMPTS[0]), "own": ask}
+    alone = {name: work() for name, work in works.items()}
+    stage = Stage(model)
+    second = "own" if first == "ours" else "ours"
+    begun, gate = stage.enter(works[first])
+    assert torch.equal(works[second](), alone[second])
+    gate.set()
+    assert torch.equal(begun.result(PATIENCE), alone[first])
+    assert model.config._attn_implementation == attention
+
+
+def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    before, scorers = model.config._attn_implementation, (Scorer(model), Scorer(model))
+    alone = [score(scorer, prompt) for scorer, prompt in zip(scorers, PROMPTS, strict=False)]
+    stage = Stage(model)
+    begun = [stage.enter(lambda i=i: score(scorers[i], PROMPTS[i])) for i in range(2)]
+    for (future, gate), expected in zip(begun, alone, strict=True):
+        gate.set()
+        assert torch.equal(future.result(PATIENCE), expected)
+    assert model.config._attn_implementation == before
+
+
+def test_turns_are_taken_in_the_order_in_which_threads_come() -> None:
+    turns, order = Turns(), []
+
+    def take(name: str) -> None:
+        with turns:
+            order.append(name)
+
+    threads = []
+    for name in ("second", "third"):
+        turns.__enter__()
+        threads.append(threading.Thread(target=take, args=(name,)))
+        threads[-1].start()
+        wait_until(lambda: len(turns._queue) == 2)
+        turns.__exit__(None, None, None)
+        take("again")
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert order == ["second", "again", "third", "again"]
+
+
+def test_a_turn_that_is_waited_for_in_vain_is_given_up() -> None:
+    turns = Turns()
+
+    class Interrupted(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            raise KeyboardInterrupt
+
+    turns._queue.append(0)  # another thread has the turn
+    before, turns._changed = turns._changed, Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        turns.__enter__()
+    turns._changed = before
+    assert list(turns._queue) == [0]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("change", ["begin", "extend", "retrieve", "warm", "load", "finish"])
+def test_no_thread_exchanges_arrays_that_another_is_reading(
+    change: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    trie = Trie()
+    for request in range(2):
+        trie.begin(request, "", [1, 2, 3, 1, 2], expected=4)
+    trie.save(tmp_path / "trie")
+    changes: dict[str, Callable[[], Any]] = {
+        "begin": lambda: trie.begin(2, "", range(50)),
+        "extend": lambda: trie.extend(1, range(500)),  # outgrows its room
+        "retrieve": lambda: trie.retrieve(1, 512, 8),  # and its desk
+        "warm": lambda: trie.warm("", [range(500)]),
+        "load": lambda: trie.load(tmp_path / "trie"),
+        "finish": lambda: trie.finish(1),
+    }
+    grow, other = entry_points.grow, threading.Thread(target=changes[change])
+
+    def slow(*args: Any) -> int:
+        if threading.current_thread() is not other:
+            other.start()
+            other.join(0.3)
+            assert other.is_alive()
+        return grow(*args)
+
+    monkeypatch.setattr(entry_points, "grow", slow)
+    assert trie.retrieve(0, 8, 4).tokens[0] == 3
+    other.join(PATIENCE)
+    assert not other.is_alive()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "auto",
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("jacobi", "trie", "lookup", "triforce", "triforce-trie")
+        ),
+    ],
+)
+def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(drafter: str) -> None:
+    settings = LongContextConfig(tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4)
+    engine = forerun.Engine(tiny("llama"), drafter, settings=settings, prefill_block=4)
+    prompts = [[1 + i, 5, 7 + i, 1 + i, 5] * 3 for i in range(6)]
+    options: dict[str, Any] = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": True, "seed": 3}
+    alone = [forerun.Engine(tiny("llama"), "none").generate(prompt, **options).generated for prompt in prompts]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            together = [*pool.map(lambda prompt: engine.generate(prompt, **options).generated, prompts * 2)]
+    finally:
+        sys.setswitchinterval(before)
+    assert together == alone * 2
+
+
+def test_a_turn_that_ctrl_c_left_behind_stops_nobody() -> None:
+    turns, left, ended = Turns(), threading.Event(), []
+
+    def interrupted() -> None:
+        turns.__enter__()  # and no end of it
+        left.set()
+        time.sleep(0.1)  # the other one waits
+        with turns:
+            ended.append("interrupted")
+
+    def other() -> None:
+        left.wait(PATIENCE)
+        with turns:
+            ended.append("other")
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (interrupted, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert sorted(ended) == ["interrupted", "other"]

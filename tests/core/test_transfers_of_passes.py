@@ -1,0 +1,223 @@
+"""Elsewhere than on a CPU a drafting pass, and a step, wait for one transfer for all rows; clocks wait for passes."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers.generation.logits_process as theirs
+from support.away import PLACE, AwayScorer, Device, there, tokens_of
+from support.mocks import PROMPT, MockScorer, MockTarget, TokenCache, ban_repeats
+from support.tiny import PROMPTS, tiny
+
+import forerun
+from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.core.sampling import InTurn, Sampler
+from forerun.core.shape import Shape
+from forerun.core.transfers import carried, foresee, settle
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, verify
+from forerun.drafting.drafter import NoDrafter
+from forerun.drafting.hierarchy import HierarchyDrafter
+from forerun.drafting.jacobi import JacobiConfig, JacobiDrafter
+from forerun.drafting.model_drafter import ModelDrafter
+from forerun.engine.row import Row
+from forerun.engine.step import Step
+from forerun.kv.full_cache import FullCache
+from forerun.models.text.processors import of_row
+
+MODEL = tiny("llama")
+WARPED = [of_row(each, MODEL) for each in ([], [theirs.TemperatureLogitsWarper(0.7)], [theirs.TopKLogitsWarper(3)])]
+
+
+def mixed(method: str) -> list[Sampler]:
+    return [*(Sampler(method, seed, each) for seed, each in enumerate(WARPED)), Sampler(method, 7, ban_repeats)]  # type: ignore[arg-type]
+
+
+def drafting(
+    scorer: type[MockScorer], samplers: list[Sampler], shape: Shape | None, enough: Any, eos: frozenset[int]
+) -> tuple[list[DraftTree], int]:
+    """Drafts for one row of each sampler, and passes made for them."""
+    small = scorer(MockTarget(6, peak=2.0, seed=3))
+    drafter = ModelDrafter(lambda *_: TokenCache(), 4, small, shape)  # type: ignore[arg-type]
+    drafter.enough = enough
+    drafter.bind(MockScorer(MockTarget(6)))  # type: ignore[arg-type]
+    requests = [
+        Request((*PROMPT, row % 6), 3 + row, sampler=sampler, eos_token_ids=eos) for row, sampler in enumerate(samplers)
+    ]
+    for request in requests:
+        drafter.prefilled(request, FullCache())
+        assert drafter.catch_up(request, 100)
+    small.passes = 0
+    return drafter.propose_batch(requests, 30), small.passes
+
+
+@pytest.mark.parametrize("shape", [None, Shape.sequoia(12, 4, (0.6, 0.3, 0.1)), Shape.independent(3, 3)])
+@pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
+@pytest.mark.parametrize("enough", [None, lambda request, chance: chance < 0.4])
+@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({0, 4})])
+def test_a_drafting_pass_takes_one_transfer_for_all_rows(
+    method: str, shape: Shape | None, enough: Any, eos: frozenset[int]
+) -> None:
+    here, passes = drafting(MockScorer, mixed(method), shape, enough, eos)
+    with Device() as device:
+        away, _ = drafting(AwayScorer, mixed(method), shape, enough, eos)
+    assert device.reads == ["cpu"] * passes and passes > 1
+    for mine, own in zip(here, away, strict=True):
+        assert tokens_of(mine) == tokens_of(own) and len(mine)
+        assert (own.q is None) == (mine.q is None) == (method != "rejection")
+        if mine.q is not None and own.q is not None:
+            assert torch.equal(own.q.as_subclass(torch.Tensor), mine.q)
+
+
+def test_a_chance_is_asked_for_with_the_token_it_belongs_to() -> None:
+    seen: dict[type[MockScorer], list[tuple[int, float]]] = {MockScorer: [], AwayScorer: []}
+    for kind, found in seen.items():
+
+        def enough(request: Request, chance: float, found: list[tuple[int, float]] = found) -> bool:
+            found.append((int(request.tokens[-1]), chance))
+            return False
+
+        with Device():
+            drafting(kind, mixed("coupled"), None, enough, frozenset())
+    assert seen[MockScorer] == seen[AwayScorer] and len({chance for _, chance in seen[MockScorer]}) > 5
+
+
+def test_the_windows_predictions_take_one_transfer() -> None:
+    target, windows = MockTarget(6, peak=2.0, seed=3), []
+    for wrap in (lambda logits: logits, there):
+        drafter, request = JacobiDrafter(JacobiConfig(4, 3, 4)), Request(PROMPT, 30)
+        drafter.begin(request)
+        found = []
+        for _ in range(5):
+            tree = drafter.propose(request, 16)
+            with Device() as device:
+                logits = wrap(target.score(request.tokens.tolist(), tree))
+                outcome = Outcome(tree, verify(tree, logits, request), logits)
+                device.reads.clear()
+                drafter.observe(request, outcome)
+                found.append(drafter._states[request.id].levels.tolist())
+        windows.append(found)
+    assert windows[0] == windows[1] and len(windows[0][-1]) > 1 and device.reads == ["tolist"]
+
+
+# Steps
+
+
+def rows_of(samplers: list[Sampler], **options: Any) -> list[Row]:
+    return [Row(Request(PROMPT, 12, sampler=each, **options), TokenCache(), 64) for each in samplers]  # type: ignore[arg-type]
+
+
+class Guess(NoDrafter):
+    def propose_batch(self, requests: Any, budget: int) -> list[DraftTree]:
+        branches = [[a, b] for a in range(6) for b in range(6)]
+        return [DraftTree.from_branches(branches, 42).trim(r.max_draft_depth, 6) for r in requests]
+
+
+@pytest.mark.parametrize("method", ["greedy", "coupled"])
+def test_a_step_takes_one_transfer_for_all_rows(method: str) -> None:
+    target, texts = MockTarget(6, peak=2.0, seed=3), []
+    for kind in (MockScorer, AwayScorer):
+        rows = rows_of(mixed(method)[:-1])
+        step = Step(kind(target), Guess(), 42)  # type: ignore[arg-type]
+        with Device() as device:
+            for number in range(4):
+                step(rows, [])
+                assert len(device.reads) == (number + 1) * (kind is AwayScorer)
+        texts.append([row.request.tokens.tolist() for row in rows])
+    assert texts[0] == texts[1] and len(texts[0][0]) == len(PROMPT) + 12
+
+
+def test_a_row_that_fails_leaves_the_others_their_transfer() -> None:
+    def fail(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise LookupError("in the test")
+
+    samplers = [Sampler("coupled", 1), Sampler("coupled", 2, InTurn((fail,), rowwise=True)), Sampler("coupled", 3)]
+    rows = rows_of(samplers)
+    with Device() as device:
+        Step(AwayScorer(MockTarget(6)), NoDrafter(), 4)(rows, [])  # type: ignore[arg-type]
+    assert device.reads == ["cpu"]
+    assert [len(row.request.generated) for row in rows] == [1, 0, 1] and isinstance(rows[1].request.error, LookupError)
+    told = foresee([DraftTree.empty()] * 2, [LookupError(), torch.eye(3)], [Request([1], 2), Request([1], 2)])
+    assert told == [None, None] and carried([]) == []
+
+
+def test_log_probabilities_of_a_step_take_one_transfer() -> None:
+    target, kept = MockTarget(6, peak=2.0, seed=3), []
+    for kind in (MockScorer, AwayScorer):
+        rows = rows_of([Sampler()], top_logprobs=2)
+        with Device() as device:
+            Step(kind(target), Guess(), 42)(rows, [])  # type: ignore[arg-type]
+        kept.append(rows[0].request.logprobs)
+    assert kept[0] == kept[1] and len(kept[0]) == 3 and device.reads == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("module", ["forerun.engine.step", "forerun.drafting.hierarchy"])
+def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """A pass takes five seconds, which go by where someone waits for it."""
+    now, waited, own = [0.0], [], importlib.import_module(module)
+    monkeypatch.setattr(own, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def wait(device: torch.device) -> None:
+        waited.append(device.type)
+        now[0] += 5.0
+
+    monkeypatch.setattr(own, "settle", wait)
+    target = MockTarget(6, peak=2.0, seed=3)
+    [row] = rows_of([Sampler()])
+    with Device():
+        if module.endswith("step"):
+            step = Step(AwayScorer(target), NoDrafter(), 4)  # type: ignore[arg-type]
+            step([row], [])
+            step([row], [])
+            stats = row.request.stats
+        else:
+            drafter = HierarchyDrafter(NoDrafter(), lambda *_: TokenCache(), 1, 2, AwayScorer(target))  # type: ignore[arg-type]
+            drafter.bind(MockScorer(target))  # type: ignore[arg-type]
+            drafter.prefilled(row.request, FullCache())
+            assert drafter.catch_up(row.request, 100)
+            drafter.propose_batch([row.request], 4)
+            stats = row.request.stats.inner()
+    expected = 5.0 if module.endswith("step") else 10.0
+    assert set(waited) == {PLACE.type}
+    assert (stats.propose_seconds, stats.score_seconds, stats.verify_seconds) == (0.0, expected, 0.0)
+
+
+def test_only_the_present_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("done"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waited.append(device) or stream)
+    settle(torch.device("cpu"))
+    assert waited == []
+    settle(torch.device("cuda:1"))
+    assert waited == [torch.device("cuda:1"), "done"]
+
+
+# Engines, whose tensors lie on the CPU, and which are told that they do not
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("drafter", ["lookup", "triforce", "triforce-trie", "low-rank", "jacobi"])
+@pytest.mark.parametrize("verification", ["greedy", "coupled", "rejection"])
+def test_an_engine_gives_the_same_text_either_way(
+    monkeypatch: pytest.MonkeyPatch, drafter: str, verification: str
+) -> None:
+    settings = LongContextConfig(
+        tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
+    )
+    options: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None, "do_sample": verification != "greedy"}
+    if verification != "greedy":
+        options |= {"seed": 3, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "verification": verification}
+
+    def texts() -> Any:
+        engine = forerun.Engine(MODEL, drafter, settings=settings, cut=False)
+        return engine.generate([*PROMPTS], **options).generated
+
+    expected, asked = texts(), []
+    for name in ("core.transfers", "core.verify", "drafters.model"):
+        monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: asked.append(1) or True)
+    assert texts() == expected and asked

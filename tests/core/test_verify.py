@@ -1,0 +1,146 @@
+"""Verification changes nothing: the walk gives the slow generator's text, whatever the tree and wherever it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.mocks import (
+    PROMPT,
+    SAMPLERS,
+    MockTarget,
+    generate,
+    oracle,
+)
+
+from forerun.core.request import Request
+from forerun.core.sampling import Processor, Sampler
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Verdict, verify
+from forerun.drafting.drafter import Drafter, NoDrafter
+
+
+@dataclass
+class Prophet(Drafter):
+    """Knows the text, and drafts it with some tokens spoilt: never, sometimes or always accepted."""
+
+    text: Sequence[int]
+    spoilt: Callable[[int], bool] = lambda position: False
+    depth: int = 4
+    probe: bool = False
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        start = len(request.generated)
+        depth = min(self.depth, budget, request.max_draft_depth)
+        after = [*self.text, *[0] * depth][start : start + depth]  # drafts go on behind the end of the text
+        tokens = np.array([(t + 1) % 5 if self.spoilt(start + i) else t for i, t in enumerate(after)], np.int64)
+        tree = DraftTree.chain(tokens)
+        return DraftTree(tree.tokens, tree.parents, probe=np.full(len(tree), self.probe))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("limit", [1, 2, 5, 33])
+@pytest.mark.parametrize(
+    ("spoilt", "fastest"),
+    [
+        pytest.param(lambda position: False, 5, id="always accepted"),
+        pytest.param(lambda position: position % 7 % 3 == 0, 4, id="sometimes accepted"),
+        pytest.param(lambda position: True, 1, id="never accepted"),
+    ],
+)
+def test_the_text_is_the_oracles_when_drafts_are(
+    name: str, limit: int, spoilt: Callable[[int], bool], fastest: int
+) -> None:
+    target = MockTarget(peak=2, seed=1)
+    text = oracle(target, PROMPT, limit, SAMPLERS[name])
+    request = Request(PROMPT, limit, sampler=SAMPLERS[name])
+    assert generate(target, Prophet(text, spoilt), request) == text
+    assert request.finish_reason == "length"
+    assert max(request.stats.emitted) <= fastest
+    if limit == 33:
+        assert (request.stats.steps == 33) == (fastest == 1)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_the_text_is_the_oracles_without_drafts(name: str) -> None:
+    target = MockTarget()
+    request = Request(PROMPT, 20, sampler=SAMPLERS[name])
+    assert generate(target, NoDrafter(), request) == oracle(target, PROMPT, 20, SAMPLERS[name])
+    assert request.stats.emitted == [1] * 20
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_probes_are_never_accepted_however_right_they_are(name: str) -> None:
+    target = MockTarget(seed=2)
+    text = oracle(target, PROMPT, 12, SAMPLERS[name])
+    request = Request(PROMPT, 12, sampler=SAMPLERS[name])
+    assert generate(target, Prophet(text, probe=True), request) == text
+    assert request.stats.emitted == [1] * 12
+    assert request.stats.drafted == [0] * 12
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("end", range(9))
+def test_an_end_of_sequence_inside_an_accepted_run_cuts_exactly_there(name: str, end: int) -> None:
+    target = MockTarget(vocabulary=12, order=1, seed=3)
+    prompt = (1, 2)
+    text = oracle(target, prompt, 20, SAMPLERS[name])
+    eos = frozenset({text[end]})
+    cut = text[: text.index(text[end]) + 1]
+    assert oracle(target, prompt, 20, SAMPLERS[name], eos) == cut
+    request = Request(prompt, 20, sampler=SAMPLERS[name], eos_token_ids=eos)
+    assert generate(target, Prophet(text), request) == cut
+    assert request.finish_reason == "eos"
+    assert max(request.stats.emitted) == min(len(cut), 5)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name: str) -> None:
+    target = MockTarget(seed=3)
+    text = oracle(target, PROMPT, 20, SAMPLERS[name])
+    for end in range(1, 9):
+        request = Request(PROMPT, 20, sampler=SAMPLERS[name], stopping=lambda ids, n=end: ids.shape[1] == 3 + n)
+        assert generate(target, Prophet(text), request) == text[:end]
+        assert request.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> None:
+    class Anything(Drafter):
+        def propose(self, request: Request, budget: int) -> DraftTree:
+            n = data.draw(st.integers(0, budget))
+            parents = [data.draw(st.integers(ROOT, i - 1)) for i in range(n)]
+            tokens = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+            probe = data.draw(st.lists(st.sampled_from([False, False, True]), min_size=n, max_size=n))
+            tree = DraftTree(np.array(tokens), np.array(parents), probe=np.array(probe, np.bool_))
+            return tree.trim(request.max_draft_depth, 1 << 31)
+
+    target = MockTarget(vocabulary=3, seed=4)
+    request = Request((1, 2), 6, sampler=SAMPLERS[name], eos_token_ids=frozenset({0}))
+    expected = oracle(target, (1, 2), 6, SAMPLERS[name], frozenset({0}))
+    assert generate(target, Anything(), request, budget=6) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("processor", [None, lambda ids, scores: scores])
+def test_greedy_breaks_ties_alike_on_every_path_and_in_every_dtype(
+    dtype: torch.dtype, processor: Processor | None
+) -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 1.0]], dtype=dtype)
+    if dtype == torch.float64:
+        logits[0, 2] += 1e-12  # a tie in float32, in which transformers compares
+    request = Request([0], 4, sampler=Sampler(processor=processor))
+    assert verify(DraftTree.chain([1]), logits, request) == Verdict([0], [1, 0])
+
+
+def test_of_equal_siblings_the_first_is_followed() -> None:
+    tree = DraftTree(np.array([1, 1, 2, 0]), np.array([ROOT, ROOT, 0, 1]))
+    logits = torch.eye(3)[[1, 2, 0, 1, 1]]
+    assert verify(tree, logits, Request([0], 4)) == Verdict([0, 2], [1, 2, 1])

@@ -1,0 +1,260 @@
+"""The chooser against a simulated clock: it takes what pays, from where it pays, and loses next to nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, uniform
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict
+from forerun.drafting.adaptive import AdaptiveDrafter
+from forerun.drafting.drafter import Drafter
+from forerun.policy.calibration import LOWEST, odds_of
+from forerun.policy.chain_acceptance import Chains
+from forerun.policy.cost_curve import CostCurve
+
+RIGHT, WRONG = 7, 9
+
+
+@dataclass
+class World:
+    """What parts of a step take, in seconds, and how often drafts are right.
+
+    Attributes:
+        plain: a pass without drafts.
+        each: what a drafted token adds to it.
+        asking: for branches.
+        drafting: of a token of a chain.
+        hits: by the number of the token in its text, whether the tree has it.
+        accepted: how often a chain's token is right.
+        settled: what a plain pass takes behind another one.
+        loaded: what one seemed to take when the model was loaded.
+        held, stalled: passes of the target, and chains, that something else holds up, and for how long.
+    """
+
+    plain: float = 1.0
+    each: float = 0.02
+    asking: float = 0.001
+    drafting: float = 0.2
+    hits: Callable[[int], bool] = lambda token: False
+    accepted: Callable[[int], float] = lambda token: 0.0
+    settled: float | None = None
+    loaded: float | None = None
+    held: dict[int, float] = field(default_factory=dict)
+    stalled: dict[int, float] = field(default_factory=dict)
+    now: float = 0.0
+    steps: int = 0
+    quiet: int = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def right(self, token: int) -> bool:
+        return uniform(0, token, Salt.ACCEPT) < self.accepted(token)
+
+    def verify(self, drafted: int) -> None:
+        self.quiet = 0 if drafted else self.quiet + 1
+        plain = self.settled if self.settled is not None and self.quiet > 1 else self.plain
+        self.now += plain + drafted * self.each + self.held.get(self.steps, 0.0)
+        self.steps += 1
+
+
+class Branches(Drafter):
+    """Eight tokens, as far as the text is foreseen; it is as sure of them as it is right on average."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.asked = 0
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        self.asked += 1
+        self.world.now += self.world.asking
+        tokens = [RIGHT if self.world.hits(len(request) + i) else WRONG for i in range(min(8, budget))]
+        chance = (0.9 if tokens[0] == RIGHT else 0.2) ** np.arange(1, len(tokens) + 1)
+        return DraftTree(np.array(tokens), np.arange(-1, len(tokens) - 1), probability=chance)
+
+
+class Levels(Drafter):
+    """Chains of as many tokens as it may."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.drafted: list[int] = []
+
+    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        self.world.now += budget * self.world.drafting + self.world.stalled.get(len(self.drafted), 0.0)
+        self.drafted.append(budget)
+        found = [[RIGHT if self.world.right(len(r) + i) else WRONG for i in range(budget)] for r in requests]
+        return [DraftTree.chain(tokens) for tokens in found]
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        return self.propose_batch([request], budget)[0]
+
+
+class Target:
+    vocabulary = 48
+    device = torch.device("cpu")
+
+
+def decode(
+    world: World, tokens: int, rows: int = 1, most: int = 12, weight: float = 0.2, **sources: bool
+) -> tuple[float, AdaptiveDrafter]:
+    """Seconds for a text of so many tokens, all of them 7, and the chooser."""
+    trees = Branches(world) if sources.get("trees", True) else None
+    chains = Levels(world) if sources.get("chains", True) else None
+    curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain), unit=world.loaded)
+    inner = trees or chains
+    assert inner is not None
+    chooser = AdaptiveDrafter(
+        inner, trees=trees, chains=chains, most=most, weight=weight, costs=curve, clock=world.clock
+    )
+    chooser.bind(Target())  # type: ignore[arg-type]
+    requests = [Request([1, 2, 3], tokens) for _ in range(rows)]
+    for request in requests:
+        chooser.begin(request)
+    live = list(requests)
+    while live:
+        trees_ = chooser.propose_batch(live, 64)
+        world.verify(sum(map(len, trees_)))
+        for request, tree in zip(live, trees_, strict=True):
+            path: list[int] = []
+            while len(path) < len(tree) and tree.tokens[len(path)] == RIGHT:
+                path.append(len(path))
+            emitted = [RIGHT] * (len(path) + 1)
+            for token in emitted[: request.remaining]:
+                request.append(token)
+            logits = torch.empty(len(tree) + 1, 0)
+            chooser.observe(request, Outcome(tree, Verdict(path, emitted), logits))
+        live = [request for request in live if request.finish_reason is None]
+    return world.now, chooser
+
+
+@pytest.mark.parametrize("tokens", [128, 2000])
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("asking", [0.001, 0.05])
+@pytest.mark.parametrize("loaded", [None, 0.7, 1.0])
+def test_where_nothing_can_be_foreseen_next_to_nothing_is_lost(
+    tokens: int, rows: int, asking: float, loaded: float | None
+) -> None:
+    now, _ = decode(World(asking=asking, loaded=loaded), tokens, rows)
+    assert tokens / now >= 0.98
+
+
+def test_a_text_that_is_foreseen_goes_by_the_tree() -> None:
+    now, chooser = decode(World(hits=lambda token: True), 900)
+    assert 900 / now > 0.97 * 9 / 1.161
+    assert sum(chooser.chains.drafted) <= 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("accepted", [0.7, 0.9, 0.98])
+def test_a_model_that_agrees_drafts_chains_of_about_the_best_length(accepted: float) -> None:
+    now, _ = decode(World(accepted=lambda token: accepted), 2000)
+    best = 0.0
+    for length in range(1, 13):
+        tokens = sum(accepted**i for i in range(length + 1))
+        best = max(best, tokens / (1 + length * 0.22))
+    assert 2000 / now > 0.95 * best
+
+
+def test_each_passage_goes_by_the_source_that_foresees_it() -> None:
+    def quoted(token: int) -> bool:
+        return token // 60 % 2 == 0
+
+    world = World(hits=quoted, accepted=lambda token: 0.9)
+    now, _ = decode(world, 2400)
+    by_tree, _ = decode(World(hits=quoted), 2400)
+    by_chain, _ = decode(World(accepted=lambda token: 0.9), 2400, trees=False)
+    assert now < 0.85 * min(by_tree, by_chain)
+
+
+def test_it_notices_when_drafts_begin_to_be_right_and_when_they_cease() -> None:
+    for sources in ({"trees": False}, {"chains": False}):
+        late = World(hits=lambda token: token > 1000, accepted=lambda token: 0.95 * (token > 1000))
+        now, _ = decode(late, 2000, **sources)
+        early = World(hits=lambda token: token < 1000, accepted=lambda token: 0.95 * (token < 1000))
+        before, _ = decode(early, 2000, **sources)
+        always, _ = decode(World(hits=lambda token: True, accepted=lambda token: 0.95), 1000, **sources)
+        assert now < 1.02 * 1000 + 1.3 * always
+        assert before < 1.04 * 1000 + 1.05 * always
+
+
+@pytest.mark.parametrize("at", range(12))
+@pytest.mark.parametrize("accepted", [0.95, 0.0])
+def test_a_step_that_something_else_held_up_decides_nothing(at: int, accepted: float) -> None:
+    calm, _ = decode(World(accepted=lambda token: accepted), 600, trees=False)
+    held, _ = decode(World(accepted=lambda token: accepted, held={at: 20.0}), 600, trees=False)
+    assert held - 20 < 1.1 * calm
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize(("accepted", "foreseen"), [(0.95, 999), (0.95, 8), (0.0, 8)])
+def test_a_chain_that_something_else_held_up_decides_nothing(at: int, accepted: float, foreseen: int) -> None:
+    """Of neither source: what it took is not booked as if it always took that."""
+    sources: dict[str, Any] = {"accepted": lambda token: accepted, "hits": lambda token: token >= foreseen}
+    calm, _ = decode(World(**sources), 128)
+    held, chooser = decode(World(**sources, stalled={at: 20.0}), 128)
+    stalled = 20 * (len(chooser.chains.drafted) > at)  # type: ignore[union-attr]
+    assert held - stalled < 1.15 * calm
+
+
+def test_where_it_is_known_what_a_pass_takes_chains_begin_with_the_first_step() -> None:
+    later, _ = decode(World(accepted=lambda token: 0.95), 128, trees=False)
+    at_once, _ = decode(World(accepted=lambda token: 0.95, loaded=0.75), 128, trees=False)
+    assert at_once < later - 0.5
+
+
+@pytest.mark.parametrize("loaded", [None, 0.6])
+def test_chains_are_measured_by_plain_steps_as_they_are_without_drafts(loaded: float | None) -> None:
+    """Among drafts a plain step takes 1; alone it takes 0.6, and then chains of this model do not pay."""
+    world = World(settled=0.6, loaded=loaded, drafting=0.55, accepted=lambda token: 0.9)
+    now, _ = decode(world, 2000, trees=False)
+    assert 2000 * 0.6 / now > 0.96
+
+
+@pytest.mark.parametrize(("drafting", "late"), [(0.05, 6), (0.05, 10), (0.1, 6), (0.2, 6)])
+def test_a_first_chain_that_happens_to_be_wrong_is_not_the_last(drafting: float, late: int) -> None:
+    """Chains are right from some token on, where a few trials have failed: that costs little more than those tokens."""
+    lucky, _ = decode(World(drafting=drafting, accepted=lambda token: 0.9), 128, weight=drafting)
+    unlucky, _ = decode(
+        World(drafting=drafting, accepted=lambda token: 0.9 * (token >= 3 + late)), 128, weight=drafting
+    )
+    assert unlucky < lucky + 2 * late
+
+
+def test_chains_that_could_not_pay_are_tried_once() -> None:
+    """Their cost is a guess until one was measured."""
+    _, chooser = decode(World(drafting=1.0), 300, weight=1.0, trees=False)
+    assert chooser.chains.drafted == [1]  # type: ignore[union-attr]
+
+
+def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:
+    """No plain steps are seen anew, and chains are drafted from the first step on."""
+    world = World(accepted=lambda token: 0.9)
+    _, chooser = decode(world, 600, rows=1, trees=False)
+    requests = [Request([1, 2, 3], 100) for _ in range(4)]
+    for request in requests:
+        chooser.begin(request)
+    assert all(len(tree) > 1 for tree in chooser.propose_batch(requests, 64))
+    _, fresh = decode(World(accepted=lambda token: 0.9), 1, rows=4, trees=False)
+    for request in requests:
+        fresh.begin(request)
+    assert not any(map(len, fresh.propose_batch(requests, 64)))  # it has to see plain steps first
+
+
+def test_a_model_whose_chances_are_no_numbers_counts_as_unsure() -> None:
+    assert odds_of(float("nan")) == LOWEST
+    request, chains = Request([1, 2], 9), Chains()
+    chains.begin(request)
+    chains.open([request], 0.5)
+    assert chains.enough(request, float("nan"))
+    for _ in range(3):
+        chains.enough(request, 0.9)
+    chains.count(request, 0, 3)
+    assert chains._table.seen.sum() == 1 and all(np.isfinite(column).all() for column in chains._table)

@@ -1,0 +1,372 @@
+"""TriForce's hierarchy over mock models: exact by enumeration, where the authors' inner loop is not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from core.test_distribution import (
+    Decide,
+    Noise,
+    assert_same_distribution,
+    complete,
+    enumerate_outcomes,
+    joint,
+    probabilities,
+)
+from core.test_sampling import chi_square_p
+from support.mocks import PROMPT, SAMPLERS, MockScorer, MockTarget, TokenCache, assert_consistent, ban_repeats, oracle
+
+from forerun.core.request import Request
+from forerun.core.sampling import Processor, Sampler
+from forerun.core.shape import Shape
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, verify
+from forerun.drafting.drafter import Drafter, NoDrafter
+from forerun.drafting.hierarchy import HierarchyDrafter
+from forerun.drafting.merged import MergedDrafter
+from forerun.drafting.model_drafter import ModelDrafter
+from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.kv.full_cache import FullCache
+from forerun.policy.cost_curve import CostCurve
+
+TARGET = MockTarget(3, peak=1.5, seed=7)
+MIDDLE = MockTarget(3, peak=1.5, seed=8)
+SMALL = MockTarget(3, peak=1.5, seed=9)
+
+
+def token_cache(*_: object) -> TokenCache:
+    return TokenCache()
+
+
+def two_levels(gamma1: int, gamma2: int, small: MockTarget = SMALL, middle: MockTarget = MIDDLE) -> HierarchyDrafter:
+    inner = ModelDrafter(token_cache, gamma1, MockScorer(small))
+    return HierarchyDrafter(inner, token_cache, gamma1, gamma2, MockScorer(middle))
+
+
+def start(drafter: Drafter, request: Request, target: MockTarget) -> None:
+    drafter.bind(MockScorer(target))
+    drafter.begin(request)
+    drafter.prefilled(request, FullCache())
+    assert drafter.catch_up(request, len(request))
+
+
+def one_step(drafter: Drafter, request: Request, target: MockTarget) -> Outcome:
+    before = request.tokens.tolist()
+    tree = drafter.propose(request, 16)
+    assert not len(tree) or tree.depths.max() <= request.max_draft_depth
+    logits = target.score(before, tree)
+    outcome = Outcome(tree, verify(tree, logits, request), logits)
+    assert_consistent(outcome, request)
+    drafter.observe(request, outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("processor", [None, ban_repeats], ids=["plain", "processor"])
+@pytest.mark.parametrize("gammas", [(1, 1), (1, 2), (2, 2), pytest.param((2, 3), marks=pytest.mark.matrix)])
+def test_two_levels_of_rejection_leave_the_targets_distribution_exactly(
+    monkeypatch: pytest.MonkeyPatch, gammas: tuple[int, int], processor: Processor | None
+) -> None:
+    sampler, length = Sampler("rejection", processor=processor), gammas[1] + 1
+
+    def step(decide: Decide) -> tuple[int, ...]:
+        Noise(decide, set(), redraw=True).install(monkeypatch)
+        request = Request((1, 2), length, sampler=sampler)
+        drafter = two_levels(*gammas)
+        start(drafter, request, TARGET)
+        one_step(drafter, request, TARGET)
+        return tuple(request.generated.tolist())
+
+    found = complete(enumerate_outcomes(step), TARGET, (1, 2), length, sampler)
+    assert_same_distribution(found, joint(TARGET, (1, 2), length, sampler))
+
+
+def test_what_the_middle_level_hands_on_is_its_own_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both the tokens and the ``q`` that comes with them, whatever the small model is like."""
+    sampler = Sampler("rejection", processor=ban_repeats)
+
+    def draft(decide: Decide) -> tuple[int, ...]:
+        Noise(decide, set(), redraw=True).install(monkeypatch)
+        request = Request((1, 2), 4, sampler=sampler)
+        drafter = two_levels(2, 3)
+        start(drafter, request, TARGET)
+        tree = drafter.propose(request, 16)
+        text = [1, 2]
+        for token, q in zip(tree.tokens.tolist(), tree.q, strict=True):
+            assert torch.allclose(q, probabilities(MIDDLE, text, sampler), atol=1e-12)
+            text.append(token)
+        return tuple(tree.tokens.tolist())
+
+    assert_same_distribution(enumerate_outcomes(draft), joint(MIDDLE, (1, 2), 3, sampler))
+
+
+@pytest.mark.parametrize("seeds", [1000, pytest.param(4000, marks=pytest.mark.matrix)])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("processor", [None, ban_repeats], ids=["plain", "processor"])
+def test_texts_of_many_seeds_have_the_targets_distribution(processor: Processor | None, seeds: int) -> None:
+    """With the real noise, over several steps, so that what is drawn again is drawn with the same noise."""
+    counts: dict[tuple[int, ...], int] = defaultdict(int)
+    drafted = accepted = 0
+    for seed in range(seeds):
+        request = Request((1, 2), 4, sampler=Sampler("rejection", seed, processor))
+        drafter = two_levels(2, 3)
+        start(drafter, request, TARGET)
+        while len(request.generated) < 3:
+            outcome = one_step(drafter, request, TARGET)
+            drafted, accepted = drafted + len(outcome.tree), accepted + len(outcome.verdict.path)
+        counts[tuple(request.generated[:3].tolist())] += 1
+    expected = joint(TARGET, (1, 2), 3, request.sampler)
+    assert set(counts) <= set(expected)
+    found, weights = np.array([counts[text] for text in expected]), np.array(list(expected.values()))
+    assert chi_square_p(found, weights) > 1e-4
+    assert 0.1 < accepted / drafted < 0.9
+
+
+def total_variation(p: torch.Tensor, q: torch.Tensor) -> float:
+    return float((p - q).abs().sum()) / 2
+
+
+def test_the_authors_inner_loop_is_off_by_a_fifth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What TriForce's published code does when the small model's token x ~ q is rejected by the middle level: it draws
+    anew from p-hat, not from norm(max(p-hat - q, 0)), and still tells the target that the token was drawn from p-hat.
+
+    The small model is sure of token 0, the middle level of nothing. So the middle level keeps token 0 with probability
+    1/2 and, having rejected it, draws it once more with probability 1/2: it hands on 0 in 3/4 of the cases and says
+    1/2. A target of p = (7/10, 3/10) accepts every 0 (it believes it is rare), and of the 1s 3/5, so it gives 0 with
+    probability 3/4 + 1/4 * 2/5 = 17/20. With p = (51/100, 49/100) it is off by more than 0.20 in total variation.
+    """
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+
+    def authors(p: torch.Tensor) -> torch.Tensor:
+        drawn = torch.tensor([0.5, 0.0]) + 0.5 * half  # accepted, or rejected and drawn from p-hat
+        kept = drawn * (p / half).clamp(max=1)
+        residual = (p - half).clamp(min=0)
+        return kept + (1 - kept.sum()) * residual / residual.sum()
+
+    assert authors(torch.tensor([0.7, 0.3])).tolist() == pytest.approx([0.85, 0.15])
+    assert max(total_variation(authors(torch.tensor([x, 1 - x])), torch.tensor([x, 1 - x])) for x in (0.51, 0.6)) > 0.2
+
+    target, middle, small = (MockTarget(2, order=1) for _ in range(3))
+    for p in (0.51, 0.7):
+        target.table[:] = torch.tensor([p, 1 - p]).log()
+        middle.table[:] = 0.0
+        small.table[:] = torch.tensor([0.0, -40.0])
+
+        def step(decide: Decide) -> tuple[int, ...]:
+            Noise(decide, set(), redraw=True).install(monkeypatch)
+            request = Request((1, 0), 2, sampler=Sampler("rejection"))
+            drafter = two_levels(1, 2, small, middle)
+            start(drafter, request, target)
+            one_step(drafter, request, target)
+            return tuple(request.generated.tolist())[:1]
+
+        found = enumerate_outcomes(step)
+        assert found[(0,)] == pytest.approx(p, abs=1e-6)
+
+
+def inner_drafters() -> dict[str, Drafter]:
+    small = MockTarget(peak=1.5, seed=9)
+    return {
+        "model": ModelDrafter(token_cache, 3, MockScorer(small)),
+        "trie": TrieDrafter(),
+        "both": MergedDrafter(TrieDrafter(), ModelDrafter(token_cache, 3, MockScorer(small)), 1.0),
+        "hierarchy": HierarchyDrafter(
+            ModelDrafter(token_cache, 2, MockScorer(small)), token_cache, 2, 3, MockScorer(MockTarget(peak=1.5, seed=5))
+        ),
+    }
+
+
+@pytest.mark.parametrize("fitted", [False, True])
+@pytest.mark.parametrize("inner", inner_drafters())
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rejection without q"])
+def test_any_inner_drafter_gives_the_oracles_text(sampler: str, inner: str, fitted: bool) -> None:
+    target, middle = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
+    middle.table = 0.8 * target.table + 0.2 * middle.table
+    drafter = HierarchyDrafter(inner_drafters()[inner], token_cache, 6, 5, MockScorer(middle))
+    if fitted:
+        drafter.fit(CostCurve.linear(2))
+    request = Request(PROMPT, 60, sampler=SAMPLERS[sampler])
+    start(drafter, request, target)
+    accepted = 0
+    while request.finish_reason is None:
+        accepted += len(one_step(drafter, request, target).verdict.path)
+    drafter.finish(request)
+    assert request.generated.tolist() == oracle(target, PROMPT, 60, SAMPLERS[sampler])
+    assert accepted > 20
+    inner_stats = request.stats.middle
+    assert inner_stats is not None and inner_stats.steps > 0 and inner_stats.tokens >= accepted
+
+
+def test_a_text_that_ends_in_a_draft_ends_there() -> None:
+    target = MockTarget(peak=3.0, seed=1)
+    text = oracle(target, PROMPT, 40, Sampler())
+    eos = frozenset({text[17]})
+    expected = text[: 1 + next(i for i, token in enumerate(text) if token in eos)]
+    request = Request(PROMPT, 40, eos_token_ids=eos)
+    drafter = two_levels(3, 6, target, target)
+    start(drafter, request, target)
+    while request.finish_reason is None:
+        one_step(drafter, request, target)
+    assert request.generated.tolist() == expected and request.finish_reason == "eos"
+
+
+def test_rows_of_a_batch_share_the_passes_of_every_level() -> None:
+    target = MockTarget(peak=2.0, seed=1)
+    small, middle = MockScorer(target), MockScorer(target)
+    drafter = HierarchyDrafter(ModelDrafter(token_cache, 3, small), token_cache, 3, 8, middle)
+    requests = [Request(prompt, 20) for prompt in (PROMPT, (2, 3), (0, 1, 2, 3, 4))]
+    drafter.bind(MockScorer(target))
+    for request in requests:
+        drafter.begin(request)
+        drafter.prefilled(request, FullCache())
+        assert drafter.catch_up(request, len(request))
+    before = small.passes, middle.passes
+    trees = drafter.propose_batch(requests, 16)
+    assert [len(tree) for tree in trees] == [8, 8, 8]
+    assert (small.passes - before[0], middle.passes - before[1]) == (6, 2)  # 4 + 4 tokens, 3 of each drafted
+    for request, tree in zip(requests, trees, strict=True):
+        assert tree.tokens.tolist() == oracle(target, request.prompt.tolist(), 8, Sampler())
+
+
+def test_a_draft_model_that_knows_more_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^the draft model knows 5 tokens and the target 3: their tokenizers differ"):
+        two_levels(2, 2, MockTarget(5)).bind(MockScorer(TARGET))
+
+
+def test_a_draft_model_may_know_fewer_tokens() -> None:
+    texts: dict[tuple[int, ...], int] = defaultdict(int)
+    target, small = MockTarget(4, order=1, peak=2.0, seed=1), MockTarget(3, order=1, peak=2.0, seed=2)
+    for seed in range(200):
+        request = Request((1, 2), 3, sampler=Sampler("rejection", seed))
+        drafter = ModelDrafter(token_cache, 1, MockScorer(small))
+        start(drafter, request, target)
+        assert drafter.propose(request, 4).q.shape == (1, 3)
+        one_step(drafter, request, target)
+        texts[tuple(request.generated[:1].tolist())] += 1
+    assert len(texts) == 4  # the token that only the target knows is drawn, too
+
+
+@pytest.mark.parametrize(("gamma1", "gamma2"), [(0, 1), (1, 0)])
+def test_settings_are_checked(gamma1: int, gamma2: int) -> None:
+    with pytest.raises(ValueError, match=r"^gamma2? is 0; it must be at least 1$"):
+        two_levels(gamma1, gamma2)
+
+
+def test_merging_keeps_both_trees_within_the_budget() -> None:
+    chain = DraftTree.chain([1, 2, 3])
+    branches = DraftTree.from_branches([[1, 2, 4, 5], [6, 7]], 10)
+    merged = chain.merged(branches, 10)
+    assert {(parent, token) for parent, token in zip(merged.parents.tolist(), merged.tokens.tolist(), strict=True)} == {
+        (-1, 1), (0, 2), (1, 3), (1, 4), (3, 5), (-1, 6), (5, 7)
+    }  # fmt: skip
+    assert chain.merged(branches, 4).tokens.tolist() == [1, 2, 3, 4]
+    assert chain.merged(branches, 2).tokens.tolist() == [1, 2]
+
+
+RATES = (0.6, 0.2, 0.1)
+SHAPES = {
+    "chain": Shape.chain(4),
+    "independent": Shape.independent(3, 3),
+    "sequoia": Shape.sequoia(12, 4, RATES),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rejection without q"])
+def test_a_tree_of_any_shape_gives_the_oracles_text(sampler: str, shape: str) -> None:
+    target, small = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
+    small.table = 0.6 * target.table + 0.4 * small.table
+    drafter = ModelDrafter(token_cache, 1, MockScorer(small), SHAPES[shape])
+    request = Request(PROMPT, 60, sampler=SAMPLERS[sampler])
+    start(drafter, request, target)
+    while request.finish_reason is None:
+        one_step(drafter, request, target)
+    assert request.generated.tolist() == oracle(target, PROMPT, 60, SAMPLERS[sampler])
+
+
+@pytest.mark.parametrize("sampler", ["coupled", "coupled with a processor"])
+def test_a_wider_tree_is_accepted_deeper(sampler: str) -> None:
+    target, small = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
+    small.table = 0.6 * target.table + 0.4 * small.table
+    steps = {}
+    for name, shape in SHAPES.items():
+        drafter = ModelDrafter(token_cache, 1, MockScorer(small), shape)
+        request = Request(PROMPT, 300, sampler=SAMPLERS[sampler])
+        start(drafter, request, target)
+        steps[name] = 0
+        while request.finish_reason is None:
+            one_step(drafter, request, target)
+            steps[name] += 1
+    assert steps["sequoia"] < steps["chain"]
+
+
+def test_under_rejection_sampling_a_tree_becomes_a_chain() -> None:
+    drafter = ModelDrafter(token_cache, 1, MockScorer(MockTarget()), SHAPES["sequoia"])
+    request = Request(PROMPT, 20, sampler=Sampler("rejection"))
+    start(drafter, request, MockTarget())
+    tree = drafter.propose(request, 64)
+    assert tree.is_chain and len(tree) == 4 and tree.q is not None and tree.q.shape == (4, 5)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_sequoias_tree_expects_the_most_accepted_tokens(size: int, depth: int) -> None:
+    """Against every tree of that size, by brute force."""
+
+    def chance(node: tuple[int, ...]) -> float:
+        return math.prod(RATES[rank] for rank in node)
+
+    nodes = [node for level in range(1, depth + 1) for node in itertools.product(range(3), repeat=level)]
+    best = max(
+        sum(map(chance, chosen))
+        for chosen in itertools.combinations(nodes, min(size, len(nodes)))
+        if all(len(node) == 1 or node[:-1] in chosen for node in chosen)
+    )
+    shape = Shape.sequoia(size, depth, RATES)
+    assert len(shape.levels) <= depth and len(shape) == min(size, len(nodes))
+    paths: list[tuple[int, ...]] = []
+    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
+        paths.append((*(() if parent < 0 else paths[parent]), rank))
+    assert len(set(paths)) == len(paths)
+    assert sum(map(chance, paths)) == pytest.approx(best)
+
+
+def test_shapes_say_what_is_wrong_with_rates() -> None:
+    for rates in ((0.2, 0.6), (0.9, 0.2)):
+        with pytest.raises(ValueError, match=r"^rates are .*; they must fall and sum up to at most 1$"):
+            Shape.sequoia(4, 2, rates)
+
+
+@pytest.mark.parametrize(("seconds", "tokens", "asked"), [((3.0, 1.0), (2, 1), False), ((1.2, 1.0), (3, 1), True)])
+def test_a_model_is_asked_while_that_gives_more_tokens_a_second(
+    seconds: tuple[float, float], tokens: tuple[int, int], asked: bool
+) -> None:
+    """Rounds with the model and without it take so long and give so much; the other way is tried now and then."""
+
+    class Nothing(NoDrafter):
+        calls = 0
+
+        def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+            self.calls += 1
+            return super().propose_batch(requests, budget)
+
+    model = Nothing()
+    merged = MergedDrafter(NoDrafter(), model, 1.0)
+    request, with_it = Request([1, 2], max_new_tokens=4), []
+    for _ in range(1000):
+        before = model.calls
+        merged.propose_batch([request], 4)
+        with_it.append(model.calls > before)
+        way = 0 if with_it[-1] else 1
+        merged.took(tokens[way], seconds[way])
+    assert with_it[:8] == [True] * 4 + [False] * 4
+    slower = sum(each is not asked for each in with_it[8:])
+    assert slower > 0  # tried again
+    fast, slow = (0, 1) if asked else (1, 0)
+    lost = slower * (seconds[slow] - tokens[slow] * seconds[fast] / tokens[fast])
+    assert lost < 0.02 * sum(seconds[0 if each else 1] for each in with_it)

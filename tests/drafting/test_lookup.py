@@ -1,0 +1,161 @@
+"""LookupDrafter against a scan of the whole text, and in the loop against the slow generator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.mocks import SAMPLERS, MockTarget, generate, oracle, step
+
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict
+from forerun.drafting.lookup import LookupConfig, LookupDrafter
+
+
+def committed(request: Request, tokens: Sequence[int]) -> Outcome:
+    """A step that drafted nothing and committed ``tokens``."""
+    for token in tokens:
+        request.append(token)
+    return Outcome(DraftTree.empty(), Verdict([], list(tokens)), None)  # type: ignore[arg-type]
+
+
+def scan(text: list[int], config: LookupConfig, length: int) -> list[int]:
+    """What to draft, found by scanning the text backwards for its longest suffix."""
+    for n in range(min(config.max_ngram, len(text) - 1), 0, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == text[-n:]:
+                extended = list(text)
+                for i in range(length):
+                    extended.append(extended[start + n + i])  # may read what it has just written
+                return extended[len(text) :]
+    return []
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=8),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 8),
+)
+def test_the_longest_suffix_is_continued_as_it_was_most_recently(
+    prompt: list[int], steps: list[list[int]], max_ngram: int, branch_length: int, budget: int
+) -> None:
+    config = LookupConfig(max_ngram, branch_length)
+    drafter, request = LookupDrafter(config), Request(prompt, 44)
+    drafter.begin(request)
+    for tokens in [[], *steps]:
+        drafter.observe(request, committed(request, tokens))
+        tree = drafter.propose(request, budget)
+        length = min(branch_length, budget, request.max_draft_depth)
+        assert tree.is_chain and tree.q is None and tree.probe is None
+        assert tree.tokens.tolist() == scan(request.tokens.tolist(), config, length)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param([1, 2, 3], [], id="nothing when the last token is new"),
+        pytest.param([5], [], id="nothing after a prompt of one token"),
+        pytest.param([1, 2, 3, 4, 9, 2, 3], [4, 9, 2, 3], id="what followed"),
+        pytest.param([2, 3, 7, 8, 2, 3, 4, 2, 3], [4, 2, 3, 4], id="the most recent of two occurrences"),
+        pytest.param([1, 2, 3, 7, 8, 2, 3, 4, 1, 2, 3], [7, 8, 2, 3], id="a longer match before a more recent one"),
+        pytest.param([1, 6, 6], [6, 6, 6, 6], id="a token repeated for ever"),
+        pytest.param([0, 1, 2, 1, 2], [1, 2, 1, 2], id="a cycle of two"),
+    ],
+)
+def test_it_drafts(text: list[int], expected: list[int]) -> None:
+    drafter, request = LookupDrafter(LookupConfig(branch_length=4)), Request(text, 9)
+    drafter.begin(request)
+    assert drafter.propose(request, 8).tokens.tolist() == expected
+
+
+def test_a_draft_is_a_copy_of_the_text_not_a_view_of_it() -> None:
+    drafter, request = LookupDrafter(), Request([1, 2, 3, 1, 2], 5)
+    drafter.begin(request)
+    drafter.propose(request, 3).tokens[:] = 9
+    assert request.tokens.tolist() == [1, 2, 3, 1, 2]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("budget", [0, 1, 3, 20])
+@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({3})])
+def test_the_text_is_the_oracles(name: str, budget: int, eos: frozenset[int]) -> None:
+    for seed in range(4):
+        target = MockTarget(peak=3, seed=seed)
+        prompt = [1, 4, 2, 0, 2, 1, 4]
+        request = Request(prompt, 25, sampler=SAMPLERS[name], eos_token_ids=eos)
+        text = generate(target, LookupDrafter(), request, budget)
+        assert text == oracle(target, prompt, 25, SAMPLERS[name], eos)
+
+
+def test_a_repetitive_text_takes_few_steps() -> None:
+    request = Request([1, 4, 2], 100)
+    generate(MockTarget(seed=1), LookupDrafter(LookupConfig(branch_length=9)), request, budget=9)
+    assert request.stats.tokens_per_step > 5
+    assert max(request.stats.emitted) == 10
+
+
+def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
+    target, drafter = MockTarget(seed=1), LookupDrafter()
+    one, other = Request([1, 2, 3, 1], 20), Request([4, 0, 0, 3], 20)
+    drafter.begin(one)
+    drafter.begin(other)
+    assert drafter.propose(other, 4).tokens.tolist() == []
+    while one.finish_reason is None and other.finish_reason is None:
+        step(target, drafter, one, 1)
+        step(target, drafter, other, 1)
+    assert one.generated.tolist() == oracle(target, [1, 2, 3, 1], 20, one.sampler)[: len(one.generated)]
+    for request in (one, other, Request([1], 1)):  # the last one never began
+        drafter.finish(request)
+    assert not drafter._occurrences
+
+
+class Read(np.ndarray):
+    """Counts what is read of it, whether by Python or by numpy."""
+
+    count = 0
+
+    def tolist(self) -> list[int]:
+        Read.count += self.size
+        return super().tolist()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.tolist())
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        Read.count += self.size
+        plain = [np.asarray(value) if isinstance(value, Read) else value for value in inputs]
+        return getattr(ufunc, method)(*plain, **options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        Read.count += self.size
+        return super().__array_function__(function, types, args, kwargs)
+
+
+def test_a_step_does_not_scan_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = np.random.default_rng(0).integers(0, 32_000, 120_000)
+    drafter, request = LookupDrafter(), Request(prompt.tolist(), 300)
+    tokens = Request.tokens.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Request, "tokens", property(lambda self: tokens(self).view(Read)))
+    drafter.begin(request)
+    assert Read.count > 120_000
+    for i in range(200):
+        before = Read.count
+        drafter.propose(request, 10)
+        drafter.observe(request, committed(request, [i]))
+        assert 0 < Read.count - before < 50
+    assert max(map(len, drafter._occurrences[request.id]._continuation)) == 3
+
+
+@pytest.mark.parametrize("name", ["max_ngram", "branch_length"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_configuration_out_of_range_is_refused(name: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is {value}; it must be at least 1$"):
+        LookupConfig(**{name: value})

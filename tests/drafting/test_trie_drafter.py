@@ -1,0 +1,215 @@
+"""The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import forerun
+from forerun.core.compiling import sources
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, Verdict, verify
+from forerun.drafting.trie_drafter import LATE, TrieDrafter
+from forerun.trie import arrays, entry_points, multibranch, text_cursor
+from forerun.trie.trie import Form, Trie, TrieConfig
+
+VOCABULARY = 32
+
+
+def step(drafter: TrieDrafter, request: Request, answer: list[int], budget: int) -> DraftTree:
+    """One engine step with a target that always continues ``answer``."""
+    tree = drafter.propose(request, budget)
+    at = len(request.generated)
+    following = [at, *(at + tree.depths)]
+    logits = torch.zeros(len(following), VOCABULARY)
+    for row, position in enumerate(following):
+        logits[row, answer[position % len(answer)]] = 1.0
+    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
+    return tree
+
+
+def generate(drafter: TrieDrafter, prompt: list[int], answer: list[int], new: int, budget: int = 8) -> int:
+    """Generate ``new`` tokens of a repeated ``answer``; the steps it took."""
+    request = Request(prompt, new)
+    drafter.begin(request)
+    steps = 0
+    while not request.finish_reason:
+        step(drafter, request, answer, budget)
+        steps += 1
+    assert request.generated.tolist() == [answer[i % len(answer)] for i in range(new)]
+    drafter.finish(request)
+    return steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    st.lists(st.integers(0, 3), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.integers(0, 12),
+    st.sampled_from(["merged", "hierarchical", "parallel", "single"]),
+)
+def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
+    prompt: list[int], answer: list[int], new: int, budget: int, form: Form
+) -> None:
+    drafter = TrieDrafter(TrieConfig(branch_length=6, max_prefix=3, capacity=1 << 16, form=form))
+    request = Request(prompt, new)
+    drafter.begin(request)
+    while not request.finish_reason:
+        deepest = request.max_draft_depth
+        tree = step(drafter, request, answer, budget)
+        assert len(tree) <= budget
+        assert tree.depths.max(initial=0) <= deepest
+        assert tree.probability is not None
+        assert ((tree.probability > 0) & (tree.probability <= 1)).all()
+    assert request.generated.tolist() == [answer[i % len(answer)] for i in range(new)]
+
+
+def test_a_repetitive_answer_takes_few_steps() -> None:
+    assert generate(TrieDrafter(), [9, 9], [1, 2, 3, 4, 5], 100) < 25
+
+
+def test_an_answer_copied_from_the_prompt_takes_few_steps() -> None:
+    answer = list(range(1, 31))
+    assert generate(TrieDrafter(), [0, *answer, 0], answer, 30) < 7
+
+
+def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing() -> None:
+    answer = list(range(1, 31))
+    drafter = TrieDrafter()
+    assert generate(drafter, [0], answer, 30) > 20
+    assert generate(drafter, [0], answer, 30) < 8
+    other = Request([1], 9, namespace="other")
+    drafter.begin(other)
+    assert not set(answer) - {1} & set(drafter.propose(other, 8).tokens.tolist())
+
+
+def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
+    drafter = TrieDrafter()
+    request = Request([1, 2, 1], 5)
+    drafter.finish(request)
+    drafter.begin(request)
+    assert len(drafter.propose(request, 4))
+    drafter.finish(request)
+    drafter.finish(request)
+    assert drafter.trie.tokens("default") == 0
+    assert drafter.nbytes < 4096
+
+
+def test_a_text_is_learned_whole_whenever_it_is_learned() -> None:
+    """Where nobody asks for drafts, it is learned in pieces, and the rest at its end; drafts are then the same."""
+    answer = [5, 9, 2, 7, 11, 3, 8]
+    asked, unasked = TrieDrafter(), TrieDrafter()
+    for drafter, budget in ((asked, 8), (unasked, 0)):
+        request = Request([1, 2, 3], 40)
+        drafter.begin(request)
+        while not request.finish_reason:
+            if budget:
+                step(drafter, request, answer, 0)
+            else:
+                request.append(answer[len(request.generated) % len(answer)])
+                drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], []), torch.zeros(1, VOCABULARY)))
+                assert len(request) - drafter.trie.length(request.id) < LATE
+        drafter.finish(request)
+    found = []
+    for drafter in (asked, unasked):
+        request = Request([4, 5, 9], 20)
+        drafter.begin(request)
+        found.append(drafter.propose(request, 12))
+    assert found[0].tokens.tolist() == found[1].tokens.tolist() and len(found[0]) > 4
+    assert found[0].probability.tolist() == found[1].probability.tolist()  # type: ignore[union-attr]
+
+
+def test_drafts_on_trial_are_not_learned() -> None:
+    drafter, request = TrieDrafter(), Request([1, 2, 3], 20)
+    drafter.begin(request)
+    twin = request.fork()
+    for token in (7, 7, 7):
+        twin.append(token)
+    drafter.propose(twin, 4)
+    assert drafter.trie.length(request.id) == 3
+    drafter.finish(request)
+
+
+def test_warming_teaches_one_namespace_an_answer() -> None:
+    answer = list(range(1, 31))
+    drafter = TrieDrafter()
+    drafter.warm("default", [answer])
+    drafter.warm("other", [[40, 41]])
+    assert generate(drafter, [0], answer, 30) < 8
+    assert drafter.nbytes == drafter.trie.nbytes > 0
+    assert drafter.trie.tokens("other") == 2
+
+
+def test_no_draft_is_made_for_the_last_token() -> None:
+    drafter = TrieDrafter()
+    request = Request([1, 2, 1], 1)
+    drafter.begin(request)
+    assert not len(drafter.propose(request, 4))
+
+
+@pytest.mark.parametrize("form", ["merged", "hierarchical", "parallel", "single"])
+def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed(form: Form) -> None:
+    drafter = TrieDrafter(TrieConfig(capacity=1 << 16, learning_rate=0, prompt_weight=1, form=form))
+    drafter.warm_up()
+    assert drafter.trie.nbytes == 0
+    functions = [entry_points.grow, multibranch.retrieve, entry_points.extend, arrays.valid, arrays.tight]
+    functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw, text_cursor.skip]
+    before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
+    for _ in range(60):
+        generate(drafter, [1, 2, 3, 1], list(range(1, 30)), 40)
+    drafter.warm("default", [range(200)] * 30)
+    frozen = np.arange(9)
+    frozen.flags.writeable = False
+    drafter.trie.begin(-1, "default", frozen)
+    drafter.trie.retrieve(-1, np.int64(4), np.int64(4), frozen[::2])  # type: ignore[arg-type]
+    assert [len(function.signatures) for function in functions] == before  # type: ignore[attr-defined]
+
+
+def test_a_given_trie_is_used_with_its_own_configuration() -> None:
+    trie = Trie(TrieConfig(branch_length=4, max_prefix=1))
+    assert TrieDrafter(trie=trie).trie is trie
+    with pytest.raises(ValueError, match="config and trie are both given"):
+        TrieDrafter(TrieConfig(), trie)
+
+
+def run(script: str, *path: Path) -> str:
+    """What a process of its own writes."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.matrix
+def test_kept_machine_code_is_thrown_away_when_any_source_of_its_package_changes(tmp_path: Path) -> None:
+    """What was called is a part of it, and numba would only look at the file of the function itself."""
+    package = tmp_path / "package"
+    package.mkdir()
+    begin, inner = "from forerun.core.compiling import compiled\n", "@compiled\ndef inner(x):\n    return x + 1\n"
+    outer = "from package.inner import inner\n@compiled\ndef outer(x):\n    return inner(x) * 10\n"
+    (package / "inner.py").write_text(begin + inner)
+    (package / "outer.py").write_text(begin + outer)
+    script = "from package.outer import outer; print(outer(1), sum(outer.stats.cache_hits.values()))"
+    path = tmp_path, Path(forerun.__file__).parents[1]
+    assert [run(script, *path) for _ in range(2)] == ["20 0\n", "20 1\n"]
+    (package / "inner.py").write_text(begin + inner.replace("+ 1", "+ 2"))
+    assert [run(script, *path) for _ in range(2)] == ["30 0\n", "30 1\n"]
+
+
+@pytest.mark.matrix
+def test_the_machine_code_of_the_index_is_kept() -> None:
+    TrieDrafter().warm_up()
+    stamp = entry_points.grow._cache._cache_file._source_stamp  # type: ignore[attr-defined]
+    assert stamp == sources(Path(entry_points.__file__).parent)
+    script = "from forerun.drafting.trie_drafter import TrieDrafter; TrieDrafter().warm_up()"
+    script += "; from forerun.trie import calls; print(sum(calls.grow.stats.cache_hits.values()))"
+    assert run(script, Path(forerun.__file__).parents[1]) == "1\n"

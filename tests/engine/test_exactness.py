@@ -1,0 +1,310 @@
+"""The promise: every drafter, type, batch and way of sampling gives, bit for bit, the text that plain generation gives.
+
+``make test`` takes so many cells of the matrix that every two values meet, except that not every architecture meets
+every drafter, budget and choice. ``make matrix`` takes every architecture, type and drafter together, by one way of
+sampling after the other. In a cell nothing goes by a clock: all that is drafted is scored, and some of it has to be
+accepted.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from support.pairwise import Cell, pairs, pairwise
+from support.tiny import ARCHITECTURES, PROMPTS, OracleDrafter, tiny
+from transformers import PreTrainedModel
+
+import forerun
+from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.drafting.recipes import RECIPES
+
+NEW_TOKENS = 24
+LONGER = {"lookup": 36, "jacobi": 36}
+"""For drafters that know nothing but the text itself, which has to repeat itself."""
+DTYPES = ("float64", "float32", "bfloat16")
+SAMPLING = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True, "temperature": 0.3, "top_k": 12, "seed": 11}}
+TOGETHER = ("alone", "batch")
+LEVELS = ("triforce", "triforce-trie", "triforce-auto")
+"""Drafters with a middle level, which has either sparse cache."""
+LONG = ("low-rank", "retrieval", *LEVELS)
+BUDGETED = (*LONG, "auto", "streaming-hierarchy", "streaming-self", "h2o", "topk")
+"""Drafters with a cache of the target that has a budget."""
+BUDGETS = (1, 2, 10, 16, 1000)
+POLICIES = ("stride", "acceptance", "verify")
+LEARNING = tuple(name for name in RECIPES if name.split("-")[0] == "trie" or name.endswith(("-trie", "auto")))
+"""Drafters that draft what they know from earlier texts."""
+ORACLE = "oracle"
+
+
+@functools.cache
+def target(architecture: str, dtype: str) -> PreTrainedModel:
+    return copy.deepcopy(tiny(architecture)).to(getattr(torch, dtype))
+
+
+@functools.cache
+def kin(architecture: str, dtype: str) -> PreTrainedModel:
+    """A small model that often agrees with the target: the same one, with noise on its weights."""
+    model, generator = copy.deepcopy(tiny(architecture)), torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        weight.data += 0.1 * weight.std(correction=0) * noise
+    return model.to(getattr(torch, dtype))
+
+
+def small(architecture: str, drafter: str, dtype: str) -> PreTrainedModel:
+    """Another architecture's model, which seldom agrees, unless its drafts may be all that there is to be accepted."""
+    if drafter in ("streaming", "triforce"):
+        return kin(architecture, dtype)
+    return target("llama" if architecture != "llama" else "qwen3", dtype)
+
+
+@functools.cache
+def plain(architecture: str, dtype: str, sampling: str, tokens: int = NEW_TOKENS) -> list[list[int]]:
+    """What each prompt continues to alone: by ``transformers`` where rounding cannot decide, else by plain decoding."""
+    model, options = target(architecture, dtype), SAMPLING[sampling] | {"max_new_tokens": tokens}
+    if sampling == "greedy" and dtype == "float64":
+        ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+        end = {"eos_token_id": None, "pad_token_id": 0}
+        texts = [model.generate(row, attention_mask=torch.ones_like(row), **options, **end) for row in ids]
+        return [text[0].tolist() for text in texts]
+    engine = forerun.Engine(model, "none", cut=False)
+    results = [engine.generate(prompt, eos_token_id=None, **options) for prompt in PROMPTS]
+    return [result.requests[0].tokens.tolist() for result in results]
+
+
+def settings(budget: int = 10, sparse: str = "low-rank") -> LongContextConfig:
+    """Small enough that caches evict, choose anew and grow within a text.
+
+    Args:
+        budget: of the sparse cache.
+        sparse: the kind of the middle level's cache, or the policy by which one that retrieves chooses anew.
+    """
+    how = {"sparse": sparse} if sparse == "low-rank" else {"sparse": "retrieval", "refresh": sparse}
+    chunk = 2 if budget == 10 else min(budget, 4)
+    return LongContextConfig(
+        gamma1=2, gamma2=5, cache_budget=budget, chunk=chunk, sinks=1, window=4, paced=False, **how
+    )
+
+
+def caches(drafter: str, budgets: Sequence[int], policies: Sequence[str] = POLICIES) -> list[tuple[int | None, str]]:
+    """Budgets and choices that make a difference to a drafter."""
+    choices = {"low-rank": ("low-rank",), "retrieval": policies}.get(drafter, ("",))
+    if drafter in LEVELS:
+        choices = ("low-rank", *policies)
+    return list(itertools.product(budgets if drafter in BUDGETED else (None,), choices))
+
+
+def cells(
+    architectures: Sequence[str],
+    drafters: Sequence[str],
+    budgets: Sequence[int],
+    policies: Sequence[str] = POLICIES,
+    dtypes: Sequence[str] = DTYPES,
+    together: Sequence[str] = ("batch",),
+) -> list[Cell]:
+    """Architecture, type, sampling, alone or in a batch, drafter, budget, choice: without two that are the same."""
+    return [
+        (*where, drafter, *cache)
+        for *where, drafter in itertools.product(architectures, dtypes, SAMPLING, together, drafters)
+        for cache in caches(drafter, budgets, policies)
+    ]
+
+
+def in_turns(cells: Iterable[Cell], place: int) -> list[Cell]:
+    """Those of the cells whose value at this place is due: of cells that differ nowhere else, one takes one value, the
+    next another."""
+    by_rest: dict[Cell, list[Cell]] = {}
+    for cell in cells:
+        by_rest.setdefault((*cell[:place], *cell[place + 1 :]), []).append(cell)
+    return [group[number % len(group)] for number, group in enumerate(by_rest.values())]
+
+
+DRAFTERS = (*(name for name in RECIPES if name != "none"), ORACLE)
+EVERY = [
+    *cells(tuple(ARCHITECTURES), DRAFTERS, (10,), ("acceptance",)),
+    *cells(("mistral", "gpt_neox", "gpt2"), LONG, BUDGETS, dtypes=("float64",)),
+]
+EVERY = in_turns(dict.fromkeys(EVERY), 2)
+"""The matrix: every architecture and type with every drafter, and three of them with every budget and choice, too."""
+APART = ((0, 4), (0, 5), (0, 6))
+FEW = pairwise(cells(tuple(ARCHITECTURES), DRAFTERS, BUDGETS, together=TOGETHER), APART)
+"""What is tested each time, of all that can be combined."""
+
+
+def name_of(cell: Cell) -> str:
+    return "-".join(str(value) for value in cell if value not in (None, ""))
+
+
+def some_were_accepted(requests: Sequence[Request]) -> None:
+    """Drafts were scored and some accepted, and all is accounted for."""
+    assert sum(sum(request.stats.drafted) for request in requests) > 0
+    assert sum(sum(request.stats.accepted) for request in requests) > 0
+    for request in requests:
+        assert request.stats.tokens == len(request.generated)
+        assert len(request.stats.drafted_mask()) == len(request.generated)
+
+
+def check_cell(
+    architecture: str, dtype: str, sampling: str, together: str, drafter: str, budget: int | None, choice: str
+) -> None:
+    tokens = LONGER.get(drafter, NEW_TOKENS)
+    expected = plain(architecture, dtype, sampling, tokens)
+    chosen = replace(settings(budget or 10, choice or "low-rank"), draft_model=small(architecture, drafter, dtype))
+    proposes = OracleDrafter(expected) if drafter == ORACLE else drafter
+    engine = forerun.Engine(target(architecture, dtype), proposes, settings=chosen, cut=False, prefill_block=4)
+    assert engine.exactness == "bitwise"
+    if drafter in LEARNING:  # from elsewhere, and not all
+        engine.warm(expected[1:])
+    options = SAMPLING[sampling] | {"max_new_tokens": tokens, "eos_token_id": None}
+    requests: list[Request] = []
+    for rows in [[0, 1, 2]] if together == "batch" else [[1], [0], [2]]:
+        found = engine.generate([PROMPTS[row] for row in rows], **options).requests
+        assert [request.tokens.tolist() for request in found] == [expected[row] for row in rows]
+        requests += found
+        if any(sum(request.stats.accepted) for request in found):  # one text may never repeat itself
+            break
+    some_were_accepted(requests)
+
+
+@pytest.mark.parametrize("cell", FEW, ids=name_of)
+def test_output_equals_plain_generation(cell: Cell) -> None:
+    check_cell(*cell)  # type: ignore[arg-type]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids=name_of)
+def test_output_equals_plain_generation_in_every_cell(cell: Cell) -> None:
+    check_cell(*cell)  # type: ignore[arg-type]
+
+
+def test_every_two_values_meet_in_a_few_cells_and_none_is_there_twice() -> None:
+    meet = [set().union(*(pairs(cell, APART) for cell in some)) for some in (FEW, EVERY)]
+    assert meet[0] >= meet[1]
+    values = [set(column) for column in zip(*FEW, strict=True)]
+    assert values[:5] == [set(ARCHITECTURES), set(DTYPES), set(SAMPLING), set(TOGETHER), set(DRAFTERS)]
+    assert values[5:] == [{*BUDGETS, None}, {"", "low-rank", *POLICIES}]
+    for i, j in {*itertools.combinations(range(5), 2)} - {*APART}:  # what meets in any case, counted on its own
+        assert {(cell[i], cell[j]) for cell in FEW} == set(itertools.product(values[i], values[j]))
+    assert {cell[4:] for cell in EVERY if cell[4] in LEVELS} >= set(
+        itertools.product(LEVELS, BUDGETS, ("low-rank", *POLICIES))
+    )
+    assert len(set(FEW)) == len(FEW) < 150 and len(set(EVERY)) == len(EVERY)
+    for i, j in itertools.combinations((0, 1, 2), 2):
+        met = {(cell[i], cell[j], cell[4]) for cell in EVERY}
+        assert met == set(itertools.product(values[i], values[j], DRAFTERS))
+    assert len(set(map(name_of, FEW))) == len(FEW)
+
+
+PLAIN = list(itertools.product(ARCHITECTURES, SAMPLING, DTYPES))
+FEW_PLAIN = [*pairwise(PLAIN, ((0, 2),)), *((architecture, "greedy", "float64") for architecture in ARCHITECTURES)]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sampling", "dtype"),
+    [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW_PLAIN)) for cell in PLAIN],
+)
+def test_without_drafts_a_batch_equals_each_row_alone(architecture: str, sampling: str, dtype: str) -> None:
+    """And alone, greedy and in float64, that is what ``transformers`` generates."""
+    engine = forerun.Engine(target(architecture, dtype), "none", prefill_block=4)
+    options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    batch = engine.generate(list(PROMPTS), **options)
+    assert batch.generated == [
+        text[len(p) :] for text, p in zip(plain(architecture, dtype, sampling), PROMPTS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("drafter", ["none", *DRAFTERS])
+def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> None:
+    """In the midst of what is drafted, too: at a token that the plain text has in its second half."""
+    text = plain("gpt2", "float64", sampling)[1]
+    whole = text[len(PROMPTS[1]) :]
+    end = next(token for i, token in enumerate(whole) if i > 4 and token not in whole[:i])
+    chosen = replace(settings(), draft_model=small("gpt2", drafter, "float64"))
+    proposes = OracleDrafter([text]) if drafter == ORACLE else drafter
+    engine = forerun.Engine(target("gpt2", "float64"), proposes, settings=chosen, cut=False, prefill_block=4)
+    options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": end}
+    (request,) = engine.generate(PROMPTS[1], **options).requests
+    assert request.generated.tolist() == whole[: whole.index(end) + 1]
+    assert request.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("sampling", ["greedy", pytest.param("coupled", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_matrix_exercises_acceptance(architecture: str, sampling: str) -> None:
+    expected = plain(architecture, "float64", sampling)
+    engine = forerun.Engine(target(architecture, "float64"), OracleDrafter(expected))
+    options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+    result = engine.generate(list(PROMPTS), **options)
+    steps = [step for stats in result.stats for step in zip(stats.drafted, stats.accepted, strict=True)]
+    assert max(accepted for _, accepted in steps) >= 2
+    assert any(accepted < drafted for drafted, accepted in steps)
+
+
+QUERIES = list(
+    itertools.product(
+        ("mistral", "qwen2", "gpt2"), SAMPLING, ("low-rank", "triforce", "triforce-trie"), (1, 16, 64, 130)
+    )
+)
+FEW_QUERIES = pairwise(QUERIES)
+
+
+def check_where_queries_choose(architecture: str, sampling: str, drafter: str, budget: int) -> None:
+    prompts = [list(range(3, 36)) * 3, [5, 6, 7] * 21]
+    model, options = target(architecture, "float64"), SAMPLING[sampling] | {"max_new_tokens": 28}
+    chosen = replace(settings(budget), chunk=1, draft_model=small(architecture, drafter, "float64"))
+    options["eos_token_id"] = None
+    plainly, engine = (
+        forerun.Engine(model, name, settings=chosen, prefill_block=40, cut=False) for name in ("none", drafter)
+    )
+    expected = [request.tokens.tolist() for request in plainly.generate(prompts, **options).requests]
+    if drafter in LEARNING:
+        engine.warm(expected[1:])
+    found = engine.generate(prompts, **options)
+    assert [request.tokens.tolist() for request in found.requests] == expected
+    some_were_accepted(found.requests)
+
+
+@pytest.mark.parametrize("cell", FEW_QUERIES, ids=name_of)
+def test_output_equals_plain_generation_where_queries_choose(cell: Cell) -> None:
+    """Texts of several chunks more than a query sees."""
+    check_where_queries_choose(*cell)  # type: ignore[arg-type]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", [cell for cell in QUERIES if cell not in FEW_QUERIES], ids=name_of)
+def test_output_equals_plain_generation_wherever_queries_choose(cell: Cell) -> None:
+    check_where_queries_choose(*cell)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name != ORACLE])
+def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> None:
+    """Their distribution is shown in test_distribution and test_hierarchy; here every drafter goes that way."""
+    chosen = replace(settings(), draft_model=small("qwen2", drafter, "float64"))
+    engine = forerun.Engine(target("qwen2", "float64"), drafter, settings=chosen, cut=False, prefill_block=4)
+    options = {"do_sample": True, "temperature": 0.9, "seed": 4, "verification": "rejection"}
+    batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
+    for request in batch.requests:
+        assert len(request.generated) == NEW_TOKENS or request.finish_reason == "eos"
+
+
+@pytest.mark.parametrize("drafter", LEVELS)
+def test_a_level_that_holds_all_of_the_text_is_passed_by_until_it_does_not(drafter: str) -> None:
+    texts, middles = [], []
+    for budget in (1000, 24, 8):
+        chosen = replace(settings(budget), chunk=2, draft_model=small("mistral", drafter, "float64"))
+        engine = forerun.Engine(target("mistral", "float64"), drafter, settings=chosen)
+        result = engine.generate([7, 9] * 5, max_new_tokens=40)
+        texts.append(result.requests[0].tokens.tolist())
+        middles.append(result.requests[0].stats.middle)
+        assert sum(result.requests[0].stats.drafted) > 0
+    assert texts[0] == texts[1] == texts[2]
+    assert middles[0] is None
+    assert middles[1].steps < middles[2].steps

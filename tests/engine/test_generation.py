@@ -1,0 +1,471 @@
+"""Every option of ``generate`` means what it means in transformers; wrong ones are refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import string
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import EOS, PROMPTS, VOCABULARY, OracleDrafter, tiny
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+
+import forerun
+from forerun.api import ENGINES, engine_of
+from forerun.drafting.drafter import NoDrafter
+from forerun.drafting.lookup import LookupDrafter
+from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.models.forward import exactness
+
+MODEL = tiny("llama")
+PROMPT = PROMPTS[1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    letters = string.ascii_letters[:VOCABULARY]
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, [], unk_token="a"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a", pad_token="a")
+
+
+def by_transformers(prompt: list[int] = PROMPT, **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    return MODEL.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def oracle(**options: Any) -> OracleDrafter:
+    return OracleDrafter([[*PROMPT, *by_transformers(**options)]])
+
+
+class BanEven(LogitsProcessor):
+    """Depends on the prefix: after an even token no even token."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids[0, -1] % 2 == 0:
+            scores[:, ::2] = -torch.inf
+        return scores
+
+
+class StopAfter(StoppingCriteria):
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ids[:, -1] == self.token
+
+
+FREE_RUN = by_transformers(max_new_tokens=30, eos_token_id=None, do_sample=False)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "max_new_tokens": {"max_new_tokens": 3},
+    "max_length": {"max_length": 20},
+    "default_length": {},
+    "min_new_tokens": {"max_new_tokens": 30, "min_new_tokens": 25},
+    "min_length": {"max_new_tokens": 30, "min_length": 25},
+    "several_eos": {"max_new_tokens": 30, "eos_token_id": [FREE_RUN[9], FREE_RUN[4]]},
+    "no_eos": {"max_new_tokens": 30, "eos_token_id": None},
+    "repetition_penalty": {"max_new_tokens": 30, "repetition_penalty": 1.7},
+    "encoder_repetition_penalty": {"max_new_tokens": 30, "encoder_repetition_penalty": 1.5},
+    "no_repeat_ngram_size": {"max_new_tokens": 30, "no_repeat_ngram_size": 2},
+    "bad_words": {"max_new_tokens": 30, "bad_words_ids": [[FREE_RUN[0]], FREE_RUN[1:3]]},
+    "suppress": {"max_new_tokens": 30, "suppress_tokens": FREE_RUN[:2], "begin_suppress_tokens": [FREE_RUN[3]]},
+    "sequence_bias": {"max_new_tokens": 30, "sequence_bias": {(FREE_RUN[0],): -9.0}},
+    "forced_eos": {"max_new_tokens": 12, "forced_eos_token_id": EOS},
+    "length_penalty": {"max_new_tokens": 30, "exponential_decay_length_penalty": (5, 1.2)},
+    "processors": {"max_new_tokens": 30, "logits_processor": LogitsProcessorList([BanEven()])},
+    "criteria": {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([StopAfter(FREE_RUN[6])])},
+    "allowed": {"max_new_tokens": 30, "prefix_allowed_tokens_fn": lambda row, ids: [7, 9, int(ids[-1] + 1) % 48]},
+    "config": {"generation_config": GenerationConfig(max_new_tokens=17, repetition_penalty=1.3, eos_token_id=EOS)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("drafter", ["none", "lookup", "oracle"])
+def test_greedy_options_mean_what_they_mean_in_transformers(name: str, drafter: str) -> None:
+    options = {"do_sample": False, **OPTIONS[name]} if name != "config" else OPTIONS[name]
+    expected = by_transformers(**options)
+    engine = forerun.Engine(MODEL, oracle(**options) if drafter == "oracle" else drafter)
+    assert engine.generate(PROMPT, **options).generated == [expected]
+    through_generate = by_transformers(
+        **options, custom_generate=forerun.custom_generate, forerun_drafter=drafter_for(drafter)
+    )
+    assert through_generate == expected
+
+
+def drafter_for(name: str) -> Any:
+    return LookupDrafter() if name == "oracle" else name
+
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.5},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.02},
+    "eta_cutoff": {"eta_cutoff": 0.02},
+    "all": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", SAMPLING)
+def test_sampled_tokens_follow_the_distribution_that_transformers_samples_from(name: str) -> None:
+    ids = torch.tensor([PROMPT])
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 1, **SAMPLING[name]}
+    reference = MODEL.generate(ids, output_scores=True, return_dict_in_generate=True, **options)
+    p = reference.scores[0][0].double().softmax(-1)
+    engine, count = forerun.Engine(MODEL, "none"), 300
+    requests = [engine.requests(PROMPT, seed=seed, **options)[0] for seed in range(count)]
+    logits = MODEL(ids).logits[0, -1]
+    counts = torch.bincount(torch.tensor([request.choose(logits) for request in requests]), minlength=VOCABULARY)
+    assert counts[p == 0].sum() == 0
+    seen = p > 0
+    statistic = float(((counts - count * p)[seen] ** 2 / (count * p)[seen]).sum())
+    degrees = int(seen.sum()) - 1
+    assert statistic < degrees + 6 * (2 * max(degrees, 1)) ** 0.5 + 6
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_a_seed_gives_the_same_text_with_any_drafter(name: str) -> None:
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 25, "seed": 3, **SAMPLING[name]}
+    plain = forerun.Engine(MODEL, "none").generate(PROMPT, **options)
+    assert plain.seeds == [3]
+    for drafter in ("lookup", "trie", OracleDrafter([plain.requests[0].tokens])):
+        assert forerun.Engine(MODEL, drafter).generate(PROMPT, **options).generated == plain.generated
+        again = forerun.generate(MODEL, PROMPT, drafter=drafter, **options)
+        assert again.generated == plain.generated
+
+
+def test_num_return_sequences_are_different_and_reproducible() -> None:
+    engine = forerun.Engine(MODEL, "lookup")
+    options = {"do_sample": True, "max_new_tokens": 12, "num_return_sequences": 3}
+    result = engine.generate([PROMPT, PROMPTS[0]], seed=7, **options)
+    assert len(result.generated) == 6
+    assert len({tuple(text) for text in result.generated[:3]}) == 3
+    assert result.seeds == [7, 8, 9, 7, 8, 9]
+    single = engine.generate(PROMPT, seed=8, **{**options, "num_return_sequences": 1})
+    assert single.generated[0] == result.generated[1]
+
+
+def test_without_a_seed_torch_s_generator_decides() -> None:
+    engine = forerun.Engine(MODEL, "none")
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(engine.generate(PROMPT, do_sample=True, max_new_tokens=20).generated)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_stop_strings_cut_exactly_where_transformers_does(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = tokenizer.decode(FREE_RUN)
+    stop = text[6:8]  # inside the run, over two tokens
+    options = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False, "stop_strings": [stop]}
+    expected = by_transformers(**options, tokenizer=tokenizer)
+    engine = forerun.Engine(MODEL, OracleDrafter([[*PROMPT, *FREE_RUN]]), tokenizer=tokenizer)
+    result = engine.generate(PROMPT, **options)
+    assert result.generated == [expected]
+    assert len(expected) < 30
+    assert result.finish_reasons == ["stop"]
+    config = GenerationConfig(**options)
+    assert engine.generate(PROMPT, generation_config=config).generated == [expected]
+    assert config.stop_strings == [stop]
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        forerun.Engine(MODEL, "none").generate(PROMPT, **options)
+
+
+@pytest.mark.parametrize("cut", range(1, 12))
+def test_an_end_inside_an_accepted_run_cuts_exactly_there(cut: int) -> None:
+    engine = forerun.Engine(MODEL, OracleDrafter([[*PROMPT, *FREE_RUN]]))
+    first = FREE_RUN.index(FREE_RUN[cut])
+    ended = engine.generate(PROMPT, max_new_tokens=30, do_sample=False, eos_token_id=FREE_RUN[cut])
+    assert ended.generated == [FREE_RUN[: first + 1]]
+    assert ended.finish_reasons == ["eos"]
+    limited = engine.generate(PROMPT, max_new_tokens=cut, do_sample=False, eos_token_id=None)
+    assert limited.generated == [FREE_RUN[:cut]]
+    assert limited.finish_reasons == ["length"]
+    assert len(limited.stats[0].drafted_mask()) == cut
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 20},
+        {"max_new_tokens": 20, "min_new_tokens": 15},
+        {"max_new_tokens": 20, "repetition_penalty": 1.5},
+        {"max_new_tokens": 20, "eos_token_id": FREE_RUN[5]},
+    ],
+)
+def test_custom_generate_gives_transformers_own_tensor_for_a_padded_batch(options: dict[str, Any]) -> None:
+    length = max(len(prompt) for prompt in PROMPTS)
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    expected = MODEL.generate(ids, attention_mask=mask, do_sample=False, **options)
+    custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": "lookup"}
+    assert torch.equal(MODEL.generate(ids, attention_mask=mask, do_sample=False, **options, **custom), expected)
+    output = MODEL.generate(
+        ids, attention_mask=mask, do_sample=False, return_dict_in_generate=True, **options, **custom
+    )
+    assert torch.equal(output.sequences, expected)
+    assert [stats.tokens >= stats.steps for stats in output.stats] == [True] * 3
+    engine = forerun.Engine(MODEL, "lookup")
+    rows = engine.generate(ids, attention_mask=mask, do_sample=False, **options)
+    assert [request.prompt.tolist() for request in rows.requests] == list(PROMPTS)
+
+
+def test_sequences_are_padded_as_transformers_pads_them() -> None:
+    length = max(len(prompt) for prompt in PROMPTS)
+    ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = (ids != 0).long()
+    expected = MODEL.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    result = forerun.Engine(MODEL, "none").generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=20)
+    assert torch.equal(result.sequences, expected)
+
+
+def test_streamers_receive_every_token(tokenizer: PreTrainedTokenizerFast, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = forerun.Engine(MODEL, OracleDrafter([[*PROMPT, *FREE_RUN]]), tokenizer=tokenizer)
+    options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
+    engine.generate(PROMPT, streamer=TextStreamer(tokenizer, skip_prompt=True), **options)
+    assert capsys.readouterr().out == tokenizer.decode(FREE_RUN[:20]) + "\n"
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    thread = threading.Thread(target=engine.generate, args=(PROMPT,), kwargs={"streamer": streamer, **options})
+    thread.start()
+    assert "".join(streamer) == tokenizer.decode(FREE_RUN[:20])
+    thread.join()
+    with pytest.raises(ValueError, match="one sequence; there are 2"):
+        engine.generate([PROMPT, PROMPT], streamer=streamer, **options)
+
+
+def test_stream_yields_what_generate_returns_and_closing_it_ends_the_request() -> None:
+    events = []
+
+    class Watched(NoDrafter):
+        def finish(self, request: Any) -> None:
+            events.append(request.id)
+
+    engine = forerun.Engine(MODEL, Watched())
+    commits = engine.stream(PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False)
+    tokens = [next(commits).tokens[0] for _ in range(5)]
+    assert tokens == FREE_RUN[:5]
+    assert events == []
+    commits.close()
+    assert len(events) == 1
+
+
+def test_interruption_keeps_what_was_generated() -> None:
+    class Impatient(NoDrafter):
+        def observe(self, request: Any, outcome: Any) -> None:
+            if len(request.generated) == 4:
+                raise KeyboardInterrupt
+
+    with pytest.raises(forerun.GenerationInterrupted) as caught:
+        forerun.Engine(MODEL, Impatient()).generate(PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False)
+    assert caught.value.result.generated == [FREE_RUN[:4]]
+    assert caught.value.result.finish_reasons == [None]
+
+
+def test_text_in_and_text_out(tokenizer: PreTrainedTokenizerFast) -> None:
+    engine = forerun.Engine(MODEL, "none", tokenizer=tokenizer)
+    result = engine.generate("h", max_new_tokens=4, do_sample=False)
+    assert result.text == tokenizer.decode(result.generated[0], skip_special_tokens=True)
+    encoded = tokenizer("h", return_tensors="pt")
+    assert engine.generate(encoded, max_new_tokens=4, do_sample=False).generated == result.generated
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "there is no prompt"),
+        ([[]], {}, ValueError, "the prompt is empty"),
+        ([3, VOCABULARY], {}, ValueError, f"token id {VOCABULARY} is out of range"),
+        ([3, -1], {}, ValueError, "token id -1 is out of range"),
+        ("text", {}, ValueError, "no tokenizer"),
+        ([1.5], {}, TypeError, "token ids"),
+        (PROMPT, {"max_new_tokens": 127}, ValueError, "exceed the model's 128 positions"),
+        (PROMPT, {"max_new_tokens": 0}, ValueError, "max_new_tokens"),
+        (PROMPT, {"num_beams": 3}, NotImplementedError, "beam_search"),
+        (PROMPT, {"penalty_alpha": 0.6, "top_k": 4}, (NotImplementedError, ValueError), "contrastive|custom_generate"),
+        (PROMPT, {"guidance_scale": 1.5}, NotImplementedError, "guidance_scale"),
+        (PROMPT, {"output_scores": True, "return_dict_in_generate": True}, NotImplementedError, "output_scores"),
+        (PROMPT, {"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
+        (PROMPT, {"top_p": 3.0, "do_sample": True}, ValueError, "top_p"),
+        (PROMPT, {"verification": "hope"}, ValueError, "'hope'; allowed are 'coupled' and 'rejection'"),
+        (PROMPT, {"max_new_tokens": 4, "unheard_of": 1}, ValueError, "unheard_of"),
+        (PROMPT, {"inputs_embeds": torch.zeros(1, 12, 32)}, (NotImplementedError, ValueError), "inputs_embeds"),
+        (
+            PROMPT,
+            {"position_ids": torch.arange(3, 15)[None]},
+            NotImplementedError,
+            "position_ids: .* counts",
+        ),
+    ],
+)
+def test_bad_input_is_refused_with_the_reason(prompts: Any, options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        forerun.Engine(MODEL, "none").generate(prompts, **options)
+
+
+def test_a_processor_that_asks_for_more_than_there_is_is_refused_as_by_transformers() -> None:
+    class Asking(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, mood: str) -> torch.Tensor:
+            return scores
+
+    options = {"max_new_tokens": 2, "logits_processor": LogitsProcessorList([BanEven(), Asking()])}
+    for run in (by_transformers, lambda **given: forerun.generate(tiny("llama"), PROMPT, **given)):
+        with pytest.raises(ValueError, match="required parameters"):
+            run(**options)
+
+
+def test_bad_settings_are_refused_with_the_reason(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="drafter is 'magic'; known are none, lookup"):
+        forerun.Engine(MODEL, "magic")
+    with pytest.raises(ValueError, match="budget is 0; it must be at least 1"):
+        forerun.Engine(MODEL, "none", budget=0)
+    tokenizer_too_large = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({str(i): i for i in range(99)}))
+    )
+    with pytest.raises(ValueError, match="99 tokens and the model 48: they do not match"):
+        forerun.Engine(MODEL, "none", tokenizer=tokenizer_too_large)
+    with pytest.raises(AttributeError, match="no attribute 'magic'"):
+        _ = forerun.magic
+
+
+def test_a_failing_step_still_finishes_every_request() -> None:
+    finished = []
+
+    class Failing(NoDrafter):
+        def observe(self, request: Any, outcome: Any) -> None:
+            raise RuntimeError("observe failed")
+
+        def finish(self, request: Any) -> None:
+            finished.append(request.id)
+
+    with pytest.raises(RuntimeError, match="observe failed"):
+        forerun.Engine(MODEL, Failing()).generate(list(PROMPTS), max_new_tokens=4)
+    assert len(finished) == 3
+
+
+def test_drafts_that_the_vocabulary_lacks_are_harmless() -> None:
+    drafter = TrieDrafter()
+    drafter.warm("default", [[PROMPT[-1], VOCABULARY + 5, 3], [PROMPT[-1], FREE_RUN[0], VOCABULARY]] * 3)
+    result = forerun.Engine(MODEL, drafter).generate(PROMPT, max_new_tokens=10, eos_token_id=None, do_sample=False)
+    assert result.generated == [FREE_RUN[:10]]
+
+
+def test_an_engine_drafts_from_texts_it_was_warmed_with_in_their_namespace_only() -> None:
+    options = {"max_new_tokens": 20, "eos_token_id": None, "do_sample": False}
+    engine = forerun.Engine(MODEL, "trie")
+    engine.warm([[*PROMPT, *FREE_RUN]], namespace="a")
+    same, other = (engine.generate(PROMPT, namespace=name, **options) for name in ("a", "b"))
+    assert same.generated == other.generated
+    assert same.stats[0].steps < other.stats[0].steps
+    with pytest.raises(ValueError, match="keeps nothing from earlier texts"):
+        forerun.Engine(MODEL, "lookup").warm([PROMPT])
+
+
+def test_an_empty_stop_string_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match="holds an empty one"):
+        forerun.Engine(MODEL, "none", tokenizer=tokenizer).generate(PROMPT, max_new_tokens=4, stop_strings=[""])
+
+
+def test_all_doors_give_the_same_sample_for_a_seed() -> None:
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 9, "max_new_tokens": 20, "num_return_sequences": 2}
+    ids = torch.tensor([PROMPT])
+    engine = forerun.Engine(MODEL, "trie").generate(PROMPT, seed=5, **options)
+    function = forerun.generate(MODEL, ids, seed=5, **options)
+    custom = MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_seed=5, **options)
+    assert engine.generated == function.generated
+    rows = custom[:, len(PROMPT) :].tolist()
+    assert [row[: len(text)] for row, text in zip(rows, engine.generated, strict=True)] == engine.generated
+
+
+def test_custom_generate_draws_a_seed_for_every_prompt_from_torch_s_generator() -> None:
+    ids = torch.tensor([PROMPT] * 3)
+    options = {"do_sample": True, "max_new_tokens": 20, "eos_token_id": None, "forerun_drafter": "none"}
+    texts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        texts.append(MODEL.generate(ids, custom_generate=forerun.custom_generate, **options))
+    assert len(texts[0].unique(dim=0)) == 3
+    assert torch.equal(texts[0], texts[1])
+    assert not torch.equal(texts[0], texts[2])
+
+
+def test_all_doors_draw_the_same_seeds() -> None:
+    options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None, "num_return_sequences": 2}
+    torch.manual_seed(5)
+    engine = forerun.Engine(MODEL, "none").generate([PROMPT, PROMPT], **options)
+    torch.manual_seed(5)
+    custom = MODEL.generate(torch.tensor([PROMPT] * 2), custom_generate=forerun.custom_generate, **options)
+    assert custom[:, len(PROMPT) :].tolist() == engine.generated
+
+
+def test_custom_generate_names_the_inputs_that_it_cannot_take() -> None:
+    ids = torch.tensor([PROMPT])
+    embedded = MODEL.get_input_embeddings()(ids)
+    cache = MODEL(ids[:, :-1], use_cache=True).past_key_values
+    natural = torch.arange(len(PROMPT))[None]
+    for given, message in (
+        ({"inputs_embeds": embedded}, "^inputs_embeds: Forerun reads token ids"),
+        ({"inputs": ids, "position_ids": natural + 1}, "^position_ids: Forerun counts"),
+        ({"inputs": ids, "past_key_values": cache}, "^past_key_values holds 11 tokens"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            MODEL.generate(**given, max_new_tokens=2, custom_generate=forerun.custom_generate, forerun_drafter="none")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    own = MODEL.generate(
+        ids, position_ids=natural, custom_generate=forerun.custom_generate, forerun_drafter="none", **options
+    )
+    assert own[0, len(PROMPT) :].tolist() == by_transformers(**options)
+
+
+@pytest.mark.parametrize("name", ["pixel_values", "token_type_ids", "input_features"])
+def test_what_a_model_reads_beside_text_is_refused_by_name(name: str) -> None:
+    prepared = MODEL.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=2,
+        custom_generate=lambda model, input_ids, **given: {"input_ids": input_ids, **given},
+    )
+    with pytest.raises(NotImplementedError, match=rf"^{name}: Forerun reads token ids"):
+        forerun.custom_generate(MODEL, **prepared, **{name: torch.zeros(1)})
+
+
+def test_engines_beside_a_model_are_few_and_go_when_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forerun.engine.engine.probe", exactness.probe)  # that of the fixture keeps models
+    model = copy.deepcopy(MODEL)
+    options = {"max_new_tokens": 2, "do_sample": False}
+    first = weakref.ref(engine_of(model, "none", 8))
+    drafters = [weakref.ref(engine_of(model, NoDrafter(), 8).drafter) for _ in range(ENGINES - 1)]
+    forerun.generate(model, PROMPT, drafter="none", budget=8, **options)
+    drafters += [weakref.ref(engine_of(model, NoDrafter(), 8).drafter) for _ in range(2)]
+    gc.collect()
+    assert [each() is None for each in drafters] == [True] * 2 + [False] * (ENGINES - 1)
+    assert first() is engine_of(model, "none", 8)
+    assert copy.deepcopy(model)._forerun_engines == {}
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and first() is None
+
+
+def test_rejection_without_q_gives_the_sample_of_plain_generation() -> None:
+    options = {"do_sample": True, "max_new_tokens": 25, "seed": 2, "verification": "rejection"}
+    plain = forerun.Engine(MODEL, "none").generate(list(PROMPTS), **options)
+    for drafter in ("trie", OracleDrafter([request.tokens for request in plain.requests])):
+        assert forerun.Engine(MODEL, drafter).generate(list(PROMPTS), **options).generated == plain.generated

@@ -1,0 +1,131 @@
+"""A step beside rows that decode reads no more of prompts than its time allows, and the text is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import build, tiny
+
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.engine.engine import Engine
+from forerun.engine.prefill_pacing import BESIDE, LEAST, RECENT, PrefillPacing
+from forerun.kv.cache import Cache
+
+
+def after(most: int, steps: int, seconds_a_token: float, plain: float = 1.0) -> list[int]:
+    """What so many steps read, if a token of a prompt takes so long and a step without them ``plain``."""
+    pace, tokens, read = PrefillPacing(), most, []
+    for _ in range(steps):
+        read.append(tokens if pace.works(True) else 0)
+        seconds = plain + seconds_a_token * read[-1]
+        pace.learn(seconds, read[-1] > 0)
+        if read[-1]:
+            tokens = pace.adjusted(tokens, seconds, most)
+    return read
+
+
+def test_alone_a_step_always_works() -> None:
+    assert PrefillPacing().works(False) and not PrefillPacing().works(True)
+
+
+def test_the_first_step_beside_others_only_decodes_and_so_does_one_now_and_then() -> None:
+    read = after(512, 3 * (RECENT + 1), 0.001)
+    assert [i for i, tokens in enumerate(read) if not tokens] == [0, RECENT + 1, 2 * (RECENT + 1)]
+
+
+@pytest.mark.parametrize("seconds", [1e-5, 0.004, 0.03, 10.0])
+def test_what_is_read_settles_where_its_time_is_allowed(seconds: float) -> None:
+    read = [tokens for tokens in after(512, 60, seconds) if tokens][20:]
+    allowed = (BESIDE - 1) / seconds
+    assert all(LEAST <= tokens <= 512 for tokens in read)
+    assert max(read) <= max(LEAST, 2 * allowed)
+    assert min(read) >= min(512, allowed / 4)
+
+
+def test_a_small_limit_is_kept() -> None:
+    assert set(after(8, 40, 10.0)) == {0, 8}
+
+
+def test_a_short_chunk_says_nothing_of_longer_ones() -> None:
+    pace = PrefillPacing()
+    pace.learn(1.0, False)
+    assert pace.adjusted(64, 0.5, 512, whole=False) == 64
+    assert pace.adjusted(64, 5.0, 512, whole=False) == 32
+
+
+class Clock:
+    """Goes on as the test tells it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("drafter", ["none", "trie", "retrieval"])
+def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
+    generator = np.random.default_rng(0)
+    prompts = [generator.integers(3, 48, count).tolist() for count in (5, 90, 70)]
+    clock, cuts = Clock(), []
+
+    def texts(pace: PrefillPacing | None) -> list[list[int]]:
+        engine = Engine(tiny("llama"), drafter, prefill_block=32)
+        assert engine.exactness == "bitwise"
+        score = engine.target.score
+
+        def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+            clock.now += 1.0 + sum(len(block.pending) - 1 for block in blocks)
+            cuts.append(max(len(block.pending) for block in blocks))
+            return score(blocks, caches)
+
+        engine.target.score = timed  # type: ignore[method-assign]
+        requests = [Request(prompt, max_new_tokens=30) for prompt in prompts]
+        with engine.batch() as batch:
+            batch.pace = pace
+            for request in requests:
+                batch.admit(request)
+                batch.step()
+            while len(batch):
+                batch.step()
+        return [request.generated.tolist() for request in requests]
+
+    whole = texts(None)
+    assert max(cuts) == 32
+    cuts.clear()
+    assert texts(PrefillPacing(clock)) == whole
+    assert LEAST in cuts
+
+
+def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
+    """Each has an amount of its own: short chunks are soon read, and a long prompt's would hold all others up."""
+    clock = Clock()
+    engine = Engine(build("LlamaForCausalLM", {"max_position_embeddings": 4096}, 0), "none", prefill_block=64)
+    score = engine.target.score
+
+    def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        clock.now += 1.0
+        for block, cache in zip(blocks, caches, strict=True):
+            clock.now += 0.001 * (len(block.pending) - 1) * cache.length
+        return score(blocks, caches)
+
+    engine.target.score = timed  # type: ignore[method-assign]
+    long = Request([7] * 2000, max_new_tokens=2)
+    took = []
+    with engine.batch() as batch:
+        batch.pace = PrefillPacing(clock)
+        batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
+        batch.step()
+        batch.admit(long)
+        while not len(long.generated):
+            if len(batch) < 3:
+                batch.admit(Request([6] * 100, max_new_tokens=1))
+            before = clock.now
+            batch.step()
+            took.append(clock.now - before)
+    far = took[len(took) // 2 :]
+    assert max(far) <= 1.5 * (1 + 0.001 * LEAST * 2000)

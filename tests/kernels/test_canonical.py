@@ -1,0 +1,312 @@
+"""Attention in one order: right, and a token's output the same bits wherever and beside whatever it is computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from forerun.core.block import Block
+from forerun.core.tree import ROOT, DraftTree
+from forerun.kernels.attention.ordered_attention import ATTEND, AttendOp
+from forerun.kernels.runtime import executor, thread_pool, vector_ir
+from forerun.models.forward.packing import Heads, Packed, address
+
+pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+BORDERS = (0, 1, 31, 32, 33, 63, 255, 256, 257, 600)
+"""Committed tokens around the borders of blocks and pieces."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a layer asks, and the type of its cache."""
+
+    heads: int = 2
+    kv_heads: int = 2
+    dim: int = 64
+    out_dim: int = 64
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float = 0.2
+
+
+CASES = [
+    Case(),
+    Case(2, 1, dtype=torch.bfloat16),
+    Case(3, 1, window=100),
+    Case(8, 2, 80, 80, dtype=torch.float16, softcap=3.0),
+    Case(8, 1, 16, 16, sinks=True, window=40),
+    Case(4, 2, 128, 128, dtype=torch.bfloat16, window=256, sinks=True, softcap=2.0),
+    Case(3, 3, 192, 128, scale=0.1),
+    Case(5, 1, 32, 48, window=1),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_number_of_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+class Text:
+    """Queries ``[t, H, d]``, and keys and values ``[Hkv, t, d]`` as a cache keeps them, of a text's positions."""
+
+    def __init__(self, case: Case, length: int, seed: int = 0) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        self.q = torch.randn(length, case.heads, case.dim, generator=draw)
+        self.k = torch.randn(case.kv_heads, length, case.dim, generator=draw).to(case.dtype)
+        self.v = torch.randn(case.kv_heads, length, case.out_dim, generator=draw).to(case.dtype)
+
+    def fed(self, block: Block, places: Sequence[int], wrong: Text) -> Fed:
+        """A pass over a block behind the text's beginning; its token i is that of ``places[i]``, -1 for a wrong one."""
+
+        def tokens(name: str, axis: int) -> torch.Tensor:
+            each = ((self, p) if p >= 0 else (wrong, i) for i, p in enumerate(places))
+            return torch.stack([getattr(text, name).select(axis, at) for text, at in each], axis)
+
+        k, v = (torch.cat((getattr(self, name)[:, : block.start], tokens(name, 1)), 1) for name in "kv")
+        return Fed(block, tokens("q", 0), k, v)
+
+
+@dataclass
+class Fed:
+    """One row of a pass: queries ``[n, H, d]`` of its block, and keys and values with those that are committed."""
+
+    block: Block
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def sinks_of(case: Case) -> torch.Tensor | None:
+    return torch.linspace(-1, 2, case.heads) if case.sinks else None
+
+
+def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """The kernel: outputs ``[n, H, dv]`` of each row."""
+    threads = torch.get_num_threads()
+    packed = Packed([row.block for row in fed], Heads(case.heads, case.kv_heads, case.dim, case.out_dim), threads)
+    size, strides = case.dtype.itemsize, []
+    kv = np.array([[row.k.data_ptr(), row.v.data_ptr()] for row in fed], np.int64)
+    for row in fed:
+        assert row.k.is_contiguous() and row.v.is_contiguous()
+        strides.append((row.k.stride(0) * size, row.k.stride(1) * size, row.v.stride(0) * size, row.v.stride(1) * size))
+    rows, q, sinks = packed.rows(strides), torch.cat([row.q for row in fed]), sinks_of(case)
+    out = torch.full((packed.n, case.heads, case.out_dim), torch.nan, dtype=out_dtype)
+    fields = (
+        KINDS[case.dtype], size, case.heads, case.kv_heads, case.dim, case.out_dim, case.window or 0, q.data_ptr(),
+        q.stride(0) * 4, q.stride(1) * 4, kv.ctypes.data, 0 if sinks is None else sinks.data_ptr(), out.data_ptr(),
+        out.stride(0) * out.element_size(), int(out_dtype == torch.bfloat16), case.scale / math.log(2),
+        case.softcap or 0.0,
+    )  # fmt: skip
+    slot = -(-packed.slot_size // 64) * 64
+    slots = torch.zeros(threads * slot + 64, dtype=torch.uint8)
+    parts = torch.full((packed.parts_size // 4 + 16,), torch.nan)  # nothing is read that was not written
+    program = executor.Program([(ATTEND, AttendOp(code, *fields)) for code in (executor.DO_SCAN, executor.DO_SETTLE)])
+    program.run(
+        n=packed.n, rows=address(rows), units=address(packed.units), unit_count=packed.unit_count,
+        owners=address(packed.owners), places=address(packed.places), parents=address(packed.parents),
+        parts=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot,
+    )  # fmt: skip
+    return list(torch.split(out, packed.counts))
+
+
+def by_definition(case: Case, row: Fed) -> torch.Tensor:
+    """Softmax written out in float64, ``[n, H, dv]``."""
+    start, n = row.block.start, len(row.block)
+    seen = torch.cat((torch.ones(n, start, dtype=torch.bool), torch.from_numpy(row.block.visible)), 1)
+    if case.window:
+        places = torch.cat((torch.arange(start), torch.from_numpy(row.block.positions)))
+        seen &= places[None] > places[start:, None] - case.window
+    group = case.heads // case.kv_heads
+    k, v = (t.double().repeat_interleave(group, 0) for t in (row.k, row.v))
+    scores = torch.einsum("nhd,hmd->hnm", row.q.double(), k) * case.scale
+    if case.softcap:
+        scores = case.softcap * (scores / case.softcap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if case.sinks:
+        sinks = sinks_of(case)
+        assert sinks is not None
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, n, 1)), 2)
+    weights = scores.softmax(-1)[:, :, : start + n]
+    return torch.einsum("hnm,hmd->nhd", weights, v)
+
+
+def chain(start: int, pending: int, drafted: int = 0) -> Block:
+    return Block(np.arange(pending), DraftTree.chain(np.arange(drafted)), start)
+
+
+def straight(text: Text, start: int, pending: int, drafted: int = 0) -> Fed:
+    """A pass over tokens in the order of the text."""
+    places = range(start, start + pending + drafted)
+    return text.fed(chain(start, pending, drafted), places, text)
+
+
+def bushy(text: Text, wrong: Text, start: int, pending: int, depth: int, seed: int = 0) -> tuple[Fed, list[int]]:
+    """A tree that holds the text's next ``depth`` tokens among wrong ones; and which tokens of the block are right."""
+    draw = np.random.default_rng(seed)
+    parents: list[int] = []
+    right, path = list(range(pending)), [ROOT]
+    places = list(range(start, start + pending))
+    for _ in range(depth):
+        for _ in range(draw.integers(0, 3)):
+            parents.append(int(draw.integers(-1, len(parents))) if draw.random() < 0.5 else path[-1])
+            places.append(-1)
+        parents.append(path[-1])
+        path.append(len(parents) - 1)
+        right.append(pending + path[-1])
+        places.append(start + pending + len(path) - 2)
+    for _ in range(draw.integers(1, 4)):  # something behind, so that it is no chain
+        parents.append(ROOT)
+        places.append(-1)
+    block = Block(np.arange(pending), DraftTree(np.arange(len(parents)), np.array(parents)), start)
+    return text.fed(block, places, wrong), right
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).abs().max())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_near_softmax_written_out(case: Case) -> None:
+    text, wrong = Text(case, 760), Text(case, 100, 1)
+    for start in BORDERS:
+        fed = [straight(text, start, 1), straight(text, start, 3, 40), straight(text, start, 130)]
+        fed += [bushy(text, wrong, start, 1, depth, depth)[0] for depth in (0, 1, 7, 30)]
+        fed += [bushy(text, wrong, start, 5, 34)[0]]
+        for row in fed:
+            assert error(attend(case, [row])[0], by_definition(case, row)) < 5e-6
+        for found, row in zip(attend(case, fed), fed, strict=True):
+            assert error(found, by_definition(case, row)) < 5e-6
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_text_has_the_same_bits_however_it_is_cut(case: Case) -> None:
+    text, end = Text(case, 640), 640
+    whole = attend(case, [straight(text, 0, end)])[0]
+    assert error(whole, by_definition(case, straight(text, 0, end))) < 5e-6
+    for size in (3, 32, 100, 257):
+        for start in range(0, end, size):
+            count = min(size, end - start)
+            assert torch.equal(attend(case, [straight(text, start, count)])[0], whole[start : start + count])
+    for start in (0, 1, 30, 31, 32, 33, 255, 256, 257, 600, 638):
+        assert torch.equal(attend(case, [straight(text, start, 1)])[0], whole[start : start + 1])
+        for drafted in (1, 40, 200):
+            drafted = min(drafted, end - start - 1)
+            found = attend(case, [straight(text, start, 1, drafted)])[0]
+            assert torch.equal(found, whole[start : start + 1 + drafted])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_token_of_a_tree_has_the_bits_of_the_text(case: Case) -> None:
+    text, wrong = Text(case, 760), Text(case, 200, 1)
+    whole = attend(case, [straight(text, 0, 760)])[0]
+    for start in BORDERS:
+        for pending, depth in ((1, 1), (1, 5), (1, 40), (40, 3), (3, 70)):
+            fed, right = bushy(text, wrong, start, pending, depth, start + depth)
+            assert torch.equal(attend(case, [fed])[0][right], whole[start : start + pending + depth]), (start, depth)
+
+
+@pytest.mark.parametrize("case", CASES[1:6], ids=str)
+def test_a_tree_across_a_piece_has_the_bits_of_the_text(case: Case) -> None:
+    text, wrong = Text(case, 900), Text(case, 1200, 1)
+    whole = attend(case, [straight(text, 0, 900)])[0]
+    for start, depth in ((200, 400), (255, 258), (256, 257), (0, 300)):
+        fed, right = bushy(text, wrong, start, 1, depth)
+        assert torch.equal(attend(case, [fed])[0][right], whole[start : start + 1 + depth])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    case=st.sampled_from(CASES),
+    rows=st.lists(
+        st.tuples(st.integers(0, 600), st.integers(1, 45), st.integers(0, 40), st.booleans()), min_size=1, max_size=4
+    ),
+    threads=st.integers(1, 5),
+    seed=st.integers(0, 9),
+)  # fmt: skip
+def test_a_ragged_batch_has_the_bits_of_each_row_alone(
+    case: Case, rows: list[tuple[int, int, int, bool]], threads: int, seed: int
+) -> None:
+    text, wrong = Text(case, 700), Text(case, 200, 1)
+    fed, right = [], []
+    for start, pending, depth, branches in rows:
+        row = (straight(text, start, pending, depth), list(range(pending + depth)))
+        fed.append((bushy(text, wrong, start, pending, depth, seed) if branches else row)[0])
+        right.append((bushy(text, wrong, start, pending, depth, seed) if branches else row)[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    together = attend(case, fed)
+    torch.set_num_threads(before)
+    for found, row, places, (start, pending, depth, _) in zip(together, fed, right, rows, strict=True):
+        assert torch.equal(found, attend(case, [row])[0])
+        assert torch.equal(found[places], attend(case, [straight(text, start, pending + depth)])[0])
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
+def test_threads_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, wrong = Text(case, 760), Text(case, 200, 1)
+    fed = [straight(text, 0, 700), bushy(text, wrong, 600, 1, 30)[0], straight(text, 300, 1, 8)]
+    torch.set_num_threads(1)
+    alone = attend(case, fed)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(a, b) for a, b in zip(attend(case, fed), alone, strict=True))
+    monkeypatch.setattr(thread_pool, "openmp", lambda: None)
+    for _ in range(10):
+        assert all(torch.equal(a, b) for a, b in zip(attend(case, fed), alone, strict=True))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_grouped_heads_have_the_bits_of_heads_of_their_own(group: int) -> None:
+    case = Case(2 * group, 2)
+    text, wrong = Text(case, 400), Text(case, 100, 1)
+    for row in (straight(text, 0, 300), straight(text, 290, 1, 20), bushy(text, wrong, 290, 1, 20)[0]):
+        apart = Fed(row.block, row.q, row.k.repeat_interleave(group, 0), row.v.repeat_interleave(group, 0))
+        own = attend(replace(case, kv_heads=2 * group), [apart])[0]
+        assert torch.equal(attend(case, [row])[0], own)
+
+
+def test_16_bits_are_read_exactly_and_written_to_the_nearest() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        case = Case(4, 2, dtype=dtype)
+        text = Text(case, 400)
+        row = straight(text, 290, 3, 20)
+        wide = Fed(row.block, row.q, row.k.float(), row.v.float())
+        assert torch.equal(attend(case, [row])[0], attend(replace(case, dtype=torch.float32), [wide])[0])
+        assert torch.equal(attend(case, [row], torch.bfloat16)[0], attend(case, [row])[0].bfloat16())
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-30, 30.0, 3000.0])
+def test_extreme_scores(size: float) -> None:
+    case = Case(scale=1.0)
+    text, wrong = Text(case, 700), Text(case, 100, 1)
+    text.q *= size
+    text.k[:, 100:300] *= 0.01
+    row = straight(text, 0, 700)
+    whole, exact = attend(case, [row])[0], by_definition(case, row)
+    own = scaled_dot_product_attention(
+        *(t[None] for t in (row.q.transpose(0, 1), row.k, row.v)), is_causal=True, scale=1.0
+    )
+    assert error(whole, exact) < 2 * error(own[0].transpose(0, 1), exact) + 1e-6
+    fed, right = bushy(text, wrong, 600, 1, 40)
+    assert torch.equal(attend(case, [fed])[0][right], whole[600:641])
+
+
+def test_what_is_not_a_number_stays_visible() -> None:
+    text = Text(Case(), 300)
+    text.q[290, 1, 3] = torch.nan
+    found = attend(Case(), [straight(text, 280, 20)])[0]
+    assert found[10, 1].isnan().all() and found.isnan().sum() == 64

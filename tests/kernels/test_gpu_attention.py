@@ -1,0 +1,142 @@
+"""Attention for GPUs, in Triton's interpreter: right, and with the same bits whatever shares the pass."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'forerun[gpu]'")
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import ROOT, DraftTree
+from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _math, merge
+from forerun.kernels.gpu import attend as gpu
+from forerun.kernels.gpu.places import Places, Rows
+
+CPU = torch.device("cpu")
+TREE = DraftTree(np.arange(6), np.array([ROOT, ROOT, 0, 1, 3, 3]))
+PATH = [1, 3, 5]
+"""Nodes of a branch of ``TREE``."""
+
+
+class Memory:
+    """One row's keys and values of one layer, as a full cache holds them: ``[2, Hkv, room, d]``."""
+
+    def __init__(self, text: torch.Tensor, held: int, room: int) -> None:
+        self.held = held
+        self.store = torch.full((2, text.shape[1], room, text.shape[3]), torch.nan, dtype=text.dtype)
+        self.store[:, :, :held] = text[:, :, :held]
+
+    def places(self) -> tuple[list[int], list[int]]:
+        keys, values = self.store
+        return [keys.data_ptr(), values.data_ptr()], [*keys.stride()[:2], *values.stride()[:2]]
+
+
+def run(rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: AttentionSpec) -> list[torch.Tensor]:
+    """Each row's output ``[1, H, n, d]``, given its memory, block, queries ``[1, H, n, d]`` and new keys and values
+    ``[2, Hkv, n, d]``."""
+    found = [memory.places() for memory, *_ in rows]
+    blocks = [block for _, block, _, _ in rows]
+    addresses, strides = np.array([[place for place, _ in found]]), np.array([each for _, each in found])
+    positions = np.concatenate([block.positions for block in blocks])
+    batch = Rows(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1])
+    places = Places(batch.sizes, CPU)
+    places.fill(batch)
+    q = torch.cat([each for _, _, each, _ in rows], 2)
+    new = torch.cat([each for *_, each in rows], 2)
+    gpu.store(0, new[0][None], new[1][None], places)
+    how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
+    out = gpu.attend(0, q, new.shape[1], new.shape[3], places, how)
+    return list(torch.split(out, [len(block) for _, block, _, _ in rows], 2))
+
+
+def reference(q: torch.Tensor, kv: torch.Tensor, position: int, spec: AttentionSpec) -> torch.Tensor:
+    """One query's output over a text's keys up to its position, in float64."""
+    first = 0 if spec.window is None else max(0, position - spec.window + 1)
+    keys, values = kv[:, None, :, first : position + 1].double()
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    return merge(AttentionState(*_math(q.double(), keys, values, spec, None)), sinks=spec.sinks)
+
+
+SPECS = {
+    "plain": {},
+    "window": {"window": 40},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.linspace(-1, 3, 6)},
+}
+
+
+CELLS = [
+    (held, dtype, kind)
+    for held in (3, 530)
+    for dtype in (torch.float32, torch.float16)
+    for kind in SPECS
+    if held == 3 or dtype == torch.float32 or kind == "plain"
+]
+
+
+def quick(held: int, dtype: torch.dtype, kind: str) -> bool:
+    return held == 3 or (dtype, kind) == (torch.float32, "plain")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("held", "dtype", "kind"),
+    [pytest.param(*cell, marks=[] if quick(*cell) else pytest.mark.matrix) for cell in CELLS],
+)
+def test_right_and_the_same_bits(held: int, dtype: torch.dtype, kind: str) -> None:
+    """A branch has the bits of the text alone: token by token, as a chain, in a tree, and beside another row."""
+    generator = torch.Generator().manual_seed(held)
+    spec = AttentionSpec(scaling=0.3, **SPECS[kind])
+    length = held + 1 + len(PATH)
+    text = torch.randn(2, 2, length, 24, generator=generator).to(dtype)
+    queries = torch.randn(1, 6, length, 24, generator=generator).to(dtype)
+    here = range(held, length)
+    alone = []
+    for at in here:
+        block = Block(np.zeros(1, np.int64), DraftTree.empty(), at)
+        memory = Memory(text, at, at + 1)
+        alone += run([(memory, block, queries[:, :, at : at + 1], text[:, :, at : at + 1])], spec)
+    right = torch.cat(alone, 2)
+    for i, at in enumerate(here):
+        wanted = reference(queries[:, :, at : at + 1], text, at, spec)
+        torch.testing.assert_close(right[:, :, i : i + 1].double(), wanted, atol=1e-5 if dtype.itemsize > 2 else 4e-3,
+                                   rtol=0)  # fmt: skip
+
+    chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(len(PATH))), held)
+    (found,) = run([(Memory(text, held, length), chain, queries[:, :, held:], text[:, :, held:])], spec)
+    assert torch.equal(found, right)
+
+    tree = Block(np.zeros(1, np.int64), TREE, held)
+    q, new = (torch.randn(*t.shape[:2], 7, 24, generator=generator).to(dtype) for t in (queries, text))
+    own = [0, *(node + 1 for node in PATH)]
+    q[:, :, own], new[:, :, own] = queries[:, :, held:], text[:, :, held:]
+    other = torch.randn(2, 2, 70, 24, generator=generator).to(dtype)
+    beside = (
+        Memory(other, 61, 70), Block(np.zeros(4, np.int64), DraftTree.chain(np.arange(5)), 61),
+        torch.randn(1, 6, 9, 24, generator=generator).to(dtype), other[:, :, 61:],
+    )  # fmt: skip
+    for rows in ([], [beside]):
+        found = run([*rows, (Memory(text, held, held + 7), tree, q, new)], spec)[-1]
+        assert torch.equal(found[:, :, own], right)
+
+
+def test_another_order_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of another size sum in another order: the comparisons above can fail."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randn(2, 2, 300, 32, generator=generator)
+    q = torch.randn(1, 2, 1, 32, generator=generator)
+    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 299)
+
+    def once() -> torch.Tensor:
+        (out,) = run([(Memory(text, 299, 300), block, q, text[:, :, 299:])], AttentionSpec(scaling=0.3))
+        return out
+
+    before = once()
+    monkeypatch.setattr(gpu, "PIECE", 64)
+    assert not torch.equal(once(), before)

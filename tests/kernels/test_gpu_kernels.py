@@ -1,0 +1,100 @@
+"""Products, means and scans for GPUs, in Triton's interpreter; and that all GPU kernels compile."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from forerun.kernels import gpu
+from forerun.kernels.attention import short_key_scan
+from forerun.kernels.gpu import linear, mean
+from forerun.kernels.linear.ordered_modules import Ordered
+
+TYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("columns", [40, 1100])
+def test_a_product_is_right_and_its_bits_do_not_depend_on_others(dtype: torch.dtype, columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x = torch.randn(2, 10, columns, generator=generator).to(dtype)
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((70, columns), (70,)))
+    whole = linear.product(x, weight, bias)
+    right = x.double() @ weight.double().T + bias.double()
+    assert (whole.double() - right).abs().max() <= right.abs().max() * 4 * torch.finfo(dtype).eps
+    for n in (1, 7, 10):
+        assert torch.equal(linear.product(x[:1, :n], weight, bias), whole[:1, :n])
+    turned = weight.t().contiguous().t()
+    assert torch.equal(linear.product(x, turned, bias), whole)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_means(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 4, 1500).to(dtype)
+    whole = mean.mean(x, True)
+    torch.testing.assert_close(whole, x.double().mean(-1, keepdim=True).to(dtype), atol=1e-3, rtol=0)
+    assert torch.equal(mean.mean(x[1, 2], False), whole[1, 2, 0])
+
+
+def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way to write a product or a mean, as models do."""
+    monkeypatch.setattr(gpu, "runs_on", lambda device: True)
+    monkeypatch.setattr("forerun.kernels.linear.ordered_modules.takes", lambda x, weight: False)
+    called: list[str] = []
+
+    def counting(name: str, function):
+        def count(*arguments):
+            called.append(name)
+            return function(*arguments)
+
+        return count
+
+    monkeypatch.setattr(linear, "product", counting("product", linear.product))
+    monkeypatch.setattr(mean, "mean", counting("mean", mean.mean))
+    x, weight, bias = torch.randn(3, 32), torch.randn(16, 32), torch.randn(16)
+    with Ordered():
+        found = [
+            torch.nn.functional.linear(x, weight, bias),
+            torch.addmm(bias, x, weight.t()),
+            x @ weight.t() + bias,
+        ]
+        means = [x.mean(-1, keepdim=True), torch.mean(x, dim=1, keepdim=True), x.mean(1)[:, None]]
+        assert called == ["product"] * 3 + ["mean"] * 3
+        x.mean(), x.mean(0), x.mean(-1, dtype=torch.float64)
+    assert called == ["product"] * 3 + ["mean"] * 3
+    for each in found:
+        torch.testing.assert_close(each, x @ weight.t() + bias)
+    for each in means:
+        torch.testing.assert_close(each, x.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(("rank", "count"), [(24, 37), (8, 16)])
+def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -> None:
+    """The same numbers as on a CPU, to the bit."""
+    generator = torch.Generator().manual_seed(rank)
+    groups = -(-count // short_key_scan.GROUP)
+    shape = (2, groups, short_key_scan.CHUNK, rank // short_key_scan.QUAD, short_key_scan.GROUP, short_key_scan.QUAD)
+    index = torch.randint(1, 256, shape, generator=generator, dtype=torch.uint8)
+    q = torch.randn(6, 3, rank, generator=generator)
+    right = short_key_scan.by_definition(index, count, q)
+    monkeypatch.setattr(gpu, "runs_on", lambda device: True)
+    assert torch.equal(short_key_scan.by_definition(index, count, q), right)
+
+
+@pytest.mark.matrix
+def test_kernels_compile() -> None:
+    """For Hopper, without a GPU (for Ampere: ``python tests/compile_gpu_kernels.py 80``); products of 16-bit numbers of
+    all kernels by one instruction."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parents[1] / "support" / "compile_gpu_kernels.py"
+    done = subprocess.run([sys.executable, script, "90"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.split()
+    assert set(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}

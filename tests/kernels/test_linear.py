@@ -1,0 +1,195 @@
+"""Linear layers in one order of sums: right, and a token's outputs the same bits whatever shares the pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import gelu, pad, silu
+
+from forerun.kernels.linear import linear, panels
+from forerun.kernels.linear.linear import ADD, GATE, LINEAR, PUT, LinearOp
+from forerun.kernels.linear.rowwise import GELU, SILU
+from forerun.kernels.runtime import executor, thread_pool, vector_ir
+
+pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-14}
+SHAPES = [(64, 64), (50, 40), (33, 1536), (7, 12), (192, 2050), (16, 2), (1, 70), (257, 4160)]
+"""Outputs and columns: whole and broken panels, whole and broken vectors, more and fewer than a chunk."""
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 32, 33, 40, 48, 63, 64, 65, 70)
+
+
+@pytest.fixture(autouse=True)
+def own_number_of_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def layer(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = (), *, mode: int = PUT,
+    to: torch.dtype | None = None, onto: torch.Tensor | None = None, share: int = 2, activation: int = SILU,
+) -> torch.Tensor:  # fmt: skip
+    """One operation over one to three matrices; sums are put as ``to``, or added to ``onto``."""
+    kind, size, (n, columns) = KINDS[x.dtype], x.dtype.itemsize, x.shape
+    x = pad(x, (0, -columns % (64 // size))).contiguous()
+    outs = [len(w) for w in weights]
+    y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs), dtype=to or x.dtype)
+    three: Any = lambda given: (*given, 0, 0, 0)[:3]  # noqa: E731
+    op = LinearOp(
+        executor.DO_LINEAR, 0, kind, x.data_ptr(), x.stride(0) * size, columns * size, mode, KINDS[y.dtype], share,
+        share * torch.get_num_threads(),
+        activation, y.data_ptr(), y.stride(0) * y.dtype.itemsize, *three([w.data_ptr() for w in weights]),
+        *three(outs), *three([b.data_ptr() for b in biases]),
+    )  # fmt: skip
+    room = -(-linear.room(n, columns * size) // 64) * 64
+    slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
+    executor.Program([(LINEAR, op)]).run(n=n, slots=slots.data_ptr(), slot_size=room)
+    return y
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float32, rounded once: the product is exact in float64, and the sum is rounded there to odd."""
+    product, c = a.astype(np.float64) * b, c.astype(np.float64)
+    total = product + c
+    part = total - product
+    lost = (product - (total - part)) + (c - part)
+    even = (total.view(np.int64) & 1) == 0
+    toward = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    return np.where((lost != 0) & even, toward, total).astype(np.float32)
+
+
+def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """a * b + c of float64, rounded once: by fractions."""
+    from fractions import Fraction
+
+    exact: Any = np.vectorize(lambda a, b, c: float(Fraction(a) * Fraction(b) + Fraction(c)), otypes=[np.float64])
+    return exact(a, b, c)
+
+
+def in_order(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The promise, written out: from the bias on, column by column, one rounding each."""
+    wide = x.dtype == torch.float64
+    fma, (tokens, weights, start) = fma64 if wide else fma32, [(t if wide else t.float()).numpy() for t in (x, w, bias)]
+    sums = np.broadcast_to(start, (len(tokens), len(weights)))
+    for column in range(tokens.shape[1]):
+        sums = fma(tokens[:, column, None], weights[None, :, column], sums)
+    return torch.from_numpy(np.ascontiguousarray(sums))
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_near_the_sums_in_double_precision(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    (outs, columns), w = shape, numbers(*shape, dtype=dtype)
+    bias = numbers(outs, dtype=dtype, seed=1)
+    for n in (1, 3, 16, 35):
+        x = numbers(n, columns, dtype=dtype, seed=2)
+        exact = x.double() @ w.double().T
+        assert error(layer(x, [w]), exact) < EPS[dtype]
+        assert error(layer(x, [w], [bias]), exact + bias.double()) < EPS[dtype]
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("shape", [(50, 40), (33, 1536), (7, 12), (40, 4160)], ids=str)
+def test_the_same_bits_for_any_number_of_tokens_at_any_place(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    (outs, columns), w = shape, numbers(*shape, dtype=dtype)
+    bias, x = numbers(outs, dtype=dtype, seed=1), numbers(70, columns, dtype=dtype, seed=2)
+    whole = layer(x, [w], [bias])
+    for n in range(1, 71) if columns < 100 else SIZES:
+        for first in sorted({0, (70 - n) // 2, 70 - n}):
+            assert torch.equal(layer(x[first : first + n], [w], [bias]), whole[first : first + n]), (n, first)
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("n", [1, 7, 40])
+def test_threads_and_shares_change_nothing(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    w, x = numbers(130, 200, dtype=dtype), numbers(n, 200, dtype=dtype, seed=2)
+    torch.set_num_threads(1)
+    alone = layer(x, [w], share=99)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        for share in (1, 4):
+            assert torch.equal(layer(x, [w], share=share), alone)
+    monkeypatch.setattr(thread_pool, "openmp", lambda: None)
+    for _ in range(20):
+        assert torch.equal(layer(x, [w], share=1), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("n", [1, 5, 21])
+def test_sums_go_from_the_bias_on_column_by_column(n: int, dtype: torch.dtype) -> None:
+    w, bias, x = (numbers(*s, dtype=dtype, seed=i) for i, s in enumerate([(18, 70), (18,), (n, 70)]))
+    assert torch.equal(layer(x, [w], [bias]), in_order(x, w, bias))
+
+
+@pytest.mark.skipif(panels.pairs(), reason="the processor adds products of pairs in its own way")
+@pytest.mark.parametrize("n", [1, 5, 21])
+def test_bfloat16_is_summed_as_floats_column_by_column(n: int) -> None:
+    w, bias, x = (numbers(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(18, 70), (18,), (n, 70)]))
+    assert torch.equal(layer(x, [w], [bias], to=torch.float32), in_order(x, w, bias))
+
+
+def test_bfloat16_sums_are_rounded_once_to_the_nearest() -> None:
+    w, bias, x = (numbers(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(50, 600), (50,), (9, 600)]))
+    wide = layer(x, [w], [bias], to=torch.float32)
+    assert error(wide, x.double() @ w.double().T + bias.double()) < EPS[torch.float32]
+    assert torch.equal(layer(x, [w], [bias]), wide.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("n", [1, 6, 40])
+def test_three_matrices_over_the_same_tokens(n: int, dtype: torch.dtype) -> None:
+    weights = [numbers(outs, 96, dtype=dtype, seed=outs) for outs in (40, 16, 9)]
+    biases = [numbers(len(w), dtype=dtype, seed=9) for w in weights]
+    x = numbers(n, 96, dtype=dtype, seed=2)
+    apart = [layer(x, [w], [b], to=torch.float32) for w, b in zip(weights, biases, strict=True)]
+    assert torch.equal(layer(x, weights, biases, to=torch.float32), torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("outs", [48, 37])
+@pytest.mark.parametrize("n", [1, 6, 40])
+def test_sums_are_added_to_what_is_there(n: int, outs: int, dtype: torch.dtype) -> None:
+    w, x = numbers(outs, 96, dtype=dtype), numbers(n, 96, dtype=dtype, seed=2)
+    before = numbers(n, outs, dtype=torch.float32, seed=3)
+    after = layer(x, [w], mode=ADD, onto=before.clone())
+    assert torch.equal(after, before + layer(x, [w], to=torch.float32))
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("outs", [48, 37])
+def test_gates_are_activated_and_multiplied(outs: int, dtype: torch.dtype, activation: int) -> None:
+    pair = [numbers(outs, 96, dtype=dtype, seed=i) for i in range(2)]
+    biases, x = [numbers(outs, dtype=dtype, seed=5)] * 2, numbers(40, 96, dtype=dtype, seed=2)
+    gate, up = (x.double() @ w.double().T + b.double() for w, b in zip(pair, biases, strict=True))
+    exact = (silu(gate) if activation == SILU else gelu(gate, approximate="tanh")) * up
+    whole = layer(x, pair, biases, mode=GATE, activation=activation)
+    assert error(whole, exact) < EPS[dtype]
+    for n in (1, 2, 5, 16, 39):
+        assert torch.equal(layer(x[-n:], pair, biases, mode=GATE, activation=activation), whole[-n:])
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_what_is_not_a_number_stays_with_its_token_and_its_output(dtype: torch.dtype) -> None:
+    w, x = numbers(20, 40, dtype=dtype), numbers(5, 40, dtype=dtype, seed=2)
+    plain = layer(x, [w])
+    x[2, 7] = torch.nan
+    w[19, 3] = torch.inf
+    found = layer(x, [w])
+    assert found[2].isnan().all() and not found[:2, :19].isnan().any() and not found[:2, 19].isfinite().any()
+    keep = [0, 1, 3, 4]
+    assert torch.equal(found[keep, :19], plain[keep, :19])

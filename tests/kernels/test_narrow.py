@@ -1,0 +1,49 @@
+"""What kernels promise, in a process with no vectors wider than AVX2's: code is made for other registers there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun.kernels.runtime import vector_ir
+
+TARGET = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2"}
+PROMISES = {
+    "kernels/test_stored.py": (
+        "test_the_bits_of_float32_weights_of_the_same_numbers",
+        "test_rows_of_any_number_of_blocks",
+        "test_gates_are_activated_and_multiplied",
+        "test_rows_of_an_embedding_are_those_of_gguf",
+        "test_scales_of_every_size_are_widened_rightly",
+    ),
+    "kernels/test_linear.py": (
+        "test_near_the_sums_in_double_precision",
+        "test_the_same_bits_for_any_number_of_tokens_at_any_place",
+        "test_sums_go_from_the_bias_on_column_by_column",
+        "test_bfloat16_is_summed_as_floats_column_by_column",
+        "test_bfloat16_sums_are_rounded_once_to_the_nearest",
+        "test_gates_are_activated_and_multiplied",
+    ),
+    "kernels/test_canonical.py": (
+        "test_near_softmax_written_out",
+        "test_a_token_of_a_tree_has_the_bits_of_the_text",
+        "test_grouped_heads_have_the_bits_of_heads_of_their_own",
+    ),
+    "kernels/test_few_queries.py": ("test_tiles_for_narrow_vectors_give_the_same_attention",),
+}
+
+
+@pytest.mark.matrix
+def test_narrow_vectors_keep_the_promises_too() -> None:
+    if "+avx2" not in vector_ir.features():
+        pytest.skip("made for AVX2")
+    tests = [f"{file}::{name}" for file, names in PROMISES.items() for name in names]
+    command = [sys.executable, "-m", "pytest", "-qxm", "not matrix", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[1], env=os.environ | TARGET, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-3000:]

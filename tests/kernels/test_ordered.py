@@ -1,0 +1,106 @@
+"""What a model computes outside of its attention has the same bits wherever a token lies in a pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import FAMILIES, PROMPTS, build, tiny
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from forerun.kernels.linear import elementwise
+from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.models.forward.weight_layout import lay_out
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": lambda x: x.sigmoid(),
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu, tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "softplus": functional.softplus,
+    "mish": functional.mish,
+    "elu": functional.elu,
+}
+TYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_activations_round_alike_wherever_a_number_lies(name: str, dtype: torch.dtype, threads: int) -> None:
+    x = (3 * torch.randn(1801, 37, generator=torch.Generator().manual_seed(1))).to(dtype)
+    with Ordered():
+        whole = FUNCTIONS[name](x)
+        for first, last in ((0, 1), (1, 3), (5, 100), (7, 1000), (800, 1801)):
+            assert torch.equal(FUNCTIONS[name](x[first:last].clone()), whole[first:last])
+        assert torch.equal(FUNCTIONS[name](x[:, 3:20]), whole[:, 3:20])
+    torch.testing.assert_close(whole, FUNCTIONS[name](x))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 16, 63])
+def test_numbers_are_filled_up_to_whole_vectors_for_every_thread(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for count in (1, 63, 64, 65, 32768, 32769, 65537, 98305, 1000003):
+        size = elementwise._size(count)
+        shares = min(threads, -(-size // elementwise.GRAIN))
+        assert count <= size < count + 2 * 64 * threads * shares
+        assert size % (64 * shares) == size % (64 * threads) == 0
+
+
+def test_products_of_complex_numbers_round_alike_wherever_they_lie() -> None:
+    torch.manual_seed(0)
+    a, b = (torch.randn(1, 4, 40, 3, dtype=torch.complex64) for _ in range(2))
+    with Ordered():
+        whole = a * b
+        for first, last in ((0, 1), (1, 4), (5, 18)):
+            assert torch.equal(a[:, :, first:last].clone() * b[:, :, first:last].clone(), whole[:, :, first:last])
+    torch.testing.assert_close(whole, a * b)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_token_times_a_matrix_does_not_depend_on_the_other_tokens(turned: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(20, 40).to(dtype), torch.randn(40, 24).to(dtype)
+    weight = weight.t().contiguous().t() if turned else weight
+    with Ordered():
+        whole = x @ weight
+        assert all(torch.equal(x[i : i + 1].matmul(weight), whole[i : i + 1]) for i in range(20))
+        assert (x[:0] @ weight).shape == (0, 24)
+    torch.testing.assert_close(whole, x @ weight, rtol=2e-2, atol=2e-1 if dtype == torch.bfloat16 else 1e-5)
+
+
+def turned(name: str) -> PreTrainedModel:
+    """A model whose matrices lie the other way round."""
+    return copy.deepcopy(tiny(name)) if name == "gpt2" else build(*FAMILIES[name], seed=1)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_a_model_generates_and_is_saved_as_before_its_weights_are_laid_out(name: str, tmp_path: Path) -> None:
+    model, ids = turned(name).float(), torch.tensor([PROMPTS[1]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    before = model.generate(ids, **options)
+    lay_out(model)
+    moved = [value for value in model.state_dict().values() if value.dim() > 1 and not value.is_contiguous()]
+    assert len(moved) == (8 if name == "gpt2" else 4)
+    assert all(value.stride(-2) == 1 for value in moved)
+    places = [value.data_ptr() for value in moved]
+    lay_out(model)
+    assert [value.data_ptr() for value in model.state_dict().values() if not value.is_contiguous()] == places
+    assert torch.equal(model.generate(ids, **options), before)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(loaded.state_dict()[key], value) for key, value in weights.items())
+    assert torch.equal(loaded.generate(ids, **options), before)

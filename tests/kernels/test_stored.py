@@ -1,0 +1,175 @@
+"""Weights as GGUF stores them: the very bits that float32 weights of the same numbers give, in any pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels.test_linear import layer
+
+from forerun.kernels.linear.blockwise import Blocks, described, look_up, operation
+from forerun.kernels.linear.linear import ADD, GATE, PUT
+from forerun.kernels.linear.rowwise import GELU, SILU
+from forerun.kernels.quantized import stored_linear
+from forerun.kernels.quantized.formats import FORMATS
+from forerun.kernels.quantized.stored_linear import LOOKUP, STORED
+from forerun.kernels.runtime import executor, thread_pool, vector_ir
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
+pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+
+NAMES = [each.name for each in FORMATS]
+QUICK = ("Q4_1", "Q8_0", "Q4_K")
+CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in NAMES]
+"""Each format compiles a kernel of its own."""
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 17, 24, 25, 31, 40)
+
+
+@pytest.fixture(autouse=True)
+def own_number_of_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def blocks(name: str, outs: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of random blocks, and the floats that gguf makes of them; every bit pattern of the small integers occurs."""
+    which = NAMES.index(name)
+    kind = gguf.GGMLQuantizationType(FORMATS[which].number)
+    rng = np.random.default_rng(seed)
+    count = columns // FORMATS[which].columns
+    raw = rng.integers(0, 256, (outs, count, FORMATS[which].bytes), np.uint8)
+    for at in SCALES.get(name, ()):
+        scales = (rng.standard_normal((outs, count)) * 0.05).astype(np.float16)
+        raw[:, :, at : at + 2] = scales[:, :, None].view(np.uint8)
+    if name in ("F32", "F16", "BF16"):
+        exact = (rng.standard_normal((outs, columns)) * 0.3).astype(np.float32)
+        rows = gguf.quants.quantize(exact, kind).view(np.uint8)
+    else:
+        rows = raw.reshape(outs, -1)
+    return torch.from_numpy(rows.copy()), torch.from_numpy(gguf.dequantize(rows, kind).astype(np.float32).copy())
+
+
+SCALES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}  # fmt: skip
+"""Where a block's float16 are."""
+
+
+def run(
+    x: torch.Tensor, weights: Sequence[tuple[str, torch.Tensor]], biases: Sequence[torch.Tensor] = (), *,
+    mode: int = PUT, onto: torch.Tensor | None = None, share: int = 2, activation: int = SILU,
+) -> torch.Tensor:  # fmt: skip
+    """One operation over one to three stored matrices."""
+    n, columns = x.shape
+    outs = [len(rows) for _, rows in weights]
+    y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs))
+    given = [Blocks(rows, name, bias) for (name, rows), bias in zip_longest(weights, biases)]
+    table = described(given)
+    _, op = operation(table, columns, (x.data_ptr(), x.stride(0) * 4), (y.data_ptr(), y.stride(0) * 4), 1, mode=mode)
+    op = op._replace(share=share, turn=2 * share, activation=activation)
+    room = -(-stored_linear.room(n, columns) // 64) * 64
+    slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
+    executor.Program([(STORED, op)]).run(n=n, slots=slots.data_ptr(), slot_size=room)
+    return y
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(64, 256), (50, 512), (7, 256), (16, 1536), (257, 768)], ids=str)
+def test_the_bits_of_float32_weights_of_the_same_numbers(name: str, shape: tuple[int, int]) -> None:
+    rows, weights = blocks(name, *shape)
+    bias, x = numbers(shape[0], seed=1), numbers(40, shape[1], seed=2)
+    expected = layer(x, [weights], [bias])
+    for n in SIZES:
+        for first in sorted({0, 40 - n}):
+            found = run(x[first : first + n], [(name, rows)], [bias])
+            assert torch.equal(found, expected[first : first + n]), (n, first)
+    exact = x.double() @ weights.double().T + bias.double()
+    assert float((expected - exact).norm() / exact.norm()) < 2e-6
+
+
+@pytest.mark.parametrize("name", [each.name for each in FORMATS if each.columns <= 32])
+@pytest.mark.parametrize("columns", [32, 96, 288, 544])
+def test_rows_of_any_number_of_blocks(name: str, columns: int) -> None:
+    (rows, weights), x = blocks(name, 24, columns), numbers(14, columns, seed=2)
+    for n in (1, 4, 14):
+        assert torch.equal(run(x[:n], [(name, rows)]), layer(x[:n], [weights]))
+
+
+@pytest.mark.parametrize("n", [1, 4, 6, 30])
+def test_threads_and_shares_change_nothing(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rows, weights), x = blocks("Q4_1", 130, 256), numbers(n, 256, seed=2)
+    expected = layer(x, [weights])
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        for share in (1, 4, 99):
+            assert torch.equal(run(x, [("Q4_1", rows)], share=share), expected)
+    monkeypatch.setattr(thread_pool, "openmp", lambda: None)
+    for _ in range(20):
+        assert torch.equal(run(x, [("Q4_1", rows)], share=1), expected)
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 6, 29])
+@pytest.mark.parametrize("names", [("Q4_1", "Q4_1", "Q4_1"), ("Q4_0", "Q8_0", "Q4_1")], ids="-".join)
+def test_matrices_of_several_formats_over_the_same_tokens(n: int, names: tuple[str, ...]) -> None:
+    pairs = [blocks(name, outs, 256, seed=outs) for name, outs in zip(names, (40, 16, 9), strict=True)]
+    biases, x = [numbers(len(rows), seed=9) for rows, _ in pairs], numbers(n, 256, seed=2)
+    found = run(x, [(name, rows) for name, (rows, _) in zip(names, pairs, strict=True)], biases)
+    assert torch.equal(found, layer(x, [weights for _, weights in pairs], biases))
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 6, 29])
+@pytest.mark.parametrize("outs", [48, 37])
+def test_sums_are_added_to_what_is_there(n: int, outs: int) -> None:
+    (rows, weights), x, before = blocks("Q8_0", outs, 256), numbers(n, 256, seed=2), numbers(n, outs, seed=3)
+    expected = layer(x, [weights], mode=ADD, onto=before.clone())
+    assert torch.equal(run(x, [("Q8_0", rows)], mode=ADD, onto=before.clone()), expected)
+
+
+@pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0")], ids="-".join)
+@pytest.mark.parametrize("activation", [SILU, GELU])
+@pytest.mark.parametrize("outs", [48, 37])
+def test_gates_are_activated_and_multiplied(outs: int, activation: int, names: tuple[str, ...]) -> None:
+    pairs = [blocks(name, outs, 256, seed=i) for i, name in enumerate(names)]
+    biases, x = [numbers(outs, seed=5), numbers(outs, seed=6)], numbers(40, 256, seed=2)
+    how: Any = {"mode": GATE, "activation": activation}
+    expected = layer(x, [weights for _, weights in pairs], biases, **how)
+    given = [(name, rows) for name, (rows, _) in zip(names, pairs, strict=True)]
+    for n in (1, 2, 5, 6, 12, 16, 39):
+        assert torch.equal(run(x[-n:], given, biases, **how), expected[-n:])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
+    rows, weights = blocks(name, 20, 512)
+    ids, x = torch.tensor([3, 19, 0, 3]), torch.zeros(4, 512)
+    room = stored_linear.room(1, 512) // 64 * 64 + 64
+    slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
+    op = look_up(Blocks(rows, name), 512, (x.data_ptr(), x.stride(0) * 4), 1.5)
+    executor.Program([(LOOKUP, op)]).run(n=4, ids=ids.data_ptr(), slots=slots.data_ptr(), slot_size=room)
+    assert torch.equal(x, weights[ids] * 1.5)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_scales_of_every_size_are_widened_rightly(name: str) -> None:
+    """All finite float16, the smallest ones too."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    every = every[(every & 0x7C00) != 0x7C00]
+    every = np.resize(every, -(-len(every) // 16) * 16)
+    rows, _ = blocks(name, len(every), 32)
+    for at in SCALES[name]:
+        rows[:, at : at + 2] = torch.from_numpy(every[:, None].view(np.uint8))
+    weights = gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name])
+    for column in (0, 17, 31):
+        x = torch.zeros(1, 32)
+        x[0, column] = 1
+        assert np.array_equal(run(x, [(name, rows)])[0].numpy(), weights[:, column])

@@ -1,0 +1,268 @@
+"""The low-rank cache: what its queries choose, against the definition, and that it finds what a head looks for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention.attention import AttentionSpec, attend, attend_chosen, short_key_scan, topk_attention
+from forerun.kernels.runtime import vector_ir
+from forerun.kernels.runtime.vector_ir import fused
+from forerun.kv.full_cache import FullCache
+from forerun.kv.low_rank import CHUNK, LowRankCache, LowRankConfig
+
+SPEC = AttentionSpec(scaling=0.25)
+DIM = 16
+
+
+def text(length: int, heads: int = 2, kv_heads: int = 2, seed: int = 0, dim: int = DIM) -> FullCache:
+    """A full cache of two layers with random keys and values, read in two passes."""
+    generator = torch.Generator().manual_seed(seed)
+    full = FullCache()
+    for count in (length - 1, 1):
+        block = Block(np.zeros(count, np.int64), DraftTree.empty(), full.length)
+        for layer in range(2):
+            q, k, v = (torch.randn(1, h, count, dim, generator=generator) for h in (heads, kv_heads, kv_heads))
+            full.attend(layer, q, k, v, block, SPEC)
+        full.commit(block, [])
+    return full
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(1, 90),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    n=st.integers(1, 9),
+    quads=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, quads: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    groups = -(-count // short_key_scan.GROUP) + 1
+    shape = (kv_heads, groups, CHUNK, quads, short_key_scan.GROUP, short_key_scan.QUAD)
+    index = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    q = torch.randn(kv_heads * group, n, quads * short_key_scan.QUAD, generator=generator)
+    q[0, 0] = 0
+    found, expected = short_key_scan.best_keys(index, count, q), short_key_scan.by_definition(index, count, q)
+    assert found.shape == (kv_heads * group, n, count)
+    assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.skipif(not fused(), reason="the processor cannot run the kernel")
+def test_a_query_is_scored_alike_alone_and_among_others() -> None:
+    generator = torch.Generator().manual_seed(1)
+    index = torch.randint(
+        0, 256, (2, 40, CHUNK, 4, short_key_scan.GROUP, short_key_scan.QUAD), dtype=torch.uint8, generator=generator
+    )
+    q = torch.randn(4, 7, 16, generator=generator)
+    together = short_key_scan.best_keys(index, 600, q)
+    for i in range(7):
+        assert torch.equal(short_key_scan.best_keys(index, 600, q[:, i : i + 1]), together[:, i : i + 1])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=st.integers(2, 70),
+    count=st.integers(1, 20),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 2),
+    n=st.integers(1, 5),
+    recent=st.sampled_from([0, 1, 15, 16, 17, 40]),
+    spread=st.sampled_from([0.0, 1.0, 40.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_attention_over_chosen_chunks_is_its_definition(
+    chunks: int,
+    count: int,
+    kv_heads: int,
+    group: int,
+    n: int,
+    recent: int,
+    spread: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """By the kernel, and by torch in double precision; where chunks are worth the same, by either's choice."""
+    generator = torch.Generator().manual_seed(seed)
+    heads, count = kv_heads * group, min(count, chunks - 1)
+    q = torch.randn(1, heads, n, 32, generator=generator).to(dtype)
+    k, v = (torch.randn(1, kv_heads, chunks * CHUNK, 32, generator=generator).to(dtype) for _ in "kv")
+    worth = torch.randn(heads, n, chunks, generator=generator) * spread
+    if not spread:  # all the same: as many as asked for, any of them
+        k[:], v[:] = k[:, :, :CHUNK].repeat(1, 1, chunks, 1), v[:, :, :CHUNK].repeat(1, 1, chunks, 1)
+    near = [torch.randn(1, kv_heads, recent + CHUNK, 32, generator=generator).to(dtype) for _ in "kv"]
+    close = 2e-5 if dtype == torch.float32 else 2e-2  # outputs are rounded
+    out, lse = attend_chosen(q, k, v, worth.clone(), count, (near[0], near[1], recent), SPEC)
+    wide = [t.double() for t in (q, k, v, *near)]
+    exact = attend_chosen(*wide[:3], worth.clone(), count, (wide[3], wide[4], recent), SPEC)
+    assert torch.allclose(out.double(), exact.out, atol=close)
+    assert torch.allclose(lse.double(), exact.lse.double(), atol=2e-5)
+    for head in range(heads):
+        for i in range(n):
+            order = [c for c in worth[head, i].argsort(descending=True).tolist() if c][:count]
+            best = worth[head, i, order[0]]
+            kept = [c for c in order if worth[head, i, c] * SPEC.scaling >= best * SPEC.scaling - topk_attention.MARGIN]
+            rows = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in [0, *kept]])
+            held = [
+                torch.cat(
+                    (t[:, head // group : head // group + 1, rows], new[:, head // group : head // group + 1, :recent]),
+                    2,
+                )
+                for t, new in zip((k, v), near, strict=True)
+            ]
+            expected = attend(q[:, head : head + 1, i : i + 1].double(), *(t.double() for t in held), SPEC)
+            assert torch.allclose(out[0, head, i].double(), expected.out[0, 0, 0], atol=close)
+            assert torch.allclose(lse[0, head, i].double(), expected.lse[0, 0, 0].double(), atol=2e-5)
+
+
+def test_a_soft_cap_is_kept() -> None:
+    q, k, v = torch.randn(1, 2, 3, 32), torch.randn(1, 2, 5 * CHUNK, 32), torch.randn(1, 2, 5 * CHUNK, 32)
+    spec = AttentionSpec(0.25, softcap=0.5)
+    out = attend_chosen(q, k[:, :, 16:], v[:, :, 16:], torch.zeros(2, 3, 4), 3, (k, v, 16), spec)
+    assert torch.allclose(out.out, attend(q, k, v, spec).out, atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_query_finds_the_one_key_that_it_looks_for(group: int) -> None:
+    """Wherever it is, though the chunk's other keys point elsewhere; an index of chunk means would not show it."""
+    full = text(4000, heads=2 * group)
+    cache = LowRankCache(full, LowRankConfig(budget=256, window=16, rank=DIM))
+    keys, values = full.read(0, 0, 4000)
+    places = (100, 1234, 3900)
+    for place in places:
+        keys[0, :, place] *= 8 / keys[0, :, place].norm(dim=-1, keepdim=True)
+        values[0, :, place] = 0
+        values[0, :, place, 0] = place
+    cache.sync()
+    for place in places:
+        q = 12 * keys[:, :, place : place + 1].repeat_interleave(group, 1)
+        k, v = torch.zeros(1, 2, 1, DIM), torch.zeros(1, 2, 1, DIM)
+        out = cache.attend(0, q, k, v, Block(np.zeros(1, np.int64), DraftTree.empty(), 4000), SPEC)
+        assert (out[0, :, 0, 0] > 0.99 * place).all()
+
+
+def test_the_index_follows_a_growing_text() -> None:
+    """As if it had been made of the longer text at once, with the same dimensions."""
+    full = text(900)
+    cache = LowRankCache(full, LowRankConfig(budget=200, window=16))
+    cache.sync()
+    generator = torch.Generator().manual_seed(5)
+    for count in (1, 3, 40, 700, 16):
+        block = Block(np.zeros(count, np.int64), DraftTree.empty(), full.length)
+        for layer in range(2):
+            full.attend(layer, *(torch.randn(1, 2, count, DIM, generator=generator) for _ in "qkv"), block, SPEC)
+        full.commit(block, [])
+        cache.sync()
+        index = cache._indexes[1]
+        short, known = index._short.clone(), index._known
+        index._known = 0
+        index.extend(lambda first, last: full.read(1, first, last)[0][0], known * CHUNK)
+        groups = -(-known // short_key_scan.GROUP)
+        assert known == (full.length - 16) // CHUNK
+        assert torch.equal(index._short[:, :groups], short[:, :groups])
+
+
+def test_what_a_query_sees_does_not_depend_on_what_stands_beside_it() -> None:
+    full = text(3000)
+    cache = LowRankCache(full, LowRankConfig(budget=512))
+    cache.sync()
+    pending = np.zeros(1, np.int64)
+    block = Block(pending, DraftTree.from_branches([[1, 2, 3], [4, 5]], 5), 3000)
+    q, k, v = (torch.randn(1, 2, len(block), DIM, generator=torch.Generator().manual_seed(7)) for _ in "qkv")
+    together = cache.attend(0, q, k, v, block, SPEC)
+    first = Block(pending, DraftTree.empty(), 3000)
+    alone = cache.attend(0, *(t[:, :, :1] for t in (q, k, v)), first, SPEC)
+    assert torch.allclose(together[:, :, :1], alone, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("budget", "length", "slots"),
+    [(4096, 5000, 64), (4096, 120_000, 125), (4096, 300_000, 256), (16, 9000, 1), (1, 9, 1)],
+)
+def test_a_query_sees_more_of_a_longer_text_up_to_the_budget(budget: int, length: int, slots: int) -> None:
+    assert LowRankConfig(budget).slots(length) == slots
+
+
+def test_short_keys_cost_a_twenty_first_of_the_full_cache() -> None:
+    length = 20000
+    full = text(300, dim=64)
+    full.extend(
+        {layer: (torch.randn(1, 2, length - 300, 64), torch.randn(1, 2, length - 300, 64)) for layer in range(2)}
+    )
+    cache = LowRankCache(full, LowRankConfig())
+    cache.sync()
+    assert sum(index.nbytes for index in cache._indexes.values()) < 1.25 * length * 2 * 2 * (64 * 2 * 4) * 24 / 512
+
+
+@pytest.mark.parametrize(
+    ("group", "length", "slots"), [(1, 7500, 8), (3, 7500, 24), (8, 7500, 32), (3, 12000, 32), (3, 900, 24)]
+)
+def test_what_the_queries_of_a_group_bring_all_of_them_see_up_to_the_budget(
+    group: int, length: int, slots: int
+) -> None:
+    assert LowRankConfig(512).slots(length, group) == slots
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_queries_of_a_group_choose_together(n: int) -> None:
+    """The output is that of attention over the chunks that are nearest to being some query's best."""
+    full = text(2000, heads=6)
+    cache = LowRankCache(full, LowRankConfig(budget=128, window=16, rank=DIM))
+    cache.sync()
+    q, k, v = (torch.randn(1, h, n, DIM, generator=torch.Generator().manual_seed(2)) for h in (6, 2, 2))
+    block = Block(np.zeros(1, np.int64), DraftTree.from_branches([[1, 2]], 2) if n > 1 else DraftTree.empty(), 2000)
+    out = cache.attend(0, q, k, v, block, SPEC)
+    alone = cache._indexes[0].worth(q[0])
+    keys, values = full.read(0, 0, 2000)
+    tail, slots = 2000 - cache.near, cache.slots(0)
+    assert slots == 6  # of three queries, a fourth of eight chunks each
+    for head in range(2):
+        mine = alone[3 * head : 3 * head + 3, 0]
+        beside = (mine - mine[:, 1:].amax(1, keepdim=True)).amax(0)
+        beside[0] = torch.inf
+        chunks = [int(c) for c in beside.topk(slots + 1).indices if beside[c] * SPEC.scaling >= -topk_attention.MARGIN]
+        rows = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in chunks] + [torch.arange(tail, 2000)])
+        seen = [torch.cat((t[:, head : head + 1, rows], new[:, head : head + 1, :1]), 2)
+                for t, new in ((keys, k), (values, v))]  # fmt: skip
+        for each in range(3 * head, 3 * head + 3):
+            expected = attend(q[:, each : each + 1, :1], *seen, SPEC).out
+            assert torch.allclose(out[:, each : each + 1, :1], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["budget", "window", "rank"])
+def test_settings_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} is 0; it must be at least 1$"):
+        LowRankConfig(**{name: 0})
+    with pytest.raises(ValueError, match=r"^rank is 6; it must be a multiple of 4$"):
+        LowRankConfig(rank=6)
+
+
+WITHOUT_DOTS = """
+import torch
+from forerun.kernels import scan
+assert not scan.DOTS
+generator = torch.Generator().manual_seed(3)
+index = torch.randint(0, 256, (2, 9, 16, 4, 16, 4), dtype=torch.uint8, generator=generator)
+for n in (1, 3, 6):
+    q = torch.randn(4, n, 16, generator=generator)
+    assert torch.allclose(scan.best_keys(index, 140, q), scan.by_definition(index, 140, q), rtol=1e-5, atol=1e-4)
+"""
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not short_key_scan.DOTS, reason="the processor has no such instruction anyway")
+def test_processors_that_do_not_multiply_bytes_find_the_same() -> None:
+    features = vector_ir.features().replace("+avx512vnni", "-avx512vnni")
+    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    subprocess.run([sys.executable, "-c", WITHOUT_DOTS], env=environment, check=True, timeout=300)

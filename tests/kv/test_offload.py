@@ -1,0 +1,398 @@
+"""Keys and values that are not on the device: the same bits, the least bytes, and clear errors where none fit."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from models.test_native import MODELS, SHAPE
+from support.tiny import ARCHITECTURES, LAYOUTS
+from support.tiny import build as tiny_of
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from benchmarks.cli.offload_options import OffloadOptions
+from forerun.cli import app
+from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
+from forerun.core.tree import DraftTree
+from forerun.engine.engine import Engine
+from forerun.kernels.runtime import vector_ir
+from forerun.kv.copy_engine import CopyEngine, Parts, size
+from forerun.kv.full_cache import FullCache
+from forerun.kv.kv_tiers import KVMemory, NoRoomError, least
+from forerun.kv.offloaded import OffloadedCache
+from forerun.models.forward.compiled_scorer import CompiledScorer
+from forerun.models.forward.scorer import Scorer
+
+NATIVE = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+SETTINGS = LongContextConfig(cache_budget=64, chunk=4, gamma1=2, gamma2=4, paced=False, window=24)
+PROMPTS = (700, 40, 301)
+ROOM = 24
+"""Tokens that are generated."""
+
+
+@functools.cache
+def model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """One of six layers; two of them are on the device in any case."""
+    class_name, extra = MODELS[name]
+    made = getattr(transformers, class_name)
+    torch.manual_seed(3)
+    return made(made.config_class(**{**SHAPE, **extra, "num_hidden_layers": 6})).to(dtype).eval()  # type: ignore[no-any-return]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Some tokens again and again, so that there is something to draft."""
+    some = np.random.default_rng(seed).integers(6, 48, 60)
+    return [1, *np.resize(some, length - 1).tolist()]
+
+
+def engines(
+    one: PreTrainedModel, share: float = 0.0, lengths: Sequence[int] = PROMPTS, **more: Any
+) -> tuple[Engine, Engine]:
+    """Without offloading, and with room on the device for the buffers of some texts and a share of the longest."""
+    plain = Engine(one, "none", settings=SETTINGS, cut=False)
+    kv = plain.target.kv
+    buffers = sum(least(kv, length + ROOM + plain.budget) for length in lengths)
+    memory = KVMemory(buffers + int(share * kv.nbytes * max(lengths)), **more)
+    return plain, Engine(one, "none", settings=SETTINGS, cut=False, kv_memory=memory)
+
+
+def texts(one: Engine, drafter: str, lengths: Sequence[int], **how: Any) -> list[list[int]]:
+    from forerun.drafting.recipes import build_drafter
+
+    one.use(build_drafter(drafter, SETTINGS))
+    found = one.generate([prompt(length, length) for length in lengths], max_new_tokens=ROOM, **how).requests
+    assert drafter == "none" or sum(sum(request.stats.accepted) for request in found) > 0
+    return [request.generated.tolist() for request in found]
+
+
+@NATIVE
+@pytest.mark.parametrize(
+    ("dtype", "place"),
+    [
+        (torch.float32, "file and host"),
+        pytest.param(torch.bfloat16, "host", marks=pytest.mark.matrix),
+        pytest.param(torch.float32, "host", marks=pytest.mark.matrix),
+        pytest.param(torch.bfloat16, "file and host", marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_every_bit_is_that_of_a_text_on_the_device(dtype: torch.dtype, place: str, tmp_path: Path) -> None:
+    plain, away = engines(model("qwen2", dtype), **_tiers(place, tmp_path))
+    assert isinstance(away.target, CompiledScorer)
+    for how in ({"do_sample": False}, {"do_sample": True, "seed": 3, "temperature": 0.8}):
+        wanted = texts(plain, "none", PROMPTS, **how)
+        for drafter in ("none", "trie", "retrieval", "low-rank", "triforce-trie", "streaming-self"):
+            assert texts(away, drafter, PROMPTS, **how) == wanted, (drafter, how)
+    assert away.tiers is not None and away.tiers.link.fetched > 0
+    gc.collect()
+    assert not any(away.tiers.taken.values())
+
+
+def _tiers(place: str, folder: Path) -> dict[str, Any]:
+    return {} if place == "host" else {"host": 300_000, "folder": folder}
+
+
+@NATIVE
+@pytest.mark.parametrize("share", [0.0, 0.5, 9.0])
+def test_the_device_is_filled_first(share: float) -> None:
+    plain, away = engines(model(), share, (700,))
+    tokens, kv = 764, plain.target.kv
+    cache = away.prefill(prompt(700), 64)
+    assert away.tiers is not None
+    taken, limit = away.tiers.taken, away.tiers.memory.device
+    assert taken["device"] <= limit
+    if share > 1:
+        assert type(cache) is FullCache and taken["host"] == 0
+        return
+    assert isinstance(cache, OffloadedCache)
+    layer = least(kv, tokens) // 2
+    assert len(cache.away) == (len(kv.layers) - (limit - 2 * layer) // layer)
+    assert taken["host"] == len(cache.away) * layer
+
+
+@NATIVE
+def test_a_prompt_is_brought_away_once_and_does_not_come_back() -> None:
+    _, away = engines(model())
+    assert away.tiers is not None
+    link, length = away.tiers.link, 3001
+    away.tiers.memory = KVMemory(least(away.target.kv, length + 64))
+    fetched: list[int] = []
+    leave = OffloadedCache.leave
+
+    def noting(cache: OffloadedCache, layer: int, count: int) -> None:
+        fetched.append(link.fetched)
+        leave(cache, layer, count)
+
+    OffloadedCache.leave = noting  # type: ignore[method-assign]
+    try:
+        cache = away.prefill(prompt(length), 64)
+    finally:
+        OffloadedCache.leave = leave  # type: ignore[method-assign]
+    whole = away.target.kv.nbytes * (length - 1)
+    assert isinstance(cache, OffloadedCache) and len(cache.away) == len(away.target.kv.layers)
+    assert link.written == whole and fetched[-1] == 0
+    request = away.requests(prompt(length), max_new_tokens=5)[0]
+    request.eos_token_ids = frozenset()
+    before = link.fetched
+    for _ in away.run([request], caches=[cache]):
+        pass
+    assert 4 * whole < link.fetched - before <= 1.1 * 5 * whole  # five passes, of which two layers were there
+    assert link.written - whole <= 5 * away.target.kv.nbytes
+
+
+@NATIVE
+def test_the_next_layer_comes_while_one_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    fetch = CopyEngine.fetch
+    _, away = engines(model(), lengths=(700,))
+    cache = away.prefill(prompt(700), 80)
+    assert isinstance(cache, OffloadedCache) and len(cache.away) == 6
+    monkeypatch.setattr(CopyEngine, "fetch", lambda link, parts: asked.append("fetch") or fetch(link, parts))
+    leave = OffloadedCache.leave
+    monkeypatch.setattr(
+        OffloadedCache, "leave", lambda cache, layer, count: asked.append("done") or leave(cache, layer, count)
+    )
+    request = away.requests(prompt(700), max_new_tokens=1)[0]
+    for _ in away.run([request], caches=[cache]):
+        pass
+    # layers 0 and 1 are there already; each other is sent for before the one before it is done
+    assert asked[:11] == ["done", *["fetch", "done"] * 5]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2", "deepseek_v3", "mixtral"])
+def test_any_decoder_can_be_offloaded(name: str) -> None:
+    class_name, extra = {**ARCHITECTURES, **LAYOUTS}[name]
+    one = tiny_of(class_name, {**extra, "num_hidden_layers": 5}, seed=2)
+    plain = Engine(one, "none", settings=SETTINGS, cut=False)
+    away = Engine(
+        one, "trie", settings=SETTINGS, cut=False, prefill_block=16,
+        kv_memory=KVMemory(least(plain.target.kv, 256)),
+    )  # fmt: skip
+    assert not isinstance(away.target, CompiledScorer)
+    ids = prompt(70)
+    found, wanted = (one.generate(ids, max_new_tokens=24, do_sample=False).requests[0] for one in (away, plain))
+    assert found.generated.tolist() == wanted.generated.tolist()
+    assert away.tiers is not None and away.tiers.link.fetched > 0
+
+
+@NATIVE
+def test_a_text_that_was_read_once_goes_on_again() -> None:
+    plain, away = engines(model())
+    ids = prompt(500)
+    for one in (plain, away):
+        one.use(_built("trie"))
+    caches = [one.prefill(ids, ROOM + 80) for one in (plain, away)]
+    found: list[list[list[int]]] = [[], []]
+    for seed in range(3):
+        for one, cache, mine in zip((plain, away), caches, found, strict=True):
+            cache.truncate(499)
+            request = one.requests(ids, max_new_tokens=ROOM, do_sample=True, seed=seed)[0]
+            for _ in one.run([request], caches=[cache]):
+                pass
+            mine.append(request.generated.tolist())
+    assert found[0] == found[1]
+
+
+def _built(name: str) -> Any:
+    from forerun.drafting.recipes import build_drafter
+
+    return build_drafter(name, SETTINGS)
+
+
+@NATIVE
+def test_a_full_disk_ends_the_request_and_frees_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, away = engines(model(), lengths=(500,), host=0, folder=tmp_path)
+
+    def full(*told: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"bytes of keys and values cannot be kept in .*: No space left"):
+        away.generate(prompt(500), max_new_tokens=4)
+    assert away.tiers is not None and not any(away.tiers.taken.values())
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    assert len(away.generate(prompt(500), max_new_tokens=4, do_sample=False).requests[0].generated) == 4
+
+
+@NATIVE
+def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, away = engines(model(), lengths=(700, 301))
+    assert away.tiers is not None
+    wanted = texts(plain, "none", (301,), do_sample=False)[0]
+    bad, good = (away.requests(prompt(n, n), max_new_tokens=ROOM, do_sample=False)[0] for n in (700, 301))
+    fetch = CopyEngine.fetch
+
+    def failing(link: CopyEngine, parts: Parts) -> Any:
+        def fail() -> None:
+            raise OSError("in the test")
+
+        return link.then(fail) if size(parts) > 600 * away.target.kv.nbytes // 6 else fetch(link, parts)
+
+    monkeypatch.setattr(CopyEngine, "fetch", failing)
+    with away.batch() as batch:
+        with away.tiers.expecting([batch.tokens(bad), batch.tokens(good)]):
+            batch.admit(bad)
+            batch.admit(good)
+        while batch:
+            batch.step()
+    assert isinstance(bad.error, OSError) and good.error is None
+    assert good.generated.tolist() == wanted
+    del batch
+    gc.collect()
+    assert away.tiers is not None and not any(away.tiers.taken.values())
+
+
+@NATIVE
+def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
+    kv = Engine(model(), "none").target.kv
+    away = Engine(model(), "none", kv_memory=KVMemory(least(kv, 300)))
+    assert away.tiers is not None
+    with torch.inference_mode():
+        cache = away.tiers.cache(300)
+        block = Block(np.array([5]), DraftTree(np.array([7, 8]), np.array([-1, -1])), 0)
+        for layer, shape in away.target.kv.layers.items():
+            rows = torch.arange(3.0).view(1, 1, 3, 1).expand(1, shape.heads, 3, shape.dim)
+            cache.append(layer, rows, rows)
+        cache.commit(block, [1])
+        assert cache.lost is None
+    assert isinstance(cache, OffloadedCache) and cache.length == 2
+    for layer in cache.away:
+        assert cache._layers[layer][0][0, 0, :2, 0].tolist() == [0.0, 2.0]
+
+
+@NATIVE
+def test_probes_of_a_window_find_room_in_a_cache_of_a_fixed_size() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 52, "do_sample": False, "eos_token_id": None}
+    wanted = Engine(model(), "none").generate([prompt(200)], **options).generated
+    kv = Engine(model(), "none").target.kv
+    away = Engine(model(), "jacobi", budget=4, cut=False, kv_memory=KVMemory(least(kv, 256)))
+    assert away.generate([prompt(200)], **options).generated == wanted
+
+
+@NATIVE
+def test_what_was_expected_in_vain_is_forgotten() -> None:
+    kv = Engine(model(), "none").target.kv
+    away = Engine(model(), "none", kv_memory=KVMemory(kv.nbytes * 512, host=0))
+    assert away.tiers is not None
+    with pytest.raises(NoRoomError), away.tiers.expecting([1 << 20, 512]):
+        away.tiers.cache(1 << 20)
+    assert not isinstance(away.tiers.cache(512), OffloadedCache)
+
+
+@NATIVE
+def test_what_fits_nowhere_is_said_with_the_numbers() -> None:
+    one = model()
+    with pytest.raises(NoRoomError, match=r"a text of 568 tokens needs 393,216 bytes on the device.*; 1,000 of 1,000"):
+        Engine(one, "none", kv_memory=1000).generate(prompt(500), max_new_tokens=4)
+    small = KVMemory(400_000, host=50_000)
+    with pytest.raises(NoRoomError, match=r"beside the device; 50,000 of 50,000 are free, and no folder"):
+        Engine(one, "none", kv_memory=small).generate(prompt(500), max_new_tokens=4)
+    for wrong in ({"device": -1}, {"device": 1, "host": -1}, {"device": 1, "bandwidth": 0.0}):
+        with pytest.raises(ValueError, match="must be"):
+            KVMemory(**wrong)
+    with pytest.raises(ValueError, match="a TopKCache reads all keys in each of its passes"):
+        texts(engines(one, lengths=(500,))[1], "topk", (500,))
+
+
+@NATIVE
+@pytest.mark.parametrize("name", ["RetrievalCache", "LowRankCache"])
+def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
+    plain, away = engines(model(), lengths=(700,))
+    assert away.tiers is not None
+    seen = []
+    for one in (plain, away):
+        one.use(_built({"RetrievalCache": "retrieval", "LowRankCache": "low-rank"}[name]))
+        one.target.keeps_queries = True
+        cache = one.prefill(prompt(700), 80)
+        (request,) = one.requests(prompt(700), max_new_tokens=4)
+        with one.batch() as batch, torch.inference_mode():
+            batch.admit(request, cache)
+            while len(request.generated) < 3:
+                batch.step()
+            (view,) = cache.views
+            assert type(view).__name__ == name
+            before = away.tiers.link.fetched
+            q, k = (torch.randn(1, heads, 1, 16, generator=torch.Generator().manual_seed(4)) for heads in (6, 2))
+            block = Block(np.array([7]), DraftTree.empty(), view.length)
+            seen.append(view.attend(3, q, k, k, block, cache.specs[3]))
+    moved = away.tiers.link.fetched - before
+    assert moved < away.target.kv.nbytes // 6 * 64  # its budget is 64 tokens
+    assert torch.allclose(*seen, atol=1e-5)
+
+
+@NATIVE
+def test_a_cache_of_a_fixed_size_says_when_it_is_full() -> None:
+    kv = Scorer(model()).kv
+    cache = Engine(model(), "none", kv_memory=least(kv, 200)).prefill(prompt(100), 60)
+    assert isinstance(cache, OffloadedCache) and cache.capacity == 256
+    rows = {i: tuple(torch.zeros(1, t.shape[1], 200, t.shape[3]) for t in cache.read(i, 0, 1)) for i in cache.layers}
+    with pytest.raises(ValueError, match="room for 256 tokens, not for 299"):
+        cache.extend(rows)
+
+
+@pytest.mark.matrix
+def test_the_commands_know_it(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog and then it sleeps in the sun. " * 60)
+    told = ["generate", "-p", text.read_text()[:1500], "-n", "8", "--json", "--drafter", "trie"]
+    plain = CliRunner().invoke(app, told)
+    away = CliRunner().invoke(
+        app, [*told, "--kv-memory", "3.5MB", "--kv-host-memory", "0", "--kv-folder", str(tmp_path)]
+    )
+    assert plain.exit_code == away.exit_code == 0, away.output
+    assert json.loads(plain.stdout)["text"] == json.loads(away.stdout)["text"]
+    for wrong, why in (
+        (["--kv-folder", "x"], "--kv-folder is of what does not fit on the device; add --kv-memory"),
+        (["--kv-memory", "much"], "--kv-memory is 'much'"),
+    ):
+        result = CliRunner().invoke(app, ["generate", "-p", "Hi", *wrong])
+        assert result.exit_code == 2 and why in result.output
+    out = tmp_path / "out"
+    told = [
+        "bench",
+        "offload",
+        "--text",
+        str(text),
+        "--contexts",
+        "300",
+        "--rounds",
+        "1",
+        "-n",
+        "48",
+        "--out",
+        str(out),
+    ]
+    result = CliRunner().invoke(app, [*told, "--drafters", "trie", "--cache-budget", "32"])
+    assert result.exit_code == 0, result.output
+    report = json.loads((out / "offload.json").read_text())
+    (read,) = report["parts"]["reading"]
+    assert read["written"] == read["away_bytes"] and read["of_least"] == 1
+    assert [row["same_output"] for row in report["parts"]["speed"]] == [1, 1]
+    assert (out / "offload-speed.png").stat().st_size > 5000 and "tokens/s" in (out / "offload.md").read_text()
+    kept = CliRunner().invoke(app, [*told, "--drafters", "trie", "--kv-memory", "1GB"])
+    assert kept.exit_code == 0, kept.output
+    assert json.loads((out / "offload.json").read_text())["settings"]["bandwidth"] > 1
+
+
+def test_bench_offload_takes_a_bandwidth_alone_and_refuses_the_rest_at_once() -> None:
+    assert OffloadOptions(simulate_bandwidth="1GB").sizes() == {"simulate_bandwidth": 10**9}
+    for wrong, why in (
+        ({"simulate_bandwidth": "much"}, "--simulate-bandwidth is 'much'"),
+        ({"kv_host_memory": "1GB", "simulate_bandwidth": "1GB"}, "--kv-host-memory is of .* add --kv-memory"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            OffloadOptions(**wrong)  # type: ignore[arg-type]

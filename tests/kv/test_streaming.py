@@ -1,0 +1,357 @@
+"""StreamingLLM's cache against a slow one that keeps everything: drafts, trees, blocks of all sizes, all models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import toy
+from support.tiny import ARCHITECTURES, LAYOUTS, VOCABULARY, tiny
+
+from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig as DraftSettings
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.drafting.recipes import build_drafter
+from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.linear import ordered_modules
+from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
+from forerun.kv.rerotation import Rotation
+from forerun.kv.streaming import StreamingCache
+from forerun.models.forward.rotary_probe import find_rotation
+from forerun.models.forward.scorer import Scorer
+
+SLACK = 5
+
+
+class Oracle(Cache):
+    """Keeps every key as the model gave it, and what each is seen at follows from the rule; attention by definition."""
+
+    def __init__(self, window: int, sinks: int, slack: int, rotation: Rotation | None) -> None:
+        self.window, self.sinks, self.slack, self.rotation = window, sinks, slack, rotation
+        self.length = 0
+        self.kept: list[int] = []  # the tokens' places in the text
+        self.born: list[int] = []  # the position that each committed token's key was computed with
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tail: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def positions(self, block: Block) -> np.ndarray:
+        return block.positions if self.rotation is None else len(self.kept) + block.offsets
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        self.tail[layer] = (k, v)
+        held = len(self.kept)
+        if held:
+            keys, values = self.layers[layer]
+            moved = [self.move(layer, keys[:, :, [i]], place - self.born[i]) for place, i in enumerate(self.kept)]
+            k, v = torch.cat((*moved, k), 2), torch.cat((values[:, :, self.kept], v), 2)
+        seen = np.concatenate((np.ones((len(block), held), bool), block.visible), 1)
+        if spec.window is not None:
+            places = np.concatenate((np.arange(held), held + block.offsets))
+            seen &= places > held + block.offsets[:, None] - spec.window
+        return toy.softmax_weights(q, k, seen, spec) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    def move(self, layer: int, key: torch.Tensor, by: int) -> torch.Tensor:
+        return key if self.rotation is None else self.rotation(layer, key, by)
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        m = len(block.pending)
+        rows = [*range(m), *(m + node for node in path)]
+        self.born += self.positions(block)[rows].tolist()
+        for layer, pair in self.tail.items():
+            new = tuple(t[:, :, rows] for t in pair)
+            old = self.layers.get(layer)
+            self.layers[layer] = (
+                new if old is None else tuple(torch.cat(both, 2) for both in zip(old, new, strict=True))
+            )
+        self.kept += range(self.length, self.length + len(rows))
+        self.length += len(rows)
+        if len(self.kept) > self.sinks + self.window + self.slack:
+            self.kept = self.kept[: self.sinks] + self.kept[-self.window :]
+
+    def truncate(self, length: int) -> None:
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+def state(cache: StreamingCache) -> list[torch.Tensor]:
+    return [t[:, :, : cache._held] for _, rows in sorted(cache._layers.items()) for t in rows]
+
+
+def equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(a, b, strict=True))
+
+
+def same(a: StreamingCache, b: StreamingCache) -> bool:
+    return (a.length, a._held) == (b.length, b._held) and equal(state(a), state(b))
+
+
+@given(
+    st.lists(toy.steps(SLACK), max_size=12),
+    st.integers(0, 5),
+    st.integers(1, 9),
+    st.sampled_from([AttentionSpec(0.3), AttentionSpec(0.3, 1), AttentionSpec(0.3, 4), AttentionSpec(0.5, 11, 2.0)]),
+    st.booleans(),
+)
+@settings(max_examples=120, deadline=None)
+def test_attention_and_state_are_as_if_all_was_kept_and_nothing_was_drafted(
+    script: list[Any], sinks: int, window: int, spec: AttentionSpec, turning: bool
+) -> None:
+    rotation = toy.ROTATION if turning else None
+    cache, undrafted = (StreamingCache(window, sinks, SLACK, rotation) for _ in range(2))
+    oracle = Oracle(window, sinks, SLACK, rotation)
+
+    def step(block: Block, node: int) -> None:
+        outs = [toy.feed(each, block, spec) for each in (cache, undrafted, oracle)]
+        assert torch.equal(outs[0], outs[1])
+        assert (outs[0] - outs[2]).abs().max() < 1e-11
+        for each in (cache, undrafted, oracle):
+            each.commit(block, toy.path_to(block.tree, node))
+        assert cache.length == oracle.length and cache._held == len(oracle.kept)
+        assert same(cache, undrafted)
+
+    for pending, tree, node, drafts, right in script:
+        step(Block(np.array(pending), tree, cache.length), node)
+        before = cache.length
+        for token in drafts:
+            block = toy.chain([token], cache.length)
+            toy.feed(cache, block, spec)
+            cache.commit(block, [])
+        cache.truncate(before)
+        assert same(cache, undrafted)
+        for token in drafts[:right]:
+            step(toy.chain([token], cache.length), -1)
+
+
+def blocks(total: int, seed: int) -> list[tuple[list[int], DraftTree, list[int]]]:
+    """Blocks of one to twenty pending tokens, some with a tree of which a branch is accepted."""
+    rng = np.random.default_rng(seed)
+    made, length = [], 0
+    while length < total:
+        pending = rng.integers(0, VOCABULARY, rng.choice([1, 1, 1, 3, 20])).tolist()
+        n = int(rng.integers(0, 6))
+        parents = np.array([rng.integers(-1, i) if i else -1 for i in range(n)], np.int64)
+        tree = DraftTree(rng.integers(0, VOCABULARY, n), parents)
+        path = toy.path_to(tree, int(rng.integers(-1, n)) if n else -1)
+        made.append((pending, tree, path))
+        length += len(pending) + len(path)
+    return made
+
+
+def step_through(model: Any, caches: Sequence[Cache], script: list[Any]) -> list[list[torch.Tensor]]:
+    """Logits of every pass, by cache."""
+    scorer = Scorer(model)
+    found: list[list[torch.Tensor]] = [[] for _ in caches]
+    with torch.inference_mode():
+        for pending, tree, path in script:
+            for logits, cache in zip(found, caches, strict=True):
+                block = Block(np.array(pending), tree, cache.length)
+                logits += scorer.score([block], [cache])
+                cache.commit(block, path)
+    return found
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("ordered_sums", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_window_longer_than_the_text_gives_what_the_full_cache_gives(
+    architecture: str, ordered_sums: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit where the full cache, too, merges attention over the text with attention over the block.
+
+    In a verifying pass on a CPU a full cache sums in blocks of absolute positions instead, so that a token's bits do
+    not depend on the pass. A streaming cache has no such blocks: when its window moves, its keys do. It only drafts, so
+    its sums need no order, and agree with those up to rounding.
+    """
+    if not ordered_sums:
+        monkeypatch.setattr(ordered_modules, "attends", lambda *_: False)
+    model = tiny(architecture)
+    caches = (FullCache(), StreamingCache(80, 4, SLACK, find_rotation(model)), StreamingCache(90, 0, SLACK))
+    full, *streaming = step_through(model, caches, blocks(60, 1))
+    for found in streaming:
+        if ordered_sums:
+            torch.testing.assert_close(full, found, rtol=1e-6, atol=1e-6)
+        else:
+            assert equal(full, found)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "rotating"),
+    [
+        pytest.param(architecture, rotating, marks=[pytest.mark.matrix] * ((i + rotating) % 2))
+        for i, architecture in enumerate([*ARCHITECTURES, *LAYOUTS])
+        for rotating in (True, False)
+    ],
+)
+def test_every_model_sees_sinks_and_window_as_if_all_was_kept(architecture: str, rotating: bool) -> None:
+    model = tiny(architecture)
+    rotation = find_rotation(model) if rotating else None
+    if rotating and rotation is None:
+        pytest.skip("learned positions cannot be moved")
+    caches = (Oracle(8, 3, SLACK, rotation), StreamingCache(8, 3, SLACK, rotation))
+    expected, found = step_through(model, caches, blocks(100, 2))
+    assert caches[1].length > 90 and caches[1]._held <= 16
+    for a, b in zip(expected, found, strict=True):  # many models normalise in float32
+        assert ((a - b).norm(dim=-1) / a.norm(dim=-1)).max() < 1e-5
+
+
+def test_ragged_rows_in_one_pass_are_as_each_alone() -> None:
+    model = tiny("mistral")
+    rotation, scorer = find_rotation(model), Scorer(model)
+    lengths = (1, 2, 7, 40)  # shorter than the sinks, than the window, than neither
+    alone, together = ([StreamingCache(6, 3, 2, rotation) for _ in lengths] for _ in range(2))
+    rng = np.random.default_rng(3)
+    with torch.inference_mode():
+        for sizes in (lengths, *[(1, 2, 1, 3)] * 8):
+            tokens = [rng.integers(0, VOCABULARY, size).tolist() for size in sizes]
+            rows = [toy.chain(new, cache.length) for new, cache in zip(tokens, alone, strict=True)]
+            expected = [scorer.score([block], [cache])[0] for block, cache in zip(rows, alone, strict=True)]
+            for a, b in zip(expected, scorer.score(rows, together), strict=True):
+                assert (a - b).norm() / a.norm() < 1e-5
+            for block, one, other in zip(rows, alone, together, strict=True):
+                one.commit(block, [])
+                other.commit(block, [])
+
+
+@pytest.mark.parametrize("length", [600, pytest.param(3000, marks=pytest.mark.matrix)])
+def test_memory_and_positions_are_bounded_however_long_the_text(length: int) -> None:
+    model = tiny("llama")
+    scorer, cache = Scorer(model), StreamingCache(20, 4, 16, find_rotation(model))
+    sizes, highest, token = set(), 0, np.array([3])
+    with torch.inference_mode():
+        for _ in range(length):
+            block = Block(token, DraftTree.empty(), cache.length)
+            highest = max(highest, int(cache.positions(block).max()))
+            token = scorer.score([block], [cache])[0].argmax(-1).numpy()
+            cache.commit(block, [])
+            if cache.length > 100:
+                sizes.add(cache.nbytes)
+    assert cache.length == length
+    assert highest == 4 + 20 + 16
+    per_token = 2 * 2 * 2 * 8 * 8  # layers, keys and values, KV heads, dimensions, bytes
+    assert sizes == {2 * (4 + 20 + 16 + 1) * per_token}
+
+
+def test_the_room_for_blocks_grows_to_the_largest() -> None:
+    cache = StreamingCache(4, 1, 2)
+    for size in (3, 50, 1, 50, 20, 1):
+        block = toy.chain([1] * size, cache.length)
+        toy.feed(cache, block, AttentionSpec(0.3))
+        cache.commit(block, [])
+    assert cache._held <= 7
+    assert cache.nbytes == 2 * 2 * (7 + 50) * toy.KV_HEADS * toy.SIZE * 8
+
+
+def test_a_pass_without_commit_leaves_no_trace() -> None:
+    plain, disturbed = (StreamingCache(4, 1, 2, toy.ROTATION) for _ in range(2))
+    for token in range(30):
+        if token % 3 == 0:
+            toy.feed(disturbed, toy.chain(list(range(9)), disturbed.length), AttentionSpec(0.3))
+        for cache in (plain, disturbed):
+            block = toy.chain([token], cache.length)
+            toy.feed(cache, block, AttentionSpec(0.3))
+            cache.commit(block, [])
+        assert same(plain, disturbed)
+
+
+def read(cache: StreamingCache, tokens: Sequence[int]) -> torch.Tensor:
+    block = toy.chain(tokens, cache.length)
+    out = toy.feed(cache, block, AttentionSpec(0.3))
+    cache.commit(block, [])
+    return out
+
+
+@pytest.mark.parametrize("held", [0, 2, 4])
+def test_skipping_leaves_sinks_and_what_comes_after(held: int) -> None:
+    skipping, plain = StreamingCache(8, 4, 3, toy.ROTATION), StreamingCache(8, held, 3, toy.ROTATION)
+    for cache in (skipping, plain):
+        if held:
+            read(cache, [*range(held)])
+    skipping.skip(1000)
+    assert skipping.length == held + 1000
+    for token in range(30):  # it goes on as if sinks and tail were the text
+        assert torch.equal(read(skipping, [token]), read(plain, [token]))
+    assert skipping._held == plain._held and skipping.length == plain.length + 1000
+    skipping.truncate(skipping.length - 2)
+    plain.truncate(plain.length - 2)
+    assert torch.equal(read(skipping, [7, 8]), read(plain, [7, 8]))
+
+
+def test_skipping_in_several_steps_and_back_to_the_start() -> None:
+    cache = StreamingCache(8, 4, 3, toy.ROTATION)
+    read(cache, [1, 2])
+    cache.skip(5)
+    cache.skip(0)
+    cache.skip(6)
+    assert cache.length == 13
+    read(cache, [3])
+    with pytest.raises(ValueError, match="behind the 2 sinks only, and 3 are held"):
+        cache.skip(1)
+    cache.truncate(2)
+    read(cache, [1, 2, 3])  # four sinks are allowed again
+    read(cache, list(range(20)))
+    fresh = StreamingCache(8, 4, 3, toy.ROTATION)
+    read(fresh, [1, 2, 1, 2, 3])
+    read(fresh, list(range(20)))
+    assert same(cache, fresh)
+
+
+def test_truncating_reaches_whatever_is_held_and_names_what_is_not() -> None:
+    cache = StreamingCache(10, 3, 2)
+    for token in range(16):
+        read(cache, [token])
+    assert cache._held == 13  # tokens 3, 4 and 5 have just gone, and could come back
+    cache.truncate(5)
+    assert cache.length == cache._held == 5
+    for token in range(5, 30):
+        read(cache, [token])
+    cache.truncate(25)  # the eviction at 28 is taken back, the one at 25 is not
+    with pytest.raises(ValueError, match=r"length is 14, .*it must be between 15 and 25, or at most 3"):
+        cache.truncate(14)
+    cache.truncate(15)
+    assert cache._held == 3
+    cache.truncate(2)
+    assert torch.equal(state(cache)[1], toy.VALUES[:, :, :2])
+    for wrong in (3, -1):
+        with pytest.raises(ValueError, match=f"length is {wrong}; it must be between 0 and 2"):
+            cache.truncate(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"window": 0}, "window is 0; it must be at least 1"),
+        ({"window": 1, "sinks": -1}, "sinks is -1; it must be 0 or more"),
+        ({"window": 1, "slack": -2}, "slack is -2; it must be 0 or more"),
+    ],
+)
+def test_wrong_values_are_refused(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StreamingCache(**arguments)
+    with pytest.raises(ValueError, match="count is -1"):
+        StreamingCache(4).skip(-1)
+
+
+@pytest.mark.parametrize("name", ["streaming", "streaming-self", "h2o"])
+@torch.inference_mode()
+def test_drafts_longer_than_the_window_can_be_rejected(name: str) -> None:
+    options = DraftSettings(tiny("llama"), gamma2=200, paced=False, cache_budget=8, window=4)
+    drafter, request = build_drafter(name, options), Request(list(range(6, 18)), 300)
+    drafter.bind(Scorer(tiny("llama")))
+    drafter.begin(request)
+    drafter.prefilled(request, FullCache())
+    assert drafter.catch_up(request, len(request))
+    first = drafter.propose(request, 200).tokens.tolist()
+    request.append((first[0] + 1) % VOCABULARY)
+    assert len(first) == len(drafter.propose(request, 200)) == 200

@@ -1,0 +1,250 @@
+"""GGUF models whose weights stay as they are stored: the bits of the dequantised model, in every pass, or an error."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models.test_gguf import logits, write
+from models.test_native import SHAPE, kept, scored
+from torch import nn
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from benchmarks.peers import known
+from forerun import Engine
+from forerun.cli import app
+from forerun.kernels.runtime import vector_ir
+from forerun.models.forward.compiled_scorer import CompiledScorer, native
+from forerun.models.forward.exactness import Exactness, probe
+from forerun.models.forward.gate import admit
+from forerun.models.forward.scorer import Scorer
+from forerun.models.loading import as_stored
+from forerun.models.loading.gguf import read_header
+from forerun.models.loading.load import load
+from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear, dtype_name
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[real]'")
+pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+
+NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
+"""Model types, and what GGUF calls them."""
+KINDS = ("Q4_0", "Q8_0", "Q4_1", "F16", "Q5_0", "F32", "Q5_1", "BF16")
+MIXED = "mixed"
+
+
+def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Write a tiny model of that type; gives it read as stored, and with the numbers that gguf dequantises.
+
+    Args:
+        file: where to.
+        name: of the model type.
+        kind: of all matrices, or ``mixed`` for another kind from tensor to tensor.
+    """
+    exact = copy.deepcopy(kept(name, torch.float32))
+    writer = gguf.GGUFWriter(file, NAMES[name])
+    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == NAMES[name])
+    names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"])
+    for i, (ours, weight) in enumerate(exact.named_parameters()):
+        array, theirs = weight.detach().numpy(), names.get_name(ours, (".weight", ".bias"))
+        if array.ndim == 2:
+            number = gguf.GGMLQuantizationType[KINDS[i % len(KINDS)] if kind == MIXED else kind]
+            raw = gguf.quants.quantize(array, number)
+            weight.data = torch.from_numpy(gguf.dequantize(raw, number).astype(np.float32))
+            writer.add_tensor(theirs, in_pairs(ours, raw, name), raw_dtype=number)
+        else:
+            writer.add_tensor(theirs, in_pairs(ours, array, name) + (name == "gemma3_text" and "norm" in ours))
+    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        finish()
+    writer.close()
+    return as_stored.load_as_stored(file, read_header(file), copy.deepcopy(exact.config)).eval(), exact
+
+
+def in_pairs(ours: str, rows: np.ndarray, name: str) -> np.ndarray:
+    """Rows of queries and keys as GGUF has those of Llama: the two halves of a head's dimensions alternate."""
+    if NAMES[name] != "llama" or not ("q_proj" in ours or "k_proj" in ours):
+        return rows
+    heads = SHAPE["num_attention_heads" if "q_proj" in ours else "num_key_value_heads"]
+    return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape))
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, PreTrainedModel]:
+    return store(tmp_path_factory.mktemp("stored") / "m.gguf", "llama", MIXED)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: Path, name: str, kind: str) -> None:
+    model, exact = store(tmp_path / "m.gguf", name, kind)
+    program = admit(model)
+    assert isinstance(program, CompiledScorer)
+    whole = scored(native(Scorer(exact)), [300])
+    for sizes in ([300], [1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44]):
+        assert torch.equal(scored(program, sizes), whole)
+    assert probe(program) == Exactness("bitwise")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_s_own_forward_pass_is_near_the_dequantised_one_s(tmp_path: Path, name: str) -> None:
+    model, exact = store(tmp_path / "m.gguf", name, MIXED)
+    ids = torch.arange(40)[None]
+    with torch.inference_mode():
+        found, expected = model(ids).logits, exact(ids).logits
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    arguments: Any = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **arguments), exact.generate(ids, **arguments))
+
+
+def test_without_a_program_passes_are_bitwise_exact_too(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    model, exact = pair
+    assert torch.equal(scored(Scorer(model), [1, 5, 94]), scored(Scorer(exact), [100]))
+    assert probe(Scorer(model)) == Exactness("bitwise")
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("drafter", ["lookup", "trie", "jacobi", "retrieval", "low-rank"])
+def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreTrainedModel], drafter: str) -> None:
+    model, exact = pair
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
+    for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
+        how: Any = {"max_new_tokens": 60, "eos_token_id": None, **more}
+        plain = Engine(model, "none").generate(prompts, **how).generated
+        assert plain == Engine(exact, "none").generate(prompts, **how).generated
+        engine = Engine(model, drafter)
+        assert engine.exactness == "bitwise"
+        assert engine.generate(prompts, **how).generated == plain
+        assert [engine.generate(prompt, **how).generated[0] for prompt in prompts[:1]] == (
+            [Engine(model, "none").generate(prompts[0], **how).generated[0]]
+        )
+
+
+def test_nothing_is_dequantised_or_kept_twice(tmp_path: Path) -> None:
+    model, _ = store(tmp_path / "m.gguf", "qwen3", "Q4_1")
+    weights = {weight.data_ptr(): weight for weight in model.parameters()}
+    assert {weight.dtype for weight in weights.values() if weight.dim() == 2} == {torch.uint8}
+    assert sum(weight.nbytes for weight in weights.values() if weight.dim() == 1) < 3 * 6 * 96 * 4
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ours = model.model.layers[1].self_attn.q_proj.weight.numpy()
+    header = read_header(tmp_path / "m.gguf")
+    begin = header.data + header.tensors["blk.1.attn_q.weight"].offset
+    there = np.frombuffer((tmp_path / "m.gguf").read_bytes()[begin : begin + ours.nbytes], np.uint8)
+    assert np.array_equal(ours.ravel(), there)
+    base = model.model.embed_tokens.weight.data_ptr() - header.tensors["token_embd.weight"].offset
+    for layer, module in enumerate(model.model.layers):  # all lie where the file was mapped
+        offset = header.tensors[f"blk.{layer}.ffn_down.weight"].offset
+        assert module.mlp.down_proj.weight.data_ptr() == base + offset
+
+
+def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "Q4_1")
+    model, tokenizer = load(str(file), "stored")
+    plain, _ = load(str(file), "float32", device="cpu")
+    assert float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 1e-5
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == plain.generation_config.eos_token_id
+    assert dtype_name(model) == "stored" and dtype_name(plain) == "float32"
+    assert not model.training and model.dtype == torch.float32 and model.device.type == "cpu"
+    arguments = ["generate", "-m", str(file), "--dtype", "stored", "--raw", "-p", "again and", "-n", "4"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == f"{file}: the weights (Q4_1, F32) stay as they are stored\n"
+
+
+CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "by a hook": lambda model: model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2),
+    "of a module": lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
+    "of a norm": lambda model: model.model.norm.weight.data.mul_(2),
+    "of the head": lambda model: model.set_output_embeddings(nn.Linear(96, 75, bias=False).requires_grad_(False)),
+    "of the type": lambda model: model.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_in_the_next_pass(tmp_path: Path, change: str) -> None:
+    model, _ = store(tmp_path / "m.gguf", "llama", "Q8_0")
+    scorer = native(Scorer(model))
+    before = scored(scorer, [20])
+    CHANGES[change](model)
+    after, own = scored(scorer, [20]), scored(Scorer(model), [20])
+    assert float((after - own).norm() / own.norm()) < (0.05 if change == "of the type" else 1e-5)
+    assert not torch.equal(after, before)
+
+
+# --- refused
+
+
+def refused(how: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError) as error:
+        how()
+    return str(error.value)
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path) -> None:
+    assert "dtype is 'stored', which is for GGUF files, and" in refused(lambda: load("bundled", "stored"))
+    kept("llama", torch.float32).save_pretrained(tmp_path / "folder")
+    assert f"{tmp_path / 'folder'} is none" in refused(lambda: load(str(tmp_path / "folder"), "stored"))
+
+
+def test_cuda_is_refused_and_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path / "m.gguf", "Q4_1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load(str(file), "stored")[0].device.type == "cpu"
+    message = refused(lambda: load(str(file), "stored", device="cuda"))
+    assert "no kernel for it on cuda" in message and "--dtype bfloat16" in message
+
+
+def test_a_quantisation_without_a_kernel_is_named_with_its_tensor(tmp_path: Path) -> None:
+    odd = gguf.GGMLQuantizationType.IQ4_NL
+
+    def add(writer: Any) -> None:
+        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((64, 18), np.uint8), raw_dtype=odd)
+
+    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=("blk.0.ffn_up.weight",))
+    message = refused(lambda: load(str(file), "stored"))
+    assert "there is no kernel for IQ4_NL, as tensor blk.0.ffn_up.weight is stored" in message
+    assert "--dtype bfloat16 dequantises" in message
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "Q4_1", without=("blk.1.ffn_up.weight", "output_norm.weight"))
+    message = refused(lambda: load(str(file), "stored"))
+    assert "incomplete and would be random: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
+
+
+def test_a_processor_without_a_kernel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(as_stored, "unusable", lambda: "the processor has no fused multiply-add")
+    message = refused(lambda: load(str(write(tmp_path / "m.gguf", "Q4_1")), "stored"))
+    assert "no kernel for stored weights here: the processor has no fused multiply-add" in message
+
+
+def test_stored_weights_are_not_saved(pair: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path) -> None:
+    assert "keep the file" in refused(lambda: pair[0].save_pretrained(tmp_path))
+
+
+def test_modules_say_what_they_are(pair: tuple[PreTrainedModel, PreTrainedModel]) -> None:
+    layer, embedding = pair[0].model.layers[0].mlp.down_proj, pair[0].model.embed_tokens
+    assert isinstance(layer, StoredLinear) and isinstance(embedding, StoredEmbedding)
+    assert "in_features=96, out_features=96, bias=True, kind=" in repr(layer)
+    assert repr(embedding) == f"StoredEmbedding(75, 96, kind={embedding.kind})"
+
+
+# --- other engines
+
+
+def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "Q4_1")
+    model, tokenizer = load(str(file), "stored")
+    subject = known.Subject(model, tokenizer, file, 64)
+    (tmp_path / "peer").mkdir()
+    known.write_gguf(subject, tmp_path / "peer")
+    assert (tmp_path / "peer" / "model.gguf").resolve() == file.resolve()
+    reads_floats = known.Kind("fake", {}, "fake_peer", known.write_openvino, lambda subject: {}, {"fake": {}})
+    with known.loaded(subject, [reads_floats]) as found:
+        assert found.absent == {"fake": "it cannot be given weights as a GGUF file stores them"}

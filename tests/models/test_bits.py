@@ -1,0 +1,107 @@
+"""What ``exactness.probe`` finds out, and that it names what it found."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from models.test_native import MODELS, kept
+from support.tiny import tiny
+
+from forerun.core.block import Block
+from forerun.kernels.linear import ordered_modules
+from forerun.kernels.runtime import vector_ir
+from forerun.kv.cache import Cache
+from forerun.models.forward import exactness
+from forerun.models.forward.compiled_scorer import CompiledScorer, native
+from forerun.models.forward.exactness import Exactness, probe
+from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.weight_layout import lay_out
+
+pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+
+BITWISE = Exactness("bitwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_are_bitwise_exact(name: str, dtype: torch.dtype) -> None:
+    scorer = native(Scorer(kept(name, dtype)))
+    assert isinstance(scorer, CompiledScorer)
+    assert probe(scorer) == BITWISE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_models_of_no_program_are_bitwise_exact(name: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny(name)).to(dtype)
+    lay_out(model)
+    assert probe(Scorer(model), 128) == BITWISE
+
+
+class Wrapped(Scorer):
+    """A model's scorer whose logits are off by a bit in some passes."""
+
+    def __init__(self, *, trees: bool = False, batches: bool = False, above: int | None = None) -> None:
+        super().__init__(tiny("llama"))
+        self._trees, self._batches, self._above = trees, batches, above
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        found = super().score(blocks, caches)
+        tree, batch = any(not block.tree.is_chain for block in blocks), len(blocks) > 1
+        large = self._above is not None and sum(map(len, blocks)) > self._above
+        if (self._trees and tree) or (self._batches and batch) or large:
+            return [torch.nextafter(logits, torch.full_like(logits, torch.inf)) for logits in found]
+        return found
+
+
+def test_passes_that_differ_are_named() -> None:
+    found = probe(Wrapped(above=20), 128)
+    assert found.level == "rounding"
+    assert found.reason == "a pass over 1 tokens rounds unlike one over 72"
+
+
+def test_trees_that_differ_are_named() -> None:
+    found = probe(Wrapped(trees=True), 128)
+    assert found.level == "rounding"
+    assert found.reason == "a branch of a tree rounds unlike the text alone"
+
+
+def test_batches_that_differ_are_named() -> None:
+    found = probe(Wrapped(batches=True), 128)
+    assert found.level == "rounding"
+    assert found.reason == "a text beside another row rounds unlike the text alone"
+
+
+def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, takes = kept("llama", torch.float32), ordered_modules.takes
+    odd = model.model.layers[1].mlp.down_proj.weight.data_ptr()
+
+    def some(x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return takes(x, weight) and not (weight.data_ptr() == odd and x.numel() > 4 * x.shape[-1])
+
+    monkeypatch.setattr(ordered_modules, "takes", some)
+    found = probe(Scorer(model))
+    assert found.level == "rounding"
+    assert "tokens rounds unlike one over" in str(found.reason)
+
+
+def test_a_sum_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, product = kept("llama", torch.float32), ordered_modules.product
+    odd = model.model.layers[0].self_attn.o_proj.weight
+
+    def sums(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.data_ptr() == odd.data_ptr() and x.numel() == x.shape[-1]:  # a token alone
+            return product(x.flip(-1).contiguous(), odd.flip(-1).contiguous())
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(ordered_modules, "product", sums)
+    found = probe(Scorer(model))
+    assert found.level == "rounding" and "a pass over 1 tokens" in str(found.reason)
+
+
+def test_without_fused_multiply_and_add_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exactness, "unusable", lambda: "the processor has no fused multiply-add")
+    assert probe(Scorer(tiny("llama")), 128) == Exactness("rounding", "the processor has no fused multiply-add")

@@ -1,0 +1,192 @@
+"""Every family that people run: exact in float64, and the same bits whatever shares a pass in all types."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from engine.test_exactness import LEARNING, some_were_accepted
+from support.tiny import FAMILIES, LAYOUTS, PROMPTS, VOCABULARY, build, tiny
+from transformers import PreTrainedModel
+
+import forerun
+from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
+from forerun.core.tree import DraftTree
+from forerun.drafting.recipes import RECIPES
+from forerun.kernels.attention.attention import AttentionSpec, attend, merge
+from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
+from forerun.kv.heavy_hitter import HeavyHitterCache
+from forerun.kv.low_rank import LowRankCache, LowRankConfig
+from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
+from forerun.kv.sparse_view import View
+from forerun.kv.streaming import StreamingCache
+from forerun.kv.topk_cache import TopKCache
+from forerun.models.forward import gate
+from forerun.models.forward.exactness import Exactness, probe
+from forerun.models.forward.implementations import switched
+from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.scorer import Scorer
+
+WHOLE = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+FEW = ("none", "trie", "lookup", "triforce-trie", "low-rank")
+ALL_DRAFTERS = ("gpt_oss", "deepseek_v3", "deepseek_v2")
+"""What caches have to know of: sinks, and keys and values of different width."""
+
+
+@functools.cache
+def family(name: str) -> PreTrainedModel:
+    return build(*FAMILIES[name], seed=len(FAMILIES[name][0]))
+
+
+@functools.cache
+def plain(name: str) -> list[list[int]]:
+    """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
+    model, texts = family(name), []
+    with switched(model, experts="eager"):
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **WHOLE}
+            texts.append(model.generate(ids, **options)[0].tolist())
+    return texts
+
+
+def drafters(name: str) -> Sequence[str]:
+    return tuple(RECIPES) if name in ALL_DRAFTERS else FEW
+
+
+def cells() -> list[Any]:
+    """Every drafter of every family; without ``make matrix`` each family has one, in turns, and so has each drafter."""
+    found = [(name, drafters(name)[i % len(drafters(name))]) for i, name in enumerate(FAMILIES)]
+    found += [(ALL_DRAFTERS[i % len(ALL_DRAFTERS)], drafter) for i, drafter in enumerate(RECIPES)]
+    rest = [(name, drafter) for name in FAMILIES for drafter in drafters(name) if (name, drafter) not in found]
+    return [*dict.fromkeys(found), *(pytest.param(*cell, marks=pytest.mark.matrix) for cell in rest)]
+
+
+@pytest.mark.parametrize(("name", "drafter"), cells())
+def test_output_equals_transformers(name: str, drafter: str) -> None:
+    settings = LongContextConfig(
+        tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
+    )
+    engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, cut=False)
+    if drafter in LEARNING:
+        engine.warm(plain(name)[1:])
+    batch = engine.generate([list(prompt) for prompt in PROMPTS], **WHOLE)
+    assert [request.tokens.tolist() for request in batch.requests] == plain(name)
+    if drafter != "none":
+        some_were_accepted(batch.requests)
+
+
+def types() -> list[Any]:
+    """Every type of every family; without ``make matrix`` each has one, in turns."""
+    every = [torch.float64, torch.float32, torch.bfloat16]
+    return [
+        pytest.param(name, dtype, marks=[pytest.mark.matrix] * ((i - j) % 3 > 0))
+        for i, name in enumerate(FAMILIES)
+        for j, dtype in enumerate(every)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
+def test_a_token_has_the_same_bits_whatever_shares_its_pass(name: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(family(name)).to(dtype)
+    assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in FAMILIES])
+def test_so_has_it_for_every_layout_of_positions(name: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny(name)).to(dtype)
+    assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
+
+
+def test_attention_with_a_sink_is_softmax_with_one_more_score() -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 6, 8).double() for heads in (4, 2, 2))
+    sinks = torch.randn(4).double()
+    spec = AttentionSpec(8**-0.5, sinks=sinks)
+    scores = q @ k.repeat_interleave(2, 1).mT * spec.scaling
+    weights = torch.cat((scores, sinks.view(1, 4, 1, 1).expand(1, 4, 6, 1)), -1).softmax(-1)[..., :-1]
+    expected = weights @ v.repeat_interleave(2, 1)
+    parts = [attend(q, k[:, :, cut], v[:, :, cut], spec) for cut in (slice(0, 2), slice(2, 6))]
+    for states in ([attend(q, k, v, spec)], parts):
+        torch.testing.assert_close(merge(*states, sinks=sinks), expected)
+
+
+CACHES: dict[str, Callable[[FullCache], Cache]] = {
+    "full": lambda source: FullCache(),
+    "streaming": lambda source: StreamingCache(80, 4),
+    "heavy hitters": lambda source: HeavyHitterCache(40, 40),
+    "top k": lambda source: TopKCache(source, 80),
+    "retrieval": lambda source: RetrievalCache(source, RetrievalConfig(80)),
+    "low rank": lambda source: LowRankCache(source, LowRankConfig(80)),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ALL_DRAFTERS)
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_cache_that_holds_the_text_gives_what_the_full_cache_gives(name: str, cache: str) -> None:
+    scorer, text = Scorer(family(name)), torch.randint(VOCABULARY, (60,)).numpy()
+    source = FullCache()
+    other = CACHES[cache](source)
+    for each in [source] if isinstance(other, View) else [source, other]:
+        first = Block(text, DraftTree.empty(), 0)
+        scorer.score([first], [each])
+        each.commit(first, [])
+    if isinstance(other, View):
+        other.sync()
+    for tree in (DraftTree.empty(), DraftTree.from_branches([[3, 4, 5], [3, 7], [9]], 16)):
+        found = [scorer.score([Block(text[:1], tree, each.length)], [each])[0] for each in (other, source)]
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_are_as_they_were_after_a_pass() -> None:
+    model = family("mixtral")
+    before = model.config._experts_implementation
+    assert before != "eager"
+    gate.check(model)
+    assert model.config._experts_implementation == before
+
+
+WRAPPERS: dict[str, Callable[[Any, Any], Any]] = {
+    "Gemma3": lambda text, sight: {"text_config": {**text, "head_dim": 8}, "vision_config": sight},
+    "Mistral3": lambda text, sight: {
+        "text_config": {**text, "head_dim": 8, "model_type": "mistral"},
+        "vision_config": {**sight, "model_type": "pixtral", "head_dim": 8},
+    },
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_decoder_of_a_model_that_sees_writes_as_without_forerun(name: str) -> None:
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+    }
+    sight = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 8,
+    }
+    model = build(f"{name}ForConditionalGeneration", WRAPPERS[name](text, sight), seed=3)
+    ids = torch.tensor([PROMPTS[1]])
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+    assert position_limit(model) == 128
+    found = forerun.Engine(model, "trie").generate(list(PROMPTS[1]), **options)
+    assert found.requests[0].tokens.tolist() == expected

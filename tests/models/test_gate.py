@@ -1,0 +1,168 @@
+"""Which models pass, and that the self-test would notice a model that must not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from support.tiny import ARCHITECTURES, tiny
+from support.tiny import build as tiny_of
+
+from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.runtime import vector_ir
+from forerun.models.forward import architecture, gate, scorer
+from forerun.models.forward.gate import UnsupportedModelError
+
+
+def build(class_name: str, **config: Any) -> transformers.PreTrainedModel:
+    model_class = getattr(transformers, class_name)
+    return model_class(model_class.config_class(vocab_size=32, **config)).eval()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_supported_architectures_pass(architecture: str) -> None:
+    gate.check(tiny(architecture))
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config", "reason"),
+    [
+        ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "ALiBi"),
+        ("MptForCausalLM", {"d_model": 16, "n_heads": 2, "n_layers": 1}, "ALiBi"),
+        ("MambaForCausalLM", {"hidden_size": 16, "num_hidden_layers": 1}, "recurrent"),
+        (
+            "T5ForConditionalGeneration",
+            {"d_model": 16, "num_layers": 1, "num_heads": 2, "d_ff": 16},
+            "encoder-decoder",
+        ),
+        (
+            "LlamaForSequenceClassification",
+            {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            "language-modelling head",
+        ),
+    ],
+)
+def test_unsupported_models_are_refused_with_the_reason(class_name: str, config: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        gate.check(build(class_name, **config))
+
+
+def test_training_mode_is_refused() -> None:
+    model = copy.deepcopy(tiny("llama")).train()
+    with pytest.raises(UnsupportedModelError, match="training mode"):
+        gate.check(model)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "config"),
+    [
+        ("GPTJForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4}),
+        ("CodeGenForCausalLM", {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 4}),
+        ("FalconForCausalLM", {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}),
+        (
+            "GPTNeoForCausalLM",
+            {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]},
+        ),
+    ],
+)
+def test_attention_of_its_own_is_refused(class_name: str, config: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="does not go through transformers' attention interface"):
+        gate.check(build(class_name, **config))
+
+
+def broken(model: transformers.PreTrainedModel, passes: bool) -> None:
+    """Let the model's last layer fail, in Forerun's passes or outside of them."""
+
+    def fail(*_: Any) -> None:
+        if (model.config._attn_implementation == scorer.NAME) == passes:
+            raise NotImplementedError("no such kernel")
+
+    model.lm_head.register_forward_hook(fail)
+
+
+def test_what_failed_is_said() -> None:
+    for passes, what in ((True, "a pass over two packed texts"), (False, "the model's own forward pass")):
+        model = copy.deepcopy(tiny("llama"))
+        broken(model, passes)
+        with pytest.raises(UnsupportedModelError, match=rf"{what} fails \(NotImplementedError: no such kernel\)$"):
+            gate.check(model)
+
+
+def test_implementations_are_as_they_were_after_a_pass_that_failed() -> None:
+    model = copy.deepcopy(tiny("mixtral"))
+    model.set_experts_implementation("grouped_mm")
+    before = (model.config._attn_implementation, model.config._experts_implementation)
+    broken(model, True)
+    with pytest.raises(UnsupportedModelError):
+        gate.check(model)
+    assert (model.config._attn_implementation, model.config._experts_implementation) == before
+
+
+@pytest.mark.parametrize(("architecture", "wrong_texts", "passes"), [("mixtral", 1, True), ("mixtral", 4, False)])
+def test_a_router_may_choose_otherwise_on_some_texts_only(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, wrong_texts: int, passes: bool
+) -> None:
+    monkeypatch.setattr(gate, "_tree_error", lambda scorer, text: 0.2 if text < wrong_texts else 0.0)
+    assert (gate._reason_in_numbers(scorer.Scorer(tiny(architecture))) is None) == passes
+    assert "0.2" in str(gate._reason_in_numbers(scorer.Scorer(tiny("llama"))))
+
+
+def test_a_bidirectional_model_fails_the_self_test() -> None:
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    model = build("BertLMHeadModel", initializer_range=0.3, **shape)
+    with pytest.raises(UnsupportedModelError):
+        gate.check(model)
+
+
+@pytest.mark.parametrize(
+    "wrong", [AttentionSpec(0.2), AttentionSpec(8**-0.5, window=3), AttentionSpec(8**-0.5, None, 1)]
+)
+def test_the_self_test_notices_wrong_attention(monkeypatch: pytest.MonkeyPatch, wrong: AttentionSpec) -> None:
+    attend = scorer.Pass.attend
+    monkeypatch.setattr(scorer.Pass, "attend", lambda self, layer, q, k, v, spec: attend(self, layer, q, k, v, wrong))
+    with pytest.raises(UnsupportedModelError, match="differ from its own"):
+        gate.check(tiny("llama"))
+
+
+def test_a_model_keeps_its_own_attention_after_a_pass() -> None:
+    model = tiny("llama")
+    before = model.config._attn_implementation
+    gate.check(model)
+    assert model.config._attn_implementation == before
+    assert torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+@pytest.mark.parametrize(
+    ("class_name", "extra"),
+    [
+        ("PhimoeForCausalLM", {"sliding_window": 40}),
+        (
+            "Qwen2MoeForCausalLM",
+            {"shared_expert_intermediate_size": 16, "use_sliding_window": True, "sliding_window": 40},
+        ),
+    ],
+)
+def test_a_window_that_is_in_the_mask_alone_is_refused(class_name: str, extra: dict[str, Any]) -> None:
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    with pytest.raises(UnsupportedModelError, match="sees 40 tokens by its mask alone"):
+        gate.admit(tiny_of(class_name, {**experts, **extra}, 0))
+    gate.admit(tiny_of(class_name, {**experts, **extra, "use_sliding_window": False, "sliding_window": None}, 0))
+
+
+def test_layers_of_different_sizes_are_no_program() -> None:
+    model = build("LlamaForCausalLM", hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    assert architecture.known(model) == vector_ir.fused()
+    mlp = model.model.layers[1].mlp
+    mlp.gate_proj, mlp.up_proj = (torch.nn.Linear(64, 4096, bias=False) for _ in range(2))
+    mlp.down_proj = torch.nn.Linear(4096, 64, bias=False)
+    assert not architecture.known(model)
+    assert type(gate.admit(model)) is scorer.Scorer
+
+
+def test_a_cap_that_a_model_does_not_apply_is_not_applied() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = build("Gemma3ForCausalLM", head_dim=16, attn_logit_softcapping=50.0, **shape)
+    assert [layer.spec.softcap for layer in architecture.layers(model)] == [None]

@@ -1,0 +1,329 @@
+"""GGUF files: loaded whole, dequantised and as ordinary models, or refused before their weights are touched."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models.test_load import small_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+import forerun.models.loading.gguf
+from forerun import Engine
+from forerun.cli import app
+from forerun.models.loading.gguf import read_header
+from forerun.models.loading.load import find, load
+
+gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
+pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[real]'")
+
+HEADS = 4
+TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<end>' }}{% endfor %}"
+
+
+def model() -> PreTrainedModel:
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    config = LlamaConfig(vocab_size=len(small_tokenizer()), initializer_range=0.3, tie_word_embeddings=True, **shape)
+    return LlamaForCausalLM(config).eval()
+
+
+def turned(weight: np.ndarray) -> np.ndarray:
+    """Rows of a query or key projection as GGUF has them: the two halves of a head's dimensions alternate."""
+    return weight.reshape(HEADS, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def named(weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+    """A tiny Llama's weights under GGUF's names."""
+    leaves = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    found = {
+        "token_embd.weight": weights["model.embed_tokens.weight"],
+        "output_norm.weight": weights["model.norm.weight"],
+    }
+    for layer in range(2):
+        for ours, theirs in leaves.items():
+            found[f"blk.{layer}.{theirs}.weight"] = weights[f"model.layers.{layer}.{ours}.weight"]
+    arrays = {name: weight.numpy() for name, weight in found.items()}
+    return {name: turned(a) if ".attn_q." in name or ".attn_k." in name else a for name, a in arrays.items()}
+
+
+def write(file: Path, kind: str = "F32", change: Callable[[Any], None] | None = None, **more: Any) -> Path:
+    """A GGUF file of the tiny model; ``change`` may add to the writer."""
+    writer = gguf.GGUFWriter(file, more.get("architecture", "llama"))
+    for key, value in (("context_length", 128), ("embedding_length", 32), ("block_count", 2)):
+        getattr(writer, f"add_{key}")(value)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_rope_dimension_count(32 // HEADS)
+    writer.add_layer_norm_rms_eps(1e-6)
+    if more.get("tokenizer", True):
+        _add_tokenizer(writer, more.get("pre", "gpt-2"))
+    if change is not None:
+        change(writer)
+    quantisation = gguf.GGMLQuantizationType[kind]
+    for name, array in named(model().state_dict()).items():
+        if name in more.get("without", ()):
+            continue
+        if array.ndim == 1 or kind == "F32":
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, quantisation), raw_dtype=quantisation)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _add_tokenizer(writer: Any, pre: str) -> None:
+    tokenizer = small_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token == "<end>" else 1 for token in tokens])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_eos_token_id(vocabulary["<end>"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("gguf") / "exact.gguf")
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, exact: Path) -> Callable[[bytes], Path]:
+    def make(data: bytes) -> Path:
+        (tmp_path / "damaged.gguf").write_bytes(data)
+        return tmp_path / "damaged.gguf"
+
+    return make
+
+
+def logits(of: PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        return of(torch.tensor([[1, 20, 30, 40, 7]])).logits
+
+
+def test_a_gguf_file_holds_the_model_that_was_written_and_nothing_is_printed(
+    exact: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    loaded, tokenizer = load(str(exact), device="cpu")
+    assert torch.equal(logits(loaded), logits(model()))
+    assert loaded.dtype == torch.float32
+    assert not loaded.training
+    text = "again and 12 fox  jumps<end>"
+    assert tokenizer(text)["input_ids"] == small_tokenizer()(text)["input_ids"]
+    assert tokenizer.eos_token == "<end>"
+    assert tokenizer.chat_template == TEMPLATE
+    assert loaded.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "F16"])
+def test_quantised_weights_are_dequantised(tmp_path: Path, kind: str) -> None:
+    loaded, _ = load(str(write(tmp_path / "m.gguf", kind)), device="cpu")
+    weights, exact_ones = (m.model.layers[0].mlp.up_proj.weight.detach().numpy() for m in (loaded, model()))
+    quantisation = gguf.GGMLQuantizationType[kind]
+    assert np.array_equal(weights, gguf.dequantize(gguf.quants.quantize(exact_ones, quantisation), quantisation))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_the_dtype_that_was_asked_for_is_had(exact: Path, dtype: str) -> None:
+    loaded, _ = load(str(exact), dtype, device="cpu")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {getattr(torch, dtype)}
+    assert loaded.config.dtype == getattr(torch, dtype)
+
+
+def test_a_loaded_file_is_an_ordinary_model_that_can_be_saved_and_is_named_after_its_file(
+    exact: Path, tmp_path: Path
+) -> None:
+    loaded, tokenizer = load(str(exact), device="cpu")
+    assert loaded.name_or_path == tokenizer.name_or_path == str(exact)
+    loaded.save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    again, same = load(str(tmp_path / "saved"), device="cpu")
+    assert torch.equal(logits(again), logits(loaded))
+    assert same("again and")["input_ids"] == tokenizer("again and")["input_ids"]
+    assert same.chat_template == TEMPLATE
+
+
+def test_a_tokenizer_that_lies_beside_the_file_is_not_taken(exact: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(exact.read_bytes())
+    other = small_tokenizer()
+    other.add_tokens(["fox"])
+    other.save_pretrained(tmp_path)
+    assert load(str(file), device="cpu")[1].get_vocab() == small_tokenizer().get_vocab()
+
+
+def test_digits_are_split_where_the_vocabulary_was_learned_so(tmp_path: Path) -> None:
+    _, tokenizer = load(str(write(tmp_path / "m.gguf", pre="smollm")), device="cpu")
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a   12")
+    assert [piece for piece, _ in pieces] == ["a", "ĠĠĠ", "1", "2"]
+
+
+def test_forerun_generates_with_it_what_transformers_does(exact: Path) -> None:
+    loaded, tokenizer = load(str(exact), "float64", device="cpu")
+    ids = tokenizer("again and again", return_tensors="pt")["input_ids"]
+    expected = loaded.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert Engine(loaded, "trie", tokenizer=tokenizer).generate(ids, max_new_tokens=20).generated == [expected]
+
+
+def test_python_logs_that_weights_are_dequantised(exact: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "forerun"):
+        load(str(exact), device="cpu")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{exact}: the weights (F32) are dequantised to float32"
+    ]
+
+
+def test_the_command_line_says_so_in_one_line_on_stderr(exact: Path) -> None:
+    arguments = ["generate", "-m", str(exact), "--raw", "-p", "again and", "-n", "4", "--device", "cpu"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == f"{exact}: the weights (F32) are dequantised to float32\n"
+
+
+# --- refused
+
+
+def refused(file: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        load(str(file), device="cpu")
+    assert str(file) in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_no_gguf_file_is_refused(tmp_path: Path, damaged: Callable[[bytes], Path]) -> None:
+    assert "is no GGUF file: it does not begin with GGUF" in refused(damaged(b"hello"))
+    assert "is no GGUF file" in refused(damaged(b""))
+    with pytest.raises(ValueError, match="there is no file"):
+        find(str(tmp_path / "nowhere.gguf"))
+
+
+def test_a_file_is_refused_wherever_it_is_cut_off(exact: Path, damaged: Callable[[bytes], Path]) -> None:
+    data = exact.read_bytes()
+    header = read_header(exact)
+    for end in (*range(4, header.end, 97), header.end - 1):
+        assert "is damaged or cut off" in refused(damaged(data[:end])), end
+    for end in (header.end, header.data + 10, len(data) - 64):
+        assert "is cut off: tensor" in refused(damaged(data[:end])), end
+
+
+def test_a_damaged_header_is_refused_or_read_but_never_ends_in_another_error(
+    exact: Path, damaged: Callable[[bytes], Path]
+) -> None:
+    data, header = exact.read_bytes(), read_header(exact)
+    rng = np.random.default_rng(0)
+    for at in rng.integers(4, header.end, 300):
+        changed = bytearray(data)
+        changed[at] ^= 0xFF
+        file = damaged(bytes(changed))
+        try:
+            forerun.models.loading.gguf.check(file)
+        except ValueError as error:
+            assert str(file) in str(error)
+
+
+@pytest.mark.parametrize("version", [1, 4, 3 << 24])
+def test_other_versions_and_byte_orders_are_refused(
+    exact: Path, damaged: Callable[[bytes], Path], version: int
+) -> None:
+    data = exact.read_bytes()
+    message = refused(damaged(data[:4] + struct.pack("<I", version) + data[8:]))
+    assert f"the version is {version}; readable are (2, 3), little-endian" in message
+
+
+def test_unknown_architectures_and_encoders_are_refused(tmp_path: Path) -> None:
+    assert "architecture magic is not supported" in refused(write(tmp_path / "m.gguf", architecture="magic"))
+
+
+def test_quantisations_that_cannot_be_dequantised_are_refused(tmp_path: Path) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tensor("more", np.zeros(8, np.int8))
+
+    assert "tensor more is quantised as I8, which cannot be" in refused(write(tmp_path / "m.gguf", change=add))
+
+
+def test_an_unknown_quantisation_is_refused(exact: Path, damaged: Callable[[bytes], Path]) -> None:
+    data, name = bytearray(exact.read_bytes()), b"token_embd.weight"
+    at = data.index(name) + len(name) + 4 + 16
+    data[at : at + 4] = struct.pack("<I", 255)
+    assert "tensor token_embd.weight has quantisation number 255" in refused(damaged(bytes(data)))
+
+
+def test_missing_weights_and_tokenizers_are_refused(tmp_path: Path) -> None:
+    without = write(tmp_path / "a.gguf", without=("blk.1.ffn_up.weight",))
+    assert "incomplete and would be random: model.layers.1.mlp.up_proj.weight" in refused(without)
+    assert "has no tokenizer" in refused(write(tmp_path / "b.gguf", tokenizer=False))
+
+
+def test_what_transformers_would_leave_out_is_refused(tmp_path: Path) -> None:
+    def scaled(writer: Any) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+
+    def factors(writer: Any) -> None:
+        writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
+
+    assert "scales its rotary positions (yarn)" in refused(write(tmp_path / "a.gguf", change=scaled))
+    assert "scales its rotary positions (rope_freqs.weight)" in refused(write(tmp_path / "b.gguf", change=factors))
+
+
+def test_biases_that_transformers_would_leave_out_are_refused(tmp_path: Path) -> None:
+    def biased(writer: Any) -> None:
+        writer.add_tensor("blk.0.attn_q.bias", np.ones(32, np.float32))
+
+    assert "has blk.0.attn_q.bias, which transformers leaves out" in refused(write(tmp_path / "a.gguf", change=biased))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda writer: writer.add_string("general.alignment", "x"), "general.alignment is 'x'"),
+        (lambda writer: writer.add_float32("general.alignment", float("inf")), "general.alignment is inf"),
+        (lambda writer: writer.add_float32("general.alignment", float("nan")), "general.alignment is nan"),
+        (lambda writer: writer.add_string("split.count", "two"), "split.count is 'two'"),
+    ],
+)
+def test_numbers_that_are_none_are_refused(tmp_path: Path, change: Any, told: str) -> None:
+    assert told in refused(write(tmp_path / "a.gguf", change=change))
+
+
+def test_arrays_in_arrays_without_end_are_refused(damaged: Callable[[bytes], Path]) -> None:
+    name = b"deep"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", len(name)) + name + struct.pack("<I", 9)
+    assert "is damaged or cut off" in refused(damaged(head + struct.pack("<IQ", 9, 1) * 5000))
+
+
+def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    part = write(tmp_path / "m.gguf", change=lambda writer: writer.add_uint16("split.count", 3))
+    assert "is one of 3 parts; merge them" in refused(part)
+
+
+def test_packages_that_are_not_installed_are_named(exact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forerun.models.loading.gguf, "find_spec", lambda package: None)
+    assert "gguf and accelerate to read it with is not installed; pip install 'forerun[real]'" in refused(exact)

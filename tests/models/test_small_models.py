@@ -1,0 +1,59 @@
+"""A small model that cannot read all that the target can drafts where it can, and never changes a text."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from support.pairwise import pairwise
+from support.tiny import PROMPTS, VOCABULARY, build, tiny
+from transformers import PreTrainedModel
+
+import forerun
+from forerun.core.long_context import LongContextConfig
+
+TARGET = tiny("llama")
+DRAFTERS = ["streaming", "triforce", "triforce-auto", "streaming-hierarchy"]
+KNOWN = 30
+POSITIONS = 24
+SMALL = {
+    "fewer tokens": build("LlamaForCausalLM", {"vocab_size": KNOWN}, seed=5),
+    "fewer positions": build("OPTForCausalLM", {"max_position_embeddings": POSITIONS, "ffn_dim": 32}, seed=5),
+}
+
+
+def settings(small: PreTrainedModel) -> LongContextConfig:
+    return LongContextConfig(small, gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False)
+
+
+CELLS = list(itertools.product(SMALL, DRAFTERS, ["greedy", "coupled", "rejection"]))
+FEW = pairwise(CELLS)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("small", "drafter", "how"),
+    [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS],
+)
+def test_the_text_is_that_without_drafts(small: str, drafter: str, how: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 60, "eos_token_id": None, "do_sample": how != "greedy", "seed": 1}
+    if how == "rejection":
+        options["verification"] = how
+    long = [1, 2, 3] * (POSITIONS // 2)
+    prompts = [*PROMPTS, [VOCABULARY - 1], [3, VOCABULARY - 1, 5], long]
+    engine = forerun.Engine(TARGET, drafter, settings=settings(SMALL[small]), prefill_block=4)
+    result = engine.generate(prompts, **options)
+    assert [len(text) for text in result.generated] == [60] * len(prompts)
+    if how != "rejection":
+        assert result.generated == forerun.Engine(TARGET, "none").generate(prompts, **options).generated
+    assert any(max(text) >= KNOWN for text in result.generated)
+
+
+@pytest.mark.parametrize("small", SMALL)
+def test_it_drafts_where_it_can(small: str) -> None:
+    engine = forerun.Engine(TARGET, "streaming", settings=settings(SMALL[small]), prefill_block=4)
+    options = {"max_new_tokens": 60, "eos_token_id": None, "do_sample": False}
+    prompts = {"read": [1, 2, 3], "not read": [VOCABULARY - 1, *range(POSITIONS)]}
+    drafted = {name: sum(engine.generate(prompt, **options).stats[0].drafted) for name, prompt in prompts.items()}
+    assert drafted["read"] > 0 == drafted["not read"]

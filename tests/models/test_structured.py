@@ -1,0 +1,484 @@
+"""Answers that follow a schema, and log-probabilities: by OpenAI's own client, and by the engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+import torch
+from server.test_server import PROMPTS, TEMPLATE, House, error_of
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from forerun.core.constraint import Constraint
+from forerun.core.logprobs import logprob_of
+from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.models.text.grammar import KEPT, GrammarError, Grammars, SchemaError
+from forerun.models.text.token_bytes import TokenBytes
+from forerun.server.limits import Limits
+
+Json = dict[str, Any]
+SCHEMA: Json = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["alpha", "beta"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 4}, "maxItems": 2},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "kind", "tags", "count"],
+    "additionalProperties": False,
+}
+PROMPT = "A person as JSON: "
+SEEDS = range(4)
+
+
+def schema_of(schema: Json) -> Json:
+    return {"type": "json_schema", "json_schema": {"name": "person", "schema": schema, "strict": True}}
+
+
+FORMAT = schema_of(SCHEMA)
+ASKED: Json = {"model": "bundled", "prompt": PROMPT, "max_tokens": 80, "extra_body": {"response_format": FORMAT}}
+OPTIONS: Json = {"max_new_tokens": 80, "response_format": FORMAT}
+
+
+def sampled(seed: int) -> Json:
+    return {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": seed}
+
+
+def joined(parts: Iterable[list[Any] | None]) -> list[Any]:
+    return list(itertools.chain.from_iterable(part or [] for part in parts))
+
+
+def check(text: str) -> None:
+    """By hand, so that no library for schemas is needed."""
+    said = json.loads(text)
+    assert list(said) == list(SCHEMA["properties"])
+    assert isinstance(said["name"], str) and len(said["name"]) <= 6
+    assert said["kind"] in ("alpha", "beta")
+    assert len(said["tags"]) <= 2 and all(isinstance(tag, str) and len(tag) <= 4 for tag in said["tags"])
+    assert type(said["count"]) is int and 0 <= said["count"] <= 99
+    assert text == json.dumps(said, ensure_ascii=False) or "\\" in text
+
+
+@pytest.fixture(scope="module")
+def plain() -> Engine:
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    return Engine(model, "none", tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engine(plain: Engine) -> Engine:
+    return Engine(plain.target.model, "trie", tokenizer=plain.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def house(engine: Engine) -> Iterator[House]:
+    built = House(engine, Limits(1 << 30), max_tokens=128)
+    yield built
+    built.close()
+
+
+# --- schemas
+
+
+def test_answers_follow_the_schema_and_are_those_of_plain_decoding(plain: Engine, house: House) -> None:
+    create = house.client().completions.create
+    drafted = accepted = steps = 0
+    for options, asked in [({}, {"temperature": 0}), *((sampled(s), {"temperature": 1, "seed": s}) for s in SEEDS)]:
+        wanted = plain.generate(PROMPT, **OPTIONS, **options)
+        answer = create(**ASKED, **asked)
+        check(answer.choices[0].text)
+        assert answer.choices[0].text == wanted.text and answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None and answer.usage.completion_tokens == len(wanted.generated[0])
+        told = answer.usage.model_dump()["forerun"]
+        steps, drafted, accepted = steps + told["steps"], drafted + told["drafted"], accepted + told["accepted"]
+        assert wanted.stats[0].steps == len(wanted.generated[0]) > 2 * told["steps"]  # half of a text is certain
+    assert accepted > steps
+
+
+def test_a_stream_and_choices_are_the_same_texts(house: House) -> None:
+    create = house.client().completions.create
+    whole = create(**ASKED, temperature=1, seed=0, n=3)
+    texts = [""] * 3
+    for chunk in create(**ASKED, temperature=1, seed=0, n=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+    assert len(set(texts)) > 1
+    for text in texts:
+        check(text)
+
+
+def test_beside_eight_others_the_text_is_the_same(plain: Engine, house: House) -> None:
+    def ask(i: int) -> str:
+        asked = ASKED if i % 2 else {"model": "bundled", "prompt": PROMPTS[i], "max_tokens": 40}
+        return house.client().completions.create(**asked, temperature=1, seed=i).choices[0].text
+
+    def alone(i: int) -> str:
+        if i % 2:
+            return plain.generate(PROMPT, **OPTIONS, **sampled(i)).text
+        return plain.generate(PROMPTS[i], max_new_tokens=40, **sampled(i)).text
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [alone(i) for i in range(8)]
+
+
+def test_a_chat_gives_objects_schemas_and_text(plain: Engine, house: House) -> None:
+    create = house.client().chat.completions.create
+    asked: Json = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+    answer = create(**asked, max_tokens=80, response_format=FORMAT)
+    check(answer.choices[0].message.content or "")
+    free = create(**asked, max_tokens=24, response_format={"type": "text"})
+    assert free.choices[0].message.content == create(**asked, max_tokens=24).choices[0].message.content
+    told = create(**asked, max_tokens=24, response_format={"type": "json_object"}).choices[0]
+    wanted = plain.generate("user: Hi\nassistant:", max_new_tokens=24, response_format={"type": "json_object"})
+    assert told.message.content == wanted.text and wanted.text.startswith("{")
+    assert wanted.text != free.choices[0].message.content
+
+
+def test_a_stop_string_and_a_limit_end_it_early(house: House) -> None:
+    create = house.client().completions.create
+    whole = create(**ASKED, temperature=0).choices[0].text
+    cut = create(**ASKED, temperature=0, stop='", "tags').choices[0]
+    assert (cut.text, cut.finish_reason) == (whole[: whole.index('", "tags')], "stop")
+    short = create(**{**ASKED, "max_tokens": 6}, temperature=0).choices[0]
+    assert short.finish_reason == "length" and whole.startswith(short.text)
+
+
+NESTED: Json = {"type": "integer"}
+for _ in range(200):
+    NESTED = {"type": "array", "items": NESTED}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "strin"}, {"properties": 3}, {"$ref": "https://example.org/x"}, {"type": "string", "format": "odd"},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "string", "pattern": "(?=a)b"}, {"enum": []},
+        {"type": "array", "uniqueItems": True}, NESTED, {"const": "x" * 70_000}, {"$ref": "#"},
+    ],
+)  # fmt: skip
+def test_a_schema_that_cannot_be_met_is_refused(house: House, schema: Json) -> None:
+    body = {"model": "bundled", "prompt": "Hi", "response_format": schema_of(schema)}
+    error = error_of(house.post(body), 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
+    assert "schema" in error["message"] and len(error["message"]) < 400
+    assert not house.scheduler.busy
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"type": "grammar"}, {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {"name": "a b", "schema": {}}},
+        {"type": "json_schema", "json_schema": {"name": "a"}}, {}, "json_object", {"type": "text", "x": 1},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
+    ],
+)  # fmt: skip
+def test_other_formats_are_refused(engine: Engine, house: House, told: Any) -> None:
+    body = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "response_format": told}
+    error = error_of(house.post(body, "chat/completions"), 400)
+    assert error["param"].startswith("response_format")
+    with pytest.raises(openai.BadRequestError):
+        house.client().chat.completions.create(**body)
+    if told in ({"type": "grammar"}, {}, "json_object", {"type": "json_schema"}):
+        with pytest.raises(SchemaError, match="response_format"):
+            engine.requests("Hi", response_format=told)
+
+
+class AllBut(LogitsProcessor):
+    """Leaves one token, after so many of a text."""
+
+    forerun_stateless = True
+
+    def __init__(self, token: int, length: int) -> None:
+        self.token, self.length = token, length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[-1] < self.length:
+            return scores
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+
+
+@pytest.mark.parametrize("drafter", ["none", "trie", "auto"])
+def test_a_text_that_leaves_its_grammar_ends_alone(plain: Engine, drafter: str) -> None:
+    engine = Engine(plain.target.model, drafter, tokenizer=plain.tokenizer)
+    wanted = plain.generate(PROMPT, **OPTIONS).text
+    with engine.batch() as batch:
+        (good,) = engine.requests(PROMPT, **OPTIONS)
+        processors = [AllBut(300, good.prompt_length + 2)]
+        (bad,) = engine.requests(PROMPT, **OPTIONS, logits_processor=processors)
+        for each in (bad, good):
+            batch.admit(each)
+        while batch:
+            batch.step()
+    assert isinstance(bad.error, GrammarError) and "token 300 may not follow" in str(bad.error)
+    assert good.error is None and plain.tokenizer is not None
+    assert plain.tokenizer.decode(good.generated) == wanted
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("trie", {}), ("lookup", sampled(1)), ("jacobi", {}), ("auto", sampled(1)), ("triforce", sampled(1)),
+        ("triforce-trie", {}), ("retrieval", sampled(1)), ("streaming", {}),
+    ],
+)  # fmt: skip
+def test_forced_tokens_are_drafted_before_any_drafters_tree(plain: Engine, name: str, options: Json) -> None:
+    settings = LongContextConfig(
+        plain.target.model, gamma1=2, gamma2=5, cache_budget=16, chunk=2, sinks=1, window=4, paced=False
+    )
+    engine = Engine(plain.target.model, name, settings=settings, tokenizer=plain.tokenizer, cut=False)
+    prompts = [PROMPT, "Once upon a time there was a house. " * 8 + PROMPT]
+    wanted = plain.generate(prompts, logprobs=1, **OPTIONS, **options)
+    result = engine.generate(prompts, logprobs=1, **OPTIONS, **options)
+    assert result.generated == wanted.generated and result.logprobs == wanted.logprobs
+    for request, stats in zip(result.requests, result.stats, strict=True):
+        certain = _certain(engine, request)
+        assert sum(stats.accepted) >= certain - stats.steps > 0  # each step chooses one token itself
+        assert stats.steps < len(request.generated) / 2
+
+
+def _certain(engine: Engine, request: Request) -> int:
+    """Tokens of a text that its grammar forces, by masks."""
+    constraint, ids = request.sampler.constraint, torch.from_numpy(request.tokens)
+    assert constraint is not None
+    scores = torch.zeros(engine.target.vocabulary)
+    ends = range(request.prompt_length, len(request))
+    return sum(int(constraint.mask(ids[:end], scores).isfinite().sum()) == 1 for end in ends)
+
+
+def test_forced_chains_are_all_accepted(plain: Engine) -> None:
+    """Whatever llguidance says comes next is the only token that its mask allows."""
+    grammar, generator = plain.grammars.of(FORMAT), torch.Generator().manual_seed(0)
+    assert grammar is not None
+    chains = 0
+    for _ in range(20):
+        constraint, ids = grammar.follow(1), torch.tensor([7])
+        while not constraint.complete(ids):
+            allowed = constraint.mask(ids, torch.zeros(plain.target.vocabulary)).isfinite()
+            if chain := constraint.forced(ids, 64):
+                assert int(allowed.sum()) == 1 and bool(allowed[chain[0]])
+                chains += 1
+            else:
+                assert int(allowed.sum()) > 1
+            choice = allowed.nonzero()[torch.randint(int(allowed.sum()), (), generator=generator)]
+            ids = torch.cat([ids, choice])
+    assert chains > 100
+
+
+def _walk(constraint: Constraint, ids: torch.Tensor, size: int) -> torch.Tensor:
+    return constraint.mask(ids, torch.zeros(size)).isfinite()
+
+
+def test_a_constraint_depends_on_the_ids_alone(plain: Engine) -> None:
+    size, grammar = plain.target.vocabulary, plain.grammars.of(FORMAT)
+    assert grammar is not None
+    text = plain.generate(PROMPT, **OPTIONS).requests[0].tokens
+    start = len(text) - len(plain.generate(PROMPT, **OPTIONS).generated[0])
+    ids, one = torch.from_numpy(text.copy()), grammar.follow(start)
+    ends = torch.randperm(len(ids) - start, generator=torch.Generator().manual_seed(1)).tolist()
+    for end in [start + each for each in ends]:
+        assert torch.equal(_walk(one, ids[:end], size), _walk(grammar.follow(start), ids[:end], size))
+        wrong = torch.cat([ids[:end], torch.tensor([0, 0])])
+        with pytest.raises(GrammarError):
+            one.complete(wrong)
+        assert one.forced(wrong, 8) == [] and not one.on_trial().complete(wrong)
+        assert bool(_walk(one.on_trial(), wrong, size).all())
+    assert one.complete(ids) and not one.complete(ids[:-1])
+
+
+def test_the_end_token_ends_what_could_go_on(plain: Engine, engine: Engine) -> None:
+    for seed in SEEDS:
+        options = {"max_new_tokens": 40, "response_format": schema_of({"type": "integer"}), **sampled(seed)}
+        wanted, result = plain.generate("2 + 2 = ", **options), engine.generate("2 + 2 = ", **options)
+        assert result.generated == wanted.generated
+        int(result.text)
+        assert result.finish_reasons[0] in ("eos", "length")
+
+
+def test_rejection_sampling_keeps_to_the_schema_with_drafts_that_carry_q(plain: Engine) -> None:
+    settings = LongContextConfig(plain.target.model, gamma2=5)
+    engine = Engine(plain.target.model, "streaming", settings=settings, tokenizer=plain.tokenizer, cut=False)
+    for seed in SEEDS:
+        check(engine.generate(PROMPT, verification="rejection", **OPTIONS, **sampled(seed)).text)
+
+
+def test_grammars_are_kept_for_each_namespace_and_not_for_ever(plain: Engine) -> None:
+    grammars = Grammars(plain.tokenizer, plain.target.vocabulary, [])
+    assert grammars.of(FORMAT) is grammars.of(FORMAT)
+    assert grammars.of(FORMAT, "another") is not grammars.of(FORMAT)
+    assert grammars.of({"type": "text"}) is None
+    for number in range(KEPT + 3):
+        grammars.of(schema_of({"const": number}))
+    assert len(grammars) == KEPT
+
+
+def test_what_llguidance_cannot_use_is_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(PreTrainedTokenizerBase):
+        pass
+
+    for tokenizer, message in ((None, "there is none"), (object.__new__(Slow), "there is Slow")):
+        with pytest.raises(ValueError, match=f"needs a fast tokenizer.*{message}"):
+            Grammars(tokenizer, 100, []).of(FORMAT)
+    monkeypatch.setitem(__import__("sys").modules, "llguidance.hf", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'forerun\[grammar\]'"):
+        Grammars(plain.tokenizer, plain.target.vocabulary, []).of(FORMAT)
+
+
+# --- log-probabilities
+
+
+def test_logprobs_are_the_models_own_and_the_same_with_drafts(plain: Engine, engine: Engine) -> None:
+    for options in ({"do_sample": False}, {**sampled(3), "temperature": 0.7, "top_p": 0.9}):
+        options = {"max_new_tokens": 24, "logprobs": 4, **options}
+        wanted = plain.generate(PROMPTS, **options)
+        engine.generate(PROMPTS, **options)  # so that there is something to draft
+        result = engine.generate(PROMPTS, **options)
+        assert sum(map(sum, (stats.accepted for stats in result.stats))) > 0
+        assert result.generated == wanted.generated and result.logprobs == wanted.logprobs
+        for request, found in zip(result.requests, result.logprobs, strict=True):
+            assert [each.token for each in found] == request.generated.tolist()
+            with torch.no_grad():
+                own = plain.target.model(torch.from_numpy(request.tokens)[None]).logits[0]
+            own = own[request.prompt_length - 1 : -1].double().log_softmax(-1)
+            for row, each in zip(own, found, strict=True):
+                assert each.logprob == pytest.approx(float(row[each.token]), abs=1e-4)
+                values, ids = row.topk(4)
+                assert [logprob for _, logprob in each.top] == pytest.approx(values.tolist(), abs=1e-4)
+                assert len({*ids.tolist()} & {token for token, _ in each.top}) >= 3  # but for near ties
+    assert plain.generate(PROMPTS[0], max_new_tokens=4).logprobs == [[]]
+    with pytest.raises(ValueError, match="logprobs is -1"):
+        plain.generate(PROMPTS[0], logprobs=-1)
+
+
+def test_of_equally_likely_tokens_the_lower_id_comes_first() -> None:
+    found = logprob_of(torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0, 1.0]), 4, 3)
+    assert [token for token, _ in found.top] == [1, 3, 2]
+    total = math.log(1 + 2 * math.exp(2) + 3 * math.exp(1))
+    assert found.logprob == pytest.approx(1 - total) and found.top[0][1] == pytest.approx(2 - total)
+    assert logprob_of(torch.zeros(2), 0, 5).top == ((0, -math.log(2)), (1, -math.log(2)))
+
+
+def test_completions_tell_logprobs(engine: Engine, house: House) -> None:
+    create = house.client().completions.create
+    asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": 24, "temperature": 1, "seed": 5}
+    choice = create(**asked, logprobs=2).choices[0]
+    found = engine.generate(PROMPTS[1], max_new_tokens=24, logprobs=2, **sampled(5)).logprobs[0]
+    told = choice.logprobs
+    assert told is not None and told.tokens and told.token_logprobs and told.top_logprobs and told.text_offset
+    assert "".join(told.tokens) == choice.text
+    assert told.token_logprobs == [each.logprob for each in found]
+    for start, token, top, own in zip(told.text_offset, told.tokens, told.top_logprobs, found, strict=True):
+        assert choice.text[start : start + len(token)] == token
+        assert 2 <= len(top) <= 3 and top[token] == own.logprob
+    chunks = [chunk.choices[0] for chunk in create(**asked, logprobs=2, stream=True)]
+    parts = [chunk.logprobs for chunk in chunks if chunk.logprobs is not None]
+    assert joined(part.tokens for part in parts) == told.tokens
+    assert joined(part.token_logprobs for part in parts) == told.token_logprobs
+    assert joined(part.text_offset for part in parts) == told.text_offset
+    assert create(**asked, logprobs=0).choices[0].logprobs.top_logprobs == [  # type: ignore[union-attr]
+        {token: logprob} for token, logprob in zip(told.tokens, told.token_logprobs, strict=True)
+    ]
+    assert create(**asked).choices[0].logprobs is None
+
+
+def test_chats_tell_logprobs(house: House) -> None:
+    create = house.client().chat.completions.create
+    asked: Json = {
+        "model": "bundled",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 16,
+        "seed": 2,
+        "n": 2,
+    }
+    answer = create(**asked, logprobs=True, top_logprobs=3)
+    for choice in answer.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        said = b"".join(bytes(each.bytes or []) for each in choice.logprobs.content)
+        assert said.decode(errors="replace") == choice.message.content
+        assert all(len(each.top_logprobs) == 3 and each.logprob < 0 for each in choice.logprobs.content)
+    content: list[list[Json]] = [[], []]
+    for chunk in create(**asked, logprobs=True, top_logprobs=3, stream=True):
+        if (told := chunk.choices[0].logprobs) is not None:
+            content[chunk.choices[0].index] += [each.model_dump() for each in told.content or []]
+    wanted = [[each.model_dump() for each in choice.logprobs.content] for choice in answer.choices]  # type: ignore
+    assert content == wanted
+    bare = create(**asked, logprobs=True).choices[0].logprobs
+    assert bare is not None and [each.top_logprobs for each in bare.content or []] == [[]] * 16
+
+
+def test_a_stop_string_leaves_out_what_is_not_sent(house: House) -> None:
+    create = house.client().completions.create
+    asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": 40, "temperature": 0, "logprobs": 1}
+    whole = create(**asked).choices[0]
+    assert whole.logprobs is not None and whole.logprobs.tokens is not None
+    stop = whole.logprobs.tokens[6][1:] + whole.logprobs.tokens[7]  # begins inside a token
+    cut = create(**asked, stop=stop).choices[0]
+    assert cut.logprobs is not None and cut.logprobs.tokens == whole.logprobs.tokens[:7]
+    assert whole.text.startswith(cut.text) and cut.finish_reason == "stop"
+    chunks = [chunk.choices[0].logprobs for chunk in create(**asked, stop=stop, stream=True)]
+    assert joined(chunk.tokens for chunk in chunks if chunk) == cut.logprobs.tokens
+
+
+def test_parts_of_characters_are_told_as_bytes(plain: Engine, house: House) -> None:
+    body = {"model": "bundled", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0}
+    told = house.post({**body, "response_format": schema_of({"const": "é😀"})}).json()["choices"][0]
+    assert json.loads(told["text"]) == "é😀"
+    tokens, said = told["logprobs"]["tokens"], b""
+    for token in tokens:
+        part = token.startswith("bytes:")
+        said += bytes.fromhex(token[6:].replace("\\x", "")) if part else token.encode()
+    assert said.decode() == told["text"]
+    assert any(token.startswith("bytes:\\x") for token in tokens)
+    assert told["logprobs"]["text_offset"][-1] < len(told["text"])
+
+
+def test_the_bytes_of_tokens(plain: Engine) -> None:
+    tokenizer = plain.tokenizer
+    assert tokenizer is not None
+    spell, text = TokenBytes(tokenizer), 'naïve "😀"\n\tdef f(x): ſ'
+    assert b"".join(map(spell, tokenizer(text)["input_ids"])).decode() == text
+    assert spell(tokenizer.eos_token_id) == tokenizer.eos_token.encode() and spell.skipped(tokenizer.eos_token_id)
+    assert spell(10**6) == b"" and spell.skipped(10**6)
+
+
+@pytest.mark.parametrize(
+    ("change", "chat", "param"),
+    [
+        ({"logprobs": 6}, False, "logprobs"), ({"logprobs": True}, False, "logprobs"),
+        ({"logprobs": 2}, True, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, True, "top_logprobs"), ({"top_logprobs": 2}, True, None),
+    ],
+)  # fmt: skip
+def test_wrong_numbers_of_logprobs_are_refused(house: House, change: Json, chat: bool, param: str | None) -> None:
+    body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+    error = error_of(
+        house.post({"model": "bundled", **body, **change}, "chat/completions" if chat else "completions"), 400
+    )
+    assert error["param"] == param
+
+
+def test_a_tree_hangs_under_what_is_certain_and_comes_back() -> None:
+    tree = DraftTree(
+        torch.tensor([4, 5, 6]).numpy(), torch.tensor([-1, 0, -1]).numpy(), q=torch.full((3, 8), 0.125),
+        probe=torch.tensor([False, False, True]).numpy(),
+    )  # fmt: skip
+    whole = tree.under([1, 2])
+    assert whole.tokens.tolist() == [1, 2, 4, 5, 6] and whole.parents.tolist() == [-1, 0, 1, 2, 1]
+    assert whole.q is not None and whole.q[:2].argmax(-1).tolist() == [1, 2] and whole.q.sum(-1).tolist() == [1.0] * 5
+    back = whole.behind(2)
+    assert back.tokens.tolist() == [4, 5, 6] and back.parents.tolist() == [-1, 0, -1]
+    assert back.probe is not None and back.probe.tolist() == [False, False, True]
+    assert tree.under([]) is tree and DraftTree.empty().under([3]).tokens.tolist() == [3]

@@ -1,0 +1,235 @@
+"""The cost curve, and its measurement on a clock that only passes move."""
+
+from __future__ import annotations
+
+import copy
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import tiny
+
+import forerun
+from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.models.forward.pass_timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
+from forerun.models.forward.scorer import Scorer
+from forerun.policy.cost_curve import CostCurve
+from forerun.policy.pass_times import AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
+from forerun.policy.step_times import StepTimes
+
+CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_tile=0.0004)
+
+
+def test_costs_lie_on_lines_between_the_sizes_and_beyond_the_last() -> None:
+    assert CURVE.passes([1, 2, 6, 10, 20]) == pytest.approx([1, 1.2, 1.6, 2, 3])
+
+
+def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_further_tiles_against_them() -> None:
+    assert CURVE.of([1], [0]) == 1
+    assert CURVE.of([2, 4], [1000, 0]) == CURVE.of([1, 5], [1000, 0]) == pytest.approx(1.6 + 1)
+    assert CURVE.of([8], [1000]) == pytest.approx(1.8 + 1)
+    assert CURVE.of([9], [1000]) == pytest.approx(1.9 + 1.4)
+    assert CURVE.of([16, 1], [1000, 1000]) == pytest.approx(2.7 + 2.4)
+    assert CURVE.of([17], [1000]) == pytest.approx(2.7 + 1.8)
+
+
+def test_a_linear_curve_doubles_at_the_critical_length() -> None:
+    assert CostCurve.linear(24).passes([1, 25, 49]) == pytest.approx([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((1,), (1.0,)), "sizes are"),
+        (((2, 3), (1.0, 1.0)), "sizes are"),
+        (((1, 1), (1.0, 1.0)), "sizes are"),
+        (((1, 2), (1.0, 0.9)), "costs are"),
+        (((1, 2), (0.9, 1.0)), "costs are"),
+        (((1, 2), (1.0, math.nan)), "costs are"),
+        (((1, 2), (1.0,)), "costs are"),
+        (((1, 2), (1.0, 1.0), -1.0), "per_cached is -1"),
+        (((1, 2), (1.0, 1.0), 0.0, math.inf), "per_tile is inf"),
+        (((1, 2), (1.0, 1.0), 0.0, 0.0, -0.1), "per_row is -0.1"),
+    ],
+)
+def test_impossible_costs_are_refused(arguments: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CostCurve(*arguments)
+
+
+def test_rounding_hides_noise_and_is_done_once() -> None:
+    rng = np.random.default_rng(0)
+    true = np.array([1, 1.225, 1.45, 1.74, 2.1, 2.9])
+    rounded = []
+    for _ in range(100):
+        noisy = np.maximum.accumulate(1 + (true - 1) * rng.normal(1, 0.01, 6)).tolist()
+        curve = CostCurve((1, 2, 9, 17, 33, 65), (1.0, *noisy[1:])).rounded()
+        assert curve.rounded() == curve
+        assert curve.costs == pytest.approx(true.tolist(), rel=0.1)
+        rounded.append(curve)
+    assert len(set(rounded)) <= 8  # of a hundred
+
+
+class Machine:
+    """A model whose passes take what a formula says, and the clock that they move."""
+
+    vocabulary = 10
+
+    def __init__(self, unit: float, positions: int = 1 << 17) -> None:
+        self.unit, self.now, self.passes = unit, 0.0, 0
+        self.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=positions))
+
+    def clock(self) -> float:
+        return self.now
+
+    def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
+        assert all(block.positions.max() < self.model.config.max_position_embeddings for block in blocks)
+        tokens, length = sum(map(len, blocks)), caches[0].length
+        cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + length * (1e-4 + 3e-5 * ((tokens - 1) // 8))
+        cost += 0.1 * (len(blocks) - 1)
+        self.now += self.unit * cost * (3 if self.passes % 7 == 2 else 1)  # now and then something disturbs it
+        self.passes += 1
+        return [torch.zeros(len(block), 2) for block in blocks]
+
+
+def test_the_measured_curve_is_the_machine_s() -> None:
+    machine = Machine(0.001)
+    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert curve.passes([1, 2, 16, 64]) == pytest.approx([1, 1.225, 1.575, 2.775], rel=0.15)
+    assert curve.per_cached == pytest.approx(1e-4, rel=0.3)
+    assert curve.per_tile == pytest.approx(3e-5, rel=0.3)
+    assert curve.per_row == pytest.approx(0.1, rel=0.3)
+    assert machine.now < 2 * SECONDS
+
+
+def test_the_measurement_ends_for_a_fast_model() -> None:
+    machine = Machine(1e-9)
+    measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert machine.passes <= (len(SIZES) + 5) * ROUNDS + ROWS + 1
+
+
+def test_a_large_model_is_measured_with_few_passes() -> None:
+    machine = Machine(1.0)
+    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert machine.passes <= LEAST + 1 + ROWS + 1  # and those that lay the caches out
+    assert curve.sizes == tuple(sorted(SIZES[:LEAST]))
+
+
+def test_a_model_with_few_positions_is_measured_within_them() -> None:
+    machine = Machine(0.001, positions=40)
+    curve = measure(machine, machine.clock)  # type: ignore[arg-type]
+    assert curve.sizes == (1, 2, 8, 16, 32)
+    assert curve.per_tile == 0
+    assert FAR > 40
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
+def test_real_models_can_be_measured(architecture: str) -> None:
+    curve = measure(Scorer(tiny(architecture)))
+    assert curve.rounded() == curve
+    assert curve.costs[-1] <= curve.sizes[-1]
+
+
+def test_passes_are_measured_once_where_drafts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Scorer] = []
+
+    def fake(scorer: Scorer) -> CostCurve:
+        measured.append(scorer)
+        return CURVE
+
+    monkeypatch.setattr("forerun.models.forward.pass_timing.measure", fake)
+    model = copy.deepcopy(tiny("llama"))
+    forerun.Engine(model, "none")
+    forerun.Engine(model, TrieDrafter(), cut=False)
+    assert not measured
+    engine = forerun.Engine(model)
+    engine.generate([7, 9], max_new_tokens=4, do_sample=False)
+    engine.use(TrieDrafter())
+    forerun.Engine(model, TrieDrafter())  # of the same model
+    assert measured == [engine.target]
+    forerun.Engine(model.float(), TrieDrafter())
+    assert len(measured) == 2
+
+
+def test_one_pass_is_enough_where_caches_are_warm_and_one_that_does_more_corrects_it() -> None:
+    cold, warm = Passes(), Passes(warm=True)
+    for passes in (cold, warm):
+        passes.learn(2.0, 30.0)
+    assert (cold.unit, warm.unit) == (None, 15.0)
+    warm.bound(2.0, 40.0)
+    assert warm.unit == 15.0
+    warm.bound(2.0, 11.0)
+    assert warm.unit == 5.5
+    warm.learn(2.0, 10.0)
+    warm.bound(2.0, 1.0)  # of several, the disturbed ones do not count anyhow
+    assert warm.unit == 5.0
+
+
+def test_what_passes_take_is_known_from_loading_until_a_step_shows_it() -> None:
+    times = StepTimes(loaded=2.0)
+    assert times.settled and times.unit == 2.0 and not times.due(1.0)
+    for _ in range(2):
+        assert times.unit == 2.0
+        times.step(plain=1.0, added=0.0, seconds=1.8, empty=True)
+    assert times.unit == 1.8
+    assert not StepTimes().settled
+
+
+def test_a_chains_price_is_a_line_by_its_length_that_no_disturbed_one_moves() -> None:
+    plain = Passes()
+    growth = Growth(plain)
+    assert growth.line is None
+    growth.learn(1, 5.8)
+    assert growth.line is None or growth.line.start == 0  # one size alone says nothing of a start
+    for size, seconds in ((12, 42.1), (4, 15.7), (8, 900.0), (6, 22.3), (1, 5.8)):
+        growth.learn(size, seconds)
+    assert growth.line is not None
+    assert growth.line.each == pytest.approx(3.3, rel=0.05) and growth.line.start == pytest.approx(2.5, rel=0.2)
+
+
+def test_chains_that_take_the_same_whatever_their_length_still_cost_something_a_token() -> None:
+    growth = Growth(Passes())
+    for size in (1, 5, 9):
+        growth.learn(size, 10.0)
+    assert growth.line is not None and growth.line.each > 0
+
+
+def _passes(seconds: float) -> Passes:
+    plain = Passes()
+    plain.learn(1, seconds)
+    plain.learn(1, seconds)
+    return plain
+
+
+def test_drafts_that_add_nothing_to_passes_are_noticed() -> None:
+    rise = Rise(_passes(0.5))
+    assert rise.line == AS_THE_CURVE_SAYS
+    for added in (0.3, 0.9, 0.6, 0.9) * 2:  # keys come over a slow link, which the curve knows nothing of
+        rise.learn(1.0, added, 0.5)
+    assert rise.line == Line(pytest.approx(1.0), pytest.approx(0.0))
+
+
+def test_a_few_short_drafts_do_not_make_long_ones_cheap() -> None:
+    rise = Rise(_passes(1.0))
+    for added, seconds in ((0.02, 1.1), (0.04, 1.0), (0.05, 0.95)):  # noise, by which drafts shorten passes
+        rise.learn(1.0, added, seconds)
+    assert rise.line.at(4.0) > 4.5
+
+
+def test_passes_that_drafts_lengthen_as_a_whole_are_noticed() -> None:
+    rise = Rise(_passes(0.01))
+    for cached in (1.0, 3.0, 1.0, 5.0, 1.0):  # batches and contexts of any size
+        rise.learn(cached, 0.2 * cached, 0.01 * cached * (1.2 + 0.2))
+    start, each = rise.line
+    assert start + 0.2 * each == pytest.approx(1.4)
+
+
+def test_noise_leaves_the_curves_slope() -> None:
+    rise, noise = Rise(_passes(1.0)), np.random.default_rng(0)
+    for added in noise.choice([0.02, 0.03, 0.05], 15):
+        rise.learn(1.0, float(added), 1.0 + added + abs(noise.normal(0, 0.05)))
+    start, each = rise.line
+    assert each == 1.0 and 1.0 <= start < 1.1

@@ -1,0 +1,457 @@
+"""Replicas: who is asked, what they learn from each other, and that one may die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from starlette.types import Message
+from support.house import PATIENCE
+
+from forerun.core.request import Request
+from forerun.replicas import cluster
+from forerun.replicas.exchange import SILENT, SLICE, Exchange, News, Text, Trader
+from forerun.replicas.front import TRIES, Front, merged
+from forerun.replicas.prefix_index import BLOCK, Places, digests, preferred
+from forerun.replicas.replica import played
+from forerun.replicas.replica_messages import Asked, Start
+from forerun.replicas.resources import Node, Resources, share
+from forerun.server.settings import ServerSettings
+
+BOOK = "It was a bright cold day, and the clocks were striking. " * 200
+
+
+def body(prompt: Any, **more: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": prompt, **more}).encode()
+
+
+# who is asked
+
+
+def test_requests_share_as_many_digests_as_they_share_blocks() -> None:
+    first, second = digests("a", body(BOOK + "Who?")), digests("a", body(BOOK[: 3 * BLOCK] + "x" * 2 * BLOCK))
+    assert len(first) == 1 + len(BOOK + "Who?") // BLOCK and len(second) == 6
+    assert first[:4] == second[:4] and first[4] != second[4]
+    assert digests("a", body("short")) == first[:1]
+
+
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"namespace": "other"}])
+def test_nobody_shares_a_digest_with_another_tenant_or_namespace(other: dict[str, str]) -> None:
+    asked = body(BOOK, forerun={"namespace": other.get("namespace", "default")})
+    assert not set(digests("a", body(BOOK))) & set(digests(other.get("tenant", "a"), asked))
+
+
+@pytest.mark.parametrize("wrong", [b"", b"{", b"[1]", b'"x"', b'{"forerun": 3}', b"[" * 100_000])
+def test_what_is_refused_later_has_no_beginnings(wrong: bytes) -> None:
+    assert digests("a", wrong) == []
+
+
+def test_half_a_character_is_no_obstacle() -> None:
+    asked = b'{"prompt": "' + b"\\ud800" * BLOCK + b'", "forerun": {"namespace": "\\ud800"}}'
+    assert len(digests("a", asked)) == 2
+
+
+def test_conversations_and_token_ids_have_beginnings_too() -> None:
+    turns = [{"role": "user", "content": BOOK}, {"role": "assistant", "content": "Yes."}]
+    first = digests("a", json.dumps({"messages": turns[:1]}).encode())
+    later = digests("a", json.dumps({"messages": [*turns, {"role": "user", "content": "Why?"}]}).encode())
+    assert len(first) > 9 and later[: len(first) - 1] == first[:-1]
+    ids = list(range(2000))
+    assert digests("a", body(ids))[:8] == digests("a", body([*ids, 5]))[:8]
+
+
+def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not() -> None:
+    places: Places[str] = Places()
+    long, short = digests("a", body(BOOK)), digests("a", body(BOOK[:BLOCK]))
+    places.remember(long, "one")
+    places.remember(short, "two")
+    everyone = ["three", "two", "one"]
+    assert preferred(long, everyone, places, lambda each: 3, 4) == ["one", "two"]
+    assert preferred(long, everyone, places, lambda each: 4 * (each == "one"), 4) == ["two"]
+    assert preferred(digests("b", body(BOOK)), everyone, places, lambda each: 0, 4) == []
+    places.keep(["two"])
+    assert preferred(long, everyone, places, lambda each: 0, 4) == ["two"]
+
+
+def test_a_namespace_alone_is_a_reason_for_an_idle_replica_only() -> None:
+    places: Places[str] = Places()
+    places.remember(digests("a", body("Who?")), "one")
+    assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 0, 4) == ["one"]
+    assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 1, 4) == []
+
+
+def test_the_least_recently_used_beginnings_are_forgotten() -> None:
+    places: Places[str] = Places(known=3)
+    places.remember([b"1", b"2"], "one")
+    places.remember([b"1", b"3"], "two")
+    places.remember([b"4"], "two")
+    assert places.depth([b"1"], "one") == 1 and places.depth([b"2"], "one") == 0
+
+
+# what they learn
+
+
+def text(*tokens: int, namespace: str = "a/default") -> Text:
+    return Text.of(namespace, np.array(tokens))
+
+
+def test_each_gets_what_others_handed_in_once() -> None:
+    exchange = Exchange()
+    assert exchange.trade("one", [text(1, 2)], 0, "m 1") == News([], 1)
+    news = exchange.trade("two", [text(3)], 0, "m 2")
+    assert [each.ids for each in news.texts] == [[1, 2]] and news.until == 2
+    assert exchange.trade("two", [], news.until, "m 3").texts == []
+    assert [each.ids for each in exchange.trade("one", [], 1, "m 4").texts] == [[3]]
+    assert exchange.figures() == {"one": "m 4", "two": "m 3"}
+
+
+def test_a_replica_that_is_silent_for_long_is_no_longer_shown() -> None:
+    now = 0.0
+    exchange = Exchange(clock=lambda: now)
+    exchange.trade("one", [], 0, "m 1")
+    now = SILENT
+    exchange.trade("two", [], 0, "m 2")
+    assert set(exchange.figures()) == {"one", "two"}
+    now += 1
+    assert set(exchange.figures()) == {"two"}
+
+
+def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew() -> None:
+    exchange = Exchange(limit=2 * text(1).nbytes)
+    exchange.trade("one", [text(1), text(2), text(3)], 0, "")
+    assert [each.ids for each in exchange.trade("new", [], 0, "").texts] == [[2], [3]]
+    restarted = Exchange()
+    restarted.trade("one", [text(9)], 3, "")
+    assert [each.ids for each in restarted.trade("two", [], 3, "").texts] == [[9]]
+
+
+def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly() -> None:
+    exchange, learned = Exchange(), []
+    one = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60)
+    half = [7] * (SLICE // 2)
+    exchange.trade("two", [text(*half), text(*half), text(3), text(*half * 3), text(4)], 0, "")
+    one.turn()
+    assert [[len(row) for row in rows] for _, rows in learned] == [[SLICE // 2] * 2, [1], [SLICE // 2 * 3], [1]]
+
+
+def ended(*tokens: int, **more: Any) -> Request:
+    request = Request([5], len(tokens), **more)
+    for token in tokens:
+        request.append(token)
+    return request
+
+
+def test_a_trader_hands_in_what_ended_and_learns_what_is_new() -> None:
+    exchange, learned = Exchange(), []
+    one = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60)
+    one.take(ended(1, 2, namespace="a/x"))
+    one.take(ended(7, namespace="a/x", budget=0))  # a text without drafts teaches nothing
+    one.turn()
+    exchange.trade("two", [text(3), text(4), text(5, namespace="b/y")], 0, "")
+    one.turn()
+    one.turn()
+    assert [each.ids for each in exchange.trade("new", [], 0, "").texts] == [[1, 2], [3], [4], [5]]
+    assert learned == [("a/default", [[3], [4]]), ("b/y", [[5]])]
+
+
+def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog: pytest.LogCaptureFixture) -> None:
+    exchange, learned = Exchange(), []
+
+    def learn(namespace: str, sequences: list[list[int]]) -> None:
+        learned.append(sequences)
+        raise LookupError("broken")
+
+    trader = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), learn, 0.01)
+    trader.start()
+    for token in (1, 2):
+        exchange.trade("two", [text(token)], 0, "")
+        until(lambda token=token: learned[-1:] == [[[token]]])
+    trader.close()
+    assert "not learned" in caplog.text
+
+
+def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("forerun.replicas.exchange.OUTBOX", 2 * text(1).nbytes)
+    exchange, there = Exchange(), False
+
+    def trade(texts: Any, since: int) -> News:
+        if not there:
+            raise ConnectionError("gone")
+        return exchange.trade("one", texts, since, "")
+
+    trader = Trader(trade, lambda *new: None, 60)
+    for token in (1, 2, 3):
+        trader.take(ended(token))
+    trader.turn()
+    assert "cannot be reached" in caplog.text
+    there = True
+    trader.turn()
+    assert [each.ids for each in exchange.trade("two", [], 0, "").texts] == [[2], [3]]
+
+
+# one may die
+
+
+class GoneError(Exception):
+    pass
+
+
+class Replicas:
+    """Answers in turn; an exception stands for a replica that dies there."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self.answers = list(answers)
+        self.asked: list[Asked] = []
+        self.closed = 0
+
+    async def __call__(self, asked: Asked) -> AsyncIterator[Start | bytes]:
+        self.asked.append(asked)
+        try:
+            for part in self.answers.pop(0):
+                if isinstance(part, Exception):
+                    raise part
+                if part is None:
+                    await asyncio.sleep(PATIENCE)
+                yield part
+        finally:
+            self.closed += 1
+
+
+def head(kind: str = "text/event-stream", status: int = 200) -> Start:
+    return Start(status, [(b"content-type", kind.encode())], "one")
+
+
+def ask(replicas: Replicas, path: str = "/v1/completions", gone: bool = False) -> list[Message]:
+    async def figures() -> dict[str, str]:
+        return {"one": "# TYPE a counter\na_total 1.0\n", "two": "# TYPE a counter\na_total 2.0\n"}
+
+    async def run() -> list[Message]:
+        sent: list[Message] = []
+        came: list[Message] = [{"type": "http.request", "body": body(BOOK)}]
+
+        async def receive() -> Message:
+            if not came and not gone:
+                await asyncio.sleep(PATIENCE)
+            return came.pop() if came else {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "state": {}}
+        await Front(replicas, figures, (GoneError,))(scope, receive, send)
+        await asyncio.sleep(0)
+        return sent
+
+    return asyncio.run(run())
+
+
+def told(sent: list[Message]) -> bytes:
+    assert sent[0]["type"] == "http.response.start" and not sent[-1].get("more_body")
+    return b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def test_an_answer_is_handed_on() -> None:
+    replicas = Replicas([head(), b"a", b"b"])
+    sent = ask(replicas)
+    assert told(sent) == b"ab" and (b"x-forerun-replica", b"one") in sent[0]["headers"]
+    assert replicas.asked[0].beginnings == digests("", body(BOOK))
+
+
+def test_who_asks_does_not_notice_a_replica_that_dies_before_the_first_word() -> None:
+    replicas = Replicas([GoneError()], [head(), GoneError()], [head(), b"a"])
+    assert told(ask(replicas)) == b"a" and len(replicas.asked) == 3
+
+
+def test_an_answer_that_began_ends_with_an_error() -> None:
+    sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()], [head(), b"never"]))
+    first, last = told(sent).split(b"\n\n")[:2]
+    assert first == b"data: 1" and json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+
+
+def test_after_so_many_deaths_a_request_is_given_up() -> None:
+    replicas = Replicas(*[[GoneError()] for _ in range(TRIES + 1)])
+    sent = ask(replicas)
+    assert sent[0]["status"] == 503 and json.loads(told(sent))["error"]["code"] == "replica_lost"
+    assert len(replicas.asked) == TRIES
+
+
+def test_a_client_that_goes_ends_its_request() -> None:
+    replicas = Replicas([head(), b"a", None])
+    ask(replicas, gone=True)
+    assert replicas.closed == 1
+
+
+def test_metrics_of_all_replicas_have_their_names() -> None:
+    assert b'a_total{replica="two"} 2.0' in told(ask(Replicas(), "/metrics"))
+    assert merged({}) == b""
+
+
+def test_an_application_hears_that_nobody_listens_any_more() -> None:
+    heard: list[Message] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.append(await receive())
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        heard.append(await receive())
+
+    async def run() -> None:
+        messages = played(app, Asked("POST", "/", b"", [], b"body"))
+        assert (await anext(messages))["status"] == 200
+        await messages.aclose()  # type: ignore[attr-defined]
+        await asyncio.sleep(0.01)
+
+    asyncio.run(run())
+    assert [message["type"] for message in heard] == ["http.request", "http.disconnect"]
+
+
+def test_an_applications_failure_is_raised() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        raise LookupError("broken")
+
+    async def run() -> None:
+        async for _ in played(app, Asked("GET", "/", b"", [], b"")):
+            pass
+
+    with pytest.raises(LookupError, match="broken"):
+        asyncio.run(run())
+
+
+# what they get of a cluster
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "processors"),
+    [([8], 2, 4), ([7], 2, 3), ([2], 4, 0.5), ([4, 4], 1, 4), ([4, 4, 4], 2, 4), ([8, 2], 3, 2), ([1], 3, 0.3333)],
+)
+def test_each_replica_gets_as_many_processors_as_all_find_room_for(
+    nodes: list[float], replicas: int, processors: float
+) -> None:
+    assert share([Node(each, 0) for each in nodes], replicas, "auto") == Resources(processors, 0)
+
+
+def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
+    nodes = [Node(8, 2), Node(32, 0)]
+    assert share(nodes, 2, "auto") == share(nodes, 2, "cuda") == Resources(4, 1)
+    assert share(nodes, 2, "cpu") == Resources(16, 0)
+    for device in ("auto", "cuda"):
+        with pytest.raises(ValueError, match="replicas is 3 and the cluster has 2 GPUs"):
+            share(nodes, 3, device)
+    with pytest.raises(ValueError, match="no processors"):
+        share([Node(0, 0)], 1, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"device": "cuda:1"}, "name it cuda"), ({"port": 0}, "port is 0"), ({"index": "x"}, "index is")],
+)
+def test_settings_that_replicas_do_not_have_are_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        cluster.check(ServerSettings(ray=True, **wrong))
+
+
+# on Ray
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Two replicas of the bundled model; the address."""
+    pytest.importorskip("ray", reason="Ray is not installed")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    folder = tmp_path_factory.mktemp("kept")
+    command = [sys.executable, "-m", "forerun.cli", "serve", "--ray", "--replicas", "2", "--port", str(port)]
+    command += ["--kv-memory", "256MiB", "--kv-store", str(folder), "--rows", "4"]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    log = folder.with_suffix(".log").open("w+")
+    served = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        until(lambda: served.poll() is not None or answers(address), log.name)
+        assert served.poll() is None, Path(log.name).read_text()
+        yield address
+        served.send_signal(signal.SIGINT)
+        assert served.wait(PATIENCE) == 0, Path(log.name).read_text()
+    finally:
+        served.kill()
+        served.wait()
+        log.close()
+
+
+def until(true: Any, log: str = "") -> None:
+    end = time.monotonic() + 2 * PATIENCE  # Ray starts a dozen processes
+    while not true():
+        assert time.monotonic() < end, Path(log).read_text() if log else "too late"
+        time.sleep(0.1)
+
+
+def answers(address: str) -> bool:
+    try:
+        return httpx.get(f"{address}/ready", timeout=PATIENCE).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def complete(address: str, prompt: str, tokens: int = 24, **more: Any) -> httpx.Response:
+    asked = {"model": "bundled", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+    return httpx.post(f"{address}/v1/completions", json=asked, timeout=PATIENCE)
+
+
+def replicas(address: str) -> dict[str, float]:
+    """Bytes of each replica's index."""
+    found = {}
+    for line in httpx.get(f"{address}/metrics", timeout=PATIENCE).text.splitlines():
+        if line.startswith("forerun:index_bytes{"):
+            found[line.split('replica="')[1].split('"')[0]] = float(line.split()[-1])
+    return found
+
+
+def some_process() -> int:
+    """Of one of the replicas."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::ServeReplica:forerun:Replica"):
+                return int(folder.name)
+    raise AssertionError("no replica runs")
+
+
+@pytest.mark.alone
+def test_replicas_answer_alike_and_one_may_die(address: str) -> None:
+    prompts = [f"def number_{i}(a, b):\n    return" for i in range(6)]
+    alone = {prompt: complete(address, prompt).json()["choices"][0]["text"] for prompt in prompts}
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda prompt: complete(address, prompt), prompts))
+    assert {prompt: each.json()["choices"][0]["text"] for prompt, each in zip(prompts, found, strict=True)} == alone
+    until(lambda: len(replicas(address)) == 2)
+    first, second = (complete(address, BOOK + end) for end in ("Who?", "Why?"))  # a beginning stays with its replica
+    assert first.headers["x-forerun-replica"] == second.headers["x-forerun-replica"]
+
+    before = set(replicas(address))
+    with ThreadPoolExecutor(12) as pool:
+        running = [pool.submit(complete, address, prompt, 300) for prompt in prompts * 2]
+        streams = [pool.submit(complete, address, BOOK, 300, stream=True) for _ in range(2)]
+        time.sleep(0.3)
+        os.kill(some_process(), signal.SIGKILL)
+        for each in running:  # nothing of them was sent, so another replica answers
+            assert each.result().status_code == 200, each.result().text
+        for each in streams:
+            assert each.result().text.rstrip().endswith("[DONE]") or "replica_lost" in each.result().text
+    until(lambda: len(found := set(replicas(address))) == 2 and found != before)
+    (new,) = set(replicas(address)) - before
+    until(lambda: replicas(address)[new] > 0)  # it begins with what the others have learned

@@ -1,0 +1,43 @@
+"""Imports run downwards only, and transformers is imported where the layout says."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import forerun
+
+SOURCE = Path(forerun.__file__).parent
+LAYERS = [
+    "reference", "core", "trie", "integrations", "kernels", "kv", "policy", "models", "tensor_parallel", "drafting",
+    "engine", "audit", "api", "server", "replicas", "cli",
+]  # fmt: skip
+USES_TRANSFORMERS = {"models", "tensor_parallel", "engine", "audit", "api", "cli"}
+RANK = {name: rank for rank, name in enumerate(LAYERS)}
+
+
+def imports(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+
+def test_every_module_imports_from_layers_below_it_only() -> None:
+    for file in SOURCE.rglob("*.py"):
+        layer = file.relative_to(SOURCE).with_suffix("").parts[0]
+        if layer == "__init__":
+            continue
+        for name in imports(file):
+            parts = name.split(".")
+            if parts[0] == "forerun" and len(parts) > 1 and parts[1] != layer:
+                assert RANK[parts[1]] <= RANK[layer], f"{file} imports {name}"
+            if parts[0] == "transformers":
+                assert layer in USES_TRANSFORMERS, f"{file} imports {name}"
+
+
+def test_drafters_do_not_import_each_other_and_caches_do_not_import_the_model() -> None:
+    for file in (SOURCE / "drafting").glob("*.py"):
+        if file.name == "recipes.py":
+            continue  # it builds them all
+        others = {name for name in imports(file) if name.startswith("forerun.drafting.")} - {"forerun.drafting.drafter"}
+        assert not others, f"{file} imports {others}"

@@ -1,0 +1,98 @@
+"""The commands, code and links of the README and its pages work as they stand there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import forerun
+from forerun.cli import app
+
+ROOT = Path(forerun.__file__).parents[2]
+PAGES = ["README.md", "docs/usage.md", "docs/lossless.md", "docs/benchmarks.md", "docs/how-it-works.md", "docs/LOG.md"]
+LINKING = [
+    *PAGES, "docs/serving.md", "docs/scaling.md", "docs/trie.md", "docs/integrations.md", "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]  # fmt: skip
+"""Pages whose links are followed; what those that are no ``PAGES`` show is tested elsewhere."""
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_fits_on_a_screen() -> None:
+    assert len(README.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
+def test_python_blocks_run_one_after_another(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, object] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, page, "exec"), scope)
+    assert len(capsys.readouterr().out) > 100
+
+
+LONG = ("forerun audit", "forerun bench")
+"""What these do is tested on tiny models each time, and on the bundled one by ``make matrix``."""
+LINES = {line for page in PAGES for block in blocks(page, "bash") for line in block.splitlines() if line}
+
+
+def marked(line: str) -> Any:
+    return pytest.param(line, marks=[pytest.mark.matrix] * line.startswith(LONG))
+
+
+@pytest.mark.parametrize("line", [marked(line) for line in sorted(LINES)])
+def test_commands_run(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = shlex.split(line)
+    assert command[0] == "forerun"
+    monkeypatch.chdir(ROOT)
+    done = CliRunner().invoke(app, command[1:])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)]+)\)", path.read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = path.parent / file if file else path
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_run(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(example), run_name="__main__")
+    said = capsys.readouterr().out
+    assert said.strip() and "False" not in said
+
+
+def test_make_targets_that_the_readme_names_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.findall(r"^    make (\w+)", README, re.MULTILINE) + re.findall(r"`make (\w+)", README)
+    assert named[:2] == ["demo", "test"]
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize(("page", "marker"), [("README.md", "bench"), ("docs/benchmarks.md", "long")])
+def test_each_table_has_its_place(page: str, marker: str) -> None:
+    text = (ROOT / page).read_text()
+    assert re.search(rf"<!-- {marker}:begin -->\n\n\|.*\|\n\n<!-- {marker}:end -->", text, re.DOTALL)

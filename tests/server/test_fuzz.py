@@ -1,0 +1,426 @@
+"""What a server withstands: nonsense, costly requests, slow clients, too many of them. Each test shows one bound."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from support.house import PATIENCE, TEMPLATE, House, until
+
+from benchmarks.answers import ask_all, wrong
+from benchmarks.fuzzing import Fuzz, Shot
+from forerun.core.request import Request
+from forerun.engine.engine import BUDGET, Engine
+from forerun.kv.full_cache import FullCache
+from forerun.models.loading.load import load
+from forerun.models.text.grammar import SchemaError
+from forerun.server import gate
+from forerun.server.connections import SPARE, Connection
+from forerun.server.encoder import Encoder
+from forerun.server.errors import ApiError
+from forerun.server.limits import Limits
+from forerun.server.schema import ChatRequest, CompletionRequest
+
+Json = dict[str, Any]
+ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    return Engine(model, "trie", tokenizer=tokenizer, prefix_cache=1 << 24)
+
+
+def tasks() -> int:
+    return sum(issubclass(type(each), asyncio.Task) and not each.done() for each in gc.get_objects())
+
+
+def head(length: int, *more: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, *more, "", ""]).encode()
+
+
+def heard(one: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    said = b""
+    try:
+        while part := one.recv(1 << 16):
+            said += part
+    except ConnectionError:
+        pass
+    return said
+
+
+def connected(house: House) -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", house.port))
+    one.settimeout(PATIENCE)
+    return one
+
+
+def error_in(said: bytes) -> Json:
+    error: Json = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+# --- nonsense
+
+
+def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, max_tokens=8, request_bytes=100_000, namespaces=8))
+    one = houses[0]
+    wanted = one.post(ASKED).json()["choices"][0]["text"]
+    before, threads = tasks(), threading.active_count()
+    fuzz = Fuzz(one.http.get("/openapi.json").json(), seed=0, large=100_000)
+    shots = [fuzz.shot() for _ in range(200)]
+    answers = asyncio.run(ask_all(one.port, shots, clients=8))
+    for shot, answer in zip(shots, answers, strict=True):
+        assert not (told := wrong(shot, answer)), (told, shot)
+    assert sum(answer.status == 200 for answer in answers) > 30
+    until(lambda: not one.scheduler.busy)
+    until(lambda: tasks() <= before)
+    assert one.scheduler.memory == 0
+    assert (
+        threading.active_count() <= threads + 6 + 40
+    )  # the pools of asyncio and of plain functions, which are bounded
+    assert one.post(ASKED).json()["choices"][0]["text"] == wanted
+
+
+# --- costly requests
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": ["a"] * 20_000}),
+        (CompletionRequest, {"prompt": [None] * 20_000}),
+        (CompletionRequest, {"prompt": "Hi", "stop": [1] * 20_000}),
+        (CompletionRequest, {"prompt": "Hi", **{f"x{i}": 1 for i in range(20_000)}}),
+        (ChatRequest, {"messages": [1] * 20_000}),
+        (ChatRequest, {"messages": [{}] * 20_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 20_000}]}),
+        (ChatRequest, {"messages": [{"role": "user", "content": "Hi"}], "tools": [1] * 20_000}),
+    ],
+)
+def test_a_body_with_a_thousand_mistakes_has_one_error(kind: type, body: Json) -> None:
+    """Four million errors took 37 seconds and 6 GiB, and nobody else was answered meanwhile."""
+    with pytest.raises(ValidationError) as refused:
+        kind(model="bundled", **body)
+    assert refused.value.error_count() == 1
+
+
+def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None:
+    seen: list[int] = []
+
+    class Counting:
+        chat_template = TEMPLATE
+
+        def __call__(self, text: str) -> Any:
+            seen.append(len(text))
+            return engine.tokenizer(text)  # type: ignore[misc]
+
+        def apply_chat_template(self, *given: Any, tokenize: bool, **more: Any) -> Any:
+            assert not tokenize
+            return engine.tokenizer.apply_chat_template(*given, chat_template=TEMPLATE, tokenize=False, **more)  # type: ignore[union-attr]
+
+    encoder = Encoder(Counting(), 100)
+    for text in ("a" * 100_000, "hello world " * 10_000):
+        with pytest.raises(ApiError, match=r"more than .* tokens; the model takes 100"):
+            encoder(CompletionRequest(model="bundled", prompt=text))
+        with pytest.raises(ApiError, match="the model takes 100"):
+            encoder(ChatRequest(model="bundled", messages=[{"role": "user", "content": text}]))
+    short = {"role": "user", "content": "one two three"}
+    tool = {"type": "function", "function": {"name": "f", "description": "word " * 10_000}}
+    for asked in ({"messages": [short] * 1000}, {"messages": [short], "tools": [tool]}):
+        with pytest.raises(ApiError, match="the model takes 100"):
+            encoder(ChatRequest(model="bundled", **asked))
+    assert max(seen) <= 1600
+    text = "one two three " * 20  # longer than the first look, and not too long
+    assert encoder(CompletionRequest(model="bundled", prompt=text)) == [engine.tokenizer(text)["input_ids"]]  # type: ignore[misc]
+
+
+def test_more_texts_than_there_are_places_for_are_not_encoded(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, Limits(1 << 30, rows=2, waiting=2)))
+    answer = houses[0].post({**ASKED, "prompt": ["Hi", "Ho"], "n": 3})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_texts")
+
+
+@pytest.mark.parametrize("divisor", [9_999_991, 1e6, 49_999.5])
+def test_a_divisor_that_would_take_minutes_to_compile_is_refused(engine: Engine, divisor: float) -> None:
+    schema = {"type": "object", "properties": {"a": [{"type": "number", "multipleOf": divisor}]}}
+    with pytest.raises(SchemaError, match=r"multipleOf has [0-9,]+ remainders in all; 50,000 are the most"):
+        engine.grammars.of({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    schema = {"type": "number", "multipleOf": 0.25}
+    assert engine.grammars.of({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+
+
+# --- one request's failure
+
+
+def test_a_schema_too_hard_to_follow_is_the_clients_error(engine: Engine, houses: list[House]) -> None:
+    """It compiles, and the matcher gives up at its first tokens."""
+    houses.append(House(engine))
+    one = houses[0]
+    schema = {"type": "string", "pattern": "^" + "a?" * 2000 + "a" * 2000 + "$"}
+    told = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    wanted = one.post({**ASKED, "max_tokens": 40}).json()["choices"][0]["text"]
+    beside = one.client().completions.create(**{**ASKED, "max_tokens": 40}, stream=True)
+    text = next(beside).choices[0].text
+    answer = one.post({**ASKED, "response_format": told})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "response_format"
+    assert "grammar cannot go on" in answer.json()["error"]["message"]
+    assert text + "".join(chunk.choices[0].text for chunk in beside) == wanted
+
+
+def fails(request: Request, patch: pytest.MonkeyPatch) -> None:
+    """What looks for the end of its text raises."""
+
+    def stopping(ids: Any) -> bool:
+        raise LookupError("broken in the test")
+
+    request.stopping = stopping
+
+
+def has_no_memory(request: Request, patch: pytest.MonkeyPatch) -> None:
+    """Its cache, which alone has its size, takes no tokens."""
+    reserve, places = FullCache.reserve, len(request) + request.remaining + BUDGET
+
+    def full(cache: FullCache, *given: Any) -> Any:
+        if cache._capacity == places:
+            raise MemoryError("none is left in the test")
+        return reserve(cache, *given)
+
+    patch.setattr(FullCache, "reserve", full)
+
+
+@pytest.mark.parametrize("spoil", [fails, has_no_memory])
+def test_a_request_that_fails_harms_nobody_beside_it(
+    engine: Engine, houses: list[House], spoil: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    houses.append(House(engine))
+    one = houses[0]
+    asked = {**ASKED, "max_tokens": 40}
+    wanted = one.post(asked).json()["choices"][0]["text"]
+    submit = one.scheduler.submit
+
+    def spoilt(request: Request, *given: Any) -> Any:
+        if request.remaining == 7:
+            spoil(request, monkeypatch)
+        return submit(request, *given)
+
+    one.scheduler.submit = spoilt  # type: ignore[method-assign, assignment]
+    beside = one.client().completions.create(**asked, stream=True)
+    text = next(beside).choices[0].text
+    answer = one.post({**ASKED, "max_tokens": 7})
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert "in the test" not in answer.text
+    assert text + "".join(chunk.choices[0].text for chunk in beside) == wanted
+    until(lambda: not one.scheduler.busy)
+    assert one.post(asked).json()["choices"][0]["text"] == wanted
+
+
+# --- connections
+
+
+def test_connections_beyond_the_limit_are_told_so(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, connections=2))
+    one = houses[0]
+    first, second = connected(one), connected(one)
+    until(lambda: len(one.server.server_state.connections) == 2)
+    with connected(one) as third:
+        third.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        said = heard(third)
+    assert said.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in said.lower()
+    assert error_in(said)["code"] == "too_many_connections"
+    others = [connected(one) for _ in range(SPARE)]
+    until(lambda: len(one.server.server_state.connections) == 2 + SPARE)
+    with connected(one) as last:
+        assert heard(last) == b""  # it is dropped
+    for each in (first, *others):
+        each.close()
+    until(lambda: len(one.server.server_state.connections) == 1)
+    second.close()
+    assert one.post(ASKED).status_code == 200
+
+
+def test_a_head_that_does_not_come_ends_the_connection(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "head", 0.05)
+    houses.append(House(engine))
+    with connected(houses[0]) as silent, connected(houses[0]) as second:
+        silent.sendall(b"POST /v1/comp")
+        second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+        assert heard(silent) == b""
+        assert heard(second).endswith(b'{"status":"ok"}')
+    answer = houses[0].post({**ASKED, "max_tokens": 200})  # it takes longer than a head may
+    assert answer.json()["usage"]["completion_tokens"] == 200
+
+
+def test_a_body_that_does_not_come_is_told_so(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate.Gate.__init__, "__defaults__", (gate.OPEN, 0.05))
+    houses.append(House(engine))
+    with connected(houses[0]) as slow:
+        slow.sendall(head(100) + b"{")
+        said = heard(slow)
+    assert said.startswith(b"HTTP/1.1 408") and error_in(said)["code"] == "request_timeout"
+
+
+def test_who_still_sends_a_body_that_is_refused_hears_why(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, request_bytes=1000))
+    with connected(houses[0]) as one:
+        one.sendall(head(3_000_000) + b" " * 100)
+        assert one.recv(1 << 16).startswith(b"HTTP/1.1 413")
+        one.sendall(b" " * 2_999_900 + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert heard(one).endswith(b'{"status":"ok"}')
+
+
+def test_a_refused_body_without_end_is_cut_off(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connection, "head", 0.2)
+    houses.append(House(engine, request_bytes=1000))
+    with connected(houses[0]) as endless, pytest.raises(OSError):
+        endless.sendall(head(1 << 50))
+        while True:
+            endless.sendall(b" " * 65_536)
+
+
+def test_all_bodies_together_are_bounded(engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "BODIES", 2)
+    monkeypatch.setattr(Connection, "head", 0.2)
+    houses.append(House(engine, request_bytes=1000))
+    waiting = [connected(houses[0]) for _ in range(3)]
+    for each in waiting:
+        each.sendall(head(1000) + b" " * 900)
+    said = heard(waiting[2])
+    assert said.startswith(b"HTTP/1.1 503") and error_in(said)["code"] == "too_many_bytes"
+    for each in waiting:
+        each.close()
+    until(lambda: not houses[0].server.server_state.tasks)
+    assert houses[0].post({**ASKED, "user": "x" * 800}).status_code == 200
+
+
+def test_who_does_not_read_is_dropped(engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Connection.connection_made
+
+    def narrow(connection: Connection, transport: Any) -> None:
+        """So that little fits in between."""
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        transport.set_write_buffer_limits(4096)
+        made(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", narrow)
+    monkeypatch.setattr(Connection, "stuck", 0.05)
+    houses.append(House(engine))
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        deaf.connect(("127.0.0.1", houses[0].port))
+        told = json.dumps({**ASKED, "max_tokens": 2000, "n": 4, "stream": True, "logprobs": 5, "temperature": 1})
+        deaf.sendall(head(len(told)) + told.encode())
+        until(lambda: houses[0].scheduler.running > 0)
+        until(lambda: not houses[0].server.server_state.connections)
+        until(lambda: not houses[0].scheduler.busy)
+    assert houses[0].metric("forerun:generation_tokens_total") < 4 * 2000
+
+
+@pytest.mark.parametrize(
+    "said", [b"\0\1\2\r\n\r\n", b"GET /\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"]
+)
+def test_what_is_no_http_is_told_so_in_openais_shape(engine: Engine, houses: list[House], said: bytes) -> None:
+    houses.append(House(engine))
+    with connected(houses[0]) as strange:
+        strange.sendall(said)
+        answer = heard(strange)
+    assert answer.startswith(b"HTTP/1.1 400") and error_in(answer)["code"] == "invalid_http"
+
+
+def test_nonsense_in_the_midst_of_a_body_ends_the_connection_alone(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine))
+    with connected(houses[0]) as strange:
+        strange.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        answer = heard(strange)
+    assert error_in(answer)["code"] == "invalid_http"
+    until(lambda: not houses[0].server.server_state.tasks)
+
+
+def test_shots_are_the_same_for_a_seed(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine))
+    description = houses[0].http.get("/openapi.json").json()
+
+    def shots(seed: int) -> list[Shot]:
+        fuzz = Fuzz(description, seed, large=0)
+        return [fuzz.shot() for _ in range(50)]
+
+    assert shots(1) == shots(1) != shots(2)
+
+
+def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
+    order: list[str] = []
+
+    class Slow:
+        def __call__(self, text: str) -> Any:
+            order.append(text)
+            time.sleep(0.005)
+            return engine.tokenizer(text)  # type: ignore[misc]
+
+    encoder = Encoder(Slow(), None)
+    many = threading.Thread(target=encoder, args=[CompletionRequest(model="bundled", prompt=["many"] * 100)])
+    many.start()
+    until(lambda: len(order) > 3)
+    encoder(CompletionRequest(model="bundled", prompt="one"))
+    many.join()
+    assert order.index("one") < 20
+
+
+def test_who_reads_slowly_gets_the_whole_answer(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Connection.connection_made
+
+    def narrow(connection: Connection, transport: Any) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        made(connection, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", narrow)
+    monkeypatch.setattr(Connection, "head", 0.1)
+    monkeypatch.setattr(Connection, "stuck", 0.1)
+    houses.append(House(engine))
+    told = json.dumps({**ASKED, "max_tokens": 1000, "logprobs": 5, "temperature": 1})
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", houses[0].port))
+        slow.sendall(head(len(told)) + told.encode())
+        answer = b""
+        while not answer.endswith(b"}]}") and (part := slow.recv(2048)):
+            answer += part
+            time.sleep(0.002)
+    length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+    assert length > 100_000 and len(answer.partition(b"\r\n\r\n")[2]) == length
+
+
+def test_who_has_no_key_takes_none_of_the_room_for_bodies(
+    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "BODIES", 2)
+    houses.append(House(engine, request_bytes=1000, api_keys=("key-of-a",)))
+    strangers = [connected(houses[0]) for _ in range(4)]
+    for each in strangers:
+        each.sendall(b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + b" " * 999)
+    until(lambda: len(houses[0].server.server_state.connections) >= 4)
+    time.sleep(0.1)
+    key = {"Authorization": "Bearer key-of-a"}
+    assert houses[0].post({**ASKED, "max_tokens": 2}, headers=key).status_code == 200
+    for each in strangers:
+        each.close()

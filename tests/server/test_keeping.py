@@ -1,0 +1,558 @@
+"""The index of a server: what it starts with, what it may take, who shares it, and that it outlives the server."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from support.house import PATIENCE, House, free_socket, until
+
+from forerun.cli import serve
+from forerun.cli.serve_options import ServeOptions
+from forerun.core.origin import Origin
+from forerun.drafting.recipes import build_drafter, trie_of
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.models.text.vocabulary import fingerprint
+from forerun.server.keys import Namespaces
+from forerun.server.settings import read_settings
+from forerun.server.warming import PIECE, check_files, passages
+from forerun.trie import trie_file
+from forerun.trie.autosave import AutoSaver
+from forerun.trie.namespace import LEAST
+from forerun.trie.trie import Trie
+from forerun.trie.trie_config import TrieConfig
+from forerun.trie.trie_folder import Folder
+
+Json = dict[str, Any]
+ASKED: Json = {"model": "bundled", "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0}
+OTHER: Json = ASKED | {"prompt": "Once upon a time"}
+
+
+def text(seed: int, length: int = 40) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 5000, length).tolist()
+
+
+def texts(trie: Trie, name: str) -> list[list[int]]:
+    return [each.tolist() for each in trie.snapshot(name)[0]]
+
+
+# --- the limit
+
+
+def within(trie: Trie, limit: int) -> bool:
+    """Whether no array of any namespace could take more."""
+    spaces = list(trie._shared.values())
+    lengths = [sum(part.nbytes for part in space.index if part is not space.index.spelling) for space in spaces]
+    return trie.kept <= sum(lengths) <= limit and trie._shared.granted <= limit
+
+
+def test_all_namespaces_stay_under_the_limit_and_those_used_longest_ago_go() -> None:
+    limit, trie = 10 * LEAST, Trie()
+    trie.bound(limit, 1000)
+    for number in range(60):
+        trie.warm(f"{number}", [text(number)])
+        trie.warm("first", [text(number, 20)])
+        assert within(trie, limit)
+    names = list(trie._shared)
+    assert names == [*(f"{number}" for number in range(61 - len(names), 60)), "first"] and len(names) > 5
+    for number in range(100):  # one that grows takes the room of all others
+        trie.warm("59", [text(number, 100)])
+        assert within(trie, limit)
+    assert list(trie._shared) == ["59"]
+    kept = texts(trie, "59")
+    assert kept[-1] == text(99, 100) and 20 < len(kept) < 100  # the oldest outputs went, whole
+
+
+def test_live_namespaces_stay_and_keep_to_the_limit_together() -> None:
+    limit, trie = 4 * LEAST, Trie()
+    trie.bound(limit, 1000)
+    trie.warm("idle", [text(0)])
+    for number in range(8):
+        trie.begin(number, f"{number}", [1, 2, 3])
+        for at in range(40):
+            trie.extend(number, text(at, 100))
+        assert within(trie, limit)
+    assert list(trie._shared) == [f"{number}" for number in range(8)]
+    for number in range(8):
+        assert len(trie.retrieve(number, 8, 8)) == 4
+        trie.finish(number)
+    trie.warm("new", [text(1)])
+    assert within(trie, limit) and texts(trie, "new") == [text(1)]
+
+
+def test_an_index_that_grows_drafts_as_one_that_was_large_at_once() -> None:
+    large, growing = Trie(), Trie()
+    growing.bound(1 << 26, 100)
+    for trie in (large, growing):
+        trie.warm("a", [text(seed, 500) for seed in range(20)])
+    twin = copy.deepcopy(growing)
+    twin.warm("a", [text(seed, 500) for seed in range(20, 40)])
+    assert twin.tokens("a") == 20_000 and texts(large, "a") == texts(growing, "a") == texts(twin, "a")[:20]
+    for trie in (large, growing):
+        trie.begin(0, "a", [1])
+        trie.extend(0, text(3, 10))
+    for one, other in zip(large.retrieve(0, 16, 16), growing.retrieve(0, 16, 16), strict=True):
+        assert len(one) and one.tolist() == other.tolist()
+
+
+def test_a_limit_without_room_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"the limit is 5 bytes for 1 namespaces; allowed: {LEAST}"):
+        Trie().bound(5, 1)
+
+
+# --- the folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Folder]:
+    made = Folder(tmp_path / "index", "v")
+    yield made
+    made.close()
+
+
+def reopened(folder: Folder, vocabulary: str = "v") -> Folder:
+    folder.close()
+    return Folder(folder.path, vocabulary)
+
+
+def contents(folder: Folder) -> dict[str, list[list[int]]]:
+    again = reopened(folder)
+    found = {name: list(map(np.ndarray.tolist, each)) for one in again.read() for name, each in one.namespaces.items()}
+    again.close()
+    return found
+
+
+def stamps(folder: Folder) -> dict[str, tuple[int, int]]:
+    found = {path.name: path.stat() for path in folder.path.glob("*.trie")}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in found.items()}
+
+
+def test_only_what_changed_is_written_and_what_is_gone_is_removed(folder: Folder) -> None:
+    trie = Trie(TrieConfig(namespaces=3))
+    trie.warm("a", [text(1), text(2)])
+    trie.warm("b", [text(3)])
+    trie.begin(0, "c", [1, 2, 3])  # nothing is written in it yet
+    assert folder.save(trie) == 2
+    before = stamps(folder)
+    assert folder.save(trie) == 0 and stamps(folder) == before
+    trie.extend(0, [7, 8])
+    trie.extend(0, [])
+    trie.warm("b", [text(4)])
+    assert folder.save(trie) == 2 and len(stamps(folder).items() & before.items()) == 1
+    trie.warm("d", [text(5)])
+    assert folder.save(trie) == 1
+    assert contents(folder) == {"b": [text(3), text(4)], "c": [[7, 8]], "d": [text(5)]}
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in folder.path.glob("*.trie")} == {0o600}
+
+
+def test_what_was_read_is_written_again_only_after_a_change(folder: Folder) -> None:
+    before = Trie()
+    before.warm("a", [text(1)])
+    before.warm("b", [text(2)])
+    folder.save(before)
+    again, trie = reopened(folder), Trie()
+    for content in again.read():
+        for name, each in content.namespaces.items():
+            trie.warm(name, each)
+    again.holds(trie.changes())
+    assert again.save(trie) == 0
+    trie.withdraw("a")
+    assert again.save(trie) == 1
+    again.close()
+    assert contents(folder) == {"b": [text(2)], "a": []}  # in the order of their last change
+
+
+@pytest.mark.parametrize("harm", [lambda data: data[:-1], lambda data: data[:-9] + b"?" + data[-8:], lambda data: b""])
+def test_a_damaged_file_is_set_aside_and_the_others_load(
+    folder: Folder, harm: Callable[[bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    trie = Trie()
+    trie.warm("a", [text(1)])
+    trie.warm("b", [text(2)])
+    folder.save(trie)
+    file = folder._file("a")
+    file.write_bytes(harmed := harm(file.read_bytes()))
+    with caplog.at_level(logging.WARNING):
+        assert contents(folder) == {"b": [text(2)]}
+    assert str(file) in caplog.text and f"it is set aside as {file.stem}.damaged" in caplog.text
+    assert file.with_suffix(".damaged").read_bytes() == harmed and not file.exists()
+    caplog.clear()
+    assert contents(folder) == {"b": [text(2)]} and not caplog.text
+
+
+def test_a_file_under_anothers_name_is_set_aside(folder: Folder) -> None:
+    trie = Trie()
+    trie.warm("a", [text(1)])
+    folder.save(trie)
+    folder._file("a").rename(folder._file("b"))
+    assert contents(folder) == {}
+
+
+def test_a_folder_is_one_vocabularys_and_one_processs(folder: Folder) -> None:
+    trie = Trie()
+    trie.warm("a", [text(1)])
+    folder.save(trie)
+    with pytest.raises(ValueError, match="keeps the index of another process"):
+        Folder(folder.path, "v")
+    other = reopened(folder, "w")
+    with pytest.raises(ValueError, match="of a model with another vocabulary"):
+        other.read()
+    other.close()
+    assert contents(folder) == {"a": [text(1)]}
+
+
+def test_a_trie_file_is_one_vocabularys(tmp_path: Path) -> None:
+    trie = Trie()
+    trie.warm("a", [text(1)])
+    trie.save(tmp_path / "trie", "v")
+    trie.load(tmp_path / "trie", "v")
+    with pytest.raises(trie_file.TrieFileError, match="of another vocabulary"):
+        trie.load(tmp_path / "trie", "w")
+    assert texts(trie, "a") == [text(1)]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("moment", ["write", "fsync", "replace", "_sync_folder"])
+def test_a_process_killed_while_it_saves_leaves_a_whole_file(
+    folder: Folder, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trie = Trie()
+    trie.warm("a", [text(1)])
+    folder.save(trie)
+    trie.warm("a", [text(2)])
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def half(handle: int) -> None:
+        os.truncate(handle, 100)
+        die()
+
+    if (child := os.fork()) == 0:
+        if moment == "write":
+            monkeypatch.setattr(os, "fsync", half)
+        else:
+            where: dict[str, Any] = {"fsync": os, "replace": Path, "_sync_folder": trie_file}
+            monkeypatch.setattr(where[moment], moment, die)
+        folder.save(trie)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    done = moment == "_sync_folder"
+    assert len(list(folder.path.glob("*.tmp"))) == (not done)
+    assert contents(folder) == {"a": [text(1), text(2)] if done else [text(1)]}
+    assert not list(folder.path.glob("*.tmp"))
+
+
+# --- the keeper
+
+
+class Watched(Folder):
+    """Counts its saves, and can fail or be held up."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "v")
+        self.saves, self.broken, self.gate = 0, False, threading.Event()
+        self.gate.set()
+
+    def save(self, store: Any) -> int:
+        self.saves += 1
+        assert self.gate.wait(PATIENCE)
+        if self.broken:
+            raise OSError(28, "No space left on device", "trie")
+        return super().save(store)
+
+
+def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(tmp_path: Path) -> None:
+    trie, folder = Trie(), Watched(tmp_path)
+    keeper = AutoSaver(trie, folder, 0.01)
+    keeper.start()
+    until(lambda: folder.saves == 1)  # at the start, in case files were learned from
+    for count in (2, 3):
+        trie.warm("a", [text(count)])
+        until(lambda count=count: folder.saves == count)
+        time.sleep(0.05)
+        assert folder.saves == count and len(stamps(folder)) == 1
+    folder.gate.clear()
+    trie.warm("a", [text(4)])
+    until(lambda: folder.saves == 4)
+    trie.warm("a", [text(5)])  # nobody waits for a save that hangs
+    folder.gate.set()
+    keeper.close()
+    assert contents(folder) == {"a": [text(2), text(3), text(4), text(5)]}
+
+
+def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trie, folder = Trie(), Watched(tmp_path)
+    folder.broken = True
+    keeper = AutoSaver(trie, folder, 0.01)
+    keeper.start()
+    trie.warm("a", [text(1)])
+    until(lambda: folder.saves >= 3)
+    assert "No space left on device" in caplog.text and not stamps(folder)
+    folder.broken = False
+    until(lambda: len(stamps(folder)) == 1)
+    keeper.close()
+    assert contents(folder) == {"a": [text(1)]}
+
+
+# --- files to learn from
+
+
+def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) -> None:
+    plain, rows = tmp_path / "plain.txt", tmp_path / "rows.jsonl"
+    lines = [f"line {number} of a long text\n" for number in range(2000)]
+    plain.write_text("".join(lines))
+    found = list(passages(plain))
+    assert "".join(each.text for each in found) == "".join(lines) and len(found) > 2
+    assert all(each.text.startswith(f"line {each.line - 1} ") and len(each.text) <= PIECE for each in found)
+    long = "x" * (PIECE + 5)
+    told = [{"text": "one"}, {"prompt": "?", "answer": "two", "namespace": "b"}, {"text": long, "drafted": []}]
+    rows.write_text("\n\n".join(map(json.dumps, told)))
+    assert [(each.text, each.namespace, each.line) for each in passages(rows)] == [
+        ("one", "default", 1), ("two", "b", 3), (long[:PIECE], "default", 5), (long[PIECE:], "default", 5),
+    ]  # fmt: skip
+    check_files([plain, rows], 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.txt", b"good\nbad \xff\n", r"a\.txt:2 is not UTF-8 text \(byte 4 of the line\)"),
+        ("a.txt", b"", r"a\.txt has no text to learn from"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": }', r"a\.jsonl:2 is no JSON object with 'text' or 'answer'"),
+        ("a.jsonl", b"[1]", r"a\.jsonl:1 .*: it is a list"),
+        ("a.jsonl", b'\n{"prompt": "x"}', r"a\.jsonl:2 .*: the text is missing, empty, or no string"),
+        ("a.jsonl", b'{"text": 1}', r"a\.jsonl:1 .*: the text is missing, empty, or no string"),
+        ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1 .*surrogates not allowed"),
+        ("a.jsonl", b'{"text": "x", "namespace": "a/b"}', r"a\.jsonl:1 .*: the namespace does not match"),
+        (
+            "a.jsonl",
+            b'{"text": "x", "namespace": "a"}\n{"text": "x", "namespace": "b"}',
+            r"a\.jsonl:2 has namespace 'b': there are 1 namespaces already",
+        ),
+    ],
+)
+def test_a_wrong_file_is_told_of_with_its_line_before_any_work(
+    tmp_path: Path, name: str, content: bytes, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(serve, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setenv("FORERUN_NAMESPACES", "1")
+    with pytest.raises(ValueError, match=told):
+        serve.run(ServeOptions(warm=[tmp_path / name]))
+    with pytest.raises(FileNotFoundError):
+        serve.run(ServeOptions(warm=[tmp_path / "nothing"]))
+
+
+def test_the_environment_has_files_with_commas_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_WARM", "a.txt, b.jsonl")
+    assert read_settings({}).warm == (Path("a.txt"), Path("b.jsonl"))
+
+
+# --- the server
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[Any, Any]:
+    return load("bundled", device="cpu")
+
+
+@pytest.fixture
+def engine(model: tuple[Any, Any]) -> Engine:
+    return Engine(model[0], "trie", tokenizer=model[1], prefix_cache=1 << 26)
+
+
+def accepted(answer: httpx.Response) -> int:
+    return int(answer.json()["usage"]["forerun"]["accepted"])
+
+
+def text_of(answer: httpx.Response) -> str:
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
+    model: tuple[Any, Any], engine: Engine, tmp_path: Path, houses: list[House]
+) -> None:
+    answer = engine.generate(ASKED["prompt"], max_new_tokens=24, namespace="alone").texts[0]
+    (tmp_path / "a.jsonl").write_text(
+        f"{json.dumps({'text': answer})}\n{json.dumps({'text': 'x y', 'namespace': 'b'})}"
+    )
+    told: Json = {"api_keys": ("k", "l"), "warm": [tmp_path / "a.jsonl"], "index": tmp_path / "index"}
+    kept = []
+    for _ in range(2):
+        one = Engine(model[0], "trie", tokenizer=model[1])
+        house = House(one, **told)
+        trie = trie_of(one.drafter)
+        header = {"authorization": "Bearer k"}
+        assert len(trie.changes()) == 4
+        kept.append({name: texts(trie, name) for name in trie.changes()})
+        metrics = house.http.get("/metrics", headers=header).text
+        assert f"forerun:index_bytes {float(trie.kept)}" in metrics and trie.kept > 0
+        if len(kept) == 1:
+            first = house.post(ASKED, headers=header)
+            assert text_of(first) == answer and accepted(first) > 12
+        house.close()
+    learned = [[*engine.tokenizer(answer, add_special_tokens=False)["input_ids"]]]
+    asker = max(kept[1], key=lambda name: len(kept[1][name]))
+    assert kept[1].pop(asker)[:1] == kept[0].pop(asker) == learned and kept[1] == kept[0]
+
+
+def test_files_are_left_off_when_their_time_is_over(
+    engine: Engine, tmp_path: Path, houses: list[House], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a.txt").write_text("a word " * 20_000)
+    houses.append(House(engine, warm=[tmp_path / "a.txt"], warm_seconds=1e-6))
+    assert f"{tmp_path / 'a.txt'}:1 and all behind it was not learned: the 1e-06 seconds" in caplog.text
+    assert houses[0].http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(
+    engine: Engine, share: bool, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = ASKED | {"prompt": "one two three four five six seven\n" * 60}  # longer than a chunk
+    houses.append(House(engine, api_keys=("key-of-a", "key-of-b"), share=share))
+    trie, origins = trie_of(engine.drafter), []
+    retrieve = trie.retrieve
+
+    def watched(*given: Any) -> Any:
+        draft = retrieve(*given)
+        origins.extend(draft.origins.tolist())
+        return draft
+
+    monkeypatch.setattr(trie, "retrieve", watched)
+    told = [{"authorization": f"Bearer key-of-{name}"} for name in "ab"]
+    for asked in (ASKED, long):
+        first = houses[0].post(asked, headers=told[0])
+        origins.clear()
+        hits = engine.prefixes.hits
+        second = houses[0].post(asked, headers=told[1])
+        assert text_of(first) == text_of(second)
+        assert engine.prefixes.hits == hits  # what prompts begin with is shared with nobody
+        if asked is ASKED:
+            assert (Origin.EARLIER in origins) == share and origins
+            assert (accepted(second) > accepted(first)) == share
+    names = set(trie.changes())
+    assert (names == {"shared/default"}) == share and (len(names) == 2) == (not share)
+
+
+def test_a_server_refuses_what_it_cannot_keep(model: tuple[Any, Any], engine: Engine, tmp_path: Path) -> None:
+    trie = Trie()
+    trie.warm("a", [text(1)])
+    folder = Folder(tmp_path, "other")
+    folder.save(trie)
+    folder.close()
+    for _ in range(2):  # the folder is free again after the error
+        with pytest.raises(ValueError, match="of a model with another vocabulary"):
+            House(engine, index=tmp_path)
+    (tmp_path / "a.txt").write_text("x")
+    plain = Engine(model[0], "lookup", tokenizer=model[1])
+    for told in ({"index": tmp_path}, {"warm": [tmp_path / "a.txt"]}):
+        with pytest.raises(ValueError, match="index and warm are for drafters with a trie, and drafter is 'lookup'"):
+            House(plain, drafter="lookup", **told)
+
+
+def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> None:
+    changed = copy.deepcopy(model[1])
+    assert fingerprint(changed) == fingerprint(model[1])
+    changed.add_tokens(["never seen"])
+    assert fingerprint(changed) != fingerprint(model[1])
+
+
+@pytest.mark.parametrize("name", ["trie", "trie-single", "auto", "triforce-trie"])
+def test_drafters_with_a_trie_show_it(name: str) -> None:
+    assert isinstance(trie_of(build_drafter(name)), Trie)
+
+
+@pytest.mark.matrix
+def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(
+    engine: Engine, tmp_path: Path, houses: list[House]
+) -> None:
+    first = House(engine, index=tmp_path)
+    cold = first.post(ASKED)
+    first.close()
+    with free_socket() as one:
+        port = one.getsockname()[1]
+    given = ["--port", str(port), "--kv-memory", "1GiB", "--index", str(tmp_path), "--index-interval", "0.05"]
+    command = [sys.executable, "-m", "forerun.cli", "serve", "--drafter", "trie", *given]
+    served = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        until(lambda: served.poll() is not None or ready(port))
+        warm, other = (post(port, asked) for asked in (ASKED, OTHER))
+        whole = [each.json()["usage"]["completion_tokens"] for each in (cold, warm, other)]
+        until(lambda: lengths(tmp_path, engine) == whole)
+    finally:
+        served.kill()
+        assert served.wait() == -signal.SIGKILL
+    assert text_of(warm) == text_of(cold) and accepted(warm) > accepted(cold) + 4
+    houses.append(House(Engine(engine.target.model, "trie", tokenizer=engine.tokenizer), index=tmp_path))
+    again = houses[0].post(OTHER)
+    assert text_of(again) == text_of(other) and accepted(again) > accepted(other) + 4
+
+
+def ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def post(port: int, asked: Json) -> httpx.Response:
+    return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=PATIENCE)
+
+
+def lengths(folder: Path, engine: Engine) -> list[int]:
+    """Of the outputs in the only file, which may be replaced at any time."""
+    (file,) = folder.glob("*.trie")
+    content = trie_file.read(file)
+    assert content.vocabulary == fingerprint(engine.tokenizer)
+    return [len(each) for each in content.namespaces["default/default"]]
+
+
+def test_names_that_outputs_are_kept_under_count_after_a_restart() -> None:
+    """However many they are, they may be used again; new ones are refused."""
+    names = Namespaces(2, share=True)
+    for place in ("a/one", "a/two", "a/three", "shared/four", "b/five"):
+        names.known(place, ["a", "b"])
+    for name in ("one", "two", "three", "four"):
+        names.take("a", name)
+    with pytest.raises(ValueError, match="4 namespaces already"):
+        names.take("a", "five")
+    names.take("b", "five")
+    with pytest.raises(ValueError, match="2 namespaces already"):
+        names.take("b", "six")
+
+
+def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    trie, write, tried = Trie(), trie_file.write, []
+    for name in ("large", "small"):
+        trie.warm(name, [text(1)])
+
+    def full(path: Path, *given: Any) -> None:
+        tried.append(path)
+        if len(tried) == 1:
+            raise OSError(errno.ENOSPC, "no space is left")
+        write(path, *given)
+
+    monkeypatch.setattr(trie_file, "write", full)
+    with pytest.raises(OSError, match="no space is left"):
+        folder.save(trie)
+    assert len(tried) == 2 and len(stamps(folder)) == 1
+    assert folder.save(trie) == 1 and len(stamps(folder)) == 2

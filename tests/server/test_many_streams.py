@@ -1,0 +1,70 @@
+"""Many streams of every kind at once, some of whose clients go: each text is its request's alone, without drafts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from server.test_fuzz import tasks
+from support.house import PATIENCE, TEMPLATE, House, until
+
+from benchmarks.mixture import Asked, Said, mixed, streamed, whole
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.server.limits import Limits
+
+STREAMS = 14
+
+
+@pytest.fixture(scope="module")
+def houses() -> Iterator[dict[str, House]]:
+    """One that decodes one text at a time, without drafts, and one that decodes many, with them."""
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    limits = {"none": Limits(1 << 30, rows=1), "trie": Limits(1 << 30, rows=8)}
+    built = {
+        name: House(Engine(model, name, tokenizer=tokenizer, prefix_cache=1 << 24 if name == "trie" else 0), limit)
+        for name, limit in limits.items()
+    }
+    yield built
+    for house in built.values():
+        house.close()
+
+
+def client(house: House) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{house.port}", timeout=PATIENCE, limits=limits)
+
+
+async def alone(house: House, asked: list[Asked]) -> list[Said]:
+    async with client(house) as one:
+        return [await whole(one, each) for each in asked]
+
+
+async def together(house: House, asked: list[Asked], pieces: list[int | None]) -> list[Said]:
+    async with client(house) as one:
+        streams = [streamed(one, each, count) for each, count in zip(asked, pieces, strict=True)]
+        return await asyncio.gather(*streams)
+
+
+@pytest.mark.matrix
+def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(houses: dict[str, House]) -> None:
+    asked = mixed(STREAMS, seed=3, longest=12)
+    pieces = [3 if place % 4 == 3 else None for place in range(STREAMS)]
+    many = houses["trie"]
+    before = tasks()
+    with ThreadPoolExecutor(1) as pool:
+        wanted: list[Any] = pool.submit(asyncio.run, alone(houses["none"], asked)).result(PATIENCE)
+        for _ in range(2):  # the second time with drafts out of the first
+            said = pool.submit(asyncio.run, together(many, asked, pieces)).result(PATIENCE)
+            for each, count, text, right in zip(asked, pieces, said, wanted, strict=True):
+                assert count is not None or text == right, each
+    until(lambda: not many.scheduler.busy)
+    until(lambda: tasks() <= before)
+    assert (many.scheduler.memory, many.scheduler.waiting, many.scheduler.running) == (0, 0, 0)
+    assert many.metric("forerun:spec_decode_num_accepted_tokens_total") > 0
+    assert many.metric('forerun:request_ended_total{reason="cancelled"}') > 0

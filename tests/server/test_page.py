@@ -1,0 +1,373 @@
+"""The page at ``/`` in a real browser: two equal texts, with a keyboard alone, in the dark, on a phone, with keys.
+
+A browser is found by what Debian's ``chromium`` and ``chromium-driver`` install.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.house import PATIENCE, TEMPLATE, Held, House, until
+
+import forerun
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.server.limits import Limits
+from forerun.server.page import FILES
+
+MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+MISSING += [] if importlib.util.find_spec("selenium") else ["selenium"]
+browsing = pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)} to open the page with")
+
+PROMPT = "one two three four five six\n" * 4
+LENGTH = 40
+FILES_OF_PAGE = Path(forerun.__file__).parent / "server" / "static"
+
+
+@pytest.fixture(scope="module")
+def held() -> Held:
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    return Held(Engine(model, "trie", tokenizer=tokenizer))
+
+
+@pytest.fixture(scope="module")
+def house(held: Held) -> Iterator[House]:
+    built = House(held, Limits(1 << 30), drafter="trie")
+    yield built
+    held.gate.set()
+    built.close()
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    opened = webdriver.Chrome(options, Service(shutil.which("chromedriver")))
+    opened.set_script_timeout(PATIENCE)
+    yield opened
+    opened.quit()
+
+
+class Page:
+    """The page, opened anew; its elements by id."""
+
+    def __init__(self, driver: Any, house: House, width: int = 1280) -> None:
+        self.driver = driver
+        self.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        driver.get(f"http://127.0.0.1:{house.port}/")
+
+    def __getitem__(self, name: str) -> Any:
+        return self.driver.find_element("id", name)
+
+    def tell(self, command: str, **told: Any) -> Any:
+        return self.driver.execute_cdp_cmd(command, told)
+
+    def run(self, script: str, *given: Any) -> Any:
+        return self.driver.execute_script(f"return {script}", *given)
+
+    def text(self, column: str) -> str:
+        return str(self.run(f"document.querySelector('#{column} .answer').textContent"))
+
+    def figure(self, column: str, name: str) -> str:
+        return str(self.run(f"document.querySelector('#{column} [data-figure={name}]').textContent"))
+
+    def fill(self, prompt: str, **values: Any) -> None:
+        self.greeted()
+        for name, value in {"prompt": prompt, "length": LENGTH, **values}.items():
+            self.run("document.getElementById(arguments[0]).value = arguments[1]", name, value)
+
+    def greeted(self) -> None:
+        until(lambda: bool(self["served"].text))
+
+    def keys(self, *pressed: str) -> None:
+        from selenium.webdriver import ActionChains
+
+        ActionChains(self.driver).send_keys(*pressed).perform()
+
+    def ctrl_enter(self) -> None:
+        from selenium.webdriver import ActionChains, Keys
+
+        ActionChains(self.driver).key_down(Keys.CONTROL).send_keys(Keys.ENTER).key_up(Keys.CONTROL).perform()
+
+    @property
+    def running(self) -> bool:
+        return bool(self["start"].get_attribute("aria-disabled") == "true")
+
+    def ended(self) -> str:
+        """Wait for the end; what was concluded."""
+        until(lambda: not self.running and bool(self["status"].get_attribute("textContent")))
+        assert not self["error"].is_displayed(), self["error"].text
+        return str(self["verdict-title"].text)
+
+    def complaint(self) -> str:
+        until(lambda: self["error"].is_displayed())
+        return str(self["error"].text)
+
+
+@pytest.fixture
+def page(driver: Any, house: House) -> Iterator[Page]:
+    driver.get_log("browser")
+    yield Page(driver, house)
+    house_is_idle(house)
+    assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
+
+
+def house_is_idle(house: House) -> None:
+    until(lambda: not house.scheduler.busy)
+    assert house.scheduler.memory == 0
+
+
+def alone(held: Held, prompt: str, **options: Any) -> str:
+    return str(held.generate(prompt, namespace="alone", **{"max_new_tokens": LENGTH, **options}).texts[0])
+
+
+@browsing
+def test_both_columns_fill_with_the_engines_text(held: Held, page: Page) -> None:
+    page.fill(PROMPT)
+    page["start"].click()
+    assert page.ended() == "Both texts are equal, token for token."
+    assert page.text("plain") == page.text("fast") == alone(held, PROMPT)
+    assert re.fullmatch(r"\d+\.\d\d times as fast", page["verdict-times"].text)
+    assert "equal" in page["status"].get_attribute("textContent")  # a screen reader is told
+    assert (page.figure("plain", "stride"), page.figure("plain", "acceptance")) == ("1.00", "–")
+    assert float(page.figure("fast", "stride")) > 1.5 and page.figure("fast", "acceptance").endswith(" %")
+    assert float(page.figure("plain", "speed")) > 0 and float(page.figure("fast", "speed")) > 0
+    assert page.figure("plain", "summary").startswith(f"{LENGTH} tokens in {LENGTH} steps · prompt of ")
+
+
+@browsing
+def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(page: Page) -> None:
+    script = "[...document.querySelectorAll('#{} .answer span')].map((e) => [e.className, getComputedStyle(e).{}])"
+    page.fill(PROMPT)
+    for source in ("text", "earlier"):  # run again, all of it is known from the first text
+        page["start"].click()
+        page.ended()
+        assert {name for name, _ in page.run(script.format("plain", "color"))} == {"target"}
+        tints = dict(page.run(script.format("fast", "backgroundColor")))
+        lines = dict(page.run(script.format("fast", "textDecorationLine")))
+        assert tints["target"] == "rgba(0, 0, 0, 0)" != tints[source] and lines[source] == "underline"
+        counted = page.run("[...document.querySelectorAll('#legend b')].map((e) => parseInt(e.textContent) || 0)")
+        assert sum(counted) == LENGTH
+        assert page.run(f"document.querySelector('#legend [data-source={source}] b').textContent")
+
+
+@browsing
+def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held: Held, house: House, page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.fill("Once upon a time", length=4000, temperature=1)
+    page["start"].click()
+    until(lambda: len(page.text("plain")) > 20)
+    before = page.figure("plain", "summary")
+    until(lambda: page.figure("plain", "summary") != before)
+    held.gate.clear()
+    assert house.scheduler.running == 1 and house.scheduler.memory > 0
+    assert page.run("document.querySelector('#plain .answer').ariaBusy") == "true"
+    page.keys(Keys.ESCAPE)
+    until(lambda: page["status"].text == "Stopped.")
+    held.gate.set()
+    house_is_idle(house)
+    assert not page.running and page.text("fast") == ""
+    page.fill("Once upon a time", length=5)
+    page["start"].click()
+    assert "equal" in page.ended()
+
+
+@browsing
+def test_a_fast_server_is_drawn_once_a_frame(page: Page) -> None:
+    """To lay the text out for every token held the page up for twenty seconds at a stretch."""
+    page.greeted()
+    page.tell("Performance.enable")
+    before, tokens, after = layouts(page), page.run(f"({FLOOD})()"), layouts(page)
+    assert tokens == 1000 and after - before < 100
+    until(lambda: len(page.text("plain")) == 5000)
+    assert page.figure("plain", "summary").startswith("1000 tokens in 500 steps")
+
+
+FLOOD = """async () => {
+  const { Column } = await import("/page/column.js");
+  const column = new Column(document.getElementById("plain"));
+  const tokens = ["text", "target"].map((source, id) => ({ id, text: "word ", source }));
+  const step = { tokens, drafted: 1, accepted: 1, seconds: 0.001 };
+  for (let place = 0; place < 500; place++) column.take({ choices: [], forerun: step });
+  return column.ids.length;
+}"""
+"""A thousand tokens that come within one frame."""
+
+
+def layouts(page: Page) -> int:
+    told = page.tell("Performance.getMetrics")["metrics"]
+    return int(next(each["value"] for each in told if each["name"] == "LayoutCount"))
+
+
+@browsing
+def test_a_keyboard_is_enough(driver: Any, house: House, page: Page) -> None:
+    from selenium.webdriver import Keys
+
+    page.greeted()
+    found = []
+    for _ in range(13):
+        page.keys(Keys.TAB)
+        at = page.driver.switch_to.active_element
+        found.append(at.get_attribute("id") or at.tag_name)
+        assert at.accessible_name, found[-1]
+        assert page.run("getComputedStyle(document.activeElement).outlineStyle") != "none", found[-1]
+    assert found == [
+        "input", "example", "prompt", "drafter", "budget", "temperature", "length", "seed", "order", "start", "stop",
+        "div", "div",
+    ]  # fmt: skip
+    page = Page(driver, house)
+    page.greeted()
+    page.keys(Keys.TAB, Keys.TAB, Keys.TAB, "The sun", Keys.TAB, Keys.TAB, Keys.TAB, "0.5", Keys.TAB, "12")
+    assert page["prompt"].get_attribute("value") == "The sun"
+    page.ctrl_enter()
+    assert "equal" in page.ended()
+    page.run("document.querySelector('#length').value = 0")
+    page.ctrl_enter()
+    assert not page.running  # the browser says what is wrong with it
+    assert page.run("document.activeElement.id") == "length"
+
+
+@browsing
+def test_wide_and_narrow_light_and_dark_all_can_be_read(driver: Any, house: House, page: Page) -> None:
+    grounds = set()
+    for scheme in ("dark", "light"):
+        page.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        grounds.add(page.run("getComputedStyle(document.body).backgroundColor"))
+        assert page.run(f"({CONTRASTS})()") >= 4.5, scheme
+    assert len(grounds) == 2
+    narrow = Page(driver, house, width=390)
+    narrow.fill("x" * 300, length=8)
+    narrow.run("document.querySelector('details').open = true")
+    narrow["start"].click()
+    assert "equal" in narrow.ended()
+    assert narrow.run("innerWidth") == 390
+    assert narrow.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+
+
+CONTRASTS = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const light = (colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const part = (value) => (value / 255 <= 0.04045 ? value / 255 / 12.92 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+    const [red, green, blue] = canvas.getImageData(0, 0, 1, 1).data;
+    return 0.2126 * part(red) + 0.7152 * part(green) + 0.0722 * part(blue);
+  };
+  const ground = (element) => {
+    const own = getComputedStyle(element).backgroundColor;
+    return own === "rgba(0, 0, 0, 0)" ? ground(element.parentElement) : own;
+  };
+  for (const item of document.querySelectorAll("[hidden]")) item.hidden = false;
+  const all = [...document.querySelectorAll("h1, h2, p, label, dt, dd, button, select, textarea, .swatch, summary")];
+  const ratios = all.filter((each) => each.ariaDisabled !== "true").map((element) => {
+    const [ink, paper] = [light(getComputedStyle(element).color), light(ground(element))];
+    return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05);
+  });
+  return Math.min(...ratios);
+}"""
+"""The least contrast between a text and what it stands on, as WCAG defines it."""
+
+
+@browsing
+def test_a_chat_goes_on_from_its_turns(held: Held, page: Page) -> None:
+    page.greeted()
+    page["chat"].click()
+    page.fill("Hi", length=8)
+    page["start"].click()
+    page.ended()
+    first = alone(held, "user: Hi\nassistant:", max_new_tokens=8)
+    assert page.text("fast") == first and page["prompt"].get_attribute("value") == ""
+    page.fill("And?", length=8, order="together")
+    page["start"].click()
+    assert "equal" in page.ended() and "shared passes" in page["verdict-note"].text
+    second = alone(held, f"user: Hi\nassistant: {first}\nuser: And?\nassistant:", max_new_tokens=8)
+    assert page.text("fast") == page.text("plain") == second
+    turns = page.run("[...document.querySelectorAll('#turns li')].map((e) => e.textContent)")
+    assert turns == ["YouHi", f"Model{first}", "YouAnd?", f"Model{second}"]
+    page["fresh"].click()
+    assert not page["turns"].is_displayed()
+
+
+@browsing
+def test_a_seed_names_the_text_and_no_drafts_means_none(held: Held, page: Page) -> None:
+    page.fill(PROMPT, temperature=0.9, seed=7, drafter="none")
+    page["start"].click()
+    assert "equal" in page.ended()
+    wanted = alone(held, PROMPT, do_sample=True, temperature=0.9, top_k=0, seed=7)
+    assert page.text("fast") == wanted and page.figure("fast", "stride") == "1.00"
+
+
+@browsing
+def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: Held, driver: Any) -> None:
+    one = House(held, Limits(1 << 30), api_keys=("key-of-a",), request_bytes=5000)
+    try:
+        page = Page(driver, one)
+        until(lambda: page["key"].is_displayed())
+        assert not page["error"].is_displayed()
+        page["prompt"].send_keys("Hi")
+        page["start"].click()
+        assert "API key is missing or wrong" in page.complaint()
+        page["key"].send_keys("key-of-b")
+        page.ctrl_enter()
+        assert "API key is missing or wrong" in page.complaint()
+        page["key"].clear()
+        page["key"].send_keys("key-of-a")
+        page["prompt"].click()
+        page.fill("x" * 5000, length=4)
+        page.ctrl_enter()
+        until(lambda: "the body has" in page.complaint())
+        page.fill("Hi", length=4)
+        page.ctrl_enter()
+        assert "equal" in page.ended()
+        held.broken = True
+        page.ctrl_enter()
+        assert "failed in the server" in page.complaint()
+        held.broken = False
+        stored = page.run("[localStorage.length, sessionStorage.length, document.cookie, location.href]")
+        assert stored == [0, 0, "", f"http://127.0.0.1:{one.port}/"]
+    finally:
+        held.broken = False
+        one.close()
+    page.ctrl_enter()
+    assert page.complaint() == "The server cannot be reached."
+
+
+def test_the_page_needs_no_key_and_lets_nothing_in(held: Held) -> None:
+    closed = House(held, Limits(1 << 30), api_keys=("key-of-a",))
+    without = House(held, Limits(1 << 30), page=False)
+    try:
+        for address in FILES:
+            answer = closed.http.get(address)
+            assert answer.status_code == 200 and closed.http.head(address).status_code == 200
+            policy = answer.headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert without.http.get(address).status_code == 404
+        assert closed.http.get("/page/../v1/models").status_code == closed.http.get("/v1/models").status_code == 401
+        assert closed.http.get("/page/none.js").status_code == 401
+    finally:
+        closed.close()
+        without.close()
+
+
+def test_the_page_has_no_script_or_style_of_its_own_and_asks_nobody_else() -> None:
+    assert {each.name for each in FILES_OF_PAGE.iterdir()} <= {each.name for each in FILES.values()}
+    html = (FILES_OF_PAGE / "index.html").read_text()
+    assert re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", html) == []
+    for file in FILES_OF_PAGE.iterdir():
+        assert set(re.findall(r"https?://[\w./]+", file.read_text())) <= {"http://www.w3.org/2000/svg"}
+        assert len(file.read_text().splitlines()) <= 300

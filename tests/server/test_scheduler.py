@@ -1,0 +1,365 @@
+"""The scheduler: many clients, one thread, places by bytes, fair shares, and ends of every kind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+from engine.test_batch import engine, fails_after, prompt
+
+from forerun.core.request import Request
+from forerun.drafting.drafter import NoDrafter
+from forerun.engine.commit import Commit
+from forerun.engine.engine import Engine
+from forerun.server import scheduler
+from forerun.server.limits import Limits
+from forerun.server.post import Post
+from forerun.server.scheduler import Scheduler
+from forerun.server.ticket import Ending, Ticket
+from forerun.server.waiting import QueueFullError, Waiting
+from forerun.tensor_parallel.channel import ParallelError
+
+PATIENCE = 60.0
+"""Seconds after which a test that hangs fails."""
+
+
+class Client:
+    """Collects what it is told; can hold the scheduler's thread up at its first tokens."""
+
+    def __init__(self, held: bool = False) -> None:
+        self.tokens: list[int] = []
+        self.endings: list[Ending] = []
+        self.began, self.gate, self.ended = threading.Event(), threading.Event(), threading.Event()
+        if not held:
+            self.gate.set()
+
+    def on_commit(self, commit: Commit) -> None:
+        self.tokens += commit.tokens
+        self.began.set()
+        assert self.gate.wait(PATIENCE)
+
+    def on_end(self, how: Ending) -> None:
+        self.endings.append(how)
+        self.ended.set()
+
+    def wait(self) -> Ending:
+        assert self.ended.wait(PATIENCE)
+        assert len(self.endings) == 1
+        return self.endings[0]
+
+
+class House:
+    """An engine with a scheduler."""
+
+    def __init__(self, one: Engine | None = None, **limits: Any) -> None:
+        self.engine = one or engine("trie")
+        self.place = self.engine.batch().needs(self.request(prompt(20)))
+        memory = limits.pop("places", 100) * self.place
+        self.scheduler = Scheduler(self.engine, Limits(memory, **limits))
+
+    def request(self, tokens: list[int], new: int = 12, **options: Any) -> Request:
+        return self.engine.requests([tokens], max_new_tokens=new, **options)[0]
+
+    def submit(self, client: Client, request: Request | None = None, **options: Any) -> Ticket:
+        request = request or self.request(prompt(20))
+        return self.scheduler.submit(request, client.on_commit, client.on_end, **options)
+
+
+@pytest.fixture
+def houses() -> Iterator[list[House]]:
+    built: list[House] = []
+    yield built
+    for house in built:
+        house.scheduler.close()
+
+
+def house(houses: list[House], **limits: Any) -> House:
+    houses.append(House(**limits))
+    return houses[-1]
+
+
+@pytest.mark.parametrize("drafter", ["none", "trie", "triforce-trie"])
+def test_each_client_gets_the_text_it_would_get_alone(drafter: str, houses: list[House]) -> None:
+    one, alone = house(houses, one=engine(drafter), rows=3, places=3), engine("none")
+    prompts = [prompt(5 + 3 * n, n) for n in range(10)]
+    wanted = [alone.generate([p], max_new_tokens=12).generated[0] for p in prompts]
+
+    def ask(tokens: list[int]) -> list[int]:
+        client = Client()
+        one.submit(client, one.request(tokens), tenant=f"tenant {len(tokens) % 3}")
+        assert client.wait() == "finished"
+        return client.tokens
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(ask, prompts)) == wanted
+    assert (one.scheduler.running, one.scheduler.waiting, one.scheduler.memory) == (0, 0, 0)
+
+
+def test_no_more_runs_than_there_is_room_for(houses: list[House]) -> None:
+    one = house(houses, places=2, rows=5)
+    first, second, third = Client(held=True), Client(), Client()
+    tickets = [one.submit(client) for client in (first, second, third)]
+    assert first.began.wait(PATIENCE)
+    assert one.scheduler.running <= 2 and one.scheduler.memory <= 2 * one.place
+    assert tickets[2].admitted is None
+    first.gate.set()
+    assert [client.wait() for client in (first, second, third)] == ["finished"] * 3
+    assert tickets[2].admitted is not None and tickets[2].ended is not None
+
+
+def test_what_can_never_run_is_refused(houses: list[House]) -> None:
+    one = house(houses, places=1)
+    with pytest.raises(ValueError, match=r"needs .* bytes for keys and values"):
+        one.submit(Client(), one.request(prompt(60), 40))
+    for name in ("memory", "rows", "step"):
+        with pytest.raises(ValueError, match=f"{name} is 0"):
+            Limits(**{"memory": 1, name: 0})
+
+
+def test_a_full_queue_says_when_to_come_again(houses: list[House]) -> None:
+    one = house(houses, places=1, waiting=1)
+    first, second = Client(held=True), Client()
+    one.submit(first)
+    assert first.began.wait(PATIENCE)
+    one.submit(second)
+    with pytest.raises(QueueFullError, match="1 requests wait") as refused:
+        one.submit(Client())
+    assert refused.value.retry_after >= 1
+    first.gate.set()
+    assert second.wait() == "finished"
+
+
+def test_who_goes_frees_the_place_at_once(houses: list[House]) -> None:
+    one = house(houses, places=1)
+    first, second, third = Client(held=True), Client(), Client()
+    running, waiting = one.submit(first), one.submit(second)
+    one.submit(third)
+    assert first.began.wait(PATIENCE)
+    one.scheduler.cancel(waiting)
+    one.scheduler.cancel(running)
+    first.gate.set()
+    assert (first.wait(), second.wait(), third.wait()) == ("cancelled", "cancelled", "finished")
+    one.scheduler.cancel(running)  # gone already
+    assert 0 < len(first.tokens) < 12 and not second.tokens
+    assert first.tokens == third.tokens[: len(first.tokens)]
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(houses: list[House]) -> None:
+    one = house(houses, places=1)
+    first, late = Client(held=True), Client()
+    ticket = one.submit(first)
+    one.submit(late, deadline=0.0)
+    assert first.began.wait(PATIENCE)
+    ticket.deadline = 0.0
+    first.gate.set()
+    assert (first.wait(), late.wait()) == ("deadline", "deadline")
+    assert first.tokens and not late.tokens
+
+
+def test_tenants_get_equal_shares() -> None:
+    waiting, order = Waiting(), []
+
+    def ticket(tenant: str) -> Ticket:
+        return Ticket(Request([1], 1), tenant, lambda commit: None, lambda how: None)
+
+    for tenant in "aaaaabbc":
+        waiting.add(ticket(tenant))
+    while (ahead := waiting.next()) is not None:
+        assert waiting.remove(ahead) and not waiting.remove(ahead)
+        waiting.serve(ahead.tenant, 10)
+        order.append(ahead.tenant)
+        if len(order) == 4:
+            waiting.add(ticket("d"))  # it was away, and does not overtake for what it did not use
+            waiting.add(ticket("d"))
+    assert "".join(order) == "abcabdadaa"
+    assert not len(waiting)
+
+
+def test_an_error_ends_its_own_request_only(houses: list[House]) -> None:
+    one = house(houses)
+    bad, good = Client(), Client()
+    broken = one.request(prompt(20), logits_processor=[fails_after(3)])
+    one.submit(bad, broken)
+    one.submit(good)
+    assert (bad.wait(), good.wait()) == ("error", "finished")
+    assert "processor failed" in str(broken.error) and len(bad.tokens) == len(broken.generated)
+
+
+def test_a_client_that_cannot_take_its_tokens_stops_nobody(houses: list[House]) -> None:
+    one, good, ended = house(houses), Client(), Client()
+
+    def broken(commit: Commit) -> None:
+        raise ConnectionResetError("gone")
+
+    one.scheduler.submit(one.request(prompt(9)), broken, ended.on_end)
+    one.submit(good)
+    assert (ended.wait(), good.wait()) == ("cancelled", "finished")
+
+
+def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(
+    houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, gone = list[bool](), threading.Event()
+
+    def give_back() -> None:
+        times.append(one.scheduler.busy)
+        gone.set()
+
+    monkeypatch.setattr(scheduler, "give_back", give_back)
+    monkeypatch.setattr(scheduler, "REST", 0.01)
+    one = house(houses)
+    for round_ in range(1, 3):
+        client = Client()
+        one.submit(client)
+        assert client.wait() == "finished"
+        assert gone.wait(PATIENCE)
+        gone.clear()
+        assert not gone.wait(5 * scheduler.REST)  # an idle server sleeps
+        assert times == [False] * round_
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(houses: list[House]) -> None:
+    one = house(houses, rows=3, places=3)
+
+    def ask(number: int) -> list[weakref.ref[Any]]:
+        request, client = one.request(prompt(10 + number, number)), Client(held=True)
+        ticket = one.submit(client, request)
+        if number % 3 == 0:
+            one.scheduler.cancel(ticket)
+        client.gate.set()
+        client.wait()
+        return [weakref.ref(each) for each in (request, ticket, client)]
+
+    with ThreadPoolExecutor(4) as pool:
+        told = [each for found in pool.map(ask, range(12)) for each in found]
+    one.scheduler.close()  # its thread may still hold the last one
+    gc.collect()
+    assert [each() for each in told if each() is not None] == []
+
+
+def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(houses: list[House]) -> None:
+    one, good = house(houses, rows=1), Client()
+
+    def broken(how: Ending) -> None:
+        raise ConnectionResetError("gone")
+
+    ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, broken)
+    one.submit(good)
+    assert good.wait() == "finished" and ticket.ending == "finished"
+    assert one.scheduler.ready
+
+
+def test_a_step_that_fails_ends_what_ran_and_nothing_else(houses: list[House]) -> None:
+    class Broken(NoDrafter):
+        broken = True
+
+        def propose(self, request: Request, budget: int) -> Any:
+            if self.broken:
+                raise LookupError("the drafter failed")
+            return super().propose(request, budget)
+
+    drafter = Broken()
+    one = house(houses, one=Engine(engine().target.model, drafter))
+    bad, good = Client(), Client()
+    ticket = one.submit(bad)
+    assert bad.wait() == "error" and isinstance(ticket.request.error, LookupError)
+    drafter.broken = False
+    one.submit(good)
+    assert good.wait() == "finished"
+
+
+def test_closing_waits_for_those_that_run_and_takes_no_more() -> None:
+    one = House(places=1)
+    first, second = Client(), Client()
+    one.submit(first)
+    one.submit(second)
+    one.scheduler.close(patience=PATIENCE)
+    assert (first.wait(), second.wait()) == ("finished", "finished")
+    with pytest.raises(RuntimeError, match="closed"):
+        one.submit(Client())
+
+
+def test_closing_at_once_ends_all() -> None:
+    one = House(places=1)
+    first, second = Client(held=True), Client()
+    one.submit(first)
+    one.submit(second)
+    assert first.began.wait(PATIENCE)
+    closing = threading.Thread(target=one.scheduler.close)
+    closing.start()
+    first.gate.set()
+    closing.join(PATIENCE)
+    assert not closing.is_alive()
+    assert second.wait() == "cancelled" and first.wait() in ("cancelled", "finished")
+
+
+def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order() -> None:
+    class Asleep(asyncio.SelectorEventLoop):
+        woken = 0
+
+        def call_soon_threadsafe(self, *told: Any, **more: Any) -> asyncio.Handle:
+            self.woken += 1
+            return super().call_soon_threadsafe(*told, **more)
+
+    def fails() -> None:
+        raise LookupError("broken in the test")
+
+    loop, found, failures = Asleep(), list[int](), list[Any]()
+    loop.set_exception_handler(lambda _, told: failures.append(told["exception"]))
+    post = Post(loop)
+    for number in range(4):
+        post.put(fails if number == 1 else partial(found.append, number))
+    assert found == [] and loop.woken == 1
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert found == [0, 2, 3]  # one that fails takes no other with it
+    assert [type(one) for one in failures] == [LookupError]
+    post.put(partial(found.append, 4))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert found[-1] == 4 and loop.woken == 2
+    loop.close()
+    post.put(partial(found.append, 5))  # nobody listens any more, and that is no error
+
+
+def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
+    one, failed = House(places=1), threading.Event()
+    one.scheduler.on_failed = failed.set
+    first, second, late = Client(held=True), Client(), Client()
+    one.submit(first)
+    assert first.began.wait(PATIENCE)
+    one.submit(second)
+
+    def fail(*given: Any) -> Any:
+        raise KeyError("a mistake of ours")
+
+    one.scheduler._admit = fail  # type: ignore[method-assign]
+    first.gate.set()
+    assert (first.wait(), second.wait()) == ("error", "error")
+    assert failed.wait(PATIENCE)
+    until_dead = time.monotonic() + PATIENCE
+    while one.scheduler._thread.is_alive() and time.monotonic() < until_dead:
+        time.sleep(0.01)
+    assert not one.scheduler.ready and not one.scheduler.busy
+    with pytest.raises(RuntimeError, match="closed"):
+        one.submit(late)
+    one.scheduler.close()
+
+
+def test_processes_that_are_out_of_step_end_the_server() -> None:
+    class Broken(NoDrafter):
+        def propose(self, request: Request, budget: int) -> Any:
+            raise ParallelError("rank 1 is gone")
+
+    one, client = House(Engine(engine().target.model, Broken())), Client()
+    one.submit(client)
+    assert client.wait() == "error"
+    one.scheduler._thread.join(PATIENCE)
+    assert not one.scheduler.ready
+    one.scheduler.close()

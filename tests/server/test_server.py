@@ -1,0 +1,602 @@
+"""The server, by OpenAI's own client over HTTP: each text is the engine's, and what cannot be had is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.house import PATIENCE, TEMPLATE, Held, House, free_socket, until
+
+import forerun
+from forerun.cli import serve
+from forerun.cli.serve_options import ServeOptions
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.server.answers import StopStrings
+from forerun.server.app import create_app
+from forerun.server.drain import DrainingServer
+from forerun.server.keys import Keys
+from forerun.server.limits import Limits
+from forerun.server.replies import TextForm
+from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.settings import ServerSettings, read_settings
+from forerun.trie import trie_file
+
+NEW = 16
+PROMPTS = [
+    "def add(a, b):",
+    "Once upon a time",
+    '{"name": "',
+    "2 + 2 =",
+    "The sun",
+    "import os\n",
+    "She said",
+    "A, B, C,",
+]
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    return Engine(model, "trie", tokenizer=tokenizer, prefix_cache=1 << 26)
+
+
+@pytest.fixture(scope="module")
+def house(engine: Engine) -> Iterator[House]:
+    built = House(engine, request_bytes=100_000, max_tokens=64, namespaces=3)
+    yield built
+    built.close()
+
+
+def alone(engine: Engine, prompt: Any, **options: Any) -> str:
+    """The text of the engine by itself, which learns nothing of it."""
+    return engine.generate(prompt, namespace="alone", **{"max_new_tokens": NEW, **options}).texts[0]
+
+
+def sampled(seed: int, temperature: float = 1.0, top_p: float = 1.0) -> Json:
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "seed": seed}
+
+
+# --- texts
+
+
+def test_a_completion_is_the_engines_text(engine: Engine, house: House) -> None:
+    answer = house.client().completions.create(model="bundled", prompt=PROMPTS[0], max_tokens=NEW, temperature=0)
+    (request,) = engine.requests([PROMPTS[0]], max_new_tokens=NEW)
+    assert answer.choices[0].text == alone(engine, PROMPTS[0])
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (request.prompt_length, NEW)
+    told = answer.usage.model_dump()["forerun"]
+    assert told["steps"] * told["mean_acceptance_length"] == pytest.approx(NEW, rel=1e-3)
+    assert told["accepted"] <= told["drafted"]
+    assert sum(int(tokens) * steps for tokens, steps in told["histogram"].items()) == NEW
+
+
+def test_a_completion_takes_token_ids_and_several_prompts(engine: Engine, house: House) -> None:
+    ids = [[int(token) for token in engine.tokenizer(prompt)["input_ids"]] for prompt in PROMPTS[:2]]
+    wanted = [alone(engine, each) for each in ids]
+    create = house.client().completions.create
+    for prompt in (ids, PROMPTS[:2]):
+        answer = create(model="bundled", prompt=prompt, max_tokens=NEW, temperature=0)
+        assert [choice.text for choice in answer.choices] == wanted
+        assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, ids))
+    assert create(model="bundled", prompt=ids[1], max_tokens=NEW, temperature=0).choices[0].text == wanted[1]
+    assert len(create(model="bundled", prompt=PROMPTS[0]).choices[0].text) > 0  # 16 tokens, at temperature 1
+
+
+@pytest.mark.parametrize("stop", [None, ["e"]])
+def test_a_stream_is_the_whole_answer_in_pieces(house: House, stop: Any) -> None:
+    asked: Json = {"model": "bundled", "prompt": PROMPTS[:2], "max_tokens": NEW, "seed": 3, "n": 2, "stop": stop}
+    create = house.client().completions.create
+    whole, texts, reasons = create(**asked), [""] * 4, [""] * 4
+    *chunks, last = create(**asked, stream=True, stream_options={"include_usage": True})
+    for chunk in chunks:
+        assert chunk.usage is None
+        (choice,) = chunk.choices
+        assert not reasons[choice.index]  # nothing comes after the end
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason or ""
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert not last.choices and last.usage is not None and whole.usage is not None
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert (last.usage.prompt_tokens, last.usage.total_tokens) == (whole.usage.prompt_tokens, whole.usage.total_tokens)
+    assert all(chunk.usage is None and "usage" not in chunk.model_fields_set for chunk in create(**asked, stream=True))
+
+
+def test_a_chat_goes_through_the_template(engine: Engine, house: House) -> None:
+    messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
+    parts: Any = [
+        messages[0],
+        {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+    ]
+    create = house.client().chat.completions.create
+    wanted = alone(engine, "system: Be short.\nuser: Hi\nassistant:")
+    for told in (messages, parts):
+        answer = create(model="bundled", messages=told, max_completion_tokens=NEW, temperature=0)
+        assert answer.choices[0].message.content == wanted
+        assert answer.choices[0].message.role == "assistant"
+    chunks = list(create(model="bundled", messages=messages, max_tokens=NEW, temperature=0, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_tools_reach_the_template_unless_none_may_be_called(engine: Engine, house: House) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    create = house.client().chat.completions.create
+    for choice, before in (("auto", json.dumps(tools) + "\n"), ("none", "")):
+        answer = create(
+            model="bundled", messages=messages, tools=tools, tool_choice=choice, max_tokens=NEW, temperature=0
+        )
+        assert answer.usage is not None
+        (request,) = engine.requests([before + "user: Hi\nassistant:"], max_new_tokens=NEW)
+        assert answer.usage.prompt_tokens == request.prompt_length
+
+
+def test_a_seed_names_a_text_and_choices_have_seeds_in_a_row(engine: Engine, house: House) -> None:
+    asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": NEW, "temperature": 0.8, "top_p": 0.9}
+    answer = house.client().completions.create(**asked, n=3, seed=7)
+    wanted = [alone(engine, PROMPTS[1], **sampled(seed, 0.8, 0.9)) for seed in (7, 8, 9)]
+    assert [choice.text for choice in answer.choices] == wanted
+    assert len(set(wanted)) > 1
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+
+
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(engine: Engine, house: House) -> None:
+    text = alone(engine, PROMPTS[1], max_new_tokens=40)
+    tokens = [engine.tokenizer.decode([token]) for token in engine.tokenizer(text)["input_ids"]]
+    across = tokens[4][-1] + tokens[5] + tokens[6][:1]  # begins inside a token and ends inside another
+    assert len(across) > 2
+    create = house.client().completions.create
+    for stops in (across, ["never said", across], [across, "xyzzy" * 9]):
+        asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": 40, "temperature": 0, "stop": stops}
+        answer = create(**asked)
+        assert answer.choices[0].text == text[: text.index(across)]
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None and answer.usage.completion_tokens < 40  # it ended there in the engine, too
+        pieces = [chunk.choices[0].text for chunk in create(**asked, stream=True)]
+        assert "".join(pieces) == answer.choices[0].text
+    unmet = create(model="bundled", prompt=PROMPTS[1], max_tokens=40, temperature=0, stop=text[-1] + "\0")
+    assert unmet.choices[0].text == text  # what could have been its beginning comes at the end
+
+
+@pytest.mark.parametrize("pieces", [["aab|b", "c"], list("aab|bc"), ["aab|bc"]])
+def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str]) -> None:
+    for stops, wanted in (
+        (["b|"], "aa"), (["ab|bc"], "a"), (["bx", "|b"], "aab"), (["ab|b", "b|b"], "a"), (["bcd"], "aab|bc"),
+        ([], "aab|bc"),
+    ):  # fmt: skip
+        cut = StopStrings(stops)
+        assert "".join(map(cut.add, pieces)) + cut.flush() == wanted
+        assert cut.stopped == (wanted != "aab|bc")
+
+
+def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, house: House) -> None:
+    wanted = [alone(engine, prompt, **(sampled(i) if i % 2 else {})) for i, prompt in enumerate(PROMPTS)]
+
+    def ask(i: int) -> str:
+        chunks = house.client().completions.create(
+            model="bundled", prompt=PROMPTS[i], max_tokens=NEW, temperature=i % 2, seed=i, stream=True
+        )
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == wanted
+    until(lambda: not house.scheduler.busy)
+    assert house.scheduler.memory == 0
+
+
+# --- refusals
+
+
+def error_of(answer: httpx.Response, status: int) -> Json:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "chat"),
+    [
+        ("echo", True, False), ("best_of", 3, False), ("suffix", "x", False), ("logit_bias", {"3": 1}, False),
+        ("presence_penalty", 0.5, True), ("tool_choice", "required", True), ("top_k", 3, False),
+        ("functions", [], True), ("messages", [{"role": "user", "content": "x"}], False),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused(house: House, field: str, value: Any, chat: bool) -> None:
+    address = "chat/completions" if chat else "completions"
+    body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+    error = error_of(house.post({"model": "bundled", **body, field: value}, address), 400)
+    assert error["param"] == field and field in error["message"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported")
+
+
+def test_neutral_values_of_what_is_not_supported_are_taken(house: House) -> None:
+    neutral = {"logprobs": None, "echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "frequency_penalty": 0}
+    answer = house.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1, "user": "me", **neutral})
+    assert answer.status_code == 200, answer.text
+    chat: Json = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "response_format": {"type": "text"},
+        "logprobs": False,
+    }
+    assert house.post({"model": "bundled", "max_tokens": 1, **chat}, "chat/completions").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"), ({"temperature": 2.5}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"), ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"), ({"n": 0}, "n"), ({"n": 10**6}, "n"), ({"n": 100, "prompt": ["a", "b"]}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a"] * 5}, "stop"), ({"stop": ""}, "stop"), ({"stop": 3}, "stop"), ({"seed": 2**64}, "seed"),
+        ({"stream_options": {"include_usage": True}}, None), ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"),
+        ({"max_tokens": 65}, "max_tokens"), ({"prompt": ""}, None), ({"prompt": [2**31 - 1]}, None),
+        ({"\ud800": 1}, None), ({"prompt": "\ud800"}, "prompt"),
+    ],
+)  # fmt: skip
+def test_wrong_values_are_named(house: House, change: Json, param: str | None) -> None:
+    body = json.dumps({"model": "bundled", "prompt": "Hi", **change})
+    answer = house.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = error_of(answer, 400)
+    assert error["param"] == param
+    assert param is None or re.search(rf"\b{param.split('.')[-1]}\b", error["message"])
+    assert "TextEncodeInput" not in error["message"]
+
+
+@pytest.mark.parametrize("body", [b'{"model": ', b"[" * 50_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
+def test_what_is_no_request_is_refused(house: House, body: bytes) -> None:
+    answer = house.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert error_of(answer, 400)["type"] == "invalid_request_error"
+
+
+ANY = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields} - {"max_tokens", "max_completion_tokens"})
+
+
+@given(change=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), ANY, max_size=2), chat=st.booleans())
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_request_breaks_the_server(house: House, change: Json, chat: bool) -> None:
+    body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
+    told = json.dumps({"model": "bundled", "max_tokens": 2, **body, **change})
+    address = "/v1/chat/completions" if chat else "/v1/completions"
+    answer = house.http.post(address, content=told, headers={"content-type": "application/json"})
+    if answer.status_code != 200:
+        assert error_of(answer, answer.status_code)
+        assert answer.status_code in (400, 404)
+
+
+def test_errors_reach_the_client_as_its_own(house: House) -> None:
+    client = house.client()
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt'") as unknown:
+        client.completions.create(model="gpt", prompt="Hi")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="this server allows 64"):
+        client.completions.create(model="bundled", prompt="Hi", max_tokens=65)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt")
+    assert client.models.retrieve("bundled").id == client.models.list().data[0].id == "bundled"
+    assert error_of(house.http.get("/v1/nothing"), 404)
+    assert error_of(house.http.get("/v1/completions"), 405)
+
+
+def test_what_is_too_long_is_refused_with_the_numbers(house: House, engine: Engine, houses: list[House]) -> None:
+    error = error_of(house.post({"model": "bundled", "prompt": "x" * 100_000}), 413)
+    assert "100,000" in error["message"] and error["code"] == "request_too_large"
+
+    def pieces() -> Iterator[bytes]:
+        yield from [b"x" * 60_000] * 2
+
+    assert error_of(house.http.post("/v1/completions", content=pieces()), 413)["code"] == "request_too_large"
+    small = House(engine, Limits(1000))
+    houses.append(small)
+    assert "bytes for keys and values" in error_of(small.post({"model": "bundled", "prompt": "Hi"}), 400)["message"]
+
+
+def test_a_text_beyond_the_models_positions_is_refused(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, max_tokens=200_000))
+    error = error_of(houses[0].post({"model": "bundled", "prompt": "Hi", "max_tokens": 131_072}), 400)
+    assert error["code"] == "context_length_exceeded" and "131072" in error["message"]
+
+
+# --- clients that come and go
+
+
+def held_house(engine: Engine, houses: list[House], **told: Any) -> tuple[Held, House]:
+    held = Held(engine)
+    houses.append(House(held, Limits(1 << 30, rows=1, waiting=told.pop("waiting", 128)), **told))
+    return held, houses[-1]
+
+
+def test_a_full_queue_says_when_to_come_again(engine: Engine, houses: list[House]) -> None:
+    held, one = held_house(engine, houses, waiting=1)
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2, "temperature": 0}
+    held.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(one.client().completions.create, **asked)
+        until(lambda: one.scheduler.running == 1)
+        second = pool.submit(one.client().completions.create, **asked)
+        until(lambda: one.scheduler.waiting == 1)
+        assert (one.metric("forerun:num_requests_running"), one.metric("forerun:num_requests_waiting")) == (1, 1)
+        assert one.metric("forerun:kv_cache_usage_perc") > 0
+        with pytest.raises(openai.RateLimitError) as full:
+            one.client().completions.create(**asked)
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        assert error_of(one.post({**asked, "n": 2}), 429)["code"] == "queue_full"
+        held.gate.set()
+        assert first.result(PATIENCE).choices[0].text == second.result(PATIENCE).choices[0].text
+    until(lambda: not one.scheduler.busy)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_its_place(engine: Engine, houses: list[House], stream: bool) -> None:
+    held, one = held_house(engine, houses)
+    held.gate.clear()
+    body = json.dumps(
+        {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "temperature": 0, "n": 2, "stream": stream}
+    )
+    with socket.create_connection(("127.0.0.1", one.port)) as connection:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        until(lambda: (one.scheduler.running, one.scheduler.waiting) == (1, 1))
+    time.sleep(0.05)  # the server may hear of it before or after the gate opens
+    held.gate.set()
+    until(lambda: not one.scheduler.busy)
+    assert one.metric("forerun:generation_tokens_total") < 4000
+    until(lambda: one.metric("forerun:request_ended_total") == 2)
+    assert one.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1}).status_code == 200
+
+
+def test_a_request_ends_when_its_time_is_over(engine: Engine, houses: list[House]) -> None:
+    _, one = held_house(engine, houses, timeout=0.05)
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "temperature": 0}
+    assert error_of(one.post(asked), 504)["code"] == "timeout"
+    with pytest.raises(openai.APIError, match="time for a request was over"):
+        list(one.client().completions.create(**asked, stream=True))
+
+
+def test_a_failure_is_told_and_harms_nobody_else(engine: Engine, houses: list[House]) -> None:
+    held, one = held_house(engine, houses)
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
+    wanted = one.post(asked).json()["choices"][0]["text"]
+    held.broken = True
+    error = error_of(one.post(asked), 500)
+    assert error["type"] == "server_error" and "broken in the test" not in error["message"]
+    with pytest.raises(openai.APIError, match="failed in the server"):
+        list(one.client().completions.create(**asked, stream=True))
+    held.broken = False
+    assert one.post(asked).json()["choices"][0]["text"] == wanted
+    assert one.metric('forerun:request_ended_total{reason="error"}') == 2
+
+
+def test_a_name_that_a_refused_request_gave_is_not_taken(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, namespaces=1))
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
+    wrong = {**asked, "prompt": "", "forerun": {"namespace": "wrong"}}
+    assert error_of(houses[0].post(wrong), 400)
+    assert houses[0].post({**asked, "forerun": {"namespace": "mine"}}).status_code == 200
+
+
+def test_a_whole_answer_is_built_beside_the_event_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have megabytes, and all others would wait."""
+    threads: list[threading.Thread] = []
+    fold = TextForm.fold
+
+    def seen(form: TextForm, *given: Any) -> str:
+        threads.append(threading.current_thread())
+        return fold(form, *given)
+
+    monkeypatch.setattr(TextForm, "fold", seen)
+    told = house.post({"model": "bundled", "prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 4, "logprobs": 2}).json()
+    assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
+    assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in told["choices"])
+    assert told["usage"]["completion_tokens"] == 16 and told["object"] == "text_completion"
+    assert threads and house.thread not in threads
+
+
+def test_a_scheduler_that_cannot_go_on_ends_the_server(engine: Engine) -> None:
+    app = create_app(engine, ServerSettings(), Limits(1 << 30))
+    server = DrainingServer(app, "127.0.0.1", 0, 1.0, 8)
+    scheduler = app.state.service.scheduler
+    try:
+        assert not server.should_exit and not server.failed
+        scheduler.on_failed()
+        assert server.should_exit and server.failed
+    finally:
+        scheduler.close()
+
+
+# --- tenants
+
+
+def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2))
+    one, asked = houses[0], {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
+    seen: list[str] = []
+    submit = one.scheduler.submit
+
+    def watched(request: Any, *given: Any) -> Any:
+        seen.append(f"{given[2]} {request.namespace}")
+        return submit(request, *given)
+
+    one.scheduler.submit = watched  # type: ignore[method-assign, assignment]
+    for key in ("key-of-a", "key-of-b"):
+        client = one.client(key)
+        client.completions.create(**asked)
+        client.completions.create(**asked, extra_body={"forerun": {"namespace": "mine"}})
+        with pytest.raises(openai.BadRequestError, match="2 namespaces already"):
+            client.completions.create(**asked, extra_body={"forerun": {"namespace": "third"}})
+    assert len(set(seen)) == 4 and "key-of" not in "".join(seen)
+    for line in seen:
+        tenant, namespace = line.split()
+        assert namespace in (f"{tenant}/default", f"{tenant}/mine")
+    for wrong in ("key-of-c", "key-of-", "é"):
+        header = {"authorization": f"Bearer {wrong}".encode()}
+        for address in ("/v1/models", "/metrics", "/openapi.json", "/v1/completions"):
+            assert error_of(one.http.get(address, headers=header), 401)["code"] == "invalid_api_key"
+    with pytest.raises(openai.AuthenticationError):
+        one.client("key-of-c").completions.create(**asked)
+    assert error_of(one.http.get("/v1/models"), 401)
+    assert one.http.get("/health").status_code == one.http.get("/ready").status_code == 200
+
+
+def test_keys_must_be_fit_for_a_header() -> None:
+    assert Keys().tenant(None) == "default"
+    assert Keys(["a"]).tenant(b"bearer a") is not None and Keys(["a"]).tenant(b"Basic a") is None
+    for wrong in ([""], ["with space"], ["é"], ["a", "a"]):
+        with pytest.raises(ValueError, match="API key"):
+            Keys(wrong)
+
+
+# --- metrics
+
+
+def test_metrics_count(house: House) -> None:
+    names = [
+        "forerun:spec_decode_num_drafts_total", "forerun:spec_decode_num_draft_tokens_total",
+        "forerun:spec_decode_num_accepted_tokens_total", "forerun:spec_decode_num_accepted_tokens_per_pos_total",
+        "forerun:request_steps_total", "forerun:generation_tokens_total", "forerun:prompt_tokens_total",
+        "forerun:time_to_first_token_seconds_count", "forerun:time_per_output_token_seconds_count",
+        "forerun:e2e_request_latency_seconds_count", "forerun:prefix_cache_queries_total",
+        "forerun:prefix_cache_hits_total",
+    ]  # fmt: skip
+    before = {name: house.metric(name) for name in names}
+    prompt = "one two three four five six seven\n" * 60  # longer than a chunk, and with something to draft
+    usages = [
+        house.post({"model": "bundled", "prompt": prompt, "max_tokens": NEW, "temperature": 0}).json()["usage"]
+        for _ in range(2)
+    ]
+    grown = {name.removeprefix("forerun:"): house.metric(name) - before[name] for name in names}
+    spent = [usage["forerun"] for usage in usages]
+    assert grown["spec_decode_num_draft_tokens_total"] == sum(each["drafted"] for each in spent) > 0
+    accepted = sum(each["accepted"] for each in spent)
+    assert grown["spec_decode_num_accepted_tokens_total"] == accepted > 0
+    assert grown["spec_decode_num_accepted_tokens_per_pos_total"] == accepted
+    assert 0 < grown["spec_decode_num_drafts_total"] <= grown["request_steps_total"] == sum(s["steps"] for s in spent)
+    assert grown["generation_tokens_total"] == 2 * NEW
+    assert grown["prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
+    assert 0 < grown["time_per_output_token_seconds_count"] < 2 * NEW
+    assert 0 < grown["prefix_cache_hits_total"] < grown["prefix_cache_queries_total"]
+    assert house.metric("forerun:index_bytes") > 0
+    assert house.metric("forerun:num_requests_running") == 0
+
+
+# --- settings, and the command
+
+
+def test_flags_come_before_the_environment_and_that_before_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.toml"
+    file.write_text(
+        'port = 1\nrows = 1\nwaiting = 1\nkv_memory = "4GiB"\napi_keys = ["x"]\nmodel = "some/where/small"\n'
+    )
+    monkeypatch.setenv("FORERUN_PORT", "2")
+    monkeypatch.setenv("FORERUN_ROWS", "2")
+    monkeypatch.setenv("FORERUN_KV_STORE", "kept")
+    told = read_settings({"port": 3}, file)
+    assert (told.port, told.rows, told.waiting, told.kv_memory) == (3, 2, 1, 4 << 30)
+    assert (told.kv_store, told.kv_store_limit) == (Path("kept"), None)
+    assert told.served_name == "small" and "x" not in str(told.api_keys)
+    monkeypatch.setenv("FORERUN_API_KEYS", "a, b")
+    assert [key.get_secret_value() for key in read_settings({}, file).api_keys] == ["a", "b"]
+    file.write_text("prot = 1\n")
+    with pytest.raises(ValueError, match="prot"):
+        read_settings({}, file)
+    with pytest.raises(ValueError, match="settings: port: ") as wrong:
+        read_settings({"port": "secret"})
+    assert "secret" not in str(wrong.value)
+    with pytest.raises(FileNotFoundError):
+        read_settings({}, tmp_path / "none.toml")
+
+
+def test_the_page_names_every_setting_and_each_is_a_flag() -> None:
+    page = (Path(forerun.__file__).parents[2] / "docs/serving.md").read_text()
+    flags = {field.name for field in fields(ServeOptions)}
+    for name in ServerSettings.model_fields:
+        assert f"`{name}`" in page, name
+        assert {"api_keys": "api_key"}.get(name, name) in flags
+    assert ServeOptions(port=3, api_key=["a"]).flags() == {"port": 3, "api_keys": ["a"]}
+
+
+def test_the_pages_example_runs(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(forerun.__file__).parents[2] / "docs/serving.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(example.replace(":8000/", f":{house.port}/"), "docs/serving.md", "exec"), {})
+    assert "mean_acceptance_length" in capsys.readouterr().out
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_serves_until_it_is_told_to_end(number: signal.Signals, tmp_path: Path) -> None:
+    with free_socket() as one:
+        port = one.getsockname()[1]
+    command = [sys.executable, "-m", "forerun.cli", "serve", "--port", str(port), "--kv-memory", "1GiB", "--drain", "1"]
+    command += ["--index", str(tmp_path), "--index-interval", "3600"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    served = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        until(lambda: served.poll() is not None or _ready(port))
+        asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "n": 128, "stream": True}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=PATIENCE) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")  # it runs, for longer than it may
+            served.send_signal(number)
+            *_, last, empty = lines
+            assert not empty and json.loads(last.removeprefix("data: "))["error"]["code"] == "closing"
+        out, told = served.communicate(timeout=PATIENCE)
+    finally:
+        served.kill()
+        served.wait()
+    assert served.returncode == 0, told
+    assert out == "" and "Traceback" not in told
+    assert f"http://127.0.0.1:{port}" in told
+    (file,) = tmp_path.glob("*.trie")  # saved at the end
+    assert len(trie_file.read(file).namespaces["default/default"]) > 0
+
+
+def _ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_without_the_extra_the_command_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+    with pytest.raises(ValueError, match=r"needs uvicorn; .* pip install 'forerun\[serve\]'"):
+        serve.run(ServeOptions())

@@ -1,0 +1,49 @@
+"""Each example with OpenAI's client runs against a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.house import PATIENCE, TEMPLATE, House
+
+import forerun
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.server.limits import Limits
+
+EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
+SAYS = {
+    "chat": r"> What is a trie\?\n[\s\S]*> What is it good for\?\n[\s\S]*\[\d+\.\d\d tokens a step\]",
+    "stream": r"\x1b\[32m[\s\S]*\[80 tokens in [1-7]?\d steps\]",
+    "clients": r"the same texts together and alone: True",
+    "retrieval": r"the Silver Heron\?\n.*[Ss]ilver Heron[\s\S]*\[[1-9]\d* of \d+ tokens were drafted\]",
+}
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    built = House(Engine(model, "trie", tokenizer=tokenizer), Limits(1 << 30))
+    yield built
+    built.close()
+
+
+def test_all_examples_are_known() -> None:
+    assert {example.stem for example in EXAMPLES.glob("*.py")} == set(SAYS)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", SAYS)
+def test_the_example_runs(house: House, name: str) -> None:
+    environment = {**os.environ, "FORERUN_URL": f"http://127.0.0.1:{house.port}/v1"}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert re.search(SAYS[name], done.stdout), done.stdout

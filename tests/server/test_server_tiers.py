@@ -1,0 +1,533 @@
+"""The server with keys and values off the device: the same texts, one budget for all, and what fits nowhere is said."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from support.house import PATIENCE, Held, House, until
+
+from forerun.cli import serve
+from forerun.cli.serve_options import ServeOptions
+from forerun.core.long_context import LongContextConfig
+from forerun.engine.engine import Engine
+from forerun.kv.cache import KVShape
+from forerun.kv.copy_engine import AwayError, CopyEngine, Parts
+from forerun.kv.offloaded import OffloadedCache
+from forerun.kv.placement import TIERS, KVMemory, NoRoomError, layer_bytes, least, place
+from forerun.models.loading.load import load
+from forerun.server import settings as settings_of
+from forerun.server.limits import Limits
+from forerun.server.scheduler import PIECES
+from forerun.server.settings import ServerSettings, read_settings
+
+NEW = 12
+SMALL = LongContextConfig(cache_budget=64, chunk=4, gamma1=2, gamma2=4, paced=False, window=24)
+"""Sparse caches that are smaller than the texts here."""
+WORDS = "the quick brown fox jumps over the lazy dog and sleeps in the sun until the rain comes back "
+Json = dict[str, Any]
+
+
+def prompt(words: int, seed: int = 0) -> str:
+    """A text with something to draft."""
+    every = WORDS.split()
+    return " ".join(every[(seed + place * (1 + seed % 3)) % len(every)] for place in range(words))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load("bundled", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def plain(model: Any) -> Engine:
+    return Engine(model[0], "none", tokenizer=model[1])
+
+
+def tokens(one: Engine, text: str, new: int = NEW) -> int:
+    """Places that the text's cache has."""
+    with one.batch() as batch:
+        return batch.tokens(one.requests([text], max_new_tokens=new)[0])
+
+
+def engine(model: Any, drafter: str, device: int, host: int | None = None, **more: Any) -> Engine:
+    memory = KVMemory(device, host, **more)
+    return Engine(model[0], drafter, settings=SMALL, tokenizer=model[1], prefix_cache=1 << 24, kv_memory=memory)
+
+
+def asked(text: str, seed: int = 0, new: int = NEW, **more: Any) -> Json:
+    return {"model": "bundled", "prompt": text, "max_tokens": new, "temperature": seed % 2, "seed": seed, **more}
+
+
+def wanted(one: Engine, text: str, seed: int = 0, new: int = NEW) -> str:
+    how = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": seed} if seed % 2 else {}
+    return one.generate(text, max_new_tokens=new, **how).texts[0]
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def error_of(answer: httpx.Response, status: int) -> Json:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return dict(error)
+
+
+def tiers_of(house: House) -> Any:
+    return house.app.state.service.engine.tiers
+
+
+def nothing_taken(house: House) -> None:
+    until(lambda: not house.scheduler.busy)
+    assert tiers_of(house).taken == dict.fromkeys(TIERS, 0)
+    assert house.metric("forerun:kv_tier_bytes") == house.metric("forerun:kv_cache_usage_perc") == 0
+
+
+def watched(house: House) -> list[dict[str, int]]:
+    """What is taken of each tier, and how many run, before each step."""
+    seen: list[dict[str, int]] = []
+    step = house.scheduler._step
+
+    def watching() -> None:
+        seen.append({**tiers_of(house).taken, "n": house.scheduler.running})
+        step()
+
+    house.scheduler._step = watching  # type: ignore[method-assign]
+    return seen
+
+
+# --- texts
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("drafter", ["trie", "auto", "low-rank"])
+def test_texts_at_once_are_those_of_a_server_without_tiers(
+    drafter: str, model: Any, plain: Engine, houses: list[House], tmp_path: Path
+) -> None:
+    texts = [prompt(words, seed) for seed, words in enumerate((5, 260, 1000, 9, 350, 150))]
+    expected = [wanted(plain, text, seed) for seed, text in enumerate(texts)]
+    kv = plain.target.kv
+    longest = max(tokens(plain, text) for text in texts)
+    drafting = Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]).drafter.needs(longest)
+    device = least(kv, longest) + kv.nbytes * 100 + 2 * drafting  # the longest, and a short one beside it
+    assert device - drafting < kv.nbytes * longest
+    one = engine(model, drafter, device, least(kv, longest) // 2, folder=tmp_path)
+    held = Held(one)
+    house = House(held, Limits(1, rows=4))
+    houses.append(house)
+    seen = watched(house)
+
+    def ask(seed: int) -> str:
+        return text_of(house.post(asked(texts[seed], seed)))
+
+    for _ in range(2):  # the second time there is more to draft
+        held.gate.clear()
+        with ThreadPoolExecutor(6) as pool:
+            answers = [pool.submit(ask, seed) for seed in range(6)]
+            until(lambda: house.scheduler.running + house.scheduler.waiting == 6)
+            held.gate.set()
+            assert [each.result(PATIENCE) for each in answers] == expected
+    assert one.tiers is not None and one.tiers.link.written > kv.nbytes * longest // 4
+    assert max(each["n"] for each in seen) > 1
+    assert 0 < max(each["device"] for each in seen) <= device
+    assert 0 < max(each["host"] for each in seen) <= least(kv, longest) // 2
+    assert max(each["file"] for each in seen) > 0
+    assert house.metric('forerun:kv_tier_copied_bytes_total{way="out"}') == one.tiers.link.written
+    assert house.metric('forerun:kv_tier_limit_bytes{tier="device"}') == device
+    nothing_taken(house)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(
+    model: Any, plain: Engine, houses: list[House]
+) -> None:
+    text = prompt(200)
+    houses.append(House(engine(model, "trie", 1 << 26, 0), Limits(1, rows=1)))
+    assert text_of(houses[0].post(asked(text))) == text_of(houses[0].post(asked(text))) == wanted(plain, text)
+    assert houses[0].metric("forerun:prefix_cache_hits_total") > 0
+    assert houses[0].metric("forerun:kv_tier_copied_bytes_total") == 0
+
+
+# --- room
+
+
+def narrow(model: Any, houses: list[House], text: str, **told: Any) -> tuple[Held, House]:
+    """Room on the device for the buffers of one such text, and beside it for two."""
+    one = Engine(model[0], "none", tokenizer=model[1])
+    kv, size = one.target.kv, tokens(one, text, 200)
+    held = Held(engine(model, "none", least(kv, size), 2 * sum(layer_bytes(kv, size).values())))
+    houses.append(House(held, Limits(1, rows=4, **told), max_tokens=200))
+    return held, houses[-1]
+
+
+def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Engine, houses: list[House]) -> None:
+    kv, text = plain.target.kv, prompt(300)
+    size = tokens(plain, text)
+    short = engine(model, "none", least(kv, size) - 1, 1 << 30)
+    low = engine(model, "none", least(kv, size), 1000)
+    for one, why in (
+        (short, f"needs {least(kv, size):,} bytes on the device, .*; {least(kv, size) - 1:,} of"),
+        (low, f"needs {sum(layer_bytes(kv, size).values()):,} bytes beside the device; 1,000 of 1,000 are free"),
+    ):
+        houses.append(House(one, Limits(1)))
+        error = error_of(houses[-1].post(asked(text)), 400)
+        assert (error["type"], error["code"]) == ("invalid_request_error", "too_large")
+        assert re.search(why, error["message"]) and "shorten the prompt" in error["message"]
+        assert text_of(houses[-1].post(asked("Hi", new=1)))
+
+
+def test_who_has_to_wait_waits_and_a_full_queue_is_said(model: Any, plain: Engine, houses: list[House]) -> None:
+    text = prompt(200)
+    held, house = narrow(model, houses, text, waiting=1)
+    held.gate.clear()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(house.post, asked(text, 0, 200))
+        until(lambda: house.scheduler.running == 1)
+        second = pool.submit(house.post, asked(text, 0, 200))
+        until(lambda: house.scheduler.waiting == 1)
+        assert house.metric('forerun:kv_tier_bytes{tier="host"}') > 0
+        assert error_of(house.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
+        held.gate.set()
+        assert text_of(first.result(PATIENCE)) == text_of(second.result(PATIENCE)) == wanted(plain, text, 0, 200)
+    nothing_taken(house)
+
+
+def test_a_client_that_goes_frees_all_tiers_for_who_waits(model: Any, plain: Engine, houses: list[House]) -> None:
+    text = prompt(200)
+    held, house = narrow(model, houses, text)
+    with ThreadPoolExecutor(1) as pool:
+        held.gate.clear()
+        with house.http.stream("POST", "/v1/completions", json=asked(text, 0, 200, stream=True)):
+            until(lambda: house.scheduler.running == 1)
+            second = pool.submit(house.post, asked(text, 3, 200))
+            until(lambda: house.scheduler.waiting == 1)
+            assert min(tiers_of(house).taken[tier] for tier in ("device", "host")) > 0
+        held.gate.set()
+        assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 200)
+    assert house.metric("forerun:generation_tokens_total") < 400
+    nothing_taken(house)
+
+
+def test_a_text_leaves_others_their_buffers_while_there_are_free_places(
+    model: Any, plain: Engine, houses: list[House]
+) -> None:
+    text, kv = prompt(300), plain.target.kv
+    size = tokens(plain, text)
+    device = int(2.3 * kv.nbytes * size)
+    for rows, host, together, away in (
+        (2, None, 2, False),  # nobody else can come
+        (3, None, 3, True),  # the second one leaves so much that a third one can
+        (3, 0, 2, False),  # it can go nowhere else
+    ):
+        held = Held(engine(model, "none", device, host))
+        house = House(held, Limits(1, rows=rows))
+        houses.append(house)
+        seen = watched(house)
+        held.gate.clear()
+        with ThreadPoolExecutor(3) as pool:
+            answers = [pool.submit(house.post, asked(text)) for _ in range(3)]
+            until(lambda one=house.scheduler: one.running + one.waiting == 3)
+            held.gate.set()
+            assert {text_of(each.result(PATIENCE)) for each in answers} == {wanted(plain, text)}
+        assert max(each["n"] for each in seen) == together
+        assert (max(each["host"] for each in seen) > 0) == away
+
+
+def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
+    model: Any, plain: Engine, houses: list[House]
+) -> None:
+    long, short = prompt(700), prompt(5)
+    one = engine(model, "none", 2 * least(plain.target.kv, tokens(plain, long)), None)
+    houses.append(House(one, Limits(1, rows=2, step=16), max_tokens=200))
+    scheduler, unread = houses[0].scheduler, list[int]()
+    assert one.tiers is not None
+    one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
+    step = scheduler._step
+    scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())  # type: ignore
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(houses[0].post, asked(short, 0, 200))
+        until(lambda: len(unread) > 1)
+        second = pool.submit(houses[0].post, asked(long))
+        assert text_of(first.result(PATIENCE)) == wanted(plain, short, 0, 200)
+        assert text_of(second.result(PATIENCE)) == wanted(plain, long)
+    read = [before - after for before, after in pairwise(unread) if before > after]
+    assert max(read) == PIECES * 16 and len(read) > 5
+    assert one.tiers.link.fetched > 0
+
+
+# --- failures
+
+
+def test_a_full_disk_ends_one_request_and_frees_everything(
+    model: Any, plain: Engine, houses: list[House], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = prompt(300), prompt(9)
+    kv, size = plain.target.kv, tokens(plain, long)
+    houses.append(House(engine(model, "trie", kv.nbytes * size - 1, 0, folder=tmp_path), Limits(1, rows=4)))
+    house = houses[0]
+
+    def full(*told: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with ThreadPoolExecutor(3) as pool:
+            bad, good, streamed = (
+                pool.submit(house.post, each) for each in (asked(long), asked(short), asked(long, stream=True))
+            )
+            error = error_of(bad.result(PATIENCE), 500)
+            assert text_of(good.result(PATIENCE)) == wanted(plain, short)
+            assert "kv_memory_failed" in streamed.result(PATIENCE).text and "[DONE]" not in streamed.result().text
+    assert error["code"] == "kv_memory_failed" and "No space left on device" in error["message"]
+    assert str(tmp_path) not in error["message"]
+    nothing_taken(house)
+    assert text_of(house.post(asked(long))) == wanted(plain, long)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("drafter", ["none", "low-rank", "retrieval"])
+def test_copies_that_fail_end_one_request_and_no_other(
+    drafter: str, model: Any, plain: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
+    expected = [wanted(plain, text) for text in texts]
+    kv, size = plain.target.kv, max(tokens(plain, text) for text in texts)
+    drafting = Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]).drafter.needs(size)
+    one = engine(model, drafter, 3 * (least(kv, size) + drafting), 1 << 30)
+    houses.append(House(one, Limits(1, rows=3)))
+    house, write, broken = houses[0], CopyEngine.write, threading.Event()
+    assert one.tiers is not None
+    one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
+
+    def failing(link: CopyEngine, parts: Parts) -> Any:
+        def fail() -> None:
+            broken.set()
+            raise RuntimeError("in the test")
+
+        mine = parts[0][0].untyped_storage().data_ptr() == chosen
+        return link.then(fail) if mine and parts[0][0].shape[2] < 100 else write(link, parts)
+
+    chosen = 0
+    leave = OffloadedCache.leave
+
+    def choosing(cache: OffloadedCache, layer: int, count: int) -> None:
+        nonlocal chosen
+        if not chosen and cache.length > 0:  # the first that decodes
+            chosen = cache._layers[layer][0].untyped_storage().data_ptr()
+        leave(cache, layer, count)
+
+    monkeypatch.setattr(CopyEngine, "write", failing)
+    monkeypatch.setattr(OffloadedCache, "leave", choosing)
+    with ThreadPoolExecutor(3) as pool:
+        answers = [each.result(PATIENCE) for each in [pool.submit(house.post, asked(text)) for text in texts]]
+    assert broken.is_set()
+    failed = [number for number, each in enumerate(answers) if each.status_code != 200]
+    assert len(failed) == 1, [each.text for each in answers]
+    assert error_of(answers[failed[0]], 500)["code"] == "kv_memory_failed"
+    for number in {0, 1, 2} - set(failed):
+        assert text_of(answers[number]) == expected[number]
+    monkeypatch.undo()
+    nothing_taken(house)
+    assert text_of(house.post(asked(texts[0]))) == expected[0]
+
+
+def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
+    model: Any, plain: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
+    expected = [wanted(plain, text) for text in texts]
+    one = engine(model, "low-rank", 1 << 26, None)
+    houses.append(House(one, Limits(1, rows=3)))
+    assert one.tiers is not None
+    one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
+    caches: list[OffloadedCache] = []
+    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.urgent, one.drafter.propose_batch
+    drafting = failing = False
+
+    def asking(cache: OffloadedCache, *told: Any) -> Any:
+        nonlocal failing
+        if drafting and not caches:
+            caches.append(cache)
+        failing = drafting and caches == [cache]
+        try:
+            return chunks(cache, *told)
+        finally:
+            failing = False
+
+    def hurried(link: CopyEngine, parts: Parts) -> None:
+        if failing:
+            raise AwayError("in the test")
+        urgent(link, parts)
+
+    def proposing(*told: Any) -> Any:
+        nonlocal drafting
+        drafting = True
+        try:
+            return propose(*told)
+        finally:
+            drafting = False
+
+    monkeypatch.setattr(OffloadedCache, "chunks", asking)
+    monkeypatch.setattr(CopyEngine, "urgent", hurried)
+    monkeypatch.setattr(one.drafter, "propose_batch", proposing)
+    with ThreadPoolExecutor(3) as pool:
+        answers = [each.result(PATIENCE) for each in [pool.submit(houses[0].post, asked(text)) for text in texts]]
+    failed = [number for number, each in enumerate(answers) if each.status_code != 200]
+    assert len(failed) == 1, [each.text for each in answers]
+    assert error_of(answers[failed[0]], 500)["code"] == "kv_memory_failed"
+    assert [text_of(answers[n]) for n in range(3) if n not in failed] == [
+        text for n, text in enumerate(expected) if n not in failed
+    ]
+    nothing_taken(houses[0])
+
+
+# --- the budget
+
+
+def test_what_is_freed_is_free_whoever_still_has_the_cache(model: Any, plain: Engine) -> None:
+    one = engine(model, "none", least(plain.target.kv, 300), None)
+    assert one.tiers is not None
+    for size in (20, 300):
+        cache = one.tiers.cache(size)
+        assert cache.offloaded == (size == 300) and one.tiers.taken["device"] > 0
+        one.tiers.free(cache)
+        assert one.tiers.taken == dict.fromkeys(TIERS, 0) and not cache.layers
+
+
+def test_threads_share_one_budget_and_nothing_of_it_is_lost(model: Any, plain: Engine) -> None:
+    kv = plain.target.kv
+    one = engine(model, "none", 8 * least(kv, 64), 12 * least(kv, 64))
+    assert one.tiers is not None
+    tiers, worst, refused = one.tiers, dict.fromkeys(TIERS, 0), 0
+
+    def work(seed: int) -> int:
+        found = 0
+        for turn in range(60):
+            try:
+                cache = tiers.cache(64 * (1 + (seed + turn) % 3))
+            except NoRoomError:
+                found += 1
+                continue
+            for tier, size in tiers.taken.items():
+                worst[tier] = max(worst[tier], size)
+            if turn % 2:
+                tiers.free(cache)
+                tiers.free(cache)  # once is enough
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        refused = sum(pool.map(work, range(6)))
+    assert refused < 300
+    assert tiers.taken == dict.fromkeys(TIERS, 0)
+    assert 0 < worst["device"] <= 8 * least(kv, 64) and worst["host"] <= 12 * least(kv, 64)
+
+
+def test_a_file_has_its_limit(plain: Engine, tmp_path: Path) -> None:
+    kv: KVShape = plain.target.kv
+    layer = least(kv, 64) // 2
+    memory = KVMemory(2 * layer, layer, tmp_path, file=3 * layer)
+    found = place(memory, dict.fromkeys(TIERS, 0), kv, 200)
+    assert found.nbytes == {"device": 2 * layer, "host": layer, "file": 3 * layer}
+    with pytest.raises(NoRoomError, match=rf"{layer:,} of {layer:,} are free in the host's memory, and {layer:,} of"):
+        place(memory, {"device": 0, "host": 0, "file": 2 * layer}, kv, 200)
+    with pytest.raises(ValueError, match="file is -1"):
+        KVMemory(1, file=-1)
+
+
+def test_a_failed_copy_is_an_error_of_its_own() -> None:
+    link = CopyEngine(torch.device("cpu"))
+
+    def fail() -> None:
+        raise RuntimeError("in the test")
+
+    with pytest.raises(AwayError, match="could not be copied: in the test"):
+        link.then(fail).wait()
+    link.close()
+
+
+# --- settings
+
+
+def test_settings_say_where_keys_and_values_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert ServerSettings(kv_memory="4GiB").tiers(cpu) is None  # as before: how much is admitted
+    assert ServerSettings().tiers(cpu) is None
+    monkeypatch.setattr(settings_of, "free_memory", lambda device: 10 << 30)
+    folder = tmp_path / "new"
+    file = tmp_path / "serve.toml"
+    file.write_text(f'kv_memory = "2GiB"\nkv_host_memory = "1GiB"\nkv_folder = "{folder}"\n')
+    assert read_settings({"kv_folder_limit": "3GiB"}, file).tiers(cpu) == KVMemory(
+        2 << 30, 1 << 30, folder, file=3 << 30
+    )
+    assert folder.is_dir()
+    monkeypatch.setenv("FORERUN_KV_MEMORY", "2GiB")
+    monkeypatch.setenv("FORERUN_KV_HOST_MEMORY", "0")
+    assert read_settings({}).tiers(cpu) == KVMemory(2 << 30, 0, None, file=0)
+    monkeypatch.delenv("FORERUN_KV_HOST_MEMORY")
+    monkeypatch.setenv("FORERUN_KV_FOLDER", str(folder))
+    found = read_settings({}).tiers(cpu)
+    assert found is not None and found.host == 4 << 30  # half of what the device leaves
+    replicas = read_settings({"ray": True, "replicas": 2})
+    both = replicas.tiers(cpu)
+    assert both is not None and both.host == 2 << 30
+    monkeypatch.delenv("FORERUN_KV_FOLDER")
+    monkeypatch.delenv("FORERUN_KV_MEMORY")
+    assert read_settings({}).limits(cpu).memory == 2 * read_settings({"ray": True, "replicas": 2}).limits(cpu).memory
+    assert found.file is not None and found.file > 0
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [
+        ({"kv_host_memory": "1GiB"}, r"kv_host_memory: .*does not fit on the device; set kv_memory, too"),
+        ({"kv_folder": "x"}, r"kv_folder: .*set kv_memory, too"),
+        ({"kv_memory": "1GiB", "kv_folder_limit": "1GiB"}, r"kv_folder_limit: .*set kv_folder, too"),
+        ({"kv_memory": "1GiB", "kv_host_memory": "much"}, r"kv_host_memory: "),
+    ],
+)
+def test_wrong_settings_are_named(told: Json, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as wrong:
+        read_settings(told)
+    assert str(wrong.value).count(";") == str(wrong.value).count("; set")  # one is wrong, and no other
+
+
+def test_the_command_builds_it_and_says_what_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    built: list[Engine] = []
+
+    class Served:
+        failed = False
+
+        def __init__(self, app: Any, *told: Any) -> None:
+            built.append(app.state.service.engine)
+            app.state.service.scheduler.close()
+
+        def run(self) -> None:
+            pass
+
+    monkeypatch.setattr("forerun.server.drain.DrainingServer", Served)
+    options = ServeOptions(
+        kv_memory="3MB", kv_host_memory="1MB", kv_folder=tmp_path, kv_folder_limit="5MB", drafter="trie"
+    )
+    with caplog.at_level("INFO"):
+        serve.run(options)
+    assert built[0].tiers is not None
+    assert built[0].tiers.memory == KVMemory(3_000_000, 1_000_000, tmp_path, file=5_000_000)
+    assert f"3000000 bytes on the device, 1000000 in the host's memory, 5000000 in files in {tmp_path}" in caplog.text
+    assert "share no beginnings" in caplog.text
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        serve.run(ServeOptions(kv_memory="3MB", kv_folder=tmp_path / "file"))

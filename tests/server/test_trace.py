@@ -1,0 +1,118 @@
+"""Forerun's own fields of a request: who drafts, how much, and a stream that says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.house import House
+
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.server.limits import Limits
+
+NEW = 40
+PROMPT = "one two three four five six\n" * 4
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model, tokenizer = load("bundled", device="cpu")
+    return Engine(model, "trie", tokenizer=tokenizer, budget=16)
+
+
+@pytest.fixture(scope="module")
+def house(engine: Engine) -> Iterator[House]:
+    built = House(engine, Limits(1 << 30), drafter="trie")
+    yield built
+    built.close()
+
+
+def asked(**forerun: Any) -> Json:
+    return {"model": "bundled", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "forerun": forerun}
+
+
+def streamed(house: House, body: Json) -> list[Json]:
+    lines = house.post({**body, "stream": True}).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+@pytest.mark.parametrize("stop", [None, " five six\n"])
+def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine, house: House, stop: Any) -> None:
+    body = {**asked(trace=True, namespace="traced"), "prompt": PROMPT + "one €", "stop": stop}
+    whole = house.post({**body, "forerun": {}}).json()
+    steps = [chunk for chunk in streamed(house, body) if "forerun" in chunk]
+    for chunk in steps:
+        said = chunk["forerun"]
+        assert chunk["choices"][0]["text"] == "".join(token["text"] for token in said["tokens"])
+        assert said["accepted"] <= said["drafted"] and said["seconds"] > 0
+        sources = [token["source"] for token in said["tokens"]]
+        accepted, own = sources[: said["accepted"]], sources[said["accepted"] :]
+        assert set(own) <= {"target"} and set(accepted) <= {"text", "earlier"} and len(own) <= 1
+    (request,) = engine.requests([body["prompt"]], max_new_tokens=NEW)
+    text = "".join(chunk["choices"][0]["text"] for chunk in streamed(house, body))
+    assert text == whole["choices"][0]["text"]
+    assert sum(len(chunk["forerun"]["tokens"]) for chunk in steps) == whole["usage"]["completion_tokens"]
+    assert any(chunk["forerun"]["accepted"] for chunk in steps)
+    assert request.prompt_length == whole["usage"]["prompt_tokens"]
+
+
+def test_without_a_trace_there_is_none(house: House) -> None:
+    assert not any("forerun" in chunk for chunk in streamed(house, asked()))
+
+
+@pytest.mark.parametrize("chosen", [{"drafter": "none"}, {"budget": 0}, {"drafter": "none", "budget": 9}])
+def test_without_drafts_each_step_gives_one_token_of_the_same_text(house: House, chosen: Json) -> None:
+    told = house.post(asked(**chosen)).json()
+    assert told["usage"]["forerun"]["drafted"] == 0 and told["usage"]["forerun"]["steps"] == NEW
+    assert told["choices"] == house.post(asked()).json()["choices"]
+
+
+def test_a_budget_bounds_drafts_and_changes_no_text(house: House) -> None:
+    steps = [chunk["forerun"] for chunk in streamed(house, asked(trace=True, budget=2)) if "forerun" in chunk]
+    assert max(step["drafted"] for step in steps) == 2
+    served = house.post(asked(drafter="trie", budget=2)).json()
+    assert served["choices"] == house.post(asked()).json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param", "told"),
+    [
+        ({"drafter": "auto"}, "forerun.drafter", "here there are trie, none"), ({"budget": 17}, "forerun.budget", "16"),
+        ({"budget": -1}, "forerun.budget", "0"), ({"budget": 1.5}, "forerun.budget", "integer"),
+        ({"trace": True}, None, "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
+    ],
+)  # fmt: skip
+def test_what_this_server_does_not_offer_is_refused(house: House, wrong: Json, param: str | None, told: str) -> None:
+    answer = house.post(asked(**wrong))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param and told in answer.json()["error"]["message"]
+
+
+def test_the_model_says_what_a_client_may_ask_for(house: House) -> None:
+    (model,) = house.http.get("/v1/models").json()["data"]
+    assert model["forerun"] == {
+        "drafters": ["trie", "none"], "budget": 16, "max_tokens": 4096, "chat": False, "exactness": "bitwise"
+    }  # fmt: skip
+
+
+def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine: Engine, houses: list[House]) -> None:
+    houses.append(House(engine, Limits(1 << 30), drafter="trie"))
+    submit = houses[0].scheduler.submit
+
+    def failing(request: Any, *given: Any) -> Any:
+        def stopping(ids: Any) -> bool:
+            if len(request.generated) > 3:
+                raise RuntimeError("in the test")
+            return False
+
+        request.stopping = stopping
+        return submit(request, *given)
+
+    houses[0].scheduler.submit = failing  # type: ignore[method-assign, assignment]
+    lines = houses[0].post({**asked(trace=True), "stream": True}).text.split("\n\n")
+    assert lines[-1] == "" and json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "failed"

@@ -1,0 +1,116 @@
+"""A real server in a thread, on a free port of this computer: what tests of the server share."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from forerun.engine.engine import Engine
+from forerun.server.app import create_app
+from forerun.server.connections import Connection
+from forerun.server.limits import Limits
+from forerun.server.scheduler import Scheduler
+from forerun.server.settings import ServerSettings
+
+PATIENCE = 120.0
+"""Seconds after which a test that hangs fails."""
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""A chat template for the bundled model, which has none."""
+
+
+class Held:
+    """An engine whose steps wait at a gate, open at first, and can fail."""
+
+    broken = False
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.gate = engine, threading.Event()
+        self.gate.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def batch(self, limit: int | None = None) -> Any:
+        batch = self.engine.batch(limit)
+        step = batch.step
+
+        def held() -> Any:
+            assert self.gate.wait(PATIENCE)
+            if self.broken:
+                raise LookupError("broken in the test")
+            return step()
+
+        batch.step = held
+        return batch
+
+
+class House:
+    """A server in a thread, on a free port."""
+
+    def __init__(self, engine: Any, limits: Limits | None = None, **told: Any) -> None:
+        self.app = create_app(engine, ServerSettings(**told), limits or Limits(1 << 30))
+        self.scheduler: Scheduler = self.app.state.service.scheduler
+        self.socket = free_socket()
+        self.port = self.socket.getsockname()[1]
+        config = uvicorn.Config(
+            self.app,
+            http=Connection,
+            ws="none",
+            log_level="error",
+            limit_concurrency=ServerSettings(**told).connections,
+            timeout_graceful_shutdown=1,
+        )
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self.thread.start()
+        until(lambda: self.server.started)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE)
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+    def post(self, body: Any, address: str = "completions", **more: Any) -> httpx.Response:
+        return self.http.post(f"/v1/{address}", json=body, **more)
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def close(self) -> None:
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+
+
+def free_socket() -> socket.socket:
+    """On a port that no other worker of these tests takes, also once a command opens it in place of this socket."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
+    begin = 20_000 + 3000 * worker
+    for port in range(begin + os.getpid() % 2000, begin + 3000):
+        one = socket.socket()
+        try:
+            one.bind(("127.0.0.1", port))
+            return one
+        except OSError:
+            one.close()
+    raise OSError("no free port")
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)

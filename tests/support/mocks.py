@@ -1,0 +1,166 @@
+"""A mock target, the slow oracle, and the engine's loop over them: what tests of verification and drafters share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, Sampler, gumbel
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, verify
+from forerun.drafting.drafter import Drafter
+from forerun.kv.cache import Cache
+
+PROMPT = (1, 4, 2)
+
+
+class MockTarget:
+    """A random table from the last ``order`` tokens to the next one's logits.
+
+    Args:
+        peak: the logits' standard deviation; a large one makes the target predictable.
+    """
+
+    def __init__(self, vocabulary: int = 5, order: int = 2, peak: float = 1.0, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.order = order
+        self.table = torch.randn([vocabulary] * (order + 1), generator=generator, dtype=torch.float64) * peak
+
+    def logits(self, context: Sequence[int]) -> torch.Tensor:
+        """After a context of at least ``order`` tokens."""
+        return self.table[tuple(context[-self.order :])]
+
+    def score(self, context: Sequence[int], tree: DraftTree) -> torch.Tensor:
+        """What a model's forward pass gives: logits after the context and after each node, found by its parents."""
+        return torch.stack([self.logits([*context, *branch]) for branch in paths(tree)])
+
+
+class TokenCache(Cache):
+    """Holds token ids in the place of keys and values; what a ``MockScorer`` reads."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    @property
+    def length(self) -> int:  # type: ignore[override]
+        return len(self.tokens)
+
+    def attend(self, *_: object) -> torch.Tensor:
+        raise NotImplementedError
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        assert block.start == len(self.tokens)
+        self.tokens += [*block.pending.tolist(), *block.tree.tokens[list(path)].tolist()]
+
+    def truncate(self, length: int) -> None:
+        assert length <= len(self.tokens)
+        del self.tokens[length:]
+
+    @property
+    def nbytes(self) -> int:
+        return 8 * len(self.tokens)
+
+
+class MockScorer:
+    """A ``MockTarget`` as a level's model: it sees what its cache holds, and the block."""
+
+    limit = None
+
+    def __init__(self, target: MockTarget) -> None:
+        self.target = target
+        self.vocabulary = target.table.shape[-1]
+        self.passes = 0
+
+    def adopt(self, cache: Any) -> Any:
+        return cache
+
+    def led(self, work: Any) -> Any:
+        return work()
+
+    def reads_whole(self, cache: Any) -> bool:
+        return False
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[TokenCache]) -> list[torch.Tensor]:
+        self.passes += 1
+        return [
+            self.target.score([*cache.tokens, *block.pending.tolist()], block.tree)
+            for block, cache in zip(blocks, caches, strict=True)
+        ]
+
+
+def paths(tree: DraftTree) -> Iterator[list[int]]:
+    """The tokens from the root to the root itself (none) and to every node."""
+    yield []
+    for i in range(len(tree)):
+        yield tree.tokens[np.flatnonzero(tree.ancestors[i])].tolist()
+
+
+def oracle(
+    target: MockTarget,
+    prompt: Sequence[int],
+    limit: int,
+    sampler: Sampler,
+    eos: frozenset[int] = frozenset(),
+) -> list[int]:
+    """The slow and obvious generator."""
+    text = list(prompt)
+    while len(text) < len(prompt) + limit and not (len(text) > len(prompt) and text[-1] in eos):
+        scores = target.logits(text).float()
+        if sampler.processor is not None:
+            scores = sampler.processor(torch.tensor([text]), scores[None].clone())[0]
+        noise = 0 if sampler.method == "greedy" else gumbel(sampler.seed, len(text), len(scores), Salt.TARGET)
+        text.append(int((scores.double() + noise).argmax()))
+    return text[len(prompt) :]
+
+
+def generate(target: MockTarget, drafter: Drafter, request: Request, budget: int = 8) -> list[int]:
+    """The engine's loop, with the contract between the parts asserted at every step."""
+    drafter.begin(request)
+    while request.finish_reason is None:
+        step(target, drafter, request, budget)
+    drafter.finish(request)
+    return request.generated.tolist()
+
+
+def step(target: MockTarget, drafter: Drafter, request: Request, budget: int = 8) -> Outcome:
+    """Propose, score, verify, observe."""
+    before = request.tokens.tolist()
+    tree = drafter.propose(request, budget)
+    assert tree.drafted <= budget and (tree.depths <= request.max_draft_depth).all()
+    logits = target.score(before, tree)
+    outcome = Outcome(tree, verify(tree, logits, request), logits)
+    assert request.tokens.tolist() == before + outcome.verdict.tokens
+    assert_consistent(outcome, request)
+    request.stats.record(tree.drafted, len(outcome.verdict.path), len(outcome.verdict.tokens))
+    drafter.observe(request, outcome)
+    return outcome
+
+
+def assert_consistent(outcome: Outcome, request: Request) -> None:
+    """The accepted path leads down from the root over verifiable nodes; one token follows unless the text ended."""
+    tree, path, tokens = outcome.tree, outcome.verdict.path, outcome.verdict.tokens
+    assert tree.parents[path].tolist() == [ROOT, *path][: len(path)]
+    assert tree.tokens[path].tolist() == tokens[: len(path)]
+    assert tree.probe is None or not tree.probe[path].any()
+    assert len(tokens) == len(path) + 1 or (request.finish_reason is not None and len(tokens) == len(path) > 0)
+
+
+def ban_repeats(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A processor that looks at the prefix: no token twice in a row, and a temperature."""
+    scores[:, ids[0, -1]] = -math.inf
+    return scores / 0.7
+
+
+SAMPLERS = {
+    "greedy": Sampler(),
+    "greedy with a processor": Sampler(processor=ban_repeats),
+    "coupled": Sampler("coupled", seed=3),
+    "coupled with a processor": Sampler("coupled", seed=4, processor=ban_repeats),
+    "rejection without q": Sampler("rejection", seed=5),
+}

@@ -1,0 +1,82 @@
+"""Arrays that compiled code finds by an address."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from forerun.core.compiling import compiled
+from forerun.trie.array_handles import ArrayHandles, reader
+
+
+class Inner(NamedTuple):
+    """A part of ``Outer``."""
+
+    halves: npt.NDArray[np.float32]
+    cube: npt.NDArray[np.int64]
+
+
+class Outer(NamedTuple):
+    """Arrays of several types and shapes, some of them deeper."""
+
+    table: npt.NDArray[np.int32]
+    inner: Inner
+    last: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, rows: int, start: int = 0) -> Outer:
+        table = np.arange(start, start + rows * 3, dtype=np.int32).reshape(rows, 3)
+        inner = Inner(np.arange(rows, dtype=np.float32) / 2, np.arange(rows * 8, dtype=np.int64).reshape(rows, 2, 4))
+        return cls(table, inner, np.full(rows, 2**63, np.uint64))
+
+
+outer_at = reader(Outer.of(1))
+
+
+@compiled
+def total(address: int) -> float:
+    """Of all numbers; the last of each array is set to 0."""
+    found = outer_at(address)
+    result = float(found.last.sum()) + found.table.sum() + found.inner.halves.sum() + found.inner.cube.sum()
+    found.table[-1, -1], found.inner.cube[-1, -1, -1], found.inner.halves[-1], found.last[-1] = 0, 0, 0, 0
+    return float(result)
+
+
+def test_compiled_code_reads_and_writes_what_is_pinned() -> None:
+    pin: ArrayHandles[Outer] = ArrayHandles()
+    for arrays in (Outer.of(4), Outer.of(9, start=5)):  # others, of other sizes, take the place of the first
+        expected = sum(float(a.sum()) for a in (arrays.table, *arrays.inner, arrays.last))
+        assert total(pin.at(arrays)) == expected
+        ends = (arrays.table, *arrays.inner, arrays.last)
+        assert all(not array.ravel()[-1] and array.ravel()[-2] for array in ends)
+
+
+def test_arrays_are_laid_out_once() -> None:
+    pin: ArrayHandles[Outer] = ArrayHandles()
+    arrays = Outer.of(2)
+    assert pin.at(arrays) == pin.at(arrays)
+
+
+def test_a_copy_s_address_is_that_of_the_copied_arrays() -> None:
+    """Copied with what it holds, a pin would go on writing to the original's arrays, or to freed memory."""
+    pin: ArrayHandles[Outer] = ArrayHandles()
+    arrays = Outer.of(4)
+    address = pin.at(arrays)
+    twin, same = copy.deepcopy((pin, arrays))
+    assert twin.at(same) != address
+    assert total(twin.at(same)) > 0 and not same.table[-1, -1] and arrays.table[-1, -1]
+
+
+@pytest.mark.parametrize("kind", ["apart", "frozen"])
+def test_arrays_that_compiled_code_would_misread_are_refused(kind: str) -> None:
+    arrays = Outer.of(4)
+    if kind == "apart":
+        arrays = arrays._replace(table=arrays.table[:, :2])
+    else:
+        arrays.last.flags.writeable = False
+    with pytest.raises(ValueError, match="only contiguous arrays that can be written"):
+        ArrayHandles[Outer]().at(arrays)

@@ -1,0 +1,764 @@
+"""The index against dictionaries of tuples, and what it promises about memory, files and tenants."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import errno
+import gc
+import os
+import random
+import stat
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forerun.core.tree import ROOT, DraftTree
+from forerun.trie import logistic_mixer, trie_file
+from forerun.trie.arrays import CLASSES, ORDERS, Index, find, mix
+from forerun.trie.gapped_match import ONWARD, instead
+from forerun.trie.trie import Draft, Form, Trie, TrieConfig, TrieFileError
+
+Path_ = tuple[int, ...]
+Counts = Counter[tuple[Path_, int]]
+
+SMALL = TrieConfig(capacity=1 << 16)
+START = (-1,) * ORDERS
+FORMS: list[Form] = ["merged", "hierarchical", "parallel", "single"]
+quick = settings(max_examples=60, deadline=None)
+
+token = st.integers(0, 3)
+text = st.lists(token, max_size=14)
+prompts = st.lists(token, min_size=1, max_size=14)
+
+
+class Oracle:
+    """The same index, slowly: what followed every context of every text, counted in a dictionary."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, list[list[int]]] = {}
+        self.live: dict[int, tuple[str, list[int], list[int]]] = {}
+
+    def begin(self, request: int, namespace: str, prompt: list[int]) -> None:
+        self.live[request] = (namespace, list(prompt), [])
+
+    def extend(self, request: int, tokens: list[int]) -> None:
+        self.live[request][2].extend(tokens)
+
+    def finish(self, request: int) -> None:
+        namespace, _, output = self.live.pop(request)
+        if output:
+            self.outputs.setdefault(namespace, []).append(output)
+
+    def withdraw(self, namespace: str) -> None:
+        if self.outputs.get(namespace):
+            self.outputs[namespace].pop(0)
+
+    def shared(self, namespace: str) -> Counts:
+        growing = [output for space, _, output in self.live.values() if space == namespace]
+        return sum((contexts(output) for output in [*self.outputs.get(namespace, []), *growing]), Counter())
+
+    def own(self, request: int) -> Counts:
+        return contexts(self.live[request][1] + self.live[request][2])
+
+
+def contexts(tokens: list[int]) -> Counts:
+    """How often each token followed each context of one to ``ORDERS`` tokens."""
+    padded = [*START, *tokens]
+    pairs = [(tuple(padded[i - n : i]), padded[i]) for i in range(ORDERS, len(padded)) for n in range(1, ORDERS + 1)]
+    return Counter(pairs)
+
+
+def hash_of(context: Path_) -> np.uint64:
+    hashed = np.uint64(0)
+    for token in context:
+        hashed = np.uint64(mix(hashed, token))
+    return hashed
+
+
+def followers(index: Index, context: Path_) -> dict[int, int]:
+    """What the index counted behind a context; checks the context's own count."""
+    slot = find(index, hash_of(context))
+    if slot == 0:
+        return {}
+    value, total = int(index.slots[slot].value), int(index.slots[slot].total)
+    if value >= 0:
+        return {value: total}
+    block = -1 - value
+    size = int(index.blocks[block].followers)
+    assert size >= 2
+    found = {int(row.token): int(row.count) for row in index.blocks[block + 1 : block + 1 + size]}
+    assert len(found) == size
+    assert sum(found.values()) == total
+    assert 0 <= index.blocks[block].last <= size
+    return found
+
+
+def counts(index: Index, known: Counts) -> Counts:
+    """All counts of an index, whose contexts must be among those of ``known``."""
+    every = {context for context, _ in known}
+    found = Counter({(c, token): n for c in every for token, n in followers(index, c).items()})
+    pairs = [np.uint64(mix(hash_of(context), ONWARD + row)) for context in every if len(context) == 2 for row in (0, 1)]
+    beside = [*(np.uint64(instead(token)) for token in {token for _, token in known}), *pairs]  # what trails count
+    assert len({context for context, _ in found}) + sum(find(index, one) != 0 for one in beside) == index.state[0].slots
+    return found
+
+
+def check_memory(index: Index) -> None:
+    """Every slot and row of a block is in use, free or untouched."""
+    free, slot = 0, int(index.state[0].slot_free)
+    while slot:
+        free, slot = free + 1, int(index.slots[slot].chain)
+    assert index.state[0].slots + free == index.state[0].slot_top - 1
+    rows = 0
+    for size_class in range(CLASSES):
+        block = int(index.free_blocks[size_class])
+        while block:
+            rows, block = rows + (1 << size_class), int(index.blocks[block].free)
+    assert index.state[0].rows + rows == index.state[0].block_top - 1
+
+
+def shared(trie: Trie, namespace: str, known: Counts) -> Counts:
+    space = trie._shared.get(namespace)
+    return Counter() if space is None else counts(space.index, known)
+
+
+def check(trie: Trie, oracle: Oracle) -> None:
+    """Everything is as the oracle says."""
+    for namespace in "ab":
+        assert shared(trie, namespace, oracle.shared(namespace)) == oracle.shared(namespace)
+    assert trie._live.keys() == oracle.live.keys()
+    for request, live in trie._live.items():
+        assert counts(live.own, oracle.own(request)) == oracle.own(request)
+        assert trie.length(request) == sum(map(len, oracle.live[request][1:]))
+    for index in [*(space.index for space in trie._shared.values()), *(live.own for live in trie._live.values())]:
+        check_memory(index)
+
+
+def paths(draft: Draft) -> list[Path_]:
+    """The path from the context of each node; checks that the draft is a tree."""
+    tree = DraftTree(draft.tokens, draft.parents, probability=draft.probability)
+    found: list[Path_] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        found.append((token,) if parent == ROOT else (*found[parent], token))
+    return found
+
+
+def agreed(draft: Draft, tokens: list[int]) -> int:
+    """Tokens of the draft's path that follows a text."""
+    found = set(paths(draft))
+    return max((n for n in range(1, len(tokens) + 1) if tuple(tokens[:n]) in found), default=0)
+
+
+operation = st.one_of(
+    st.tuples(st.just("begin"), st.integers(0, 3), st.sampled_from("ab"), prompts),
+    st.tuples(st.just("extend"), st.integers(0, 3), text),
+    st.tuples(st.just("finish"), st.integers(0, 3)),
+    st.tuples(st.just("withdraw"), st.sampled_from("ab")),
+)
+
+
+def play(trie: Trie, oracle: Oracle, operations: list[Any]) -> None:
+    for name, subject, *rest in operations:
+        if name == "withdraw" or (name == "begin") == (subject not in oracle.live):
+            getattr(trie, name)(subject, *rest)
+            getattr(oracle, name)(subject, *rest)
+
+
+@quick
+@given(st.lists(operation, max_size=25))
+def test_counts_of_every_namespace_and_every_request_equal_the_oracles(operations: list[Any]) -> None:
+    trie, oracle = Trie(SMALL), Oracle()
+    play(trie, oracle, operations)
+    check(trie, oracle)
+
+
+@quick
+@given(st.lists(st.lists(st.integers(0, 40), max_size=60), max_size=8))
+def test_withdrawing_every_output_leaves_nothing(sequences: list[list[int]]) -> None:
+    trie, oracle = Trie(SMALL), Oracle()
+    trie.warm("a", sequences)
+    oracle.outputs["a"] = [sequence for sequence in sequences if sequence]
+    for _ in range(len(sequences) + 1):
+        check(trie, oracle)
+        trie.withdraw("a")
+        oracle.withdraw("a")
+    index = trie._shared["a"].index
+    assert trie.tokens("a") == index.state[0].slots == index.state[0].rows == 0
+
+
+def test_many_contexts_and_followers_are_counted_through_every_growth() -> None:
+    dice = random.Random(0)
+    trie, oracle = Trie(TrieConfig()), Oracle()
+    oracle.outputs["a"] = [[min(dice.randrange(300), dice.randrange(300)) for _ in range(500)] for _ in range(12)]
+    trie.warm("a", oracle.outputs["a"])
+    for _ in range(3):
+        check(trie, oracle)
+        for _ in range(4):
+            trie.withdraw("a")
+            oracle.withdraw("a")
+
+
+@quick
+@given(prompts, st.lists(text, max_size=6))
+def test_extending_token_by_token_counts_the_same_as_at_once(prompt: list[int], pieces: list[list[int]]) -> None:
+    slow, fast, oracle = Trie(SMALL), Trie(SMALL), Oracle()
+    for each in (slow, fast, oracle):
+        each.begin(0, "a", prompt)
+    for piece in pieces:
+        fast.extend(0, piece)
+        oracle.extend(0, piece)
+        for one in piece:
+            slow.extend(0, [one])
+    check(slow, oracle)
+    check(fast, oracle)
+
+
+@quick
+@given(
+    st.lists(operation, max_size=12),
+    prompts,
+    text,
+    st.integers(-1, 70),
+    st.integers(-1, 9),
+    st.sampled_from(FORMS),
+)
+def test_drafts_are_trees_within_budget_and_depth_of_tokens_that_were_seen(
+    operations: list[Any], prompt: list[int], output: list[int], budget: int, max_depth: int, form: Form
+) -> None:
+    trie, oracle = Trie(dataclasses.replace(SMALL, form=form)), Oracle()
+    play(trie, oracle, [*operations, ("finish", 0), ("begin", 0, "a", prompt), ("extend", 0, output)])
+    draft = trie.retrieve(0, budget, max_depth)
+    nodes = paths(draft)
+    assert len(nodes) <= max(budget, 0)
+    assert max(map(len, nodes), default=0) <= max(max_depth, 0)
+    assert form == "parallel" or len(set(nodes)) == len(nodes)
+    seen = {token for _, token in oracle.own(0) + oracle.shared("a")}
+    assert set(draft.tokens.tolist()) <= seen
+    above = np.where(draft.parents == ROOT, 1.0, draft.probability[draft.parents])
+    assert ((draft.probability > 0) & (draft.probability <= above)).all()
+
+
+@quick
+@given(prompts, text, text, st.integers(1, 30))
+def test_pending_tokens_draft_as_if_they_were_known_and_change_nothing(
+    prompt: list[int], output: list[int], pending: list[int], budget: int
+) -> None:
+    trie, oracle = Trie(SMALL), Oracle()
+    play(trie, oracle, [("begin", 0, "a", prompt), ("extend", 0, output)])
+    before = trie.retrieve(0, budget, 9)
+    paths(trie.retrieve(0, budget, 9, pending))
+    check(trie, oracle)
+    for now, then in zip(trie.retrieve(0, budget, 9), before, strict=True):
+        assert now.tolist() == then.tolist()
+
+
+def test_pending_tokens_lead_to_what_follows_them() -> None:
+    trie = Trie()
+    trie.begin(0, "a", list(range(50)))
+    assert agreed(trie.retrieve(0, 16, 8, [10, 11, 12]), list(range(13, 21))) == 8
+
+
+def test_the_tree_comes_likeliest_first() -> None:
+    trie = Trie()
+    trie.warm("a", [[1, 2, 3], [1, 2, 4], [1, 2, 3], [1, 5]])
+    trie.begin(0, "a", [9])
+    draft = trie.retrieve(0, 10, 5, [1])
+    assert (np.diff(draft.probability) <= 0).all()
+    assert paths(draft)[0] == (2,)
+    assert {(2, 3), (2, 4), (5,)} <= set(paths(draft))
+
+
+@pytest.mark.parametrize("source", ["prompt", "namespace"])
+def test_a_long_copy_is_drafted_to_full_length_with_probability_near_one(source: str) -> None:
+    original = np.random.default_rng(0).integers(0, 30_000, 600).tolist()
+    trie = Trie()
+    if source == "namespace":
+        trie.warm("a", [original])
+    trie.begin(0, "a", original if source == "prompt" else [3])
+    trie.extend(0, original[100:106])
+    at, steps = 106, 0
+    while at < 300:
+        step = agreed(trie.retrieve(0, 64, 64), original[at : at + 64]) + 1
+        trie.extend(0, original[at : at + step])
+        at, steps = at + step, steps + 1
+    assert steps <= 5
+    draft = trie.retrieve(0, 64, 64)
+    assert draft.tokens.tolist() == original[at : at + 64]
+    assert draft.probability[-1] > 0.9
+
+
+def test_a_copy_goes_on_where_four_tokens_would_not_tell() -> None:
+    original = np.random.default_rng(1).integers(0, 3, 900).tolist()
+    trie = Trie()
+    trie.begin(0, "a", original)
+    trie.extend(0, original[100:200])
+    assert agreed(trie.retrieve(0, 64, 64), original[200:264]) == 64
+
+
+def test_a_copy_resumes_after_a_token_that_was_replaced() -> None:
+    original = list(range(100, 200))
+    trie = Trie()
+    trie.begin(0, "a", original)
+    trie.extend(0, [*original[10:40], 7])
+    assert agreed(trie.retrieve(0, 8, 8), original[41:49]) == 8
+
+
+def test_a_cycle_is_drafted_deeper_than_it_was_seen() -> None:
+    trie = Trie()
+    trie.begin(0, "a", [9, 9])
+    cycle = [1, 2, 3, 4, 5, 6, 7]
+    trie.extend(0, cycle * 4)
+    assert agreed(trie.retrieve(0, 40, 40), cycle * 6) == 40
+
+
+def test_what_evidence_was_worth_is_learned_and_can_be_kept_from_changing() -> None:
+    original = np.random.default_rng(2).integers(0, 5, 2000).tolist()
+    chances = []
+    for rate in (0.0, 0.01):
+        trie = Trie(TrieConfig(learning_rate=rate))
+        before = logistic_mixer.dump(trie._mixer)
+        trie.begin(0, "a", original[:1000])
+        trie.extend(0, original[100:900])
+        assert (logistic_mixer.dump(trie._mixer) == before).all() == (rate == 0)
+        chances.append(trie.retrieve(0, 64, 64).probability[-1])
+    assert chances[1] > chances[0]
+
+
+def test_no_evidence_is_learned_from_texts_that_warm_the_index() -> None:
+    trie = Trie()
+    before = logistic_mixer.dump(trie._mixer)
+    trie.warm("a", [[1, 2, 3] * 9])
+    assert (logistic_mixer.dump(trie._mixer) == before).all()
+
+
+def with_form(form: Form) -> Trie:
+    trie = Trie(TrieConfig(form=form))
+    trie.warm("a", [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 6]])
+    trie.begin(0, "a", [9])
+    return trie
+
+
+def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first() -> None:
+    draft = with_form("hierarchical").retrieve(0, 10, 9, [1])
+    assert paths(draft)[0] == (2,)
+    assert sorted(paths(draft)) == [(2,), (2, 3), (2, 3, 4), (2, 5), (6,)]
+    expected = {(2,): 2.25 / 4.5, (2, 3): 0.8 * 1.25 / 4.5, (2, 5): 0.8 * 0.25 / 4.5, (6,): 0.25 / 4.5}
+    found = dict(zip(paths(draft), draft.probability.tolist(), strict=True))
+    assert {path: found[path] for path in expected} == pytest.approx(expected)
+
+
+def test_in_the_papers_forms_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
+    trie = Trie(TrieConfig(form="hierarchical", prompt_weight=3.0))
+    trie.warm("a", [[6, 1, 7], [6, 1, 7]])
+    trie.begin(0, "a", [1, 8, 5])
+    assert trie.retrieve(0, 2, 1, [1]).tokens.tolist() == [8, 7]
+    trie.extend(0, [2, 1, 4, 1, 3, 1, 3, 2, 1])
+    assert trie.retrieve(0, 1, 1).tokens.tolist() == [4]
+
+
+def test_the_parallel_form_repeats_shared_prefixes_within_the_budget() -> None:
+    draft = with_form("parallel").retrieve(0, 6, 9, [1])
+    assert paths(draft) == [(2,), (2, 3), (2, 3, 4), (6,), (2,), (2, 5)]
+    assert draft.parents.tolist() == [-1, 0, 1, -1, -1, 4]
+
+
+def test_the_single_form_is_one_chain_of_the_most_frequent() -> None:
+    draft = with_form("single").retrieve(0, 10, 9, [1])
+    assert paths(draft) == [(2,), (2, 3), (2, 3, 4)]
+
+
+def test_a_finished_prompt_is_gone_and_its_memory_free() -> None:
+    trie = Trie()
+    trie.begin(0, "a", [1, 2, 3])
+    trie.extend(0, [1])
+    before = trie.nbytes
+    trie.begin(1, "a", list(range(100, 1100)))
+    assert trie.nbytes > before
+    trie.finish(1)
+    trie.finish(1)
+    assert trie.nbytes == before
+    trie.begin(1, "a", [9])
+    assert set(trie.retrieve(1, 8, 8, [100]).tokens.tolist()) <= {1, 9}
+
+
+def test_no_tenant_is_ever_drafted_anothers_text_and_no_request_anothers_prompt() -> None:
+    dice = random.Random(7)
+    trie = Trie(SMALL)
+    owner: dict[int, tuple[str, int | None]] = {}
+    for request in range(300):
+        namespace = dice.choice("abc")
+        mark = 10 * (request + 1)
+        prompt = [mark + dice.randrange(4) if dice.random() < 0.5 else dice.randrange(4) for _ in range(12)]
+        owner |= {mark + i: (namespace, request) for i in range(4)}
+        owner |= {100_000 * (1 + "abc".index(namespace)) + i: (namespace, None) for i in range(6)}
+        trie.begin(request, namespace, prompt)
+        trie.finish(request - 3)
+        for _ in range(6):
+            trie.extend(request, [100_000 * (1 + "abc".index(namespace)) + dice.randrange(6), dice.randrange(4)])
+            for live in range(max(0, request - 2), request + 1):
+                space = trie._live[live].namespace
+                for drafted in trie.retrieve(live, 64, 6, [dice.randrange(4)]).tokens.tolist():
+                    of_space, of_request = owner.get(drafted, (space, None))
+                    assert of_space == space
+                    assert of_request in (None, live)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 1 << 30), st.integers(2, 3000), st.integers(1, 400))
+def test_a_full_namespace_stays_within_its_bytes_and_never_counts_what_was_not_said(
+    seed: int, vocabulary: int, length: int
+) -> None:
+    dice = random.Random(seed)
+    trie, exact = Trie(SMALL), Counter()
+    for request in range(4000 // length):
+        output = [min(dice.randrange(vocabulary), dice.randrange(vocabulary)) for _ in range(length)]
+        exact += contexts(output)
+        trie.begin(request, "a", [5], expected=length)
+        for at in range(0, length, 7):
+            trie.extend(request, output[at : at + 7])
+        trie.finish(request)
+        index = trie._shared["a"].index
+        assert sum(part.nbytes for part in index[:4]) <= SMALL.capacity
+        assert trie.nbytes <= SMALL.capacity + (1 << 15)
+    index = trie._shared["a"].index
+    check_memory(index)
+    every = {context for context, _ in exact}
+    wrong = sum(n > exact[c, token] for c in every for token, n in followers(index, c).items())
+    assert wrong <= 3  # a context is known by 31 bits of its hash
+
+
+def test_a_full_namespace_keeps_the_latest_outputs() -> None:
+    trie = Trie(SMALL)
+    for number in range(500):
+        trie.warm("a", [[100 * number + i for i in range(20)]])
+    trie.begin(0, "a", [1])
+    latest = [49900 + i for i in range(20)]
+    assert agreed(trie.retrieve(0, 64, 15, latest[:5]), latest[5:]) >= 10
+    assert agreed(trie.retrieve(0, 64, 15, [0, 1, 2, 3, 4]), list(range(5, 20))) == 0
+    assert 300 < trie.tokens("a") < 2000
+
+
+def test_of_a_prompt_beyond_its_capacity_the_latest_part_is_indexed() -> None:
+    trie = Trie(TrieConfig(prompt_capacity=400))
+    trie.begin(0, "a", list(range(1000)))
+    assert trie.length(0) == 1000
+    assert agreed(trie.retrieve(0, 4, 4, [498, 499, 500]), [501]) == 0
+    assert agreed(trie.retrieve(0, 4, 4, [993, 994, 995]), [996, 997, 998, 999]) == 4
+
+
+def test_a_prompt_of_100_000_tokens_can_be_indexed_and_drafted_from() -> None:
+    tokens = np.random.default_rng(0).integers(0, 1 << 31, 100_000)
+    trie = Trie()
+    trie.begin(0, "a", tokens)
+    assert agreed(trie.retrieve(0, 6, 6, tokens[50_000:50_004]), tokens[50_004:50_010].tolist()) == 6
+
+
+def test_a_request_may_outgrow_the_room_that_was_made_for_it() -> None:
+    trie, oracle = Trie(), Oracle()
+    dice = random.Random(4)
+    trie.begin(0, "a", [1], expected=1)
+    oracle.begin(0, "a", [1])
+    for _ in range(100):
+        play(trie, oracle, [("extend", 0, [dice.randrange(50) for _ in range(17)])])
+    check(trie, oracle)
+
+
+@contextmanager
+def calls_counted() -> Iterator[list[str]]:
+    """The calls that are made, Python's and numpy's."""
+    calls: list[str] = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: calls.append(event) if event in ("call", "c_call") else None)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(before)
+
+
+def test_a_thousand_requests_leave_nothing_but_their_outputs_and_never_stall() -> None:
+    dice = random.Random(3)
+    trie, oracle = Trie(SMALL), Oracle()
+    outputs = [[dice.randrange(6) for _ in range(8)] for _ in range(10)]
+    work = []
+    for request in range(1000):
+        trie.begin(request, "a", [dice.randrange(1 << 30) for _ in range(20)])
+        for number in (0, 4):
+            with calls_counted() as counted:
+                trie.extend(request, outputs[request % 10][number : number + 4])
+                trie.retrieve(request, 16, 9)
+            work.append(len(counted))
+        trie.finish(request)
+    kept = trie.tokens("a") // 8
+    oracle.outputs["a"] = [outputs[request % 10] for request in range(1000 - kept, 1000)]
+    exact = oracle.shared("a")
+    assert exact == shared(trie, "a", exact)
+    assert 0 < max(work) < 500  # compiled code makes no calls, but all that it walks through is as small as the trie
+    assert not trie._live
+
+
+@pytest.mark.parametrize("bad", [-1, 1 << 31])
+def test_token_ids_outside_31_bits_are_refused_and_change_nothing(bad: int) -> None:
+    trie, oracle = Trie(), Oracle()
+    play(trie, oracle, [("begin", 0, "a", [1]), ("extend", 0, [1, 2])])
+    calls: list[Callable[[], Any]] = [
+        lambda: trie.begin(1, "a", [1, bad]),
+        lambda: trie.extend(0, [1, bad]),
+        lambda: trie.retrieve(0, 4, 4, [1, bad]),
+        lambda: trie.warm("a", [[1, bad]]),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=f"token id is {bad}; allowed"):
+            call()
+    check(trie, oracle)
+
+
+def test_the_largest_token_id_is_a_token() -> None:
+    trie = Trie()
+    trie.begin(0, "a", [(1 << 31) - 1, 0, (1 << 31) - 1])
+    assert trie.retrieve(0, 1, 4).tokens.tolist() == [0]
+
+
+def test_a_copied_trie_goes_its_own_way() -> None:
+    trie = Trie()
+    trie.begin(0, "a", [1, 2, 3, 1])
+    trie.extend(0, [2])
+    before = trie.retrieve(0, 8, 8).tokens.tolist()
+    twin = copy.deepcopy(trie)
+    twin.extend(0, [9, 1, 2, 9, 1, 2])
+    twin.finish(0)
+    assert trie.retrieve(0, 8, 8).tokens.tolist() == before and 9 not in before
+    assert trie.tokens("a") == 1 and twin.tokens("a") == 7
+
+
+def test_requests_begin_once_and_before_anything_else() -> None:
+    trie = Trie()
+    trie.begin(0, "a", [1])
+    with pytest.raises(ValueError, match="request 0 has begun already"):
+        trie.begin(0, "a", [1])
+    with pytest.raises(ValueError, match="request 1 is not live"):
+        trie.extend(1, [1])
+    with pytest.raises(ValueError, match="request 1 is not live"):
+        trie.retrieve(1, 4, 4)
+    with pytest.raises(ValueError, match="allowed: a vector"):
+        trie.extend(0, np.zeros((1, 2), np.int64))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("branch_length", 1),
+        ("max_prefix", 5),
+        ("max_prefix", 0),
+        ("min_matches", 0),
+        ("capacity", 10),
+        ("prompt_capacity", 0),
+        ("prompt_weight", 0.0),
+        ("learning_rate", 0.5),
+        ("form", "wide"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_its_name_value_and_what_is_allowed(field: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{field} is {value!r}; allowed: \S"):
+        TrieConfig(**{field: value})
+
+
+def filled() -> tuple[Trie, Oracle]:
+    trie, oracle = Trie(SMALL), Oracle()
+    oracle.outputs = {"a": [[1, 2, 3, 1, 2, 4], [5, 1, 2]], "b": [[7, 8]]}
+    for name, outputs in oracle.outputs.items():
+        trie.warm(name, outputs)
+    play(trie, oracle, [("begin", 0, "a", [60, 61]), ("extend", 0, [62])])
+    return trie, oracle
+
+
+def test_a_saved_trie_loads_as_it_was_without_its_prompts(tmp_path: Path) -> None:
+    before, oracle = filled()
+    before.save(tmp_path / "trie")
+    trie = Trie(SMALL)
+    trie.begin(3, "old", [4])
+    trie.extend(3, [4, 4])
+    trie.load(tmp_path / "trie")
+    oracle.finish(0)
+    assert [shared(trie, name, oracle.shared(name)) for name in "ab"] == [oracle.shared(name) for name in "ab"]
+    assert trie.tokens("old") == 0
+    assert (logistic_mixer.dump(trie._mixer) == logistic_mixer.dump(before._mixer)).all()
+    for each in (trie, before):
+        each.begin(1, "a", [9])
+    for now, then in zip(trie.retrieve(1, 9, 9, [1, 2]), before.retrieve(1, 9, 9, [1, 2]), strict=True):
+        assert now.tolist() == pytest.approx(then.tolist(), rel=1e-4)
+    assert b"=" not in (tmp_path / "trie").read_bytes().split(b"]]")[-1][-100:]  # 61, a token of the prompt
+    trie.extend(3, [4])
+    trie.finish(3)
+    trie.save(tmp_path / "again")
+
+
+def test_loading_into_less_room_keeps_the_latest_outputs(tmp_path: Path) -> None:
+    large = Trie()
+    large.warm("a", [[100 * number + i for i in range(20)] for number in range(500)])
+    large.save(tmp_path / "trie")
+    assert large.tokens("a") == 10_000
+    small = Trie(SMALL)
+    small.load(tmp_path / "trie")
+    assert 300 < small.tokens("a") < 2000
+    small.begin(0, "a", [1])
+    assert agreed(small.retrieve(0, 4, 4, [49900, 49901, 49902]), [49903, 49904]) == 2
+
+
+def refuses(path: Path, match: str = "") -> None:
+    trie, oracle = filled()
+    with pytest.raises(TrieFileError, match=match):
+        trie.load(path)
+    check(trie, oracle)
+
+
+def test_no_truncated_file_loads(tmp_path: Path) -> None:
+    filled()[0].save(tmp_path / "trie")
+    data = (tmp_path / "trie").read_bytes()
+    for end in [*range(0, 60, 3), *range(60, len(data), 2000), len(data) - 1]:
+        (tmp_path / "cut").write_bytes(data[:end])
+        refuses(tmp_path / "cut", "is truncated|is not a trie file")
+
+
+def test_no_file_with_a_flipped_byte_loads(tmp_path: Path) -> None:
+    filled()[0].save(tmp_path / "trie")
+    data = bytearray((tmp_path / "trie").read_bytes())
+    for at in [*range(60), *range(60, len(data), 2000), len(data) - 1]:
+        data[at] ^= 0x10
+        (tmp_path / "flipped").write_bytes(data)
+        refuses(tmp_path / "flipped", "damaged|has version|is not a trie file")
+        data[at] ^= 0x10
+
+
+def test_another_version_is_refused_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(trie_file, "VERSION", 1)
+        filled()[0].save(tmp_path / "trie")
+    refuses(tmp_path / "trie", "has version 1; this program reads version 3")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04pickle", bytes(4096)])
+def test_what_is_no_trie_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "other").write_bytes(content)
+    refuses(tmp_path / "other", "is not a trie file")
+
+
+@pytest.mark.parametrize(
+    "learned", [np.zeros(3), np.full(len(logistic_mixer.dump(logistic_mixer.untrained())), np.nan)]
+)
+def test_a_well_formed_file_whose_mixer_does_not_fit_is_refused(tmp_path: Path, learned: Any) -> None:
+    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, learned)
+    refuses(tmp_path / "trie", "is not of this program")
+
+
+def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path: Path) -> None:
+    trie_file.write(tmp_path / "trie", {"a": [np.array([1, -5])]}, logistic_mixer.dump(logistic_mixer.untrained()))
+    refuses(tmp_path / "trie", "namespace 'a' is no list of texts")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[",
+        b"7",
+        b'["", 0, ["a", -1, 0]]',
+        b'["", 0, ["a", 1, 99999999999]]',
+        b'["", 1, ["a", "b", 1]]',
+        b"[]",
+        b'["a"]',
+    ],
+)
+def test_a_wrong_header_under_a_right_checksum_is_refused(
+    tmp_path: Path, header: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trie_file.json, "dumps", lambda _: header.decode())
+    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, np.zeros(1))
+    refuses(tmp_path / "trie", "has no valid content")
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_no_other(
+    tmp_path: Path, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trie"
+    filled()[0].save(path)
+    before = path.read_bytes()
+    trie, _ = filled()
+    trie.warm("more", [[1, 2, 3]])
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "fsync") if function == "fsync" else (Path, "replace")), full)
+        with pytest.raises(OSError, match=r"not saved \(No space left on device\)") as caught:
+            trie.save(path)
+    assert caught.value.errno == errno.ENOSPC
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["trie"]
+    trie.save(path)
+    assert path.read_bytes() != before
+
+
+def test_a_folder_that_cannot_be_synchronised_is_told_from_a_trie_that_was_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trie, path, sync = filled()[0], tmp_path / "trie", os.fsync
+
+    def fail_on_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail_on_folders)
+    with pytest.raises(OSError, match=r"the trie was saved, but .* power cut \(Input/output error\)") as caught:
+        trie.save(path)
+    assert caught.value.errno == errno.EIO
+    again = Trie(trie.config)
+    again.load(path)
+    assert all(again.tokens(name) == trie.tokens(name) > 0 for name in trie._shared)
+
+
+def test_namespaces_used_longest_ago_give_way_and_their_memory_is_freed() -> None:
+    trie = Trie(dataclasses.replace(SMALL, namespaces=3))
+    trie.begin(0, "live", [1, 2])
+    trie.extend(0, [3])
+    kept = weakref.ref(trie._shared["live"])
+    gone = []
+    for i in range(6):
+        trie.warm(f"{i}", [[1, 2, 3]])
+        gone.append(weakref.ref(trie._shared[f"{i}"]))
+        trie.warm("0", [[4]]) if i == 1 else None
+    gc.collect()
+    assert list(trie._shared) == ["live", "4", "5"]
+    assert [each() is None for each in gone] == [True] * 4 + [False] * 2 and kept() is not None
+    trie.finish(0)
+    trie.warm("6", [[1]])
+    trie.warm("4", [[1]])
+    trie.warm("7", [[1]])
+    trie.warm("8", [[1]])
+    assert list(trie._shared) == ["4", "7", "8"]
+    assert trie.tokens("live") == 0
+
+
+def test_a_missing_file_or_folder_is_an_os_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Trie().load(tmp_path / "nothing")
+    with pytest.raises(OSError, match="not saved"):
+        Trie().save(tmp_path / "nowhere" / "trie")
+
+
+def test_a_request_that_begins_with_nothing_may_go_on() -> None:
+    trie = Trie()
+    trie.begin(1, "n", [], expected=0)
+    trie.extend(1, [5, 6, 7])
+    assert trie._live[1].own.tokens >= 3
