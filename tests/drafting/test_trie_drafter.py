@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forerun
-from forerun.core.compiling import sources
+from forerun.core.compiling import stamp_of
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
@@ -190,26 +190,10 @@ def run(script: str, *path: Path) -> str:
 
 
 @pytest.mark.matrix
-def test_kept_machine_code_is_thrown_away_when_any_source_of_its_package_changes(tmp_path: Path) -> None:
-    """What was called is a part of it, and numba would only look at the file of the function itself."""
-    package = tmp_path / "package"
-    package.mkdir()
-    begin, inner = "from forerun.core.compiling import compiled\n", "@compiled\ndef inner(x):\n    return x + 1\n"
-    outer = "from package.inner import inner\n@compiled\ndef outer(x):\n    return inner(x) * 10\n"
-    (package / "inner.py").write_text(begin + inner)
-    (package / "outer.py").write_text(begin + outer)
-    script = "from package.outer import outer; print(outer(1), sum(outer.stats.cache_hits.values()))"
-    path = tmp_path, Path(forerun.__file__).parents[1]
-    assert [run(script, *path) for _ in range(2)] == ["20 0\n", "20 1\n"]
-    (package / "inner.py").write_text(begin + inner.replace("+ 1", "+ 2"))
-    assert [run(script, *path) for _ in range(2)] == ["30 0\n", "30 1\n"]
-
-
-@pytest.mark.matrix
 def test_the_machine_code_of_the_index_is_kept() -> None:
     TrieDrafter().warm_up()
     stamp = entry_points.grow._cache._cache_file._source_stamp  # type: ignore[attr-defined]
-    assert stamp == sources(Path(entry_points.__file__).parent)
+    assert stamp == stamp_of(Path(forerun.__file__).parent, "trie")
     script = "from forerun.drafting.trie_drafter import TrieDrafter; TrieDrafter().warm_up()"
-    script += "; from forerun.trie import calls; print(sum(calls.grow.stats.cache_hits.values()))"
+    script += "; from forerun.index import calls; print(sum(entry_points.grow.stats.cache_hits.values()))"
     assert run(script, Path(forerun.__file__).parents[1]) == "1\n"

@@ -1,18 +1,21 @@
-"""Compilation. Machine code is kept between runs, and thrown away when any source of its package changes.
+"""Compilation. Machine code is kept between runs, and thrown away when a file changes that it may come from.
 
-A compiled function contains the code of the functions it calls and the layout of the arrays it reads. Both come from
-other files, but numba looks for changes in the function's own file only. Old machine code over a new layout loops for
-ever or crashes. So the stamp on what is kept is a digest of all files of the package.
+A compiled function contains the code of the functions it calls, the constants it names and the layout of the arrays it
+reads. They come from other files and other folders, but numba looks for changes in the function's own file only. Old
+machine code over a new layout loops for ever or crashes. So kept code has a stamp (``stamp_of``), a digest of whole
+folders: to follow each name to its file would be finer, and easier to get wrong.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite
 import numba
 import numpy as np
 
@@ -20,27 +23,73 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 COMPILES = not numba.config.DISABLE_JIT
 """Whether anything is compiled in this process."""
+PACKAGE = Path(__file__).parents[1]
 
 
 def compiled(function: F) -> F:
     """Compile on the first call.
 
-    The machine code is kept beside the module; where no file can be written there, for this process. With
-    ``NUMBA_DISABLE_JIT`` the function stays Python. It is compiled without numba's reference counts (``_nrt``), which
-    took more time than the work, so it may not allocate anything.
+    The machine code of this package's functions is kept beside the module. Where no file can be written there, and for
+    functions of others, it is kept for this process. With ``NUMBA_DISABLE_JIT`` the function stays Python. It is
+    compiled without numba's reference counts (``_nrt``), which took more time than the work, so it may not allocate
+    anything.
     """
     if not COMPILES:
         return np.errstate(over="ignore")(function)  # hashes are meant to overflow
-    try:
-        dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
-    except RuntimeError:  # no folder for the cache can be written
-        return cast(F, numba.njit(function, _nrt=False, error_model="numpy"))
-    dispatcher._cache._cache_file._source_stamp = sources(Path(function.__code__.co_filename).parent)
-    return cast(F, dispatcher)
+    package, _, module = function.__module__.partition(".")
+    if package == PACKAGE.name:
+        try:
+            dispatcher = numba.njit(cache=True, _nrt=False, error_model="numpy")(function)
+        except RuntimeError:  # no folder for the cache can be written
+            pass
+        else:
+            dispatcher._cache._cache_file._source_stamp = stamp_of(PACKAGE, module.partition(".")[0])
+            return cast(F, dispatcher)
+    return cast(F, numba.njit(function, _nrt=False, error_model="numpy"))
 
 
 @functools.cache
-def sources(package: Path) -> str:
-    """A digest of the sources that compiled code may come from."""
-    files = sorted(package.glob("*.py"))
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
+def stamp_of(package: Path, part: str) -> str:
+    """A digest of what machine code of one part of a package may come from.
+
+    A part is a folder or a module directly in the package. Its code comes from its own files and from the parts it
+    imports, however deep. An import of the package itself counts as one of every part. Not covered is a function of a
+    higher part in the closure of a compiled one: no part may hand any down.
+
+    Other versions of the libraries that write the code give another stamp. The versions of numba and Python and the
+    processor's name and features are not in it, because numba compares them itself.
+    """
+    own = re.compile(rf"^\s*(?:from|import)\s+{re.escape(package.name)}\b(?:\.(\w+))?", re.MULTILINE)
+    every = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
+    covered, waiting = set[str](), {part}
+    while waiting:
+        found = waiting.pop()
+        covered.add(found)
+        for file in _files(_path(package, found)):
+            names = set(own.findall(file.read_text("utf-8")))
+            waiting |= (every if "" in names else names & every) - covered
+    digests = [sources(path) for path in (_path(package, each) for each in sorted(covered)) if _files(path)]
+    return hashlib.sha256("\0".join([llvmlite.__version__, np.__version__, *digests]).encode()).hexdigest()
+
+
+@functools.cache
+def sources(path: Path) -> str:
+    """A digest of a Python file, or of the names and contents of all Python files in a folder, however deep.
+
+    Raises:
+        ValueError: if there are none: what is digested was moved.
+    """
+    files = _files(path)
+    if not files:
+        raise ValueError(f"{path} has no Python files")
+    lines = [f"{file.relative_to(path.parent)} {hashlib.sha256(file.read_bytes()).hexdigest()}" for file in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def _path(package: Path, part: str) -> Path:
+    folder = package / part
+    return folder if folder.is_dir() else folder.with_suffix(".py")

@@ -1,0 +1,105 @@
+"""Kept machine code is used again, until a file changes that it may come from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forerun.core import compiling
+from forerun.core.compiling import sources, stamp_of
+
+CONSTANT = "SCALE = 10\n"
+INNER = "from forerun.core.compiling import compiled\n@compiled\ndef inner(x):\n    return x + 1\n"
+OUTER = """
+from forerun.core.compiling import compiled
+from forerun.low.deep.constant import SCALE
+from forerun.middle.inner import inner
+@compiled
+def outer(x):
+    return inner(x) * SCALE
+"""
+SCRIPT = "from forerun.high.outer import outer; print(outer(1), sum(outer.stats.cache_hits.values()))"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package of the same name: compiled code in two parts, and a constant in a subfolder of a third."""
+    root = tmp_path / "forerun"
+    files = {
+        "__init__.py": "",
+        "low/deep/constant.py": CONSTANT,
+        "middle/inner.py": INNER,
+        "high/outer.py": OUTER,
+        "top.py": "from forerun.high.outer import outer\n",
+        "all/everything.py": "import forerun\n",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "core").mkdir()
+    shutil.copy(compiling.__file__, root / "core")
+    return root
+
+
+def stamps(package: Path) -> dict[str, str]:
+    stamp_of.cache_clear()
+    sources.cache_clear()
+    return {part: stamp_of(package, part) for part in ("low", "middle", "high", "top", "all")}
+
+
+def changed(package: Path, before: dict[str, str]) -> set[str]:
+    return {part for part, stamp in stamps(package).items() if stamp != before[part]}
+
+
+def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(package: Path) -> None:
+    before = stamps(package)
+    assert len(set(before.values())) == len(before)
+    assert not changed(package, before)
+    (package / "low/deep/constant.py").write_text("SCALE = 11\n")
+    assert changed(package, before) == {"low", "high", "top", "all"}
+    before = stamps(package)
+    (package / "middle/inner.py").rename(package / "middle/renamed.py")
+    assert changed(package, before) == {"middle", "high", "top", "all"}
+    before = stamps(package)
+    (package / "top.py").write_text("")
+    assert changed(package, before) == {"top", "all"}
+    before = stamps(package)
+    (package / "core/compiling.py").write_text("")
+    assert changed(package, before) == {"middle", "high", "all"}  # nothing leads from "top" to it any more
+
+
+def test_a_stamp_changes_with_the_libraries_that_write_the_code(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = stamps(package)
+    monkeypatch.setattr("llvmlite.__version__", "0")
+    assert changed(package, before) == set(before)
+    before = stamps(package)
+    monkeypatch.setattr("numpy.__version__", "0")
+    assert changed(package, before) == set(before)
+
+
+def test_a_folder_without_sources_has_no_digest(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no Python files"):
+        sources(tmp_path)
+
+
+def run(script: str, path: Path) -> str:
+    """What a process of its own writes."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", script]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package: Path) -> None:
+    """By a constant and by a function, and else the code of an earlier process is used."""
+    assert [run(SCRIPT, package.parent) for _ in range(2)] == ["20 0\n", "20 1\n"]
+    (package / "low/deep/constant.py").write_text("SCALE = 11\n")
+    assert [run(SCRIPT, package.parent) for _ in range(2)] == ["22 0\n", "22 1\n"]
+    (package / "middle/inner.py").write_text(INNER.replace("+ 1", "+ 2"))
+    assert [run(SCRIPT, package.parent) for _ in range(2)] == ["33 0\n", "33 1\n"]
+    (package / "top.py").write_text("")
+    assert run(SCRIPT, package.parent) == "33 1\n"
