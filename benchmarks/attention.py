@@ -1,4 +1,4 @@
-"""Attention of few queries over many keys, beside what the machine could do: python benchmarks/attention.py
+"""Attention of few queries over many keys, beside what the machine could do: python -m benchmarks.attention
 
 For each number of queries and keys: how fast keys and values are read (GB/s), the arithmetic (GFLOP/s), and the
 share of the roofline, the lower of the measured memory bandwidth and the measured speed of a large matrix product.

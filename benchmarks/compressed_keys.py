@@ -1,6 +1,6 @@
 """Whether compressed keys and values would draft better than the low-rank cache (QuantSpec, arXiv 2502.10424).
 
-    python benchmarks/compressed_keys.py --text book.txt --context 60000 --tokens 192 --out runs/compressed
+    python -m benchmarks.compressed_keys --text book.txt --context 60000 --tokens 192 --out runs/compressed
 
 The model drafts one token at a time over copies of its cache, rounded to 8, 4 and 2 bits, and over the low-rank cache;
 the text goes on as the full cache says. Counted is how often the draft is right. Copies are rounded as in QuantSpec:

@@ -1,8 +1,8 @@
 """How much each hand-set constant matters: what comes out where it is halved and doubled.
 
-    python benchmarks/constants.py drafts --replay DATA/replay
-    python benchmarks/constants.py asking
-    python benchmarks/constants.py prompts
+    python -m benchmarks.constants drafts --replay DATA/replay
+    python -m benchmarks.constants asking
+    python -m benchmarks.constants prompts
 
 Nothing here depends on a machine: a clock is moved by what each part of a step takes. ``drafts`` replays answers that
 were recorded through the trie, and lets a drafter whose tokens are right as often as stated stand for a model that

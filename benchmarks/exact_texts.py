@@ -1,6 +1,6 @@
 """How many texts differ, bit for bit, between any drafter and none: the promise counted on real models.
 
-    python benchmarks/exact_texts.py --model bundled --dtype bfloat16 --out runs/exact/bundled-bfloat16.jsonl
+    python -m benchmarks.exact_texts --model bundled --dtype bfloat16 --out runs/exact/bundled-bfloat16.jsonl
 
 Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, behind prompts of 5 to 6,000 tokens.
 Each prompt or batch is written to --out as it is done, and not done again; what --out has must be of the same model,

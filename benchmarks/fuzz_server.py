@@ -1,6 +1,6 @@
 """What a real server makes of nonsense: thousands of requests out of its own description, and bytes that are none.
 
-    python benchmarks/fuzz_server.py --requests 10000 --out runs/fuzz.json
+    python -m benchmarks.fuzz_server --requests 10000 --out runs/fuzz.json
 
 Each must be answered in time, none by 5xx, each error in OpenAI's shape; and in the end the server has what it had at
 its start: no requests, no memory for keys and values, as many tasks, threads and open files. The result is written as

@@ -16,7 +16,7 @@ import forerun
 from benchmarks.machine import machine
 from forerun.core.compiling import sources
 
-RUNNING = ("caches", "core", "decoding", "drafters", "index", "kernels", "model", "server")
+RUNNING = ("core", "drafting", "engine", "kernels", "kv", "models", "policy", "server", "trie")
 """Folders whose sources take part in what is measured."""
 Turn = dict[str, dict[str, Any]]
 """Each contestant's run as plain values, by name."""

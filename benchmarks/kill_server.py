@@ -1,6 +1,6 @@
 """A server that is killed under load, again and again, and started over the same index and the same stored texts.
 
-    python benchmarks/kill_server.py --kills 10 --out runs/kills
+    python -m benchmarks.kill_server --kills 10 --out runs/kills
 
 Each time, clients ask for every kind of text, and the server is killed (SIGKILL) after a random time, with requests
 running, snapshots of the index every half second, and texts being stored. The next one must start, without a warning

@@ -1,6 +1,6 @@
 """Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/trie/prior.npy.
 
-    python benchmarks/learn_evidence.py --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
+    python -m benchmarks.learn_evidence --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
 
 Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
 models, the bundled models' tasks, passages to be said again with changes, and strings to be copied; some requests come

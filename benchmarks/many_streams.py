@@ -1,6 +1,6 @@
 """Whether many streams at once are each, bit for bit, the text of their request alone without drafts.
 
-    python benchmarks/many_streams.py --streams 64 --rounds 3 --out runs/streams.json
+    python -m benchmarks.many_streams --streams 64 --rounds 3 --out runs/streams.json
 
 First a server without drafts, which decodes one text at a time, answers each request. Then a server with drafts gets
 all of them at once, as streams of every kind, of which one client in four goes in the midst of its own. In the end it

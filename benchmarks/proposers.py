@@ -1,6 +1,6 @@
 """Forerun's proposer for vLLM beside prompt lookup, replayed on recorded answers; no model and no vLLM is needed.
 
-    python benchmarks/proposers.py --tokenizer FILE --replay FILE[:author=A][:from=I][:to=J] ... [--tokens 8]
+    python -m benchmarks.proposers --tokenizer FILE --replay FILE[:author=A][:from=I][:to=J] ... [--tokens 8]
 
 The loop is vLLM's with greedy decoding and one row: the longest beginning of the draft that follows the recorded answer
 is accepted, and one token comes with it. Prints, for each file and proposer: tokens a step, the share of drafted tokens

@@ -1,6 +1,6 @@
 """Whether a real server grows: half load for minutes or hours, and a look at the process every other second.
 
-    python benchmarks/soak_server.py --minutes 60 --out runs/soak
+    python -m benchmarks.soak_server --minutes 60 --out runs/soak
 
 Clients ask for every kind of text, and pause as long as each answer took. Samples go to ``samples.jsonl`` as they are
 taken, and to ``soak.png``. The last line printed is the result as JSON. Exit status 1 if something grows by more than

@@ -1,6 +1,6 @@
 """Put the last measured tables into the pages that show them.
 
-    python benchmarks/update_readme.py [bench] [long] [scaling]
+    python -m benchmarks.update_readme [bench] [long] [scaling]
 
 `bench`, of `forerun bench --out runs/bench-TYPE`, goes into README.md; `long`, of `forerun bench triforce`, into
 docs/benchmarks.md; `scaling`, of `forerun capacity --published`, into docs/scaling.md.

@@ -195,5 +195,5 @@ def test_the_machine_code_of_the_index_is_kept() -> None:
     stamp = entry_points.grow._cache._cache_file._source_stamp  # type: ignore[attr-defined]
     assert stamp == stamp_of(Path(forerun.__file__).parent, "trie")
     script = "from forerun.drafting.trie_drafter import TrieDrafter; TrieDrafter().warm_up()"
-    script += "; from forerun.index import calls; print(sum(entry_points.grow.stats.cache_hits.values()))"
+    script += "; from forerun.trie import entry_points; print(sum(entry_points.grow.stats.cache_hits.values()))"
     assert run(script, Path(forerun.__file__).parents[1]) == "1\n"

@@ -26,7 +26,7 @@ from forerun.models.forward.architecture import CHANGING, SOURCES, hooked
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.scorer import Scorer
 
-COMPUTING = ("core", "kernels", "caches", "model")
+COMPUTING = ("core", "kernels", "kv", "models")
 """Folders whose sources take part in computing keys and values."""
 PACKAGES = ("torch", "transformers", "numba", "llvmlite")
 ELSEWHERE = ("_name_or_path", "transformers_version")
