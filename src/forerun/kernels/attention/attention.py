@@ -54,7 +54,7 @@ class AttentionSpec:
 
 
 FEW_QUERIES: dict[int, dict[int, float]] = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
-"""When the few-query kernel is faster than torch's on a CPU, as measured (``docs/LOG.md``). By bytes per number, then
+"""When the few-query kernel is faster than torch's on a CPU, as measured (``docs/decisions.md``). By bytes per number, then
 by the most queries: the least count of numbers in the keys."""
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]

@@ -30,7 +30,7 @@ TOLERANCE = 0.05
 
 MANY = 2**17
 """Least numbers in a matrix for Forerun's kernel. From here on it was measured to be as fast as torch's for one token,
-and faster for more, in float32 and bfloat16. Calling it costs 15 microseconds more (``docs/LOG.md``)."""
+and faster for more, in float32 and bfloat16. Calling it costs 15 microseconds more (``docs/decisions.md``)."""
 
 
 def flatten(scorer: Scorer) -> Scorer:
