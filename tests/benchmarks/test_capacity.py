@@ -16,6 +16,7 @@ from repo.test_readme import ROOT
 from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
+from benchmarks.__main__ import app
 from benchmarks.capacity.capacity import RESERVE, Machine, Pass, devices_needed, fit, kv_bytes, pass_seconds
 from benchmarks.capacity.devices import DEVICES, GIB, Device
 from benchmarks.capacity.forecast import LONGEST, Drafting, forecast
@@ -25,7 +26,6 @@ from benchmarks.capacity.shapes import ModelShape
 from benchmarks.capacity.speculation import chain_seconds, expected_tokens, waiting
 from benchmarks.cli.capacity import shape_of
 from benchmarks.update_readme import scaling_tables
-from forerun.cli import app
 
 SEVEN, SEVENTY, SMALL = (ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-70b", "llama-68m"))
 A100 = DEVICES["a100-80gb"]
@@ -356,8 +356,10 @@ def test_this_machine_is_measured() -> None:
 
 def test_the_page_s_tables_are_what_its_command_gives(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "scaling.md").read_text()
-    command = next(line.strip() for line in text.splitlines() if line.startswith("    forerun capacity --published"))
-    done = CliRunner().invoke(app, [*shlex.split(command)[1:], "--out", str(tmp_path)])
+    command = next(
+        line.strip() for line in text.splitlines() if line.startswith("    python -m benchmarks capacity --published")
+    )
+    done = CliRunner().invoke(app, [*shlex.split(command)[3:], "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     for marker, table in scaling_tables(tmp_path / "capacity.json").items():
         assert f"<!-- {marker}:begin -->\n\n{table}\n<!-- {marker}:end -->" in text, marker
