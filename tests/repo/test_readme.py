@@ -15,7 +15,14 @@ import forerun
 from forerun.cli import app
 
 ROOT = Path(forerun.__file__).parents[2]
-PAGES = ["README.md", "docs/usage.md", "docs/lossless.md", "docs/benchmarks.md", "docs/how-it-works.md", "docs/decisions.md"]
+PAGES = [
+    "README.md",
+    "docs/usage.md",
+    "docs/lossless.md",
+    "docs/benchmarks.md",
+    "docs/how-it-works.md",
+    "docs/decisions.md",
+]
 LINKING = [
     *PAGES, "docs/serving.md", "docs/scaling.md", "docs/trie.md", "docs/integrations.md", "CONTRIBUTING.md",
     "CHANGELOG.md",
