@@ -105,7 +105,7 @@ def _replayed(rows: Sequence[Any], world: World) -> float:
 
     trie = Clocked(TrieDrafter())
     trie.warm_up()
-    return _run(AdaptiveDrafter(trie, trees=trie, costs=_curve(), clock=world.clock), rows, world, Request)
+    return _run(AdaptiveDrafter(trie, trees=trie), rows, world, Request)
 
 
 def _drafted(right: Callable[[int], float]) -> float:
@@ -131,7 +131,7 @@ def _drafted(right: Callable[[int], float]) -> float:
     levels = Levels()
     rows = [Recorded([1, 2], [7] * 400)] * 3
     return _run(
-        AdaptiveDrafter(levels, chains=levels, most=12, weight=0.2, costs=_curve(), clock=world.clock),
+        AdaptiveDrafter(levels, chains=levels, most=12, weight=0.2),
         rows,
         world,
         Request,
@@ -207,8 +207,9 @@ def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:
     """Tokens a second of texts, one after another."""
     from benchmarks.replay import _follow
     from forerun.core.verify import Outcome
+    from forerun.models.forward.runtime import Runtime
 
-    chooser.bind(world)
+    chooser.bind(world, Runtime(world.clock, lambda target: _curve()))
     tokens, nothing = 0, torch.empty(0, 0)
     for row in rows:
         request = make(row.prompt, len(row.answer))

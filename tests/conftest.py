@@ -8,27 +8,16 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Tr
 
 from collections import Counter
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.models.forward import exactness
+from forerun.models.forward.runtime import Runtime, runtime_as_default
 from forerun.policy.cost_curve import CostCurve
 
 torch.set_num_threads(1)
-
-
-class Ticks:
-    """A clock that goes on by a millisecond whenever it is looked at: what is timed takes the same each time."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1e-3
-        return self.now
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,23 +42,15 @@ def houses() -> Iterator[list[Any]]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def fixed_costs():
-    """What engines plan by where they would measure, and a clock for drafters that watch the time; and what engines
-    find out about a model, once for each."""
+def fixed_runtime():
+    """Engines draft by a fixed cost curve and a clock that stands still, and probe each model once."""
     known: dict[tuple[int, type], tuple[Any, exactness.Exactness]] = {}
 
-    def probe(scorer: Any, limit: int | None = None, offloads: bool = False) -> exactness.Exactness:
+    def probe(scorer: Any, limit: int | None, offloads: bool) -> exactness.Exactness:
         key = (id(scorer.model), type(scorer))
         if key not in known:
             known[key] = (scorer.model, exactness.probe(scorer, limit))  # the model is kept, or its id would be reused
         return known[key][1]
 
-    ticks = Ticks()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forerun.models.forward.pass_timing.measure", lambda scorer: CostCurve.linear(24))
-        patch.setattr("forerun.engine.engine.probe", probe)
-        patch.setattr("forerun.drafting.hierarchy.time", SimpleNamespace(perf_counter=ticks))
-        patch.setitem(
-            AdaptiveDrafter.__init__.__kwdefaults__, "clock", lambda: 0.0
-        )  # nothing but the curve says what costs
+    with runtime_as_default(Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), probe)):
         yield

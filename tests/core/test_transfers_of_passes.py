@@ -28,6 +28,7 @@ from forerun.drafting.model_drafter import ModelDrafter
 from forerun.engine.row import Row
 from forerun.engine.step import Step
 from forerun.kv.full_cache import FullCache
+from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.text.processors import of_row
 
 MODEL = tiny("llama")
@@ -45,7 +46,7 @@ def drafting(
     small = scorer(MockTarget(6, peak=2.0, seed=3))
     drafter = ModelDrafter(lambda *_: TokenCache(), 4, small, shape)  # type: ignore[arg-type]
     drafter.enough = enough
-    drafter.bind(MockScorer(MockTarget(6)))  # type: ignore[arg-type]
+    drafter.bind(MockScorer(MockTarget(6)), default_runtime())  # type: ignore[arg-type]
     requests = [
         Request((*PROMPT, row % 6), 3 + row, sampler=sampler, eos_token_ids=eos) for row, sampler in enumerate(samplers)
     ]
@@ -160,7 +161,8 @@ def test_log_probabilities_of_a_step_take_one_transfer() -> None:
 def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """A pass takes five seconds, which go by where someone waits for it."""
     now, waited, own = [0.0], [], importlib.import_module(module)
-    monkeypatch.setattr(own, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    if module.endswith("step"):
+        monkeypatch.setattr(own, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def wait(device: torch.device) -> None:
         waited.append(device.type)
@@ -177,7 +179,7 @@ def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, modul
             stats = row.request.stats
         else:
             drafter = HierarchyDrafter(NoDrafter(), lambda *_: TokenCache(), 1, 2, AwayScorer(target))  # type: ignore[arg-type]
-            drafter.bind(MockScorer(target))  # type: ignore[arg-type]
+            drafter.bind(MockScorer(target), Runtime(clock=lambda: now[0]))  # type: ignore[arg-type]
             drafter.prefilled(row.request, FullCache())
             assert drafter.catch_up(row.request, 100)
             drafter.propose_batch([row.request], 4)
@@ -218,6 +220,6 @@ def test_an_engine_gives_the_same_text_either_way(
         return engine.generate([*PROMPTS], **options).generated
 
     expected, asked = texts(), []
-    for name in ("core.transfers", "core.verify", "drafters.model"):
+    for name in ("core.transfers", "core.verify", "drafting.model_drafter"):
         monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: asked.append(1) or True)
     assert texts() == expected and asked

@@ -16,6 +16,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
+from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST, odds_of
 from forerun.policy.chain_acceptance import Chains
 from forerun.policy.cost_curve import CostCurve
@@ -112,10 +113,8 @@ def decode(
     curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain), unit=world.loaded)
     inner = trees or chains
     assert inner is not None
-    chooser = AdaptiveDrafter(
-        inner, trees=trees, chains=chains, most=most, weight=weight, costs=curve, clock=world.clock
-    )
-    chooser.bind(Target())  # type: ignore[arg-type]
+    chooser = AdaptiveDrafter(inner, trees=trees, chains=chains, most=most, weight=weight)
+    chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
     requests = [Request([1, 2, 3], tokens) for _ in range(rows)]
     for request in requests:
         chooser.begin(request)

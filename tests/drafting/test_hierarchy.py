@@ -33,6 +33,7 @@ from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.full_cache import FullCache
+from forerun.models.forward.runtime import default_runtime
 from forerun.policy.cost_curve import CostCurve
 
 TARGET = MockTarget(3, peak=1.5, seed=7)
@@ -50,7 +51,7 @@ def two_levels(gamma1: int, gamma2: int, small: MockTarget = SMALL, middle: Mock
 
 
 def start(drafter: Drafter, request: Request, target: MockTarget) -> None:
-    drafter.bind(MockScorer(target))
+    drafter.bind(MockScorer(target), default_runtime())
     drafter.begin(request)
     drafter.prefilled(request, FullCache())
     assert drafter.catch_up(request, len(request))
@@ -220,7 +221,7 @@ def test_rows_of_a_batch_share_the_passes_of_every_level() -> None:
     small, middle = MockScorer(target), MockScorer(target)
     drafter = HierarchyDrafter(ModelDrafter(token_cache, 3, small), token_cache, 3, 8, middle)
     requests = [Request(prompt, 20) for prompt in (PROMPT, (2, 3), (0, 1, 2, 3, 4))]
-    drafter.bind(MockScorer(target))
+    drafter.bind(MockScorer(target), default_runtime())
     for request in requests:
         drafter.begin(request)
         drafter.prefilled(request, FullCache())
@@ -235,7 +236,7 @@ def test_rows_of_a_batch_share_the_passes_of_every_level() -> None:
 
 def test_a_draft_model_that_knows_more_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^the draft model knows 5 tokens and the target 3: their tokenizers differ"):
-        two_levels(2, 2, MockTarget(5)).bind(MockScorer(TARGET))
+        two_levels(2, 2, MockTarget(5)).bind(MockScorer(TARGET), default_runtime())
 
 
 def test_a_draft_model_may_know_fewer_tokens() -> None:

@@ -7,6 +7,7 @@ import gc
 import string
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from forerun.api import ENGINES, engine_of
 from forerun.drafting.drafter import NoDrafter
 from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.models.forward import exactness
+from forerun.models.forward.runtime import Runtime, runtime_as_default
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
@@ -446,8 +447,15 @@ def test_what_a_model_reads_beside_text_is_refused_by_name(name: str) -> None:
         forerun.custom_generate(MODEL, **prepared, **{name: torch.zeros(1)})
 
 
-def test_engines_beside_a_model_are_few_and_go_when_the_model_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.engine.engine.probe", exactness.probe)  # that of the fixture keeps models
+@pytest.fixture
+def measuring() -> Iterator[None]:
+    """Engines probe and measure for themselves; what the session's runtime has probed, it keeps."""
+    with runtime_as_default(Runtime()):
+        yield
+
+
+@pytest.mark.usefixtures("measuring")
+def test_engines_beside_a_model_are_few_and_go_when_the_model_does() -> None:
     model = copy.deepcopy(MODEL)
     options = {"max_new_tokens": 2, "do_sample": False}
     first = weakref.ref(engine_of(model, "none", 8))

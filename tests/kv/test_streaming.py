@@ -25,6 +25,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.kv.rerotation import Rotation
 from forerun.kv.streaming import StreamingCache
 from forerun.models.forward.rotary_probe import find_rotation
+from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 
 SLACK = 5
@@ -348,7 +349,7 @@ def test_wrong_values_are_refused(arguments: dict[str, int], message: str) -> No
 def test_drafts_longer_than_the_window_can_be_rejected(name: str) -> None:
     options = DraftSettings(tiny("llama"), gamma2=200, paced=False, cache_budget=8, window=4)
     drafter, request = build_drafter(name, options), Request(list(range(6, 18)), 300)
-    drafter.bind(Scorer(tiny("llama")))
+    drafter.bind(Scorer(tiny("llama")), default_runtime())
     drafter.begin(request)
     drafter.prefilled(request, FullCache())
     assert drafter.catch_up(request, len(request))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,8 @@ from support.tiny import tiny
 
 import forerun
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.models.forward.pass_timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
+from forerun.models.forward.pass_timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, costs_of, measure
+from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.pass_times import AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
@@ -133,25 +135,30 @@ def test_real_models_can_be_measured(architecture: str) -> None:
     assert curve.costs[-1] <= curve.sizes[-1]
 
 
-def test_passes_are_measured_once_where_drafts_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_measured_where_drafts_are_cut() -> None:
     measured: list[Scorer] = []
 
     def fake(scorer: Scorer) -> CostCurve:
         measured.append(scorer)
         return CURVE
 
-    monkeypatch.setattr("forerun.models.forward.pass_timing.measure", fake)
-    model = copy.deepcopy(tiny("llama"))
-    forerun.Engine(model, "none")
-    forerun.Engine(model, TrieDrafter(), cut=False)
+    runtime = replace(default_runtime(), costs=fake)
+    forerun.Engine(tiny("llama"), "none", _runtime=runtime)
+    forerun.Engine(tiny("llama"), TrieDrafter(), cut=False, _runtime=runtime)
     assert not measured
-    engine = forerun.Engine(model)
+    engine = forerun.Engine(tiny("llama"), _runtime=runtime)
     engine.generate([7, 9], max_new_tokens=4, do_sample=False)
-    engine.use(TrieDrafter())
-    forerun.Engine(model, TrieDrafter())  # of the same model
     assert measured == [engine.target]
-    forerun.Engine(model.float(), TrieDrafter())
-    assert len(measured) == 2
+    engine.use(TrieDrafter())
+    assert measured == [engine.target] * 2
+
+
+def test_passes_of_a_model_are_measured_once_until_it_is_converted() -> None:
+    model = copy.deepcopy(tiny("llama"))
+    costs = costs_of(Scorer(model))
+    assert costs_of(Scorer(model)) is costs
+    model.float()
+    assert costs_of(Scorer(model)) is not costs
 
 
 def test_one_pass_is_enough_where_caches_are_warm_and_one_that_does_more_corrects_it() -> None:

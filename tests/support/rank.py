@@ -14,13 +14,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from conftest import Ticks
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
 
@@ -28,11 +28,10 @@ import forerun
 from forerun import Drafter, DraftTree, Engine
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
-from forerun.drafting import hierarchy
-from forerun.drafting.adaptive import AdaptiveDrafter
-from forerun.engine import engine as engines
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward import exactness, pass_timing
+from forerun.models.forward import exactness
+from forerun.models.forward.pass_timing import measure
+from forerun.models.forward.runtime import Runtime, default_runtime, runtime_as_default
 from forerun.policy.cost_curve import CostCurve
 from support.tiny import PROMPTS, tiny
 
@@ -127,13 +126,8 @@ def sharded_logits(model: PreTrainedModel) -> dict[str, Any]:
 
 def measured(model: PreTrainedModel) -> dict[str, Any]:
     """With passes that rank 0 times, for drafters that ask for that at different places."""
-    pass_timing.measure = MEASURE
-    names = ["auto", "triforce-trie"]
-    found = []
-    for name in names:
-        pass_timing._measured.clear()
-        found.append(recipe(model, name)["generated"])
-    return {"generated": found}
+    with runtime_as_default(replace(default_runtime(), costs=measure)):
+        return {"generated": [recipe(model, name)["generated"] for name in ("auto", "triforce-trie")]}
 
 
 def unsayable(model: PreTrainedModel) -> dict[str, Any]:
@@ -241,7 +235,6 @@ CASES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "rank 1 fails": lambda model: lost(model, 1, fail),
     "rank 0 fails": lambda model: lost(model, 0, fail),
 }
-MEASURE = pass_timing.measure
 FOLDER = Path()
 
 
@@ -260,18 +253,15 @@ def load(name: str, **more: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float64, distributed_config=config).eval()
 
 
-def fix_costs() -> None:
-    """As ``conftest`` does: nothing but tokens decides what is drafted."""
+def fixed_runtime() -> Runtime:
+    """As in ``conftest``: nothing but tokens decides what is drafted."""
     known: list[exactness.Exactness] = []
 
-    def probe(scorer: Any, limit: int | None = None, offloads: bool = False) -> exactness.Exactness:
+    def probe(scorer: Any, limit: int | None, offloads: bool) -> exactness.Exactness:
         known[:] = known or [exactness.probe(scorer, limit)]
         return known[0]
 
-    engines.probe = probe
-    pass_timing.measure = lambda scorer: CostCurve.linear(24)
-    hierarchy.time = type("Clock", (), {"perf_counter": Ticks()})
-    AdaptiveDrafter.__init__.__kwdefaults__["clock"] = lambda: 0.0
+    return Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), probe)
 
 
 def main(name: str, cases: list[str], rank: int, port: int, out: Path) -> None:
@@ -279,9 +269,8 @@ def main(name: str, cases: list[str], rank: int, port: int, out: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
-    fix_costs()
     model = load(name)
-    with out.open("a") as file:
+    with runtime_as_default(fixed_runtime()), out.open("a") as file:
         for case in cases:
             file.write(json.dumps([case, run(case, model)]) + "\n")
             file.flush()

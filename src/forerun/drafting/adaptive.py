@@ -10,8 +10,7 @@ small share of all time.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from forerun.core.request import Request
@@ -19,7 +18,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter, OuterDrafter
 from forerun.kv.cache import READ_BLOCK, Cache
-from forerun.models.forward.pass_timing import costs_of
+from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy import least_squares, node_table
 from forerun.policy.chain_acceptance import Chains, best
@@ -69,8 +68,6 @@ class AdaptiveDrafter(OuterDrafter):
         reach: maximum number of cached tokens that a drafting pass reads; None for all.
         beyond: number of cached tokens up to which a drafting pass would read as much as the target's.
         weight: first guess of a drafting pass's cost; the target's pass over as many cached tokens costs 1.
-        costs: of the target's passes; measured if not given.
-        clock: gives seconds.
     """
 
     sized = True
@@ -85,13 +82,10 @@ class AdaptiveDrafter(OuterDrafter):
         reach: int | None = None,
         beyond: int = 0,
         weight: float = 1.0,
-        costs: CostCurve | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(inner)
         self.trees, self.chains = trees, chains
         self.most, self.reach, self.beyond, self.weight = most, reach, beyond, weight
-        self._clock, self._costs = clock, costs
         self._prompts: dict[int, Cache] = {}
         self._behind: set[int] = set()
         self._nodes = LEAST
@@ -100,10 +94,9 @@ class AdaptiveDrafter(OuterDrafter):
         if chains is not None:
             chains.enough = self._grown.enough
 
-    def bind(self, target: Scorer) -> None:
-        """See ``Drafter.bind``; what passes cost is measured where it is not given."""
-        super().bind(target)
-        costs = self._costs or costs_of(target)
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        super().bind(target, runtime)
+        self._clock, costs = runtime.clock, runtime.costs(target)
         self._cutter, self._times = TreePruner(costs, target.vocabulary), StepTimes(costs.unit)
         self.inner.fit(costs)
 

@@ -11,6 +11,7 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.kv.cache import Cache
+from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 
@@ -39,8 +40,8 @@ class Drafter(ABC):
     """Set by the chooser. A drafter that grows chains token by token calls it with the request and the probability that
     its model gave to the last token; it returns whether the chain should end there."""
 
-    def bind(self, target: Scorer) -> None:  # noqa: B027
-        """Called once, with the engine's target.
+    def bind(self, target: Scorer, runtime: Runtime) -> None:  # noqa: B027
+        """Called once, with the engine's target, its clock, and its way to measure what passes cost.
 
         Raises:
             ValueError: if the drafter does not fit it.
@@ -124,9 +125,8 @@ class OuterDrafter(Drafter):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
 
-    def bind(self, target: Scorer) -> None:
-        """See ``Drafter.bind``."""
-        self.inner.bind(target)
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        self.inner.bind(target, runtime)
 
     def spell(self, tokenizer: Tokenizer) -> None:
         """See ``Drafter.spell``."""

@@ -8,7 +8,6 @@ tokens were not drawn from after a rejection.)
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,6 +22,7 @@ from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.drafter import Drafter, OuterDrafter
 from forerun.kv.cache import Cache
 from forerun.models.forward.level import CacheFactory, Level
+from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.pass_times import Growth
@@ -72,10 +72,10 @@ class HierarchyDrafter(OuterDrafter):
         self._cache = cache
         self._past: _Past | None = None
 
-    def bind(self, target: Scorer) -> None:
-        """See ``Drafter.bind``."""
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        self._clock = runtime.clock
         self._level = Level(self.middle or target, self._cache)
-        super().bind(self._level.scorer)
+        super().bind(self._level.scorer, runtime)
 
     def fit(self, costs: CostCurve) -> None:
         """Cut the trees of an inner drafter that does not know how much to draft by these costs; by default all of each
@@ -139,17 +139,17 @@ class HierarchyDrafter(OuterDrafter):
 
     def _extend(self, drafts: Sequence[_Draft]) -> None:
         """One inner draft and one pass of the middle level for every row."""
-        clock = [time.perf_counter()]
+        clock = [self._clock()]
         twins = [draft.twin for draft in drafts]
         known = self._level.scorer.vocabulary
         proposed = self.inner.propose_batch(twins, self.gamma1)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
         cut = None if self._cutter is None else self._cut(self._cutter, twins, trees)
         trees = trees if cut is None else cut.trees
-        clock.append(time.perf_counter())
+        clock.append(self._clock())
         scored = self._level.score(twins, trees)
         settle(scored[-1][1].device)
-        clock.append(time.perf_counter())
+        clock.append(self._clock())
         tokens = 0
         for row, (draft, tree, (block, logits)) in enumerate(zip(drafts, trees, scored, strict=True)):
             verdict = draft.extend(tree, logits)
@@ -162,7 +162,7 @@ class HierarchyDrafter(OuterDrafter):
         if self._cutter is not None and cut is not None:
             self._cutter.end(cut, tokens)
             self._passes.learn(len(trees) + cut.nodes, clock[2] - clock[1])
-        clock.append(time.perf_counter())
+        clock.append(self._clock())
         self.inner.took(tokens, clock[-1] - clock[0])
         for twin in twins:
             twin.stats.add_seconds(*np.diff(clock).tolist())

@@ -16,6 +16,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 from forerun.kv.cache import Cache
+from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.exploration_budget import SHARE
 
@@ -41,10 +42,9 @@ class MergedDrafter(Drafter):
         self.confident = confident
         self._way = _Way()
 
-    def bind(self, target: Scorer) -> None:
-        """See ``Drafter.bind``."""
-        self.cheap.bind(target)
-        self.costly.bind(target)
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        self.cheap.bind(target, runtime)
+        self.costly.bind(target, runtime)
 
     def spell(self, tokenizer: Tokenizer) -> None:
         """See ``Drafter.spell``."""

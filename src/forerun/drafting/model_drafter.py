@@ -18,6 +18,7 @@ from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 from forerun.kv.cache import Cache
 from forerun.models.forward.level import CacheFactory, Level
+from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 
 
@@ -49,8 +50,8 @@ class ModelDrafter(Drafter):
         self.shape = shape
         self._cache = cache
 
-    def bind(self, target: Scorer) -> None:
-        """See ``Drafter.bind``. A draft model may know fewer tokens than the target, never more."""
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        """A draft model may know fewer tokens than the target, never more."""
         if self.draft is not None and self.draft.vocabulary > target.vocabulary:
             raise ValueError(
                 f"the draft model knows {self.draft.vocabulary} tokens and the target {target.vocabulary}: "

@@ -30,10 +30,9 @@ from forerun.engine.step import Step, by_request
 from forerun.kernels.runtime.warm_up import warm_up
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import KVMemory, Tiers
-from forerun.models.forward.exactness import probe
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
-from forerun.models.forward.pass_timing import costs_of
+from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.loading.fingerprint import fingerprint
 from forerun.models.text.grammar import Grammars, ResponseFormat
 from forerun.models.text.prompts import Prompts, encode
@@ -88,6 +87,7 @@ class Engine:
         kv_store: str | Path | None = None,
         kv_store_limit: int | None = None,
         kv_memory: int | KVMemory | None = None,
+        _runtime: Runtime | None = None,
     ) -> None:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
@@ -95,7 +95,8 @@ class Engine:
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
         self.target = admit(model, kv_store=kv_store, kv_memory=kv_memory)
-        self.exactly = probe(self.target, position_limit(model), kv_memory is not None)
+        self._runtime = _runtime or default_runtime()
+        self.exactly = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
         """What drafts cannot change, and why it is no more."""
         if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
             raise ValueError(
@@ -127,9 +128,9 @@ class Engine:
         self._spell()
 
     def _bind(self, drafter: Drafter) -> None:
-        drafter.bind(self.target)
+        drafter.bind(self.target, self._runtime)
         if self.cut and drafter.weighs:
-            drafter.fit(costs_of(self.target))
+            drafter.fit(self._runtime.costs(self.target))
 
     @property
     def exactness(self) -> Literal["bitwise", "rounding"]:
