@@ -158,13 +158,13 @@ class Bench:
     def _forerun(self, name: str, warm_prompts: Sequence[Tokens] = (), max_new_tokens: int = 1) -> Contestant:
         engine = self._engine(name)
         generate = _greedy(engine)
-        engine.use(build_drafter(name, self.settings))
+        engine.set_drafter(build_drafter(name, self.settings))
         for prompt in warm_prompts:
             generate([prompt], max_new_tokens)
         before = engine.drafter
 
         def prepare() -> None:
-            engine.use(copy.deepcopy(before) if warm_prompts else build_drafter(name, self.settings))
+            engine.set_drafter(copy.deepcopy(before) if warm_prompts else build_drafter(name, self.settings))
 
         return Contestant(_timed(generate), prepare)
 

@@ -41,7 +41,9 @@ def main() -> None:
     text = [int(token) for token in tokenizer(corpus)["input_ids"]]
     settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
     engine = Engine(model, "none", tokenizer=tokenizer)
-    print(f"{options.model} in {options.dtype}: {engine.exactness} {engine.exactly.reason or ''}", file=sys.stderr)
+    print(
+        f"{options.model} in {options.dtype}: {engine.exactness.level} {engine.exactness.reason or ''}", file=sys.stderr
+    )
     rows: list[dict[str, Any]] = []
     for name in buildable(settings):
         for (turn, *what), prompts, temperature in _cells(name, text, options):
@@ -119,7 +121,7 @@ def _texts(
     if temperature:
         how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": 7}
     expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
-    engine.use(build_drafter(name, settings))
+    engine.set_drafter(build_drafter(name, settings))
     found = engine.generate(prompts, **how).requests
     return [
         {
@@ -134,7 +136,7 @@ def _texts(
 def _without(engine: Engine, prompt: list[int], temperature: float, how: dict[str, Any]) -> list[int]:
     key = (tuple(prompt), temperature)
     if key not in _plain:
-        engine.use(build_drafter("none"))
+        engine.set_drafter(build_drafter("none"))
         _plain[key] = engine.generate(prompt, **how).requests[0].generated.tolist()
     return _plain[key]
 
@@ -143,7 +145,7 @@ def _summary(options: argparse.Namespace, engine: Engine, rows: Sequence[dict[st
     return {
         "model": options.model,
         "dtype": options.dtype,
-        "exactness": engine.exactness,
+        "exactness": engine.exactness.level,
         "forerun": forerun.__version__,
         "texts": len(rows),
         "different": sum(not row["equal"] for row in rows),

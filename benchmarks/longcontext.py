@@ -235,7 +235,7 @@ class LongBench:
             self._once(rows, name, settings, make)
 
     def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> Run:
-        self.engine.use(build_drafter(name, settings))
+        self.engine.set_drafter(build_drafter(name, settings))
         for row in rows:
             row.rewind()
         requests = [make(self.engine, row.tokens, name) for row in rows]

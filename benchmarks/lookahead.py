@@ -175,7 +175,7 @@ class LookaheadBench:
             )
             job = Job(exam.kind, exam.prompts, (), self.sizes.max_new_tokens)
             rows += grade(exam, half.bench.run(job, 1), self.decode)
-            tables.report_accuracy(self.report, rows, half.track.engine.exactness)
+            tables.report_accuracy(self.report, rows, half.track.engine.exactness.level)
             self.save()
 
     def lengths(self) -> None:

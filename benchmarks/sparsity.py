@@ -110,7 +110,7 @@ class Analysis:
     def trees(self) -> None:
         """Figure 6c."""
         self.say("draft trees")
-        engine = Engine(self.target.model, "none", cut=False, budget=max(self.sizes.nodes))
+        engine = Engine(self.target.model, "none", prune_drafts=False, budget=max(self.sizes.nodes))
         make = sampled(0.0, self.sizes.new_tokens)
         pages.report_trees(
             self.report, tree_rows(engine, self.prompts, self.sizes.nodes, self.settings, make, self.say)

@@ -76,7 +76,7 @@ def tree_rows(
     """One row per shape and size: tokens per step of the target.
 
     Args:
-        engine: with ``cut=False`` and a budget of the largest size, so that trees stay whole.
+        engine: with ``prune_drafts=False`` and a budget of the largest size, so that trees stay whole.
         prompts: already read.
         sizes: numbers of nodes.
         settings: of the sparse cache.
@@ -99,7 +99,7 @@ def _run(
     engine: Engine, prompt: Prefilled, shape: Shape, settings: LongContextConfig, make: RequestMaker
 ) -> tuple[int, int]:
     """Tokens and steps, without the first step, in which a new cache cannot draft."""
-    engine.use(ModelDrafter(sparse_cache(settings), 1, shape=shape))
+    engine.set_drafter(ModelDrafter(sparse_cache(settings), 1, shape=shape))
     prompt.rewind()
     request = make(engine, prompt.tokens, "")
     for _ in engine.run([request], caches=[prompt.cache]):

@@ -49,7 +49,7 @@ class Track:
 
         def prepare() -> None:
             self.engine.cut, self.engine.budget = variant.planned, variant.budget
-            self.engine.use(variant.make())
+            self.engine.set_drafter(variant.make())
 
         return Contestant(self._run, prepare)
 

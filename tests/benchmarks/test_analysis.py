@@ -235,7 +235,7 @@ def test_tree_rates_fall_and_trees_give_at_least_a_token_a_step(engine: Engine, 
         "independent sequences": 8,
         "sequoia": 8,
     }
-    whole = Engine(tiny("llama"), "none", cut=False, budget=8)
+    whole = Engine(tiny("llama"), "none", prune_drafts=False, budget=8)
     rows = tree_rows(whole, [prompt], [1, 8], LARGE, sampled(0.0, 20))
     assert all(1 <= row["tokens_per_step"] <= 9 for row in rows)
     by_shape = {(row["shape"], row["nodes"]): row["tokens_per_step"] for row in rows}

@@ -181,7 +181,7 @@ def test_ablations_leave_out_what_they_say() -> None:
 def test_without_output_nothing_generated_is_drafted_or_kept(track: Track) -> None:
     drafter = sweeps.WithoutOutputs(TrieConfig())
     track.engine.cut, track.engine.budget = False, 8
-    track.engine.use(drafter)
+    track.engine.set_drafter(drafter)
     track.engine.generate([LONG], max_new_tokens=24, do_sample=False)
     assert drafter.trie.tokens(NAMESPACE) == 0
 

@@ -136,7 +136,7 @@ class Spy(Drafter):
 
 def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of() -> None:
     spy = Spy()
-    one = engine(spy, cut=False, budget=8)
+    one = engine(spy, prune_drafts=False, budget=8)
     budgets = [None, 0, 3, 20]
     requests = [one.requests([PROMPT], max_new_tokens=6, budget=budget)[0] for budget in budgets]
     with one.batch() as batch:

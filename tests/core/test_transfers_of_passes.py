@@ -216,7 +216,7 @@ def test_an_engine_gives_the_same_text_either_way(
         options |= {"seed": 3, "temperature": 0.8, "top_k": 30, "top_p": 0.9, "verification": verification}
 
     def texts() -> Any:
-        engine = forerun.Engine(MODEL, drafter, settings=settings, cut=False)
+        engine = forerun.Engine(MODEL, drafter, settings=settings, prune_drafts=False)
         return engine.generate([*PROMPTS], **options).generated
 
     expected, asked = texts(), []

@@ -38,7 +38,7 @@ LONG = LongContextConfig(
 
 def engine(drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
     model = copy.deepcopy(tiny("llama")).to(dtype)
-    return Engine(model, drafter, settings=LONG, cut=False, prefill_block=CHUNK, **options)
+    return Engine(model, drafter, settings=LONG, prune_drafts=False, prefill_block=CHUNK, **options)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -213,7 +213,7 @@ class Full(FullCache):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("most", [6, 25, 33])
 def test_a_cache_that_has_no_room_ends_its_row(architecture: str, most: int) -> None:
-    one = Engine(copy.deepcopy(tiny(architecture)).float(), "none", cut=False, prefill_block=CHUNK)
+    one = Engine(copy.deepcopy(tiny(architecture)).float(), "none", prune_drafts=False, prefill_block=CHUNK)
     wanted = one.generate([prompt(30)], max_new_tokens=12).generated[0]
     good, poor = sampled(one, prompt(30), 0), sampled(one, prompt(30), 0)
     with one.batch() as batch:
@@ -257,7 +257,7 @@ def test_an_error_in_the_drafter_ends_all_rows_and_frees_them() -> None:
         def propose(self, request: Request, budget: int) -> forerun.DraftTree:
             raise LookupError("the drafter failed")
 
-    one = Engine(tiny("llama"), Broken(), cut=False)
+    one = Engine(tiny("llama"), Broken(), prune_drafts=False)
     request = sampled(one, prompt(5), 0)
     with pytest.raises(LookupError), one.batch() as batch:
         batch.admit(request)
@@ -365,7 +365,7 @@ def test_what_cannot_be_admitted_is_refused_and_leaves_no_trace() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "deepseek_v3"])
 def test_prompts_with_the_same_beginning_are_read_once(architecture: str) -> None:
     model = tiny(architecture)
-    one = Engine(model, "none", cut=False, prefill_block=CHUNK)
+    one = Engine(model, "none", prune_drafts=False, prefill_block=CHUNK)
     book = prompt(40)
     prompts = [[*book, *prompt(5 + n, n)] for n in range(5)]
     wanted = [one.generate([p], max_new_tokens=6).generated[0] for p in prompts]
@@ -404,8 +404,8 @@ def test_nothing_is_copied_for_those_that_begin_alike(monkeypatch: pytest.Monkey
     of = SharedPrefix.of
     monkeypatch.setattr(SharedPrefix, "of", lambda layers, *told: copies.append(len(layers)) or of(layers, *told))
     model, _ = load("bundled", "float32", device="cpu")
-    one = Engine(model, "trie", cut=False, prefill_block=CHUNK, prefix_cache=1 << 24)
-    plain = Engine(model, "none", cut=False)
+    one = Engine(model, "trie", prune_drafts=False, prefill_block=CHUNK, prefix_cache=1 << 24)
+    plain = Engine(model, "none", prune_drafts=False)
     wanted = [plain.generate([prompt(50)], max_new_tokens=n).generated[0] for n in (6, 30)]
     requests = [sampled(one, prompt(50), 0, n) for n in (6, 30, 30)]
     finish_all(one, requests)
@@ -565,7 +565,7 @@ RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "h2o", "top
 @pytest.mark.parametrize("drafter", RECIPES)
 def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
     how = LongContextConfig(cache_budget=256, gamma1=3, gamma2=6, paced=False, draft_model=tiny("qwen2"), window=60)
-    one = Engine(tiny("llama"), drafter, settings=how, cut=False)
+    one = Engine(tiny("llama"), drafter, settings=how, prune_drafts=False)
     request = Request(prompt(1500), 60)
     with one.batch() as batch:
         stated = batch.needs(request)

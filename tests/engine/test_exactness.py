@@ -74,7 +74,7 @@ def plain(architecture: str, dtype: str, sampling: str, tokens: int = NEW_TOKENS
         end = {"eos_token_id": None, "pad_token_id": 0}
         texts = [model.generate(row, attention_mask=torch.ones_like(row), **options, **end) for row in ids]
         return [text[0].tolist() for text in texts]
-    engine = forerun.Engine(model, "none", cut=False)
+    engine = forerun.Engine(model, "none", prune_drafts=False)
     results = [engine.generate(prompt, eos_token_id=None, **options) for prompt in PROMPTS]
     return [result.requests[0].tokens.tolist() for result in results]
 
@@ -158,8 +158,8 @@ def check_cell(
     expected = plain(architecture, dtype, sampling, tokens)
     chosen = replace(settings(budget or 10, choice or "low-rank"), draft_model=small(architecture, drafter, dtype))
     proposes = OracleDrafter(expected) if drafter == ORACLE else drafter
-    engine = forerun.Engine(target(architecture, dtype), proposes, settings=chosen, cut=False, prefill_block=4)
-    assert engine.exactness == "bitwise"
+    engine = forerun.Engine(target(architecture, dtype), proposes, settings=chosen, prune_drafts=False, prefill_block=4)
+    assert engine.exactness.level == "bitwise"
     if drafter in LEARNING:  # from elsewhere, and not all
         engine.warm(expected[1:])
     options = SAMPLING[sampling] | {"max_new_tokens": tokens, "eos_token_id": None}
@@ -229,7 +229,7 @@ def test_a_text_ends_where_the_model_ends_it(drafter: str, sampling: str) -> Non
     end = next(token for i, token in enumerate(whole) if i > 4 and token not in whole[:i])
     chosen = replace(settings(), draft_model=small("gpt2", drafter, "float64"))
     proposes = OracleDrafter([text]) if drafter == ORACLE else drafter
-    engine = forerun.Engine(target("gpt2", "float64"), proposes, settings=chosen, cut=False, prefill_block=4)
+    engine = forerun.Engine(target("gpt2", "float64"), proposes, settings=chosen, prune_drafts=False, prefill_block=4)
     options = SAMPLING[sampling] | {"max_new_tokens": NEW_TOKENS, "eos_token_id": end}
     (request,) = engine.generate(PROMPTS[1], **options).requests
     assert request.generated.tolist() == whole[: whole.index(end) + 1]
@@ -262,7 +262,7 @@ def check_where_queries_choose(architecture: str, sampling: str, drafter: str, b
     chosen = replace(settings(budget), chunk=1, draft_model=small(architecture, drafter, "float64"))
     options["eos_token_id"] = None
     plainly, engine = (
-        forerun.Engine(model, name, settings=chosen, prefill_block=40, cut=False) for name in ("none", drafter)
+        forerun.Engine(model, name, settings=chosen, prefill_block=40, prune_drafts=False) for name in ("none", drafter)
     )
     expected = [request.tokens.tolist() for request in plainly.generate(prompts, **options).requests]
     if drafter in LEARNING:
@@ -288,7 +288,7 @@ def test_output_equals_plain_generation_wherever_queries_choose(cell: Cell) -> N
 def test_rejection_sampling_gives_texts_of_the_right_length(drafter: str) -> None:
     """Their distribution is shown in test_distribution and test_hierarchy; here every drafter goes that way."""
     chosen = replace(settings(), draft_model=small("qwen2", drafter, "float64"))
-    engine = forerun.Engine(target("qwen2", "float64"), drafter, settings=chosen, cut=False, prefill_block=4)
+    engine = forerun.Engine(target("qwen2", "float64"), drafter, settings=chosen, prune_drafts=False, prefill_block=4)
     options = {"do_sample": True, "temperature": 0.9, "seed": 4, "verification": "rejection"}
     batch = engine.generate(list(PROMPTS), max_new_tokens=NEW_TOKENS, **options)
     for request in batch.requests:

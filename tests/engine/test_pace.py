@@ -75,7 +75,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
 
     def texts(pace: PrefillPacing | None) -> list[list[int]]:
         engine = Engine(tiny("llama"), drafter, prefill_block=32)
-        assert engine.exactness == "bitwise"
+        assert engine.exactness.level == "bitwise"
         score = engine.target.score
 
         def timed(blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:

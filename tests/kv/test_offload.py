@@ -61,17 +61,17 @@ def engines(
     one: PreTrainedModel, share: float = 0.0, lengths: Sequence[int] = PROMPTS, **more: Any
 ) -> tuple[Engine, Engine]:
     """Without offloading, and with room on the device for the buffers of some texts and a share of the longest."""
-    plain = Engine(one, "none", settings=SETTINGS, cut=False)
+    plain = Engine(one, "none", settings=SETTINGS, prune_drafts=False)
     kv = plain.target.kv
     buffers = sum(least(kv, length + ROOM + plain.budget) for length in lengths)
     memory = KVMemory(buffers + int(share * kv.nbytes * max(lengths)), **more)
-    return plain, Engine(one, "none", settings=SETTINGS, cut=False, kv_memory=memory)
+    return plain, Engine(one, "none", settings=SETTINGS, prune_drafts=False, kv_memory=memory)
 
 
 def texts(one: Engine, drafter: str, lengths: Sequence[int], **how: Any) -> list[list[int]]:
     from forerun.drafting.recipes import build_drafter
 
-    one.use(build_drafter(drafter, SETTINGS))
+    one.set_drafter(build_drafter(drafter, SETTINGS))
     found = one.generate([prompt(length, length) for length in lengths], max_new_tokens=ROOM, **how).requests
     assert drafter == "none" or sum(sum(request.stats.accepted) for request in found) > 0
     return [request.generated.tolist() for request in found]
@@ -176,9 +176,9 @@ def test_the_next_layer_comes_while_one_is_computed(monkeypatch: pytest.MonkeyPa
 def test_any_decoder_can_be_offloaded(name: str) -> None:
     class_name, extra = {**ARCHITECTURES, **LAYOUTS}[name]
     one = tiny_of(class_name, {**extra, "num_hidden_layers": 5}, seed=2)
-    plain = Engine(one, "none", settings=SETTINGS, cut=False)
+    plain = Engine(one, "none", settings=SETTINGS, prune_drafts=False)
     away = Engine(
-        one, "trie", settings=SETTINGS, cut=False, prefill_block=16,
+        one, "trie", settings=SETTINGS, prune_drafts=False, prefill_block=16,
         kv_memory=KVMemory(least(plain.target.kv, 256)),
     )  # fmt: skip
     assert not isinstance(away.target, CompiledScorer)
@@ -193,7 +193,7 @@ def test_a_text_that_was_read_once_goes_on_again() -> None:
     plain, away = engines(model())
     ids = prompt(500)
     for one in (plain, away):
-        one.use(_built("trie"))
+        one.set_drafter(_built("trie"))
     caches = [one.prefill(ids, ROOM + 80) for one in (plain, away)]
     found: list[list[list[int]]] = [[], []]
     for seed in range(3):
@@ -279,7 +279,7 @@ def test_probes_of_a_window_find_room_in_a_cache_of_a_fixed_size() -> None:
     options: dict[str, Any] = {"max_new_tokens": 52, "do_sample": False, "eos_token_id": None}
     wanted = Engine(model(), "none").generate([prompt(200)], **options).generated
     kv = Engine(model(), "none").target.kv
-    away = Engine(model(), "jacobi", budget=4, cut=False, kv_memory=KVMemory(least(kv, 256)))
+    away = Engine(model(), "jacobi", budget=4, prune_drafts=False, kv_memory=KVMemory(least(kv, 256)))
     assert away.generate([prompt(200)], **options).generated == wanted
 
 
@@ -315,7 +315,7 @@ def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
     assert away.tiers is not None
     seen = []
     for one in (plain, away):
-        one.use(_built({"RetrievalCache": "retrieval", "LowRankCache": "low-rank"}[name]))
+        one.set_drafter(_built({"RetrievalCache": "retrieval", "LowRankCache": "low-rank"}[name]))
         one.target.keeps_queries = True
         cache = one.prefill(prompt(700), 80)
         (request,) = one.requests(prompt(700), max_new_tokens=4)

@@ -119,7 +119,7 @@ def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreT
         plain = Engine(model, "none").generate(prompts, **how).generated
         assert plain == Engine(exact, "none").generate(prompts, **how).generated
         engine = Engine(model, drafter)
-        assert engine.exactness == "bitwise"
+        assert engine.exactness.level == "bitwise"
         assert engine.generate(prompts, **how).generated == plain
         assert [engine.generate(prompt, **how).generated[0] for prompt in prompts[:1]] == (
             [Engine(model, "none").generate(prompts[0], **how).generated[0]]

@@ -73,7 +73,7 @@ def test_output_equals_transformers(name: str, drafter: str) -> None:
     settings = LongContextConfig(
         tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
     )
-    engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, cut=False)
+    engine = forerun.Engine(family(name), drafter, settings=settings, prefill_block=4, prune_drafts=False)
     if drafter in LEARNING:
         engine.warm(plain(name)[1:])
     batch = engine.generate([list(prompt) for prompt in PROMPTS], **WHOLE)

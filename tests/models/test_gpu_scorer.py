@@ -124,10 +124,10 @@ def test_drafts_change_no_bit(on_gpu: list[int]) -> None:
     """The probe finds it, and so do texts: greedy and sampled, alone and with other rows."""
     prompts = [torch.tensor(TEXT[None, :12]), torch.tensor(TEXT[None, [3, 4, 5] * 3])]
     engine = Engine(model(), "none")
-    assert engine.exactness == "bitwise"
+    assert engine.exactness.level == "bitwise"
     texts: dict[str, list[Any]] = {}
     for drafter in ("none", "trie", "retrieval"):
-        engine.use(build_drafter(drafter, LongContextConfig(cache_budget=6, chunk=2, gamma2=3, paced=False)))
+        engine.set_drafter(build_drafter(drafter, LongContextConfig(cache_budget=6, chunk=2, gamma2=3, paced=False)))
         results = [engine.generate(prompt, max_new_tokens=8) for prompt in prompts]
         results += [engine.generate(prompts[0], max_new_tokens=6, do_sample=True, temperature=0.8, seed=3)]
         texts[drafter] = [result.generated for result in results]

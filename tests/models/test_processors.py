@@ -270,7 +270,7 @@ def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
         return scores
 
     strict.forerun_stateless = True  # type: ignore[attr-defined]
-    engine = forerun.Engine(MODEL, drafter, settings=SETTINGS, prefill_block=4, cut=False)
+    engine = forerun.Engine(MODEL, drafter, settings=SETTINGS, prefill_block=4, prune_drafts=False)
     requests = [
         *engine.requests([PROMPT], logits_processor=processors(strict), **options),
         *engine.requests([PROMPTS[0]], **options),

@@ -239,7 +239,7 @@ def test_forced_tokens_are_drafted_before_any_drafters_tree(plain: Engine, name:
     settings = LongContextConfig(
         plain.target.model, gamma1=2, gamma2=5, cache_budget=16, chunk=2, sinks=1, window=4, paced=False
     )
-    engine = Engine(plain.target.model, name, settings=settings, tokenizer=plain.tokenizer, cut=False)
+    engine = Engine(plain.target.model, name, settings=settings, tokenizer=plain.tokenizer, prune_drafts=False)
     prompts = [PROMPT, "Once upon a time there was a house. " * 8 + PROMPT]
     wanted = plain.generate(prompts, logprobs=1, **OPTIONS, **options)
     result = engine.generate(prompts, logprobs=1, **OPTIONS, **options)
@@ -310,7 +310,7 @@ def test_the_end_token_ends_what_could_go_on(plain: Engine, engine: Engine) -> N
 
 def test_rejection_sampling_keeps_to_the_schema_with_drafts_that_carry_q(plain: Engine) -> None:
     settings = LongContextConfig(plain.target.model, gamma2=5)
-    engine = Engine(plain.target.model, "streaming", settings=settings, tokenizer=plain.tokenizer, cut=False)
+    engine = Engine(plain.target.model, "streaming", settings=settings, tokenizer=plain.tokenizer, prune_drafts=False)
     for seed in SEEDS:
         check(engine.generate(PROMPT, verification="rejection", **OPTIONS, **sampled(seed)).text)
 

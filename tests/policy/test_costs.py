@@ -144,12 +144,12 @@ def test_passes_are_measured_where_drafts_are_cut() -> None:
 
     runtime = replace(default_runtime(), costs=fake)
     forerun.Engine(tiny("llama"), "none", _runtime=runtime)
-    forerun.Engine(tiny("llama"), TrieDrafter(), cut=False, _runtime=runtime)
+    forerun.Engine(tiny("llama"), TrieDrafter(), prune_drafts=False, _runtime=runtime)
     assert not measured
     engine = forerun.Engine(tiny("llama"), _runtime=runtime)
     engine.generate([7, 9], max_new_tokens=4, do_sample=False)
     assert measured == [engine.target]
-    engine.use(TrieDrafter())
+    engine.set_drafter(TrieDrafter())
     assert measured == [engine.target] * 2
 
 

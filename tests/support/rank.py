@@ -54,7 +54,7 @@ def recipe(model: PreTrainedModel, name: str, **options: Any) -> dict[str, Any]:
     """What a drafter makes of a few prompts."""
     engine = Engine(model, name, settings=settings())
     return told(engine.generate([*PROMPTS, SHARED[:40]], max_new_tokens=9, eos_token_id=47, **options)) | {
-        "exact": engine.exactness
+        "exact": engine.exactness.level
     }
 
 

@@ -149,7 +149,7 @@ class _Bench:
         self.prompts = prompts
         self.plan = plan
         self._plain = Engine(model, NoDrafter())
-        self.exactness = self._plain.exactly
+        self.exactness = self._plain.exactness
         self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
         self._engines = {

@@ -46,7 +46,7 @@ class Stage:
 
     def _forget(self) -> None:
         """Drop all that the engine learned."""
-        self.trie.use(TrieDrafter())
+        self.trie.set_drafter(TrieDrafter())
 
     def decode(self, prompt: DemoPrompt, bar: Progress, task: Any) -> Pair:
         """Decode a prompt both ways, in turns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +59,8 @@ class Engine:
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
-        cut: score the part of each draft that pays, by the cost of passes, measured once for a model; else all of it.
+        prune_drafts: score the part of each draft that pays by the cost of passes, which is measured once for a model.
+            If false, all of each draft is scored.
         prefill_block: prompt tokens in one pass.
         prefix_cache: maximum bytes of prompts' keys and values that are kept for later prompts that begin alike.
         kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
@@ -81,7 +82,7 @@ class Engine:
         settings: LongContextConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         budget: int = BUDGET,
-        cut: bool = True,
+        prune_drafts: bool = True,
         prefill_block: int = PREFILL_BLOCK,
         prefix_cache: int = 0,
         kv_store: str | Path | None = None,
@@ -96,13 +97,14 @@ class Engine:
         """What is kept of prompts for later ones."""
         self.target = admit(model, kv_store=kv_store, kv_memory=kv_memory)
         self._runtime = _runtime or default_runtime()
-        self.exactly = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
-        """What drafts cannot change, and why it is no more."""
+        self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
+        """``level`` is ``bitwise`` if every text is bit for bit the one without drafts, in batches too; else it is
+        ``rounding``, and ``reason`` says why."""
         if tokenizer is not None and len(tokenizer) > self.target.vocabulary:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
-        self.store = KVStore.of(kv_store, lambda: fingerprint(self.target, self.exactly), kv_store_limit)
+        self.store = KVStore.of(kv_store, lambda: fingerprint(self.target, self.exactness), kv_store_limit)
         """What is kept of prompts on disk."""
         self.tiers = None if kv_memory is None else Tiers(kv_memory, self.target.device, self.target.kv, model.dtype)
         """Where keys and values lie, if they are bounded."""
@@ -111,16 +113,16 @@ class Engine:
         self._tokenizer, self._turns = tokenizer, Turns()
         self._grammars: Grammars | None = None
         warm_up(self.target.device, self.target.model.dtype)
-        self.budget, self.cut, self.prefill_block = budget, cut, prefill_block
-        self.use(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
+        self.budget, self.prune_drafts, self.prefill_block = budget, prune_drafts, prefill_block
+        self.set_drafter(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
 
-    def use(self, drafter: Drafter) -> None:
+    def set_drafter(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on.
 
         Raises:
             ValueError: if it does not fit the target.
         """
-        if self.cut and not drafter.sized:
+        if self.prune_drafts and not drafter.sized:
             drafter = AdaptiveDrafter(drafter, trees=drafter)
         self.target.led(lambda: self._bind(drafter))
         drafter.warm_up()
@@ -129,13 +131,8 @@ class Engine:
 
     def _bind(self, drafter: Drafter) -> None:
         drafter.bind(self.target, self._runtime)
-        if self.cut and drafter.weighs:
+        if self.prune_drafts and drafter.weighs:
             drafter.fit(self._runtime.costs(self.target))
-
-    @property
-    def exactness(self) -> Literal["bitwise", "rounding"]:
-        """``bitwise`` if every text is bit for bit the one without drafts, in batches too; else ``rounding``."""
-        return self.exactly.level
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
@@ -286,7 +283,9 @@ class Engine:
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
         step, chunk = Step(self.target, by_request(self.drafter), self.budget), min(self.prefill_block, limit)
-        kept = PrefixSharing(self.prefixes, self.store, min(CHUNK, chunk) if self.exactness == "bitwise" else chunk)
+        kept = PrefixSharing(
+            self.prefixes, self.store, min(CHUNK, chunk) if self.exactness.level == "bitwise" else chunk
+        )
         return Batch(step, self._turns, chunk, limit, kept, self._make, None if self.tiers is None else self.tiers.free)
 
     def flush(self) -> None:

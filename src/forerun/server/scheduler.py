@@ -211,7 +211,7 @@ class Scheduler:
     def _fresh(self) -> Batch:
         batch = self.engine.batch(self.limits.step)
         batch.pieces = PIECES
-        batch.pace = PrefillPacing() if self.engine.exactness == "bitwise" else None
+        batch.pace = PrefillPacing() if self.engine.exactness.level == "bitwise" else None
         return batch
 
     def _called(self) -> bool:

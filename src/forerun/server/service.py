@@ -96,7 +96,7 @@ class Service:
             "budget": self.engine.budget,
             "max_tokens": self.settings.max_tokens,
             "chat": has_template(self.engine.tokenizer),
-            "exactness": self.engine.exactness,
+            "exactness": self.engine.exactness.level,
         }
 
     def _post(self) -> Post:

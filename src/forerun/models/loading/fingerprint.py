@@ -33,7 +33,7 @@ ELSEWHERE = ("_name_or_path", "transformers_version")
 """Of a configuration, what says nothing about the model."""
 
 
-def fingerprint(scorer: Scorer, exactly: Exactness) -> str:
+def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
     """A name for the bits of this model's keys and values, as this process computes them; 32 hexadecimal digits.
 
     It takes as long as reading all weights: SHA-256 at 1.8 GB a second and core.
@@ -46,7 +46,9 @@ def fingerprint(scorer: Scorer, exactly: Exactness) -> str:
     reason = unknowable(model)
     if reason is not None:
         raise ValueError(f"keys and values of this model cannot be kept on disk: {reason}")
-    digest = hashlib.blake2b(json.dumps(_about(scorer, exactly), sort_keys=True, default=str).encode(), digest_size=16)
+    digest = hashlib.blake2b(
+        json.dumps(_about(scorer, exactness), sort_keys=True, default=str).encode(), digest_size=16
+    )
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         for found in threads.map(lambda item: _of(*item), _weights(model)):
             digest.update(found)
@@ -69,20 +71,20 @@ def unknowable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _about(scorer: Scorer, exactly: Exactness) -> dict[str, Any]:
+def _about(scorer: Scorer, exactness: Exactness) -> dict[str, Any]:
     root = Path(forerun.__file__).parent
     config = scorer.model.config.to_dict()
     about: dict[str, Any] = {
         "config": {name: value for name, value in config.items() if name not in ELSEWHERE},
         "model": type(scorer.model).__qualname__,
         "scorer": type(scorer).__qualname__,
-        "exactness": exactly.level,
+        "exactness": exactness.level,
         "sources": [sources(root / folder) for folder in COMPUTING],
         "packages": [version(name) for name in PACKAGES],
         "processor": [platform.machine(), features(), torch.backends.cpu.get_cpu_capability(), unusable()],
         "settings": [torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled()],
     }
-    if exactly.level != "bitwise":  # then sums may be cut by threads
+    if exactness.level != "bitwise":  # then sums may be cut by threads
         about["threads"] = torch.get_num_threads()
     return about
 
