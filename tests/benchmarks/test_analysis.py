@@ -14,6 +14,7 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks import needles
+from benchmarks.__main__ import app
 from benchmarks.analysis import Follower, Reader, on_prose, overlap
 from benchmarks.longcontext import LongBench, Prefilled, prefill, sampled
 from benchmarks.needles import Alone, Haystack, Question
@@ -21,13 +22,14 @@ from benchmarks.reading import at_end
 from benchmarks.recovery import locality_rows, top_rows, watch
 from benchmarks.texts import Texts
 from benchmarks.trees import rank_rates, shapes, tree_rows
-from forerun.cli import app
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.drafting.recipes import SPARSE
 from forerun.engine.engine import Engine
 from forerun.kv.retrieval import RetrievalConfig
+
+pytestmark = pytest.mark.matrix
 
 PROMPT = [7 + i * i % 40 for i in range(90)]
 SMALL = LongContextConfig(cache_budget=16, chunk=2, sinks=1)

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from benchmarks import report
+from benchmarks.__main__ import app
 from benchmarks.chat import Prompt
 from benchmarks.contestants import PADDED, Bench
 from benchmarks.continuations import continuations
@@ -22,9 +23,10 @@ from benchmarks.prompts import Counts, build_jobs
 from benchmarks.reference.tasks import Material, make
 from benchmarks.replay import Recorded, Selection, replay
 from benchmarks.speed import BASELINE, Contestant, Job, Rows, Run, Series, measure
-from forerun.cli import app
 from forerun.drafting.recipes import build_drafter
 from forerun.engine.engine import Engine
+
+pytestmark = pytest.mark.matrix
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch:
 def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path: Path, wrong: tuple[str, ...], said: str) -> None:
     (tmp_path / "speed-turns.jsonl").write_text("hours of work")
     few = ("-k", "json", "--prompts", "1", "--warm-prompts", "0", "-n", "2", "--out", str(tmp_path))
-    done = CliRunner().invoke(app, ["bench", "--device", "cpu", *few, *wrong])
+    done = CliRunner().invoke(app, ["tasks", "--device", "cpu", *few, *wrong])
     assert done.exit_code == 2 and said in done.stderr
     assert (tmp_path / "speed-turns.jsonl").read_text() == "hours of work"
 

@@ -1,4 +1,4 @@
-"""``forerun bench serve``: what is asked, what is made of the answers, and that load may change no text."""
+"""``python -m benchmarks serve``: what is asked, what is made of the answers, and that load may change no text."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from support.house import House
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.journal import Journal, Turn
 from benchmarks.serving import bench, client, held_up, rows, servers
 from benchmarks.serving.answers import Answer, events, understand
@@ -30,9 +31,10 @@ from benchmarks.serving.report import fill
 from benchmarks.serving.servers import Contestant, ServerError, Subject
 from benchmarks.tables import Report
 from benchmarks.telling import quietly
-from forerun.cli import app
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import find, load
+
+pytestmark = pytest.mark.matrix
 
 PROMPTS = {"json": ["Table:\na,b\n1,2\n", '{"name": "', "[1, 2,", "[{"], "rag": ["Once", "The sun", "She said", "He"]}
 OURS, PLAIN = Contestant("forerun", (), "bundled", True), Contestant(servers.PLAIN, (), "bundled", True)
@@ -299,7 +301,7 @@ def test_commands_serve_the_same_files_in_the_same_type() -> None:
     ],
 )
 def test_bad_input_fails_before_any_work(flags: list[str], told: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["bench", "serve", "--out", str(tmp_path / "out"), *flags])
+    done = CliRunner().invoke(app, ["serve", "--out", str(tmp_path / "out"), *flags])
     assert done.exit_code == 2 and told in done.output
     assert not (tmp_path / "out").exists()
 
@@ -313,7 +315,7 @@ def test_the_command_fails_if_load_has_changed_a_text(tmp_path: Path, monkeypatc
         return measured.turns
 
     monkeypatch.setattr(ServeBench, "run", run)
-    done = CliRunner().invoke(app, ["bench", "serve", "--rates", "0", "--requests", "1", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, ["serve", "--rates", "0", "--requests", "1", "--out", str(tmp_path)])
     assert done.exit_code == 1
     told = "forerun none: 1 of 2 texts under load differ from each alone, without drafts"
     assert told in done.output and told in (tmp_path / "serve.md").read_text()

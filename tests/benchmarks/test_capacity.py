@@ -27,6 +27,8 @@ from benchmarks.capacity.speculation import chain_seconds, expected_tokens, wait
 from benchmarks.cli.capacity import shape_of
 from benchmarks.update_readme import scaling_tables
 
+pytestmark = pytest.mark.matrix
+
 SEVEN, SEVENTY, SMALL = (ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-70b", "llama-68m"))
 A100 = DEVICES["a100-80gb"]
 BARE = replace(A100, layer_seconds=0.0, reduction_seconds=0.0)

@@ -1,4 +1,4 @@
-"""``forerun bench lookahead``: each part measures what it says, and is written when it is done; no time is asserted."""
+"""``python -m benchmarks lookahead``: each part measures what it says, and is written when it is done; no time is asserted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks import graded, lookahead, sweeps
+from benchmarks.__main__ import app
 from benchmarks.cli.lookahead_options import PARTS, QUICK, Amounts, LookaheadOptions
 from benchmarks.clocked import Clocked, Times
 from benchmarks.contestants import Bench
@@ -23,13 +24,14 @@ from benchmarks.published import FORMS, NAMESPACE, Known, Lengths, default, meth
 from benchmarks.reference.tasks import Material
 from benchmarks.speed import BASELINE, Job
 from benchmarks.variants import Track, transformers_greedy
-from forerun.cli import app
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.engine import Engine
 from forerun.trie.trie import TrieConfig
+
+pytestmark = pytest.mark.matrix
 
 CPU = torch.device("cpu")
 LONG = PROMPTS[1]
@@ -50,7 +52,7 @@ def track() -> Track:
 
 def measured(saved: str, out: Path, *more: str) -> Result:
     common = ["--quick", "--tasks", "json", "--focus", "json", "--dtype", "float64", "--out", str(out)]
-    return CliRunner().invoke(app, ["bench", "lookahead", "-m", saved, *common, *more])
+    return CliRunner().invoke(app, ["lookahead", "-m", saved, *common, *more])
 
 
 @pytest.mark.matrix

@@ -13,10 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.chat import Encoder
 from benchmarks.own import Line, encode, read
 from benchmarks.prompts import Counts, own_jobs
-from forerun.cli import app
+
+pytestmark = pytest.mark.matrix
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{% if m.role == 'owl' %}{{ raise_exception('no owls') }}{% endif %}"
 TEMPLATE += "{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
@@ -72,7 +74,7 @@ def test_a_prompt_becomes_one_user_message_and_begins_once() -> None:
 )
 def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, line: Any, said: str) -> None:
     file = written(tmp_path, {"task": "t", "prompt": "a"}, line, {"task": "t", "prompt": "b"})
-    done = CliRunner().invoke(app, ["bench", "--prompts-file", str(file), "--model", "no such model"])
+    done = CliRunner().invoke(app, ["tasks", "--prompts-file", str(file), "--model", "no such model"])
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
 
@@ -124,7 +126,7 @@ def test_the_command_measures_the_file_on_any_model(tmp_path: Path) -> None:
     file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, chat, {"task": "other", "prompt": "e"})
     arguments = ["--model", str(model), "--prompts-file", str(file), "--rounds", "1", "-n", "12", "--dtype", "float64"]
     more = ["--drafter", "trie", "--batch", "2", "--out", str(tmp_path / "out"), "--json"]
-    done = CliRunner().invoke(app, ["bench", *arguments, *more])
+    done = CliRunner().invoke(app, ["tasks", *arguments, *more])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert {row["task"] for row in found["rows"]} == {"mine", "other"}
@@ -148,6 +150,6 @@ def test_the_command_measures_the_file_on_any_model(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_refused(given: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["bench", *given])
+    done = CliRunner().invoke(app, ["tasks", *given])
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())

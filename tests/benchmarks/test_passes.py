@@ -10,9 +10,11 @@ import torch
 from support.tiny import tiny
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.bandwidth import Reader, weight_bytes
 from benchmarks.passes import MEMORY, Sizes, Work, measure, summarise
-from forerun.cli import app
+
+pytestmark = pytest.mark.matrix
 
 
 def ticking(step: float = 0.5):
@@ -77,7 +79,7 @@ def test_lengths_beyond_the_model_s_positions_are_refused() -> None:
 @pytest.mark.matrix
 def test_the_command_writes_a_report(tmp_path: Path) -> None:
     arguments = ["--context", "8", "--passes", "1,2", "--prompt-tokens", "16", "--rounds", "1", "--out", str(tmp_path)]
-    done = CliRunner().invoke(app, ["bench", "passes", *arguments, "--json"])
+    done = CliRunner().invoke(app, ["passes", *arguments, "--json"])
     assert done.exit_code == 0, done.output
     written = json.loads(done.stdout)
     assert {"machine", "settings", "parts"} <= set(written)
@@ -96,6 +98,6 @@ def test_the_command_writes_a_report(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_refused(given: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "passes", *given])
+    done = CliRunner().invoke(app, ["passes", *given])
     assert done.exit_code == 2
     assert said in done.stderr

@@ -22,6 +22,8 @@ from benchmarks.peers.known import KINDS, Kind, Loaded, Subject, check, loaded
 from benchmarks.peers.process import Peer, PeerError
 from benchmarks.speed import BASELINE, Job, Run, Series
 
+pytestmark = pytest.mark.matrix
+
 FAKE = Kind(
     "fake-peer",
     {"json": "json"},

@@ -11,6 +11,8 @@ from benchmarks.passages import LONGEST, SHORTEST, Passages
 from benchmarks.prompts import LackingError, Tasks
 from benchmarks.questions import Files, questions
 
+pytestmark = pytest.mark.matrix
+
 NAMES = ["maths", "code", "rag", "summary", "edit", "table"]
 
 

@@ -25,6 +25,8 @@ from benchmarks.reference.recipe import Recipe, Stage
 from benchmarks.reference.tasks import Material
 from forerun import reference
 
+pytestmark = pytest.mark.matrix
+
 PROSE = Material(prose=tuple(f"Paragraph {i} tells of a {i * 7} year old elm. It stood still." for i in range(60)))
 
 

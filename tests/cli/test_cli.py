@@ -114,38 +114,11 @@ def test_an_error_of_the_user_is_one_line_and_status_2(model: str, arguments: tu
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("bench",),
-        ("bench", "passes"),
-        ("bench", "lookahead"),
-        ("bench", "triforce"),
-        ("bench", "offload"),
-        ("analyse",),
-    ],
-    ids=" ".join,
-)
-def test_who_cannot_draw_plots_is_told_before_any_work(
-    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.plots.find_spec", lambda name: None)
-    result = call(*command, "--model", "./nowhere")
-    assert result.exit_code == 2
-    assert "pip install 'forerun[bench]'" in result.stderr
-
-
 def test_a_missing_model_is_an_error_and_debug_raises_it() -> None:
     result = call("generate", "-m", "./nowhere", "-p", "a")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "'./nowhere' is neither a folder" in result.stderr
     assert isinstance(call("generate", "-m", "./nowhere", "-p", "a", "--debug").exception, ValueError)
-
-
-def test_options_before_a_subcommand_are_refused() -> None:
-    result = call("bench", "--model", "./nowhere", "-n", 3, "passes")
-    assert result.exit_code == 2
-    assert result.stderr == "error: --model, --max-new-tokens is before passes; put it behind\n"
 
 
 # --- generate

@@ -21,7 +21,6 @@ from support.tiny import build as tiny_of
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.cli.offload_options import OffloadOptions
 from forerun.cli import app
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -361,38 +360,3 @@ def test_the_commands_know_it(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(app, ["generate", "-p", "Hi", *wrong])
         assert result.exit_code == 2 and why in result.output
-    out = tmp_path / "out"
-    told = [
-        "bench",
-        "offload",
-        "--text",
-        str(text),
-        "--contexts",
-        "300",
-        "--rounds",
-        "1",
-        "-n",
-        "48",
-        "--out",
-        str(out),
-    ]
-    result = CliRunner().invoke(app, [*told, "--drafters", "trie", "--cache-budget", "32"])
-    assert result.exit_code == 0, result.output
-    report = json.loads((out / "offload.json").read_text())
-    (read,) = report["parts"]["reading"]
-    assert read["written"] == read["away_bytes"] and read["of_least"] == 1
-    assert [row["same_output"] for row in report["parts"]["speed"]] == [1, 1]
-    assert (out / "offload-speed.png").stat().st_size > 5000 and "tokens/s" in (out / "offload.md").read_text()
-    kept = CliRunner().invoke(app, [*told, "--drafters", "trie", "--kv-memory", "1GB"])
-    assert kept.exit_code == 0, kept.output
-    assert json.loads((out / "offload.json").read_text())["settings"]["bandwidth"] > 1
-
-
-def test_bench_offload_takes_a_bandwidth_alone_and_refuses_the_rest_at_once() -> None:
-    assert OffloadOptions(simulate_bandwidth="1GB").sizes() == {"simulate_bandwidth": 10**9}
-    for wrong, why in (
-        ({"simulate_bandwidth": "much"}, "--simulate-bandwidth is 'much'"),
-        ({"kv_host_memory": "1GB", "simulate_bandwidth": "1GB"}, "--kv-host-memory is of .* add --kv-memory"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            OffloadOptions(**wrong)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""``forerun bench triforce`` on a model from a folder: what it reads, refuses and has written when it is cut off."""
+"""``python -m benchmarks triforce`` on a model from a folder: what it reads, refuses and has written when it is cut off."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from models.test_load import save_model
 from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
+from benchmarks.__main__ import app
 from benchmarks.cli.long_options import CACHES
 from benchmarks.longcontext import Prefilled
 from benchmarks.telling import telling
 from benchmarks.triforce import TriforceBench
-from forerun.cli import app
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import SPARSE
 from forerun.models.loading.load import load
 from forerun.models.loading.yarn import stretch
+
+pytestmark = pytest.mark.matrix
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ LITTLE = ["--cache-budget", "32", "--window", "16", "--gamma2", "3", "--batch-bu
 
 
 def measured(saved: str, texts: list[str], out: Path, *more: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
+    return CliRunner().invoke(app, ["triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
 
 
 def test_what_is_slow_says_now_and_then_how_far_it_is() -> None:

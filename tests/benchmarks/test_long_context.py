@@ -1,0 +1,339 @@
+"""Measuring long contexts on tiny ones: what is compared, computed and reported is right; no time is asserted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny import tiny
+from typer.testing import CliRunner
+
+from benchmarks import longcontext
+from benchmarks.__main__ import app
+from benchmarks.capacity.capacity import Machine
+from benchmarks.capacity.devices import Device
+from benchmarks.capacity.measured import Measured, add_measured
+from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.simulate import check_simulated, random_model, random_prompt, simulated
+from benchmarks.capacity.speculation import expected_tokens
+from benchmarks.costs import Costs, drafting_seconds, measure, speed_up_limit
+from benchmarks.longcontext import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
+from benchmarks.longrows import summarise
+from benchmarks.tables import Report, pivot
+from benchmarks.texts import Texts
+from forerun.core.long_context import LongContextConfig
+from forerun.core.stats import Stats
+from forerun.engine.engine import Engine
+
+pytestmark = pytest.mark.matrix
+
+SETTINGS = LongContextConfig(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
+DRAFTERS = ["triforce", "triforce-trie", "streaming", "retrieval"]
+PROMPT = [7 + i * i % 40 for i in range(90)]
+SHAPE = ModelShape(1, 32, 48, 4, 2, 48)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(tiny("llama"), "none", prefill_block=32)
+
+
+# --- measuring
+
+
+def test_contestants_give_plain_s_text_and_rows_say_so(engine: Engine) -> None:
+    bench = LongBench(engine, rounds=2)
+    rows = [prefill(engine, PROMPT[:length], 40) for length in (90, 61)]
+    series = bench.run([rows], DRAFTERS, SETTINGS, sampled(0.7, 10))
+    found = summarise(series, context=90)
+    assert [row["contestant"] for row in found] == ["none", *DRAFTERS]
+    for row in found:
+        assert row["same_output"] == 1 and row["first_difference"] is None and row["context"] == 90
+        assert row["time_to_first_token"] is not None and row["end_to_end_seconds"] > row["time_to_first_token"]
+    assert found[0]["acceptance"] is None and found[0]["tokens_per_step"] == 1
+    assert all(len(run.texts) == 2 and len(run.texts[0]) == 10 for run in series[0].runs[0])
+    assert len(series[0].runs[0]) == 2
+
+
+def test_prefill_time_of_a_shorter_context_is_what_had_passed_by_then(engine: Engine) -> None:
+    whole = Prefilled(PROMPT, engine.prefill(PROMPT), [(32, 1.0), (64, 3.0), (89, 5.0)])
+    assert whole.seconds == 5
+    assert whole.cut(49).seconds == 2
+    assert Prefilled(PROMPT, whole.cache).seconds is None
+    whole.cut(49).rewind()
+    assert whole.cache.length == 48
+
+
+@pytest.mark.parametrize("length", [90, 61])
+def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine: Engine, length: int) -> None:
+    """So that a sparse cache chooses before the first token, as behind a prompt that was just read."""
+    prompt = shortened(engine, prefill(engine, PROMPT, 40), length)
+    expected = engine.prefill(PROMPT[:length]).queries
+    for _ in range(2):
+        LongBench(engine, 1).run([[prompt]], ["low-rank"], SETTINGS, sampled(0.0, 5))
+        prompt.rewind()
+        assert prompt.cache.length == length - 1
+        for layer, queries in prompt.cache.queries.items():
+            assert torch.allclose(queries[:, :, -1], expected[layer][:, :, -1], atol=1e-12)
+
+
+def test_who_has_all_tokens_from_the_first_step_is_refused_by_a_sentence(engine: Engine) -> None:
+    with pytest.raises(
+        ValueError, match="none has all tokens from its first step, which is not timed; raise --max-new"
+    ):
+        LongBench(engine, 1).run([[prefill(engine, PROMPT, 40)]], ["trie"], SETTINGS, sampled(0.0, 1))
+
+
+def run_of(seconds: float, text: list[int], accepted: list[int]) -> Run:
+    stats = Stats(drafted=[4] * len(accepted), accepted=accepted, emitted=[a + 1 for a in accepted])
+    return Run([text], 0.5, seconds, len(text) - 1, [stats])
+
+
+def test_speed_is_by_medians_and_spread_by_rounds() -> None:
+    plain = Series("none", [[run_of(s, [1] * 9, []) for s in (4.0, 8.0, 4.0)]], [10.0])
+    fast = Series("x", [[run_of(s, [1] * 9, [4, 3, 0]) for s in (2.0, 2.0, 1.0)]], [10.0])
+    assert longcontext.acceptance([run.stats[0] for run in fast.runs[0]]) == 7 / 9
+    assert fast.speed_ups(plain) == [2, 4, 4]
+    both = longcontext.combine([[plain, fast], [plain, fast]])
+    assert len(both[1].runs) == 2 and both[1].tokens_per_second == 4
+    for stats in (run.stats[0] for run in plain.runs[0]):
+        stats.record(0, 0, 1)
+    row = summarise([plain, fast])[1]
+    assert (row["speed_up"], row["slowest"], row["fastest"]) == (2, 2, 4)
+    assert row["time_to_first_token"] == 10.5 and row["end_to_end_seconds"] == 12.5
+    assert row["accepted_of_drafted"] == round(7 / 12, 4)
+
+
+def test_of_one_round_the_speed_up_is_its_slowest_and_fastest() -> None:
+    plain = Series("none", [[run_of(4.0, [1] * 9, [])], [run_of(1.0, [1] * 5, [])]], [None, None])
+    fast = Series("x", [[run_of(1.0, [1] * 9, [4, 3])], [run_of(1.0, [1] * 5, [2])]], [None, None])
+    for stats in (run.stats[0] for rounds in plain.runs for run in rounds):
+        stats.record(0, 0, 1)
+    row = summarise([plain, fast])[1]
+    assert row["slowest"] == row["speed_up"] == row["fastest"] == 2.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.data())
+def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(
+    prompts: int, rounds: int, data: st.DataObject
+) -> None:
+    def run() -> Run:
+        return run_of(data.draw(st.floats(0.1, 10)), [1] * 9, [1])
+
+    plain, fast = (
+        Series(name, [[run() for _ in range(rounds)] for _ in range(prompts)], [None] * prompts)
+        for name in ("none", "x")
+    )
+    row = summarise([plain, fast])[1]
+    assert row["slowest"] <= row["speed_up"] <= row["fastest"]
+
+
+# --- limits
+
+
+def test_expected_tokens_of_a_chain_are_those_of_every_outcome() -> None:
+    for drafts, a in itertools.product((0, 1, 3), (0.0, 0.4, 1.0)):
+        total = 0.0
+        for hits in itertools.product((True, False), repeat=drafts):
+            chance = 1.0
+            for hit in hits:
+                chance *= a if hit else 1 - a
+            total += chance * (1 + len(list(itertools.takewhile(bool, hits))))
+        assert expected_tokens(a, drafts) == pytest.approx(total)
+
+
+def test_drafting_time_is_that_of_played_rounds() -> None:
+    costs = Costs(full={1: 10.0, 5: 14.0}, middle={1: 2.0, 3: 3.0}, small=0.5)
+    rng, inner, drafts, gamma1, seconds, games = random.Random(0), 0.6, 5, 2, 0.0, 20_000
+    for _ in range(games):
+        missing = drafts
+        while missing:
+            tested = min(gamma1, missing - 1)
+            accepted = next((i for i in range(tested) if rng.random() >= inner), tested)
+            seconds += gamma1 * 0.5 + costs.middle_at(tested + 1)
+            missing -= accepted + 1
+    assert drafting_seconds(costs, drafts, gamma1, inner) == pytest.approx(seconds / games, rel=0.01)
+    assert drafting_seconds(Costs(costs.full, costs.middle), 5, 2, 0.6) == 10
+    assert costs.full_at(3) == 12
+
+
+def test_the_limit_is_one_where_drafts_do_not_pay_and_the_chain_s_where_they_are_free() -> None:
+    free = Costs(full={1: 1.0, 5: 1.0}, middle={1: 0.0}, small=0.0)
+    assert speed_up_limit(free, 0.9, 0.5, 2, 4) == pytest.approx(expected_tokens(0.9, 4))
+    dear = Costs(full={1: 1.0, 5: 5.0}, middle={1: 1.0}, small=1.0)
+    assert speed_up_limit(dear, 0.5, 0.5, 2, 4) == 1
+
+
+def test_costs_are_measured_for_every_level_and_leave_no_trace(engine: Engine) -> None:
+    prompt = prefill(engine, PROMPT, 20)
+    costs = measure(engine.target, prompt, SETTINGS, repeats=1)
+    assert sorted(costs.full) == [1, 2, 3, 5] and sorted(costs.middle) == [1, 2, 3]
+    assert costs.small is not None and costs.small > 0
+    assert prompt.cache.length == len(PROMPT) - 1
+
+
+# --- simulation
+
+
+@pytest.fixture(scope="module")
+def simulator() -> Engine:
+    return Engine(random_model(SHAPE, torch.float32), "none")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("drafter", "accepted", "inner"), [("triforce", 0.8, 0.5), ("retrieval", 0.8, None), ("streaming", 0.5, None)]
+)
+def test_simulated_acceptance_is_what_was_stated(
+    simulator: Engine, drafter: str, accepted: float, inner: float | None
+) -> None:
+    settings = LongContextConfig(random_model(SHAPE, torch.float32), 2, 4, False, 24, 4, window=8)
+    prompt = random_prompt(simulator.target, 100, 180, 48)
+    series = LongBench(simulator, 1).run([[prompt]], [drafter], settings, simulated(0.8, 0.5, 160, 48))
+    row = summarise(series)[1]
+    assert row["same_output"] == 1
+    assert row["acceptance"] == pytest.approx(accepted, abs=0.1)
+    assert row["middle_acceptance"] == (None if inner is None else pytest.approx(inner, abs=0.1))
+    assert row["time_to_first_token"] is None  # nothing was read
+
+
+def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulator: Engine) -> None:
+    prompt = random_prompt(simulator.target, 50, 10, 48)
+    assert prompt.cache.length == 49 and len(prompt.tokens) == 50
+    assert prompt.cache.read(0, 0, 49)[0].shape == (1, 2, 49, 8)
+
+
+def test_shapes_are_checked() -> None:
+    assert ModelShape.parse("1,32,48,4,2,48") == SHAPE
+    assert ModelShape.parse("llama-2-7b").layers == 32
+    for text in ("llama-9", "1,2,3", "2,30,48,4,2,48", "2,32,48,4,3,48"):
+        with pytest.raises(ValueError, match="shape"):
+            ModelShape.parse(text)
+    with pytest.raises(ValueError, match="must be between 0 and 1"):
+        simulated(1.2, 0.5, 8, 48)
+    with pytest.raises(ValueError, match="triforce-trie drafts otherwise"):
+        check_simulated(["triforce", "triforce-trie"])
+
+
+# --- texts, tables, the command
+
+
+def test_texts_are_cut_from_files_in_turn(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 100)
+    texts = Texts.read([tmp_path], lambda text: list(text.encode()))
+    assert [texts.tokens(i, 3)[0] for i in range(3)] == [97, 98, 97]
+    with pytest.raises(ValueError, match=r"a.txt gives 4 tokens for prompt 3; 12 are needed"):
+        texts.tokens(2, 12)
+    texts.check(2, 12)
+    with pytest.raises(ValueError, match=r"a.txt gives 4 tokens for prompt 3; 12 are needed"):
+        texts.check(3, 12)
+    assert len(Texts.read([], lambda text: list(text.encode())).tokens(0, 500)) == 500
+
+
+def test_files_and_folders_are_read_in_the_order_they_are_given(tmp_path: Path) -> None:
+    for name in ("z.txt", "folder/b.md", "folder/a.txt", "folder/c.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    texts = Texts.read([tmp_path / "z.txt", tmp_path / "folder"], lambda text: list(text.encode()))
+    assert list(texts.names) == ["z.txt", "a.txt", "b.md"] and texts.bodies[2] == "folder/b.md"
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "picture").write_bytes(b"\x89PNG")
+    for name, message in {
+        "no": "there is no such file or folder",
+        "empty": "no file that ends in .txt or .md",
+        "picture": "no text in UTF-8",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            Texts.read([tmp_path / name], lambda text: [])
+
+
+def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
+    report = Report("Title", {"rounds": 1}, "simulated acceptance 0.9")
+    rows = [{"a": "x", "b": 1, "c": 2.0}]
+    report.add("part", "Heading", rows, pivot(rows, "a", "b", lambda row: f"{row['c']:.1f}"))
+    paths = report.write(tmp_path, "it")
+    found = json.loads(paths[0].read_text())
+    assert found["simulated"] == found["parts"]["part"][0]["simulated"] == "simulated acceptance 0.9"
+    text = paths[1].read_text()
+    assert "# Title (simulated acceptance 0.9)" in text and "## Heading (simulated acceptance 0.9)" in text
+    assert "| a | 1 |\n|---|---|\n| x | 2.0 |" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("triforce", "--contexts", "a"), "--contexts is 'a'; it must be numbers"),
+        (("triforce", "--contexts", "8"), "no number may be below 16"),
+        (("triforce", "--parts", "x"), "--parts has 'x'; known are temperatures"),
+        (("triforce", "--drafters", "magic"), "drafter is 'magic'"),
+        (("triforce", "--drafters", "none"), "measured in any case"),
+        (("triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
+        (("triforce", "--simulate-acceptance", "0.9", "--parts", "needles"), "random weights cannot find"),
+        (
+            ("triforce", "--simulate-acceptance", "0.9", "--dtype", "stored"),
+            "--dtype is stored, which is for GGUF",
+        ),
+        (("triforce", "--simulate-acceptance", "0.9", "--model", "x"), "give --shape"),
+        (("triforce", "--yarn", "1"), "--yarn is 1; it must be above 1"),
+        (("analyse", "--yarn", "0.5"), "--yarn is 0.5; it must be above 1"),
+        (("triforce", "--simulate-acceptance", "0.9", "--yarn", "2"), "leave --yarn out"),
+        (("triforce", "--contexts", "200000"), "the model has 131,072; give a shorter context, or --yarn 2"),
+        (("analyse", "--contexts", "200000"), "the model has 131,072"),
+        (("triforce", "--batches", "2", "--batch-context", "200000"), "the model has 131,072"),
+        (("analyse", "--chunks", "9000"), "none may exceed --cache-budget"),
+        (("analyse", "--temperatures=-1"), "no number may be below 0"),
+    ],
+)
+def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.matrix
+def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path) -> None:
+    shape, small = "1,16,16,2,2,64", "1,16,16,2,2,32"
+    arguments = ["triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]
+    sizes = [
+        "--contexts",
+        "40,80",
+        "-n",
+        "12",
+        "--rounds",
+        "1",
+        "--cache-budget",
+        "16",
+        "--chunk",
+        "4",
+        "--window",
+        "8",
+    ]
+    batch = ["--budgets", "8,16", "--batches", "2", "--batch-budgets", "16", "--out", str(tmp_path), "--json"]
+    done = CliRunner().invoke(app, [*arguments, *sizes, *batch])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert "simulated acceptance 0.75" in found["simulated"]
+    assert set(found["parts"]) == {"temperatures", "budgets", "contexts", "costs", "batches"}
+    assert {row["budget"] for row in found["parts"]["budgets"]} == {8, 16}
+    assert {row["context"] for row in found["parts"]["contexts"]} == {40, 80}
+    assert all("simulated acceptance 0.75" in row["simulated"] for rows in found["parts"].values() for row in rows)
+    assert {row["same_output"] for row in found["parts"]["contexts"]} == {1}
+    assert (tmp_path / "triforce-contexts.png").read_bytes()[:4] == b"\x89PNG"
+    report = Report("Compared", {})
+    add_measured(report, Measured(tmp_path / "triforce.json"), Machine(Device(1e12, 1e9, 1e9)), 0)
+    assert {row["context"] for row in report.parts["measured-0"]} == {40, 80}
+
+
+def test_random_keys_come_with_queries_to_choose_by() -> None:
+    engine = Engine(random_model(ModelShape(1, 64, 64, 2, 2, 64), torch.float32), "none")
+    assert set(random_prompt(engine.target, 40, 8, 64).queries) == {0}
