@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch.nn.functional import gelu, pad, silu
 
+from forerun.core.compiling import compiled
 from forerun.kernels.linear import linear, panels
 from forerun.kernels.linear.linear import ADD, GATE, LINEAR, PUT, LinearOp
+from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime import executor, thread_pool, vector_ir
 
@@ -193,3 +195,20 @@ def test_what_is_not_a_number_stays_with_its_token_and_its_output(dtype: torch.d
     assert found[2].isnan().all() and not found[:2, :19].isnan().any() and not found[:2, 19].isfinite().any()
     keep = [0, 1, 3, 4]
     assert torch.equal(found[keep, :19], plain[keep, :19])
+
+
+def test_a_function_has_the_code_of_its_own_kind_though_another_kind_was_compiled_after_the_first() -> None:
+    def columns(kind: int) -> np.ndarray:
+        @compiled
+        def columns_of(w: int, row: int, last: int, steps: int, to: int) -> None:
+            transpose(kind, w, row, last, steps, to)
+
+        found = np.zeros((32, 16), np.float32)
+        columns_of(panel.ctypes.data, panel.strides[0], 15, 1, found.ctypes.data)
+        return found
+
+    panel = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+    before, other, after = (columns(kind) for kind in (0, 2, 0))
+    assert np.array_equal(before[:16], panel.T)
+    assert not np.array_equal(other, before)
+    assert np.array_equal(after, before)

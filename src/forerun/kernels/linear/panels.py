@@ -167,14 +167,16 @@ def few(
     prefetched.
     """
     each = KINDS[kind.literal_value]
-    return intrinsic_code(9, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, FEW, _few, rest))
+    return intrinsic_code(
+        9, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, FEW, _few, rest), constant=kind
+    )
 
 
 @by_kind
 def transpose(typing: Any, kind: Any, w: Any, row: Any, last: Any, steps: Any, to: Any) -> Code:
     """Write the columns of a panel to ``to``, one after the other."""
     each = KINDS[kind.literal_value]
-    return intrinsic_code(6, lambda e, _, *rest: _transpose(e, each, *rest))
+    return intrinsic_code(6, lambda e, _, *rest: _transpose(e, each, *rest), constant=kind)
 
 
 @by_kind
@@ -186,7 +188,9 @@ def many(
     Meanwhile prefetches the rows of the panel at ``ahead``.
     """
     each = KINDS[kind.literal_value]
-    return intrinsic_code(8, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, MANY, _many, rest))
+    return intrinsic_code(
+        8, lambda e, _, tokens, *rest: _least_that_suffices(e, each, tokens, MANY, _many, rest), constant=kind
+    )
 
 
 def _least_that_suffices(

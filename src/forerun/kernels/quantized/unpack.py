@@ -45,14 +45,14 @@ def pair(
             with e.builder.if_then(e.builder.icmp_signed("==", tokens, I64(size))):
                 _pair(e, each, size, *rest)
 
-    return intrinsic_code(12, emit)
+    return intrinsic_code(12, emit, constant=which)
 
 
 @by_kind
 def unpack(typing: Any, which: Any, w: Any, row: Any, last: Any, blocks: Any, ahead: Any, to: Any) -> Code:
     """Write the columns of a panel's blocks to ``to`` as floats, one after the other."""
     each = FORMATS[which.literal_value]
-    return intrinsic_code(7, lambda e, _, *rest: _unpack(e, each, *rest))
+    return intrinsic_code(7, lambda e, _, *rest: _unpack(e, each, *rest), constant=which)
 
 
 def _pair(

@@ -72,13 +72,24 @@ def intrinsic(function: Callable[..., Code]) -> Any:
     return numba.extending.intrinsic(function)
 
 
-def intrinsic_code(arguments: int, emit: Callable[..., ir.Value | None], result: Any = types.void) -> Code:
-    """The return value of a function marked ``intrinsic`` that takes integers; ``emit`` writes its code."""
+def intrinsic_code(
+    arguments: int, emit: Callable[..., ir.Value | None], result: Any = types.void, constant: Any = None
+) -> Code:
+    """The return value of a function marked ``intrinsic`` that takes integers; ``emit`` writes its code.
+
+    Args:
+        arguments: how many integers it takes.
+        emit: called with an ``Emitter`` and their values.
+        result: type of its value.
+        constant: type of the first argument, if the code depends on it. numba keeps code by the signature. Without the
+            constant in it, a function may get the code for another constant.
+    """
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         return emit(Emitter(builder), *values) or context.get_dummy_value()
 
-    return result(*(types.int64,) * arguments), write
+    first = () if constant is None else (constant,)
+    return result(*first, *(types.int64,) * (arguments - len(first))), write
 
 
 class Emitter:
