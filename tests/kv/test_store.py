@@ -170,7 +170,7 @@ def test_another_type_or_other_sources_find_nothing(tmp_path: Path, monkeypatch:
     ask(engine(tmp_path), question(0))
     assert ask(engine(tmp_path, dtype=torch.bfloat16), question(0))[1] == 0
     assert ask(engine(tmp_path), question(0))[1] == HELD
-    monkeypatch.setattr("forerun.models.loading.fingerprint.sources", lambda folder: "changed")
+    monkeypatch.setattr("forerun.models.forward.fingerprint.sources", lambda folder: "changed")
     assert ask(engine(tmp_path), question(0))[1] == 0
 
 

@@ -33,7 +33,7 @@ from forerun.kv.kv_tiers import KVMemory, Tiers
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
 from forerun.models.forward.runtime import Runtime, default_runtime
-from forerun.models.loading.fingerprint import fingerprint
+from forerun.models.forward.fingerprint import fingerprint
 from forerun.models.text.grammar import Grammars, ResponseFormat
 from forerun.models.text.prompts import Prompts, encode
 from forerun.models.text.requests import RowOptions, build_requests
@@ -95,8 +95,8 @@ class Engine:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
-        self.target = admit(model, kv_store=kv_store, kv_memory=kv_memory)
         self._runtime = _runtime or default_runtime()
+        self.target = admit(model, self._runtime.self_test, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
         """``level`` is ``bitwise`` if every text is bit for bit the one without drafts, in batches too; else it is
         ``rounding``, and ``reason`` says why."""

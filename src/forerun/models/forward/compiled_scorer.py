@@ -29,7 +29,7 @@ from forerun.models.forward.flat import flatten
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.layer_streaming import run_by_layers
 from forerun.models.forward.packing import Packed, address
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import Scorer, SelfTest, tested
 from forerun.models.forward.sharded import is_sharded
 from forerun.models.forward.topk_tables import Choice
 from forerun.models.forward.weight_watch import WeightWatch
@@ -178,10 +178,10 @@ def native(scorer: Scorer) -> Scorer:
     return CompiledScorer(scorer.model) if whole and known(scorer.model) else scorer
 
 
-def inner(scorer: Scorer) -> Scorer:
+def inner(scorer: Scorer, self_test: SelfTest = tested) -> Scorer:
     """The same model for a level of a hierarchy, whose logits decide what is drafted: the fastest pass over each cache.
     It may round differently from the scorer that verifies."""
-    flat = flatten(scorer)
+    flat = flatten(scorer, self_test)
     if isinstance(scorer, GpuScorer):
         return GpuScorer(scorer.model, flat)
     return CompiledScorer(scorer.model, flat) if isinstance(scorer, CompiledScorer) else flat

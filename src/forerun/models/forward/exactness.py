@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -28,16 +28,20 @@ ALONE = "a branch of a tree rounds unlike the text alone"
 BESIDE = "a text beside another row rounds unlike the text alone"
 
 
+Level = Literal["bitwise", "rounding"]
+LEVELS = get_args(Level)
+
+
 @dataclass(frozen=True)
 class Exactness:
     """How exact passes are.
 
     Attributes:
         level: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``.
-        reason: why it is only ``rounding``, or None.
+        reason: why it is only ``rounding``, and where the result comes from if it was not measured now; else None.
     """
 
-    level: Literal["bitwise", "rounding"]
+    level: Level
     reason: str | None = None
 
 

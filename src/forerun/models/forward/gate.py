@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from forerun.models.forward.compiled_scorer import native
 from forerun.models.forward.float32_view import NARROW, Widened
 from forerun.models.forward.implementations import experts, switched
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import Scorer, SelfTest, tested
 from forerun.models.forward.sharded import gathered
 from forerun.models.forward.weight_layout import lay_out
 
@@ -50,7 +51,7 @@ def check(model: PreTrainedModel) -> None:
     admit(model)
 
 
-def admit(model: PreTrainedModel) -> Scorer:
+def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
     """The fastest scorer whose logits are the model's own.
 
     Raises:
@@ -60,12 +61,10 @@ def admit(model: PreTrainedModel) -> Scorer:
     if reason is None:
         lay_out(model)
         plain = Scorer(model)
-        program = native(plain)
-        if program is not plain and _reason_in_numbers(program) is None:
-            return program
-        reason = _reason_in_numbers(plain)
-        if reason is None:
-            return plain
+        for scorer in dict.fromkeys((native(plain), plain)):
+            reason = self_test(scorer, partial(_reason_in_numbers, scorer))
+            if reason is None:
+                return scorer
     raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
 
 

@@ -16,7 +16,7 @@ from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.kv.sparse_view import View
 from forerun.models.forward.compiled_scorer import inner
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import Scorer, SelfTest, tested
 
 UNLIMITED = 1 << 30
 """More tokens than are ever drafted."""
@@ -86,10 +86,11 @@ class Level:
     Args:
         scorer: the model. A faster pass is used if there is one; it may round differently (``native.inner``).
         cache: makes a request's cache. A ``View`` reads the target's cache; any other cache reads the prompt itself.
+        self_test: tests that faster pass.
     """
 
-    def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
-        self.scorer = inner(scorer)
+    def __init__(self, scorer: Scorer, cache: CacheFactory, self_test: SelfTest = tested) -> None:
+        self.scorer = inner(scorer, self_test)
         scorer.keeps_queries = True
         self._make = cache
         self._readers: dict[int, _Reader] = {}

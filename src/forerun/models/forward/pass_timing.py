@@ -7,8 +7,7 @@ fit into that time, fewer sizes are measured, each at least once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -65,19 +64,6 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
         _pass(scorer, caches[cached][:rows], size)
         times[rows, size, cached].append(clock() - begin)
     return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
-
-
-def costs_of(scorer: Scorer) -> CostCurve:
-    """The cost curve of a model, measured at the first call; for all scorers of its kind, until the model is converted
-    or moved."""
-    curves = _measured.setdefault(scorer.model, {})
-    condition = type(scorer), scorer.model.dtype, scorer.device
-    if condition not in curves:
-        curves[condition] = measure(scorer)
-    return curves[condition]
-
-
-_measured: WeakKeyDictionary[torch.nn.Module, dict[Hashable, CostCurve]] = WeakKeyDictionary()
 
 
 def _until(clock: Callable[[], float], end: float, kinds: list[Kind]) -> Iterator[Kind]:

@@ -211,6 +211,15 @@ class Scorer:
         return logits
 
 
+SelfTest = Callable[[Scorer, Callable[[], str | None]], str | None]
+"""Runs the test of a scorer: why its logits are not the model's own, or None. It may remember a test that passed."""
+
+
+def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
+    """Run the test, and remember nothing."""
+    return test()
+
+
 @contextmanager
 def _run(rows: Attends) -> Iterator[None]:
     before = _running.set(rows)

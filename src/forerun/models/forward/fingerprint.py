@@ -1,0 +1,181 @@
+"""Short names for a model as this process computes it: equal names, equal results.
+
+``fingerprint`` names the bits of keys and values that are kept on disk. All weights are in it, byte by byte: a sample
+could miss the one row of an embedding that was trained anew. ``of_results`` names what an engine finds out at its
+start, and samples large weights: what a pass costs and how it sums do not depend on one row.
+
+Both hold the configuration, the processor, and the sources and packages that compute: a kept result is worth less than
+a wrong bit costs, and a new version measures once more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import forerun
+from forerun.core.compiling import sources
+from forerun.kernels.runtime.vector_ir import features, unusable
+from forerun.models.forward.architecture import CHANGING, SOURCES, hooked
+from forerun.models.forward.exactness import Exactness
+from forerun.models.forward.scorer import Scorer
+
+COMPUTING = ("core", "kernels", "kv", "models")
+"""Folders whose sources take part in computing logits, keys and values."""
+MEASURING = (*COMPUTING, "policy")
+"""Folders whose sources take part in what an engine finds out at its start."""
+PACKAGES = ("torch", "transformers", "numba", "llvmlite")
+CODE_PACKAGES = sys.stdlib_module_names | {"transformers", "torch", "numpy", "forerun"}
+"""Packages whose functions may stand in the modules that define a model's classes."""
+IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
+ELSEWHERE = ("_name_or_path", "transformers_version")
+"""Entries of a configuration that say nothing about the model."""
+WHOLE_BYTES = 1 << 16
+"""Weights up to this size are read whole: norms, biases, and all of a tiny model."""
+SAMPLES = 64
+SAMPLE_BYTES = 256
+"""Of a larger weight, pieces at equal distances, and the bytes of each."""
+
+
+def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
+    """A name for the bits of this model's keys and values, as this process computes them; 32 hexadecimal digits.
+
+    It takes as long as reading all weights: SHA-256 at 1.8 GB a second and core.
+
+    Raises:
+        ValueError: if they depend on more than can be known: hooks, modules of other packages (adapters have a state of
+            their own), or rotations that change with the text's length.
+    """
+    model = scorer.model
+    reason = unknowable(model)
+    if reason is not None:
+        raise ValueError(f"keys and values of this model cannot be kept on disk: {reason}")
+    about = _about(model, COMPUTING) | {"scorer": type(scorer).__qualname__, "exactness": exactness.level}
+    if exactness.level != "bitwise":  # then sums may be cut by threads
+        about["threads"] = torch.get_num_threads()
+    digest = _digest_of(about)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for part in threads.map(lambda item: _of(*item), _weights(model)):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def of_results(model: PreTrainedModel) -> str:
+    """A name for what an engine finds out about this model at its start; 32 hexadecimal digits. It takes milliseconds.
+
+    The name changes with the weights, the modules, their hooks, the code that they call, the device and the threads. It
+    can be trusted in other processes if ``unknowable_code`` finds nothing.
+    """
+    about = _about(model, MEASURING) | {
+        "code": sorted({_code_of(type(module)) for module in model.modules()}),
+        "hooks": [id(hook) for module in model.modules() if hooked(module) for hook in _hooks_of(module)],
+        "implementation": [getattr(model.config, name, None) for name in IMPLEMENTATIONS],
+        "device": str(model.device) + (torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""),
+        "machine": _processor_name(),
+        "threads": torch.get_num_threads(),
+    }
+    digest = _digest_of(about)
+    for name, weight in _weights(model):
+        digest.update(_of(name, weight, sampled=True))
+    return digest.hexdigest()
+
+
+def unknowable(model: PreTrainedModel) -> str | None:
+    """Why a model's keys and values may differ although all that ``fingerprint`` looks at is equal; None if not."""
+    if any(weight.device.type != "cpu" for _, weight in _weights(model)):
+        return "it is not on the CPU"
+    if (reason := unknowable_code(model)) is not None:
+        return reason
+    kinds = [getattr(module, "rope_type", None) for module in model.modules()]
+    turning = {name for kind in kinds for name in (kind.values() if isinstance(kind, dict) else [kind])}
+    return "its rotations change with the length of the text" if CHANGING & turning else None
+
+
+def unknowable_code(model: PreTrainedModel) -> str | None:
+    """Why the model may run code that neither its configuration nor a version names; None if it does not."""
+    if any(hooked(module) for module in model.modules()):
+        return "its modules have hooks, or functions of their own"
+    for kind in {type(module) for module in model.modules()}:
+        if not kind.__module__.startswith(SOURCES):
+            return f"it has a {kind.__module__}.{kind.__qualname__}, whose code and state are not looked at"
+        if (foreign := _foreign_function(kind)) is not None:
+            return f"the code of {kind.__qualname__} was replaced by {foreign}"
+    return None
+
+
+def _foreign_function(kind: type[nn.Module]) -> str | None:
+    """A function of another package that was put into a class, or into the module that defines it."""
+    module = sys.modules.get(kind.__module__)
+    for each in (*vars(kind).values(), *(() if module is None else vars(module).values())):
+        known = getattr(each, "__module__", "").partition(".")[0] in CODE_PACKAGES
+        if isinstance(each, FunctionType) and not known:
+            return f"{each.__module__}.{each.__qualname__}"
+    return None
+
+
+def _code_of(kind: type[nn.Module]) -> str:
+    code = getattr(kind.forward, "__code__", None)
+    where = None if code is None else (code.co_filename, code.co_firstlineno)
+    return f"{kind.__module__}.{kind.__qualname__} {where}"
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    own = module.__dict__.get("forward")
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *([own] if own is not None else [])]
+
+
+def _about(model: PreTrainedModel, folders: tuple[str, ...]) -> dict[str, Any]:
+    root = Path(forerun.__file__).parent
+    config = model.config.to_dict()
+    return {
+        "config": {name: value for name, value in config.items() if name not in ELSEWHERE},
+        "model": type(model).__qualname__,
+        "sources": [sources(root / folder) for folder in folders],
+        "packages": [version(name) for name in PACKAGES],
+        "processor": [platform.machine(), features(), torch.backends.cpu.get_cpu_capability(), unusable()],
+        "settings": [torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled()],
+    }
+
+
+def _digest_of(about: dict[str, Any]) -> Any:
+    return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=16)
+
+
+@cache
+def _processor_name() -> str:
+    """The name of this computer's processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _of(name: str, weight: torch.Tensor, sampled: bool = False) -> bytes:
+    """A digest of a tensor; one that lies in columns is not copied."""
+    turned = weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
+    rows = (weight.t() if turned else weight).detach()
+    digest = hashlib.sha256(repr((name, str(weight.dtype), tuple(weight.shape), turned)).encode())
+    read = rows.contiguous().reshape(-1).view(torch.uint8)
+    if sampled and len(read) > WHOLE_BYTES:
+        read = read[: len(read) // SAMPLES * SAMPLES].view(SAMPLES, -1)[:, :SAMPLE_BYTES].contiguous().view(-1)
+    digest.update(read.cpu().numpy().data)
+    return digest.digest()
