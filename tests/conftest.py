@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.models.forward import exactness
 from forerun.models.forward.runtime import Runtime, runtime_as_default
+from forerun.models.forward.startup_cache import StartupCache
 from forerun.policy.cost_curve import CostCurve
 
 torch.set_num_threads(1)
@@ -42,15 +42,10 @@ def houses() -> Iterator[list[Any]]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def fixed_runtime():
-    """Engines draft by a fixed cost curve and a clock that stands still, and probe each model once."""
-    known: dict[tuple[int, type], tuple[Any, exactness.Exactness]] = {}
-
-    def probe(scorer: Any, limit: int | None, offloads: bool) -> exactness.Exactness:
-        key = (id(scorer.model), type(scorer))
-        if key not in known:
-            known[key] = (scorer.model, exactness.probe(scorer, limit))  # the model is kept, or its id would be reused
-        return known[key][1]
-
-    with runtime_as_default(Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), probe)):
+def fixed_runtime(tmp_path_factory: pytest.TempPathFactory):
+    """Engines draft by a fixed cost curve and a clock that stands still, and test each model once."""
+    kept = StartupCache(lambda: None)
+    runtime = Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test)
+    with runtime_as_default(runtime), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # processes leave the user's folder alone
         yield

@@ -80,7 +80,7 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
         return [rows.flip(-1) if len(block.tree) else rows for rows, block in zip(logits, blocks, strict=True)]
 
     model = tiny("llama")
-    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, **_: Scorer(model))
+    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
     monkeypatch.setattr(Scorer, "score", leaky)
     monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
     report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
@@ -96,7 +96,7 @@ def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch: pyte
         logits = score(self, blocks, caches)
         return [rows.roll(1, -1) for rows in logits] if len(blocks) > 1 else logits
 
-    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, **_: Scorer(model))
+    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
     monkeypatch.setattr(Scorer, "score", mixed)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     assert {c.check for c in report.failures} == {"batch"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from support.tiny import tiny
 
 import forerun
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.models.forward.pass_timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, costs_of, measure
+from forerun.models.forward.pass_timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
@@ -151,14 +150,6 @@ def test_passes_are_measured_where_drafts_are_cut() -> None:
     assert measured == [engine.target]
     engine.set_drafter(TrieDrafter())
     assert measured == [engine.target] * 2
-
-
-def test_passes_of_a_model_are_measured_once_until_it_is_converted() -> None:
-    model = copy.deepcopy(tiny("llama"))
-    costs = costs_of(Scorer(model))
-    assert costs_of(Scorer(model)) is costs
-    model.float()
-    assert costs_of(Scorer(model)) is not costs
 
 
 def test_one_pass_is_enough_where_caches_are_warm_and_one_that_does_more_corrects_it() -> None:

@@ -23,6 +23,7 @@ from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
 from forerun.drafting.recipes import RECIPES, buildable
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.exactness import Exactness
+from forerun.models.forward.runtime import default_runtime, without_folder
 from forerun.models.loading.stored_weights import dtype_name
 
 Check = Literal["greedy", "plain", "coupled", "batch"]
@@ -148,12 +149,14 @@ class _Bench:
         self.model = model
         self.prompts = prompts
         self.plan = plan
-        self._plain = Engine(model, NoDrafter())
+        runtime = without_folder(default_runtime())
+        self._plain = Engine(model, NoDrafter(), _runtime=runtime)
         self.exactness = self._plain.exactness
         self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
         self._engines = {
-            name: Engine(model, name, settings=plan.settings, budget=plan.budget) for name in plan.drafters
+            name: Engine(model, name, settings=plan.settings, budget=plan.budget, _runtime=runtime)
+            for name in plan.drafters
         }
 
     def compare(self, drafter: str, seed: int | None, rows: Sequence[int]) -> Iterator[Comparison]:

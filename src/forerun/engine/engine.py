@@ -30,10 +30,10 @@ from forerun.engine.step import Step, by_request
 from forerun.kernels.runtime.warm_up import warm_up
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import KVMemory, Tiers
+from forerun.models.forward.fingerprint import fingerprint
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
 from forerun.models.forward.runtime import Runtime, default_runtime
-from forerun.models.forward.fingerprint import fingerprint
 from forerun.models.text.grammar import Grammars, ResponseFormat
 from forerun.models.text.prompts import Prompts, encode
 from forerun.models.text.requests import RowOptions, build_requests

@@ -144,14 +144,19 @@ def _about(model: PreTrainedModel, folders: tuple[str, ...]) -> dict[str, Any]:
         "config": {name: value for name, value in config.items() if name not in ELSEWHERE},
         "model": type(model).__qualname__,
         "sources": [sources(root / folder) for folder in folders],
-        "packages": [version(name) for name in PACKAGES],
+        "packages": _versions(),
         "processor": [platform.machine(), features(), torch.backends.cpu.get_cpu_capability(), unusable()],
         "settings": [torch.get_float32_matmul_precision(), torch._C._get_mkldnn_enabled()],
     }
 
 
-def _digest_of(about: dict[str, Any]) -> Any:
+def _digest_of(about: dict[str, Any]) -> hashlib.blake2b:
     return hashlib.blake2b(json.dumps(about, sort_keys=True, default=str).encode(), digest_size=16)
+
+
+@cache
+def _versions() -> list[str]:
+    return [version(name) for name in PACKAGES]
 
 
 @cache

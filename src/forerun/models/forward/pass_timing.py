@@ -66,6 +66,18 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
     return _curve({kind: min(runs) for kind, runs in times.items() if runs}, near)
 
 
+@torch.inference_mode()
+def one_token_seconds(scorer: Scorer) -> float:
+    """Seconds of a pass over one token: the fastest of a few."""
+    near = NEAR if _positions(scorer) >= NEAR + max(SIZES) else 0
+    cache, seconds = _blank(scorer, near), []
+    for _ in range(LEAST):
+        begin = time.perf_counter()
+        _pass(scorer, [cache], 1)
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
 def _until(clock: Callable[[], float], end: float, kinds: list[Kind]) -> Iterator[Kind]:
     for number, kind in enumerate(kinds * ROUNDS):
         if number >= LEAST and clock() > end:

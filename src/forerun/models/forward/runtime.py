@@ -12,7 +12,6 @@ from forerun.models.forward.scorer import Scorer, SelfTest
 from forerun.models.forward.startup_cache import StartupCache
 from forerun.policy.cost_curve import CostCurve
 
-
 _startup = StartupCache()
 
 

@@ -25,14 +25,16 @@ from torch import nn
 
 from forerun.models.forward.exactness import LEVELS, Exactness, probe
 from forerun.models.forward.fingerprint import of_results, unknowable_code
-from forerun.models.forward.pass_timing import measure
+from forerun.models.forward.pass_timing import measure, one_token_seconds
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.sharded import is_sharded
 from forerun.policy.cost_curve import CostCurve
 
 LOG = logging.getLogger(__name__)
 COSTS_LAST_SECONDS = 7 * 86_400
-"""Costs are measured anew after a week, in case something else used the machine when they were measured."""
+"""Costs are measured anew after a week."""
+FASTER = 0.7
+"""Share of the measured seconds of a pass; one that takes less shows that the measurement was disturbed."""
 KEPT_MODELS = 256
 """Files in the folder, of about a kilobyte each; beyond these the oldest are removed."""
 
@@ -93,8 +95,11 @@ class StartupCache:
         results = self._of(scorer, "costs")
         with suppress(KeyError, TypeError, ValueError):
             kept = dict(results.get())
-            if 0 <= time.time() - kept.pop("measured") < COSTS_LAST_SECONDS:
-                return CostCurve(tuple(kept.pop("sizes")), tuple(kept.pop("costs")), **kept)
+            fresh = 0 <= time.time() - kept.pop("measured") < COSTS_LAST_SECONDS
+            curve = CostCurve(tuple(kept.pop("sizes")), tuple(kept.pop("costs")), **kept)
+            if results.in_process or (fresh and not _disturbed(curve, scorer)):
+                results.keep(results.get(), in_file=False)
+                return curve
         found = measure(scorer)
         results.keep(asdict(found) | {"measured": time.time()})
         return found
@@ -125,10 +130,10 @@ class _Result:
             return self._results[self._key, self._name]
         return None if self._file is None else _read(self._file).get(self._name)
 
-    def keep(self, value: Any) -> None:
-        """Keep a result that this process found."""
+    def keep(self, value: Any, in_file: bool = True) -> None:
+        """Keep a result that this process found, or confirmed."""
         self._results[self._key, self._name] = value
-        if self._file is not None:
+        if self._file is not None and in_file:
             with suppress(OSError):
                 _write(self._file, _read(self._file) | {self._name: value})
 
@@ -136,6 +141,11 @@ class _Result:
         """A reason, and that it comes from the folder."""
         kept = f"measured earlier on this machine ({self._file})"
         return kept if reason is None else f"{reason}; {kept}"
+
+
+def _disturbed(curve: CostCurve, scorer: Scorer) -> bool:
+    """Whether something else used the machine when the curve was measured: a pass is much faster now."""
+    return curve.unit is None or one_token_seconds(scorer) < FASTER * curve.unit
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,0 +1,208 @@
+"""What an engine finds out at its start is kept for engines and processes after it, and never where it may be wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+import forerun
+from forerun.audit.audit import Plan, audit
+from forerun.models.forward.exactness import Exactness
+from forerun.models.forward.gate import admit
+from forerun.models.forward.runtime import Runtime, default_runtime, runtime_as_default, without_folder
+from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.startup_cache import COSTS_LAST_SECONDS, StartupCache, user_folder
+from tests.support.tiny import tiny
+
+
+class Counted(Scorer):
+    """A scorer that counts its passes."""
+
+    passes = 0
+
+    def score(self, *arguments: Any) -> list[torch.Tensor]:
+        self.passes += 1
+        return super().score(*arguments)
+
+
+class SelfTest:
+    """A self-test that counts how often it runs."""
+
+    def __init__(self, reason: str | None = None) -> None:
+        self.reason, self.runs = reason, 0
+
+    def __call__(self) -> str | None:
+        self.runs += 1
+        return self.reason
+
+
+@pytest.fixture
+def model() -> Any:
+    return copy.deepcopy(tiny("llama")).float()
+
+
+def process(folder: Path) -> StartupCache:
+    """A cache as another process would make it."""
+    return StartupCache(lambda: folder)
+
+
+def content(folder: Path) -> tuple[Path, dict[str, Any]]:
+    (file,) = folder.glob("*.json")
+    return file, json.loads(file.read_text())
+
+
+def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model: Any) -> None:
+    cache, test = StartupCache(lambda: None), SelfTest()
+    first, second = Counted(model), Counted(model)
+    exactness, costs = cache.exactness(first, 64, False), cache.costs(first)
+    assert cache.self_test(first, test) is cache.self_test(second, test) is None
+    assert cache.exactness(second, 64, False) == exactness == Exactness(exactness.level, exactness.reason)
+    assert cache.costs(second) == costs
+    assert test.runs == 1
+    assert first.passes
+    assert not second.passes
+
+
+def test_a_later_process_takes_them_from_the_folder_and_says_so(model: Any, tmp_path: Path) -> None:
+    test, scorer = SelfTest(), Counted(model)
+    found, costs = process(tmp_path).exactness(scorer, 64, False), process(tmp_path).costs(scorer)
+    process(tmp_path).self_test(scorer, test)
+    later, counted = process(tmp_path), Counted(model)
+    kept = later.exactness(counted, 64, False)
+    assert kept.level == found.level
+    assert kept.reason is not None
+    assert "measured earlier on this machine" in kept.reason
+    assert not counted.passes
+    assert later.self_test(scorer, test) is None
+    assert test.runs == 1
+    assert process(tmp_path).costs(scorer) == costs
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.lm_head.weight.data.mul_(2),
+        lambda model: model.double(),
+        lambda model: setattr(model.config, "rms_norm_eps", 0.1),
+        lambda model: model.set_attn_implementation("eager"),
+        lambda model: torch.set_num_threads(2),
+        lambda model: model.lm_head.register_forward_hook(lambda *given: None),
+    ],
+    ids=["weights", "dtype", "configuration", "attention", "threads", "hook"],
+)
+def test_a_changed_model_or_machine_is_tested_anew(change: Callable[[Any], Any], model: Any, tmp_path: Path) -> None:
+    cache, test = process(tmp_path), SelfTest()
+    cache.self_test(Scorer(model), test)
+    try:
+        change(model)
+        cache.self_test(Scorer(model), test)
+    finally:
+        torch.set_num_threads(1)
+    assert test.runs == 2
+
+
+def test_a_failed_self_test_is_not_kept(model: Any, tmp_path: Path) -> None:
+    cache, test = process(tmp_path), SelfTest("it differs")
+    assert cache.self_test(Scorer(model), test) == cache.self_test(Scorer(model), test) == "it differs"
+    assert test.runs == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_runs_other_code_is_kept_in_the_process_only(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rotate(*given: Any) -> Any:
+        raise NotImplementedError
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", rotate)
+    cache, test = process(tmp_path), SelfTest()
+    cache.self_test(Scorer(model), test)
+    cache.self_test(Scorer(model), test)
+    assert test.runs == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"self-test, Scorer": 1}', "[" * 100_000])
+def test_a_damaged_file_counts_as_missing(text: str, model: Any, tmp_path: Path) -> None:
+    test = SelfTest()
+    process(tmp_path).self_test(Scorer(model), test)
+    file, _ = content(tmp_path)
+    file.write_text(text)
+    process(tmp_path).self_test(Scorer(model), test)
+    assert test.runs == 2
+    assert content(tmp_path)[1] == {"self-test, Scorer": True}
+
+
+def test_wrong_values_in_a_file_are_measured_anew(model: Any, tmp_path: Path) -> None:
+    scorer = Scorer(model)
+    found, costs = process(tmp_path).exactness(scorer, 64, False), process(tmp_path).costs(scorer)
+    file, results = content(tmp_path)
+    wrong: dict[str, Any] = {"level": "perfect", "reason": None, "sizes": [0], "costs": [], "measured": time.time()}
+    file.write_text(json.dumps(dict.fromkeys(results, wrong)))
+    assert process(tmp_path).exactness(scorer, 64, False) == found
+    assert process(tmp_path).costs(scorer).sizes == costs.sizes
+
+
+def test_without_a_writable_folder_everything_is_measured(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    test = SelfTest()
+    for _ in range(2):
+        process(tmp_path / "file" / "folder").self_test(Scorer(model), test)
+    assert test.runs == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("measured", time.time() - COSTS_LAST_SECONDS - 1), ("unit", 1e6)], ids=["old", "disturbed"]
+)
+def test_costs_are_measured_anew_when_they_are_old_or_passes_are_faster_now(
+    name: str, value: float, model: Any, tmp_path: Path
+) -> None:
+    process(tmp_path).costs(Scorer(model))
+    file, results = content(tmp_path)
+    results["costs, Scorer"][name] = value
+    file.write_text(json.dumps(results))
+    process(tmp_path).costs(Scorer(model))
+    assert content(tmp_path)[1]["costs, Scorer"][name] != value
+
+
+def test_a_second_engine_makes_no_passes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = without_folder(Runtime())
+    forerun.Engine(model, "auto", _runtime=replace(runtime, costs=default_runtime().costs))
+
+    def fail(*given: Any) -> None:
+        raise AssertionError("a pass")
+
+    monkeypatch.setattr(type(admit(model)), "score", fail)
+    forerun.Engine(model, "auto", _runtime=replace(runtime, costs=default_runtime().costs))
+
+
+def test_an_audit_takes_nothing_from_the_folder(model: Any, tmp_path: Path) -> None:
+    cache = process(tmp_path)
+    runtime = replace(default_runtime(), exactness=cache.exactness, self_test=cache.self_test)
+    forerun.Engine(model, "none", _runtime=runtime)
+    file, results = content(tmp_path)
+    (name,) = (name for name in results if name.startswith("exactness"))
+    file.write_text(json.dumps(results | {name: {"level": "rounding", "reason": "it was planted"}}))
+    later = process(tmp_path)
+    with runtime_as_default(replace(runtime, exactness=later.exactness, self_test=later.self_test)):
+        engine = forerun.Engine(model, "none")
+        assert engine.exactness.level == "rounding"
+        assert str(engine.exactness.reason).startswith("it was planted; measured earlier")
+        report = audit(model, [[5, 6, 7]], Plan(drafters=["lookup"], max_new_tokens=4, seeds=0))
+    assert report.exactness == Exactness("bitwise")
+
+
+def test_the_folder_is_the_users_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_folder() == tmp_path / "forerun" / "startup"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert user_folder() is None
