@@ -38,8 +38,11 @@ COMPUTING = ("core", "kernels", "kv", "models")
 MEASURING = (*COMPUTING, "policy")
 """Folders whose sources take part in what an engine finds out at its start."""
 PACKAGES = ("torch", "transformers", "numba", "llvmlite")
-CODE_PACKAGES = sys.stdlib_module_names | {"transformers", "torch", "numpy", "forerun"}
-"""Packages whose functions may stand in the modules that define a model's classes."""
+CODE_PACKAGES = sys.stdlib_module_names | {
+    "accelerate", "forerun", "huggingface_hub", "numpy", "packaging", "safetensors", "tokenizers", "torch",
+    "transformers",
+}  # fmt: skip
+"""Packages whose functions may stand in the modules that define a model's classes: what transformers itself imports."""
 IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 ELSEWHERE = ("_name_or_path", "transformers_version")
 """Entries of a configuration that say nothing about the model."""
