@@ -3,7 +3,7 @@
     python -m benchmarks.learn_evidence --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
 
 Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
-models, the bundled models' tasks, passages to be said again with changes, and strings to be copied; some requests come
+models, the bundled models' tasks, passages to be predicted again with changes, and strings to be copied; some requests come
 again. Every session starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand
 rates and weights.
 """
@@ -25,7 +25,7 @@ from benchmarks.reference import material, tasks
 from forerun.trie import logistic_mixer
 from forerun.trie.trie import Trie
 
-PROMPT, ANSWER = 1200, 700
+PROMPT_MATCH, ANSWER = 1200, 700
 """Characters of a continued text, at most."""
 
 AGAIN = 0.25
@@ -42,14 +42,14 @@ def continued(texts: tuple[str, ...]) -> Kind:
         while True:
             text = rng.choice(texts)
             start = rng.randrange(max(1, len(text) - ANSWER))
-            middle = start + rng.randrange(20, PROMPT)
+            middle = start + rng.randrange(20, PROMPT_MATCH)
             yield text[start:middle], text[middle : middle + ANSWER]
 
     return requests
 
 
 def edited(texts: tuple[str, ...]) -> Kind:
-    """Passages to be said again with a few words replaced, left out or put in."""
+    """Passages to be predicted again with a few words replaced, left out or put in."""
 
     def requests(rng: Random) -> Iterator[Request]:
         while True:
@@ -72,7 +72,7 @@ def edit(rng: Random, text: str, changes: int) -> str:
 
 
 def scrambled(rng: Random) -> Iterator[Request]:
-    """Parts to be said again of a string that only its own earlier text foretells, of few characters or many."""
+    """Parts to be predicted again of a string that only its own earlier text foretells, of few characters or many."""
     while True:
         characters = rng.sample(string.ascii_letters + string.digits, rng.choice((2, 3, 4, 8, 20, 60)))
         text = " ".join(rng.choices(characters, k=rng.randrange(60, 500)))

@@ -1,4 +1,4 @@
-"""The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
+"""The trie drafter through the engine's eyes: begin, propose and observe in current_substitute_hash, finish."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed(form: Form) ->
     drafter.warm_up()
     assert drafter.trie.nbytes == 0
     functions = [entry_points.grow, multibranch.retrieve, entry_points.extend, arrays.valid, arrays.tight]
-    functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw, text_cursor.skip]
+    functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw, text_cursor.peek]
     before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
     for _ in range(60):
         generate(drafter, [1, 2, 3, 1], list(range(1, 30)), 40)

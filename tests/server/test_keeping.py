@@ -33,7 +33,7 @@ from forerun.server.settings import read_settings
 from forerun.server.warming import PIECE, check_files, passages
 from forerun.trie import trie_file
 from forerun.trie.autosave import AutoSaver
-from forerun.trie.namespace import LEAST
+from forerun.trie.namespace import MIN_GROWTH_BYTES
 from forerun.trie.trie import Trie
 from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_folder import Folder
@@ -62,7 +62,7 @@ def within(trie: Trie, limit: int) -> bool:
 
 
 def test_all_namespaces_stay_under_the_limit_and_those_used_longest_ago_go() -> None:
-    limit, trie = 10 * LEAST, Trie()
+    limit, trie = 10 * MIN_GROWTH_BYTES, Trie()
     trie.bound(limit, 1000)
     for number in range(60):
         trie.warm(f"{number}", [text(number)])
@@ -79,7 +79,7 @@ def test_all_namespaces_stay_under_the_limit_and_those_used_longest_ago_go() -> 
 
 
 def test_live_namespaces_stay_and_keep_to_the_limit_together() -> None:
-    limit, trie = 4 * LEAST, Trie()
+    limit, trie = 4 * MIN_GROWTH_BYTES, Trie()
     trie.bound(limit, 1000)
     trie.warm("idle", [text(0)])
     for number in range(8):
@@ -111,7 +111,7 @@ def test_an_index_that_grows_drafts_as_one_that_was_large_at_once() -> None:
 
 
 def test_a_limit_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"the limit is 5 bytes for 1 namespaces; allowed: {LEAST}"):
+    with pytest.raises(ValueError, match=f"the limit is 5 bytes for 1 namespaces; allowed: {MIN_GROWTH_BYTES}"):
         Trie().bound(5, 1)
 
 

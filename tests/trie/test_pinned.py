@@ -47,26 +47,26 @@ def total(address: int) -> float:
 
 
 def test_compiled_code_reads_and_writes_what_is_pinned() -> None:
-    pin: ArrayHandles[Outer] = ArrayHandles()
+    handles: ArrayHandles[Outer] = ArrayHandles()
     for arrays in (Outer.of(4), Outer.of(9, start=5)):  # others, of other sizes, take the place of the first
         expected = sum(float(a.sum()) for a in (arrays.table, *arrays.inner, arrays.last))
-        assert total(pin.at(arrays)) == expected
+        assert total(handles.at(arrays)) == expected
         ends = (arrays.table, *arrays.inner, arrays.last)
         assert all(not array.ravel()[-1] and array.ravel()[-2] for array in ends)
 
 
 def test_arrays_are_laid_out_once() -> None:
-    pin: ArrayHandles[Outer] = ArrayHandles()
+    handles: ArrayHandles[Outer] = ArrayHandles()
     arrays = Outer.of(2)
-    assert pin.at(arrays) == pin.at(arrays)
+    assert handles.at(arrays) == handles.at(arrays)
 
 
 def test_a_copy_s_address_is_that_of_the_copied_arrays() -> None:
-    """Copied with what it holds, a pin would go on writing to the original's arrays, or to freed memory."""
-    pin: ArrayHandles[Outer] = ArrayHandles()
+    """Copied with what it holds, a handles would go on writing to the original's arrays, or to freed memory."""
+    handles: ArrayHandles[Outer] = ArrayHandles()
     arrays = Outer.of(4)
-    address = pin.at(arrays)
-    twin, same = copy.deepcopy((pin, arrays))
+    address = handles.at(arrays)
+    twin, same = copy.deepcopy((handles, arrays))
     assert twin.at(same) != address
     assert total(twin.at(same)) > 0 and not same.table[-1, -1] and arrays.table[-1, -1]
 

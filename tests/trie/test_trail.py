@@ -1,4 +1,4 @@
-"""Trails: outputs that say their prompt, or themselves, again in another form."""
+"""Gapped matches: outputs that say their prompt, or themselves, again in another form."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from transformers import AutoTokenizer
 
 from forerun.reference import bundled
 from forerun.trie.arrays import Index
-from forerun.trie.candidates import Facts
+from forerun.trie.candidates import PositionEvidence
 from forerun.trie.contexts import count
 from forerun.trie.gapped_match import (
-    AHEAD,
-    HEARD,
-    JOINS,
-    LOST,
-    WAYS,
-    branch,
-    crossing,
-    follow_trails,
-    lay_trail,
-    way_on,
+    PROMPT_LOOKAHEAD,
+    MIN_RESUMED,
+    RESUMED_CLASSES,
+    MAX_GAP_TOKENS,
+    SKIPS,
+    inherit_matches,
+    skip_hash,
+    follow_matches,
+    start_match,
+    skip_to,
 )
-from forerun.trie.gapped_match_features import look_around
+from forerun.trie.gapped_match_features import count_skips
 from forerun.trie.spelling import spellings
-from forerun.trie.tables import OUTPUT, OWN, PROMPT, RecordArray
+from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, RecordArray
 from forerun.trie.text_cursor import TextCursor, ingest
 from forerun.trie.token_store import UNWRITTEN
 from forerun.trie.trie import Trie
@@ -37,94 +37,94 @@ KEYS = range(5, 8)
 
 
 def prompt_of(tokens: list[int]) -> tuple[Index, RecordArray, int]:
-    """A prompt's index, trails that wait nowhere, and the position of its first token."""
-    index, place = Index.for_tokens(len(tokens)), TextCursor.start()
-    ingest(index, place, np.array(tokens))
-    return index, place.trails, int(place.ends[OWN].position) - len(tokens) + 1
+    """A prompt's index, matches that wait nowhere, and the position of its first token."""
+    index, cursor = Index.for_tokens(len(tokens)), TextCursor.start()
+    ingest(index, cursor, np.array(tokens))
+    return index, cursor.matches, int(cursor.ends[OWN].position) - len(tokens) + 1
 
 
-def laid(trails: RecordArray, position: int) -> None:
-    lay_trail(trails, position, 3)
+def laid(matches: RecordArray, position: int) -> None:
+    start_match(matches, position, 3)
 
 
 def test_a_trail_moves_on_with_what_it_foresees_and_waits_otherwise() -> None:
-    index, trails, first = prompt_of([10, 11, COMMA, 12, 13, LINE, 14])
-    laid(trails, first)
+    index, matches, first = prompt_of([10, 11, COMMA, 12, 13, LINE, 14])
+    laid(matches, first)
     for token, at, gap in ((10, 1, 0), (11, 2, 0), (OPEN, 2, 1), (COLON, 2, 2), (12, 4, 0), (13, 5, 0), (14, 7, 0)):
-        follow_trails(index, trails, 0, token)
-        assert (trails[0, PROMPT].position - first, trails[0, PROMPT].gap) == (at, gap)
-    assert trails[0, PROMPT].resumed == 1  # once, behind the gap; the last token is taken up by leaving one out
-    assert trails[0, OUTPUT].position == 0
+        follow_matches(index, matches, 0, token)
+        assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].gap) == (at, gap)
+    assert matches[0, PROMPT_MATCH].resumed == 1  # once, behind the gap; the last token is taken up by leaving one out
+    assert matches[0, OUTPUT_MATCH].position == 0
 
 
 def test_what_is_taken_up_by_chance_counts_against_a_trail() -> None:
-    index, trails, first = prompt_of([10, 11, 12, 13, 14])
-    laid(trails, first)
-    trails[0, PROMPT].resumed = 2
+    index, matches, first = prompt_of([10, 11, 12, 13, 14])
+    laid(matches, first)
+    matches[0, PROMPT_MATCH].resumed = 2
     for token in (OPEN, 10, OPEN, 11, OPEN):
-        follow_trails(index, trails, 0, token)
-    assert trails[0, PROMPT].resumed == 0
+        follow_matches(index, matches, 0, token)
+    assert matches[0, PROMPT_MATCH].resumed == 0
 
 
 def test_a_trail_is_taken_up_again_so_often_at_most_and_given_up_when_lost() -> None:
     values = list(range(10, 40))
-    index, trails, first = prompt_of(values)
-    laid(trails, first)
+    index, matches, first = prompt_of(values)
+    laid(matches, first)
     for value in range(0, 30, 2):
         for token in (OPEN, values[value], values[value + 1]):
-            follow_trails(index, trails, 0, token)
-    assert trails[0, PROMPT].resumed == HEARD + JOINS - 1
-    laid(trails, first)
-    for _ in range(LOST + 1):
-        follow_trails(index, trails, 0, CLOSE)
-    assert trails[0, PROMPT].position == 0
+            follow_matches(index, matches, 0, token)
+    assert matches[0, PROMPT_MATCH].resumed == MIN_RESUMED + RESUMED_CLASSES - 1
+    laid(matches, first)
+    for _ in range(MAX_GAP_TOKENS + 1):
+        follow_matches(index, matches, 0, CLOSE)
+    assert matches[0, PROMPT_MATCH].position == 0
 
 
 def test_a_trail_does_not_leave_the_prompt() -> None:
-    index, trails, first = prompt_of([10, 11])
-    laid(trails, first + 1)
-    assert trails[0, PROMPT].prompt_end == first + 1
-    follow_trails(index, trails, 0, 11)
+    index, matches, first = prompt_of([10, 11])
+    laid(matches, first + 1)
+    assert matches[0, PROMPT_MATCH].prompt_end == first + 1
+    follow_matches(index, matches, 0, 11)
     for _ in range(3):
-        follow_trails(index, trails, 0, 0)
-    assert trails[0, PROMPT].run == 1 + 6
-    assert trails[0, PROMPT].gap == 3
+        follow_matches(index, matches, 0, 0)
+    assert matches[0, PROMPT_MATCH].run == 1 + 6
+    assert matches[0, PROMPT_MATCH].gap == 3
 
 
 def test_a_trail_that_is_being_followed_is_not_laid_anew() -> None:
-    index, trails, first = prompt_of([10, 11, 12, 13, 14, 15])
-    laid(trails, first)
-    lay_trail(trails, first + 3, 32)
-    assert trails[0, PROMPT].position == first
-    follow_trails(index, trails, 0, OPEN)
-    lay_trail(trails, first + 3, 3)
-    assert trails[0, PROMPT].position == first  # agreement of three tokens is enough where there is no trail only
-    lay_trail(trails, first + 3, 32)
-    assert trails[0, PROMPT].position == first + 3
+    index, matches, first = prompt_of([10, 11, 12, 13, 14, 15])
+    laid(matches, first)
+    start_match(matches, first + 3, 32)
+    assert matches[0, PROMPT_MATCH].position == first
+    follow_matches(index, matches, 0, OPEN)
+    start_match(matches, first + 3, 3)
+    assert matches[0, PROMPT_MATCH].position == first  # agreement of three tokens is enough where there is no match only
+    start_match(matches, first + 3, 32)
+    assert matches[0, PROMPT_MATCH].position == first + 3
 
 
 def test_a_node_has_the_trails_that_are_heard() -> None:
-    _, trails, first = prompt_of([10, 11, 12])
-    laid(trails, first)
-    nodes = np.concatenate([trails, trails])
-    branch(nodes, 0, 1)
-    assert nodes[1, PROMPT].position == 0
-    nodes[0, PROMPT].resumed = HEARD
-    branch(nodes, 0, 1)
-    assert nodes[1, PROMPT] == nodes[0, PROMPT]
+    _, matches, first = prompt_of([10, 11, 12])
+    laid(matches, first)
+    nodes = np.concatenate([matches, matches])
+    inherit_matches(nodes, 0, 1)
+    assert nodes[1, PROMPT_MATCH].position == 0
+    nodes[0, PROMPT_MATCH].resumed = MIN_RESUMED
+    inherit_matches(nodes, 0, 1)
+    assert nodes[1, PROMPT_MATCH] == nodes[0, PROMPT_MATCH]
 
 
 def test_nothing_of_what_stood_on_a_node_before_goes_on() -> None:
-    index, trails, _ = prompt_of([10, 11, 12])
-    nodes = np.concatenate([trails, trails])
-    nodes[1, PROMPT].spelled, nodes[1, PROMPT].resumed, nodes[1, PROMPT].prompt_end = 1, HEARD + 1, 99
-    branch(nodes, 0, 1)
-    follow_trails(index, nodes, 1, 5)
-    assert nodes[1, PROMPT].position == 0
+    index, matches, _ = prompt_of([10, 11, 12])
+    nodes = np.concatenate([matches, matches])
+    nodes[1, PROMPT_MATCH].spelled, nodes[1, PROMPT_MATCH].resumed, nodes[1, PROMPT_MATCH].prompt_end = 1, MIN_RESUMED + 1, 99
+    inherit_matches(nodes, 0, 1)
+    follow_matches(index, nodes, 1, 5)
+    assert nodes[1, PROMPT_MATCH].position == 0
 
 
 def steps_of(trie: Trie, request: int, prompt: list[int], answer: list[int]) -> int:
-    """Steps in which an answer is said with drafts of 24 tokens."""
+    """Steps in which an answer is predicted with drafts of 24 tokens."""
     trie.begin(request, "n", prompt)
     at = steps = 0
     while at < len(answer):
@@ -141,62 +141,62 @@ def steps_of(trie: Trie, request: int, prompt: list[int], answer: list[int]) -> 
     return steps
 
 
-@pytest.mark.parametrize("separators", [1, AHEAD - 1])
+@pytest.mark.parametrize("separators", [1, PROMPT_LOOKAHEAD - 1])
 def test_a_table_said_as_records_is_drafted_across_cells(separators: int) -> None:
-    """Where n-grams know none of the values: without trails, no draft could hold the next cell's first token."""
+    """Where n-grams know none of the values: without matches, no draft could hold the next cell's first token."""
     rng = random.Random(separators)
     trie = Trie()
     for request in range(12):
         rows = [[[rng.randrange(20, 5000) for _ in range(2)] for _ in KEYS] for _ in range(8)]
         prompt = [t for row in rows for cell in row for t in (*cell, *[COMMA] * separators)] + [LINE]
-        said = [[t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows]
-        answer = [t for record in said for t in (OPEN, *record, CLOSE, LINE)]
+        predicted = [[t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows]
+        answer = [t for record in predicted for t in (OPEN, *record, CLOSE, LINE)]
         steps = steps_of(trie, request, prompt, answer)
     assert len(answer) / steps > 8, len(answer) / steps  # a cell's key, colon, two tokens and comma are five
 
 
 def spelled_prompt(tokens: list[int]) -> tuple[Index, RecordArray, int]:
     """As ``prompt_of``, where token 90 is spelled 91, 92 without its space, and 93 is 94."""
-    index, trails, first = prompt_of(tokens)
+    index, matches, first = prompt_of(tokens)
     table = np.full((100, 3), -1, np.int32)
     table[90, :2], table[93, 0] = (91, 92), 94
-    return index._replace(spelling=table), trails, first
+    return index._replace(spelling=table), matches, first
 
 
 def test_a_trail_goes_through_the_spelling_of_a_word() -> None:
-    index, trails, first = spelled_prompt([10, COMMA, 90, 11, COMMA, 93, 12])
-    laid(trails, first)
+    index, matches, first = spelled_prompt([10, COMMA, 90, 11, COMMA, 93, 12])
+    laid(matches, first)
     for token, at, inside in ((10, 1, 0), (OPEN, 1, 0), (91, 2, 1), (92, 3, 0), (11, 4, 0), (OPEN, 4, 0), (94, 6, 0)):
-        follow_trails(index, trails, 0, token)
-        assert (trails[0, PROMPT].position - first, trails[0, PROMPT].spelled) == (at, inside)
-    assert trails[0, PROMPT].resumed == 1
+        follow_matches(index, matches, 0, token)
+        assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].spelled) == (at, inside)
+    assert matches[0, PROMPT_MATCH].resumed == 1
 
 
 def test_a_word_spelled_otherwise_is_passed_by() -> None:
-    index, trails, first = spelled_prompt([90, 11, 12])
-    laid(trails, first)
+    index, matches, first = spelled_prompt([90, 11, 12])
+    laid(matches, first)
     for token, at, gap in ((91, 0, 0), (OPEN, 1, 1), (11, 2, 0)):
-        follow_trails(index, trails, 0, token)
-        assert (trails[0, PROMPT].position - first, trails[0, PROMPT].gap) == (at, gap)
-        assert trails[0, PROMPT].spelled == (1 if token == 91 else 0)
+        follow_matches(index, matches, 0, token)
+        assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].gap) == (at, gap)
+        assert matches[0, PROMPT_MATCH].spelled == (1 if token == 91 else 0)
 
 
 def test_the_way_on_is_known_by_what_is_ahead_and_by_its_spelling() -> None:
-    index, trails, first = spelled_prompt([COMMA, 90, 11])
-    laid(trails, first)
-    ways = {COMMA: 0, 90: 1, 91: AHEAD + 1, 11: 2, 92: WAYS, OPEN: WAYS}
-    assert {token: way_on(index, trails[0, PROMPT], PROMPT, token) for token in ways} == ways
+    index, matches, first = spelled_prompt([COMMA, 90, 11])
+    laid(matches, first)
+    skips = {COMMA: 0, 90: 1, 91: PROMPT_LOOKAHEAD + 1, 11: 2, 92: SKIPS, OPEN: SKIPS}
+    assert {token: skip_to(index, matches[0, PROMPT_MATCH], PROMPT_MATCH, token) for token in skips} == skips
 
 
 def test_ways_are_noted_where_the_prompts_trail_waits_and_the_outputs_is_followed() -> None:
-    _, trails, first = prompt_of([10, 11, 12])
+    _, matches, first = prompt_of([10, 11, 12])
     hashed = np.uint64(12345)
-    assert crossing(trails[0, PROMPT], PROMPT, hashed) == crossing(trails[0, OUTPUT], OUTPUT, hashed) == 0
-    for row in (PROMPT, OUTPUT):
-        trails[0, row].position, trails[0, row].resumed = first, HEARD
+    assert skip_hash(matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed) == skip_hash(matches[0, OUTPUT_MATCH], OUTPUT_MATCH, hashed) == 0
+    for row in (PROMPT_MATCH, OUTPUT_MATCH):
+        matches[0, row].position, matches[0, row].resumed = first, MIN_RESUMED
         for gap in (0, 1):
-            trails[0, row].gap = gap
-            assert (crossing(trails[0, row], row, hashed) != 0) == ((gap != 0) == (row == PROMPT))
+            matches[0, row].gap = gap
+            assert (skip_hash(matches[0, row], row, hashed) != 0) == ((gap != 0) == (row == PROMPT_MATCH))
 
 
 def steps_through_cells(spelled: bool) -> float:
@@ -210,8 +210,8 @@ def steps_through_cells(spelled: bool) -> float:
     for request in range(12):
         rows = [[[rng.randrange(20, 5000) for _ in range(4)] for _ in KEYS] for _ in range(8)]
         prompt = [t for row in rows for cell in row for t in (10_000 + cell[0], *cell[1:], COMMA)]
-        said = [[t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows]
-        answer = [t for record in said for t in (OPEN, *record, CLOSE, LINE)]
+        predicted = [[t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows]
+        answer = [t for record in predicted for t in (OPEN, *record, CLOSE, LINE)]
         taken, steps = taken + len(answer), steps + steps_of(trie, request, prompt, answer)
     return taken / steps
 
@@ -236,14 +236,14 @@ def test_spellings_are_those_behind_a_quote() -> None:
 
 
 def test_a_context_with_a_crossings_hash_is_no_crossing() -> None:
-    """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no ways."""
-    index, trails, first = prompt_of([10, 11, 12])
-    hashed, facts = np.uint64(12345), Facts.allocate()
-    trails[0, PROMPT].position, trails[0, PROMPT].resumed, trails[0, PROMPT].gap = first, HEARD, 1
-    for token in (5000, 1, WAYS + 1):
-        count(index, crossing(trails[0, PROMPT], PROMPT, hashed), token)
-        look_around(index, trails[0, PROMPT], PROMPT, hashed, facts)
-        known = {way for way in range(WAYS) if facts.ways[PROMPT, way] != facts.ways[PROMPT, 0]}
+    """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no skips."""
+    index, matches, first = prompt_of([10, 11, 12])
+    hashed, evidence = np.uint64(12345), PositionEvidence.allocate()
+    matches[0, PROMPT_MATCH].position, matches[0, PROMPT_MATCH].resumed, matches[0, PROMPT_MATCH].gap = first, MIN_RESUMED, 1
+    for token in (5000, 1, SKIPS + 1):
+        count(index, skip_hash(matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed), token)
+        count_skips(index, matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed, evidence)
+        known = {skip for skip in range(SKIPS) if evidence.skips[PROMPT_MATCH, skip] != evidence.skips[PROMPT_MATCH, 0]}
         assert known == (set() if token == 5000 else {1})
 
 

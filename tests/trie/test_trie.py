@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from forerun.core.tree import ROOT, DraftTree
 from forerun.trie import logistic_mixer, trie_file
 from forerun.trie.arrays import CLASSES, ORDERS, Index, find, mix
-from forerun.trie.gapped_match import ONWARD, instead
+from forerun.trie.gapped_match import SKIP_MARK, substitute_hash
 from forerun.trie.trie import Draft, Form, Trie, TrieConfig, TrieFileError
 
 Path_ = tuple[int, ...]
@@ -107,8 +107,8 @@ def counts(index: Index, known: Counts) -> Counts:
     """All counts of an index, whose contexts must be among those of ``known``."""
     every = {context for context, _ in known}
     found = Counter({(c, token): n for c in every for token, n in followers(index, c).items()})
-    pairs = [np.uint64(mix(hash_of(context), ONWARD + row)) for context in every if len(context) == 2 for row in (0, 1)]
-    beside = [*(np.uint64(instead(token)) for token in {token for _, token in known}), *pairs]  # what trails count
+    pairs = [np.uint64(mix(hash_of(context), SKIP_MARK + row)) for context in every if len(context) == 2 for row in (0, 1)]
+    beside = [*(np.uint64(substitute_hash(token)) for token in {token for _, token in known}), *pairs]  # what matches count
     assert len({context for context, _ in found}) + sum(find(index, one) != 0 for one in beside) == index.state[0].slots
     return found
 
@@ -641,7 +641,7 @@ def test_no_file_with_a_flipped_byte_loads(tmp_path: Path) -> None:
 
 def test_another_version_is_refused_by_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(trie_file, "VERSION", 1)
+        patch.setattr(trie_file, "TRIE_FILE_VERSION", 1)
         filled()[0].save(tmp_path / "trie")
     refuses(tmp_path / "trie", "has version 1; this program reads version 3")
 

@@ -1,6 +1,6 @@
 """Named tuples of arrays that compiled code finds by one address.
 
-Numba unpacks the arrays of a call one by one, in 0.2 us each. An index, a place, a mixer and a desk are more than forty
+Numba unpacks the arrays of a call one by one, in 0.2 us each. An index, a cursor, a mixer and a workspace are more than forty
 arrays. Unpacking them at each call took a fifth of the time of a draft.
 """
 
@@ -19,9 +19,9 @@ from numba.np import arrayobj
 
 T = TypeVar("T", bound=NamedTuple)
 
-I64 = ir.IntType(64)
+INT64 = ir.IntType(64)
 
-_PINS: WeakValueDictionary[int, ArrayHandles[Any]] = WeakValueDictionary()
+_HANDLES: WeakValueDictionary[int, ArrayHandles[Any]] = WeakValueDictionary()
 """By address, for the functions of ``reader`` where numba's compiler is switched off."""
 
 
@@ -43,7 +43,7 @@ class ArrayHandles(Generic[T]):
             self._memory = np.array([number for array in _arrays(arrays) for number in _layout(array)], np.int64)
             self._arrays, self._address = arrays, self._memory.ctypes.data
             if numba.config.DISABLE_JIT:
-                _PINS[self._address] = self
+                _HANDLES[self._address] = self
         return self._address
 
 
@@ -64,13 +64,13 @@ def _layout(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
 def reader(like: NamedTuple) -> Any:
     """A function for compiled code: from the address of a ``ArrayHandles`` to its arrays, of the same types as ``like``."""
     if numba.config.DISABLE_JIT:
-        return lambda address: _PINS[address]._arrays
+        return lambda address: _HANDLES[address]._arrays
     kind = numba.typeof(like)
 
     def read(typing: Any, address: Any) -> Any:
         def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-            start = builder.inttoptr(values[0], I64.as_pointer())
-            numbers = (builder.load(builder.gep(start, [I64(i)])) for i in count())
+            start = builder.inttoptr(values[0], INT64.as_pointer())
+            numbers = (builder.load(builder.gep(start, [INT64(i)])) for i in count())
             return _build(context, builder, kind, numbers)
 
         return kind(types.int64), write
@@ -85,7 +85,7 @@ def _build(context: Any, builder: ir.IRBuilder, kind: Any, numbers: Iterator[ir.
     array = arrayobj.make_array(kind)(context, builder)
     data = builder.inttoptr(next(numbers), array.data.type)
     shape = [next(numbers) for _ in range(kind.ndim)]
-    size = I64(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    size = INT64(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
     strides = [size]
     for length in reversed(shape[1:]):
         strides.insert(0, builder.mul(strides[0], length))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
-from forerun.trie.tables import CHUNK, ENTRY, SLOT, STATE, TEXT, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS, ENTRY, SLOT, INDEX_STATE, TEXT_CHUNK, RecordArray
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -40,7 +40,7 @@ LARGE = 1 << 20
 BYTES_PER_TOKEN = 72
 """Reserved for each token of a namespace's capacity. A text uses less; how much depends on how it repeats itself."""
 
-RECENT = 48
+RECENT_TOKENS = 48
 """Distinct tokens that are remembered as seen last."""
 
 
@@ -51,12 +51,12 @@ class Index(NamedTuple):
         slots: one row for each context; ``SLOT`` ``[slots]``.
         heads: first slot of each bucket, int32 ``[slots]``.
         blocks: followers of the contexts that have several; ``ENTRY`` ``[rows]``.
-        text: the tokens themselves, in chunks; ``TEXT`` ``[chunks]``; see ``history``.
+        text: the tokens themselves, in chunks; ``TEXT_CHUNK`` ``[chunks]``; see ``history``.
         hints: where an n-gram was continued last, by its hash; int32 ``[power of two]``; see ``history``.
-        recent: distinct tokens, those seen last first, int32 ``[RECENT]``; -1 for none.
+        recent: distinct tokens, those seen last first, int32 ``[RECENT_TOKENS]``; -1 for none.
         spelling: tokens of each word without the space before it, int32 ``[vocabulary, n]``; see ``spelling``.
         free_blocks: first free block of each size, int64 ``[CLASSES]``.
-        state: counters; ``STATE`` ``[1]``.
+        state: counters; ``INDEX_STATE`` ``[1]``.
     """
 
     slots: RecordArray
@@ -72,15 +72,15 @@ class Index(NamedTuple):
     @classmethod
     def allocate(cls, slots: int, rows: int, chunks: int) -> Index:
         """An empty index. The system backs a page of memory when it is first written, so unused room costs nothing."""
-        state = np.zeros(1, STATE)
+        state = np.zeros(1, INDEX_STATE)
         state["mask"], state["slot_top"], state["block_top"], state["chunk_top"] = 15, 1, 1, 1
         return cls(
             slots=_zeros(slots + 1, SLOT),
             heads=_zeros(slots + 16, np.dtype(np.int32)),
             blocks=_zeros(rows + 1, ENTRY),
-            text=_zeros(chunks + 1, TEXT),
+            text=_zeros(chunks + 1, TEXT_CHUNK),
             hints=np.zeros(FIRST_HINTS, np.int32),
-            recent=np.full(RECENT, -1, np.int32),
+            recent=np.full(RECENT_TOKENS, -1, np.int32),
             spelling=np.full((1, 1), -1, np.int32),
             free_blocks=np.zeros(CLASSES, np.int64),
             state=state,
@@ -90,9 +90,9 @@ class Index(NamedTuple):
     def for_tokens(cls, tokens: int) -> Index:
         """An empty index with room for any text of so many tokens.
 
-        Each token is counted behind ``ORDERS`` contexts, and behind up to two that ``trail`` adds.
+        Each token is counted behind ``ORDERS`` contexts, and behind up to two that ``match`` adds.
         """
-        return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK + 2)
+        return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 2)
 
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:
@@ -120,7 +120,7 @@ class Index(NamedTuple):
         """Bytes in use or once used; memory that was never touched is not counted."""
         state = self.state[0]
         used = SLOT.itemsize * state.slot_top + self.heads.itemsize * (state.mask + 1 + state.split)
-        used += ENTRY.itemsize * state.block_top + TEXT.itemsize * state.chunk_top
+        used += ENTRY.itemsize * state.block_top + TEXT_CHUNK.itemsize * state.chunk_top
         return int(used) + sum(part.nbytes for part in (self.hints, self.recent, self.free_blocks, self.state))
 
     def with_hints(self, more: int = 0) -> Index:
@@ -142,7 +142,7 @@ class Index(NamedTuple):
 def _rows(nbytes: int) -> tuple[int, int, int]:
     """Slots, rows of blocks and chunks for so many bytes, hints included."""
     tokens = nbytes / BYTES_PER_TOKEN
-    return int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK)
+    return int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK_TOKENS)
 
 
 def _doubled(part: npt.NDArray[Any]) -> npt.NDArray[Any]:

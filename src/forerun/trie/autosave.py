@@ -29,12 +29,12 @@ class AutoSaver:
 
     Args:
         trie: the index.
-        place: where it is saved.
+        cursor: where it is saved.
         interval: seconds from a change to the save that has it.
     """
 
-    def __init__(self, trie: TrieStore, place: Saved, interval: float) -> None:
-        self._trie, self._place, self._interval = trie, place, interval
+    def __init__(self, trie: TrieStore, cursor: Saved, interval: float) -> None:
+        self._trie, self._place, self._interval = trie, cursor, interval
         self._changed, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
 

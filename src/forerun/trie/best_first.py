@@ -1,7 +1,7 @@
 """The merged tree: best-first search by estimated probability, over all contexts of both sources at once.
 
-The likeliest candidate of the frontier becomes a node, and its followers are offered to the frontier in turn. The desk
-holds where each node stands: the hashes and slots of its contexts, its copies and its trails. A node whose followers
+The likeliest candidate of the frontier becomes a node, and its followers are offered to the frontier in current_substitute_hash. The workspace
+holds where each node stands: the hashes and slots of its contexts, its copies and its matches. A node whose followers
 could hardly enter the draft is expanded from its longer contexts only, or not at all.
 """
 
@@ -12,8 +12,8 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import ORDERS, Index, mix
 from forerun.trie.candidates import NONE, UNIGRAM, CandidateTable, candidate, clear
-from forerun.trie.draft_workspace import Draft, DraftWorkspace, hear, look, stand
-from forerun.trie.evidence import ENOUGH, complete, gather, gather_recent
+from forerun.trie.draft_workspace import Draft, DraftWorkspace, read_copy, find_slots, set_root
+from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_recent
 from forerun.trie.frontier import (
     above_of,
     empty,
@@ -25,7 +25,7 @@ from forerun.trie.frontier import (
     shared_order_of,
     token_of,
 )
-from forerun.trie.gapped_match import branch, follow_trails
+from forerun.trie.gapped_match import inherit_matches, follow_matches
 from forerun.trie.logistic_mixer import Mixer, corrected, odds_unmatched, weigh
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, follow_copy
@@ -40,34 +40,34 @@ the node is not expanded. The bar is also the share of a context's total that a 
 
 @compiled
 def _expand(
-    own: Index, shared: Index, mixer: Mixer, desk: DraftWorkspace, node: int, bound: int, chance: float, bar: float
+    own: Index, shared: Index, mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float, bar: float
 ) -> None:
     """Offer what may follow a node of that chance to the frontier, of which ``bound`` entries can still be drafted."""
-    found, facts = desk.found, desk.facts
-    hear(own, OWN, desk.copies, node, facts)
-    hear(shared, SHARED, desk.copies, node, facts)
-    gather(own, shared, desk.hashes, desk.slots, desk.trails, node, facts, found, bar)
-    for number in range(found.size[0]):
-        complete(found, number, facts)
-        likely = chance * weigh(mixer, found, number, facts)
-        offered = found.candidates[number]
+    table, evidence = workspace.table, workspace.evidence
+    read_copy(own, OWN, workspace.copies, node, evidence)
+    read_copy(shared, SHARED, workspace.copies, node, evidence)
+    gather(own, shared, workspace.hashes, workspace.slots, workspace.matches, node, evidence, table, bar)
+    for number in range(table.size[0]):
+        complete(table, number, evidence)
+        likely = chance * weigh(mixer, table, number, evidence)
+        offered = table.candidates[number]
         entry = packed(offered.token, node, offered.longest[OWN], offered.longest[SHARED])
-        offer(desk.frontier, bound, likely, entry)
-    if bar <= CUT_RECENT and found.size[0] < ENOUGH:
-        _expand_recent(mixer, desk, node, bound, chance)
+        offer(workspace.frontier, bound, likely, entry)
+    if bar <= CUT_RECENT and table.size[0] < ENOUGH_CANDIDATES:
+        _expand_recent(mixer, workspace, node, bound, chance)
 
 
 @compiled
-def _expand_recent(mixer: Mixer, desk: DraftWorkspace, node: int, bound: int, chance: float) -> None:
+def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float) -> None:
     """Offer the tokens seen last, as far as they are likely enough."""
-    recent, odds = desk.recent, odds_unmatched(mixer, desk.facts)
+    recent, odds = workspace.recent, odds_unmatched(mixer, workspace.evidence)
     for number in range(recent.size[0]):
         likely = chance * corrected(mixer, 0, odds + recent.candidates[number].odds)
-        if likely <= least(desk.frontier, bound):
+        if likely <= least(workspace.frontier, bound):
             break
         token = recent.candidates[number].token
-        if candidate(desk.found, token, False) == NONE:
-            offer(desk.frontier, bound, likely, packed(token, node, 0, 0))
+        if candidate(workspace.table, token, False) == NONE:
+            offer(workspace.frontier, bound, likely, packed(token, node, 0, 0))
 
 
 @compiled
@@ -87,9 +87,9 @@ def rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable)
 
 
 @compiled
-def _enter(own: Index, shared: Index, desk: DraftWorkspace, node: int, entry: int, bar: float) -> None:
-    """Put a new node on the desk: move on by its token from where the node above it stands."""
-    hashes, copies = desk.hashes, desk.copies
+def _enter(own: Index, shared: Index, workspace: DraftWorkspace, node: int, entry: int, bar: float) -> None:
+    """Put a new node on the workspace: move on by its token from where the node above it stands."""
+    hashes, copies = workspace.hashes, workspace.copies
     above, token = above_of(entry), token_of(entry)
     for source in range(2):
         hashes[node, source, 0] = np.uint64(0)
@@ -97,24 +97,24 @@ def _enter(own: Index, shared: Index, desk: DraftWorkspace, node: int, entry: in
             hashes[node, source, order] = mix(hashes[above, source, order - 1], token)
         copies[node, source] = copies[above, source]
     lowest = 2 if bar > CUT_SHORT else 1
-    look(own, shared, hashes, desk.slots, node, lowest, own_order_of(entry) + 1, shared_order_of(entry) + 1)
+    find_slots(own, shared, hashes, workspace.slots, node, lowest, own_order_of(entry) + 1, shared_order_of(entry) + 1)
     follow_copy(own, copies, node, OWN, token, copies[0, OWN].position)
     follow_copy(shared, copies, node, SHARED, token, 0)
-    branch(desk.trails, above, node)
-    follow_trails(own, desk.trails, node, token)
-    desk.depths[node] = desk.depths[above] + 1
+    inherit_matches(workspace.matches, above, node)
+    follow_matches(own, workspace.matches, node, token)
+    workspace.depths[node] = workspace.depths[above] + 1
 
 
 @compiled
 def grow(
-    own: Index, shared: Index, place: TextCursor, mixer: Mixer, desk: DraftWorkspace, draft: Draft, deepest: int
+    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, draft: Draft, deepest: int
 ) -> int:
     """Fill a draft; the number of its nodes."""
-    budget, frontier, span = len(draft.tokens), desk.frontier, desk.frontier.span[0]
-    rank_recent(own, shared, mixer, desk.recent)
-    stand(own, shared, place, desk)
+    budget, frontier, span = len(draft.tokens), workspace.frontier, workspace.frontier.span[0]
+    rank_recent(own, shared, mixer, workspace.recent)
+    set_root(own, shared, cursor, workspace)
     empty(frontier)
-    _expand(own, shared, mixer, desk, 0, budget, 1.0, 0.0)
+    _expand(own, shared, mixer, workspace, 0, budget, 1.0, 0.0)
     size = 0
     while span.head < span.tail and size < budget:
         chance, entry = frontier.chances[span.head], frontier.entries[span.head]
@@ -123,9 +123,9 @@ def grow(
         draft.tokens[size], draft.parents[size], draft.probability[size] = token_of(entry), above - 1, chance
         draft.origins[size] = origin_of(entry)
         size += 1
-        if size < budget and desk.depths[above] + 1 < deepest:
+        if size < budget and workspace.depths[above] + 1 < deepest:
             bar = least(frontier, budget - size) / chance
             if bar <= CUT:
-                _enter(own, shared, desk, size, entry, bar)
-                _expand(own, shared, mixer, desk, size, budget - size, chance, bar)
+                _enter(own, shared, workspace, size, entry, bar)
+                _expand(own, shared, mixer, workspace, size, budget - size, chance, bar)
     return size

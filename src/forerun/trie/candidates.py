@@ -14,14 +14,14 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import ORDERS, Int32Array
-from forerun.trie.gapped_match import TRAIL_CELLS, WAYS
+from forerun.trie.gapped_match import GAPPED_MATCH_CELLS, SKIPS
 from forerun.trie.tables import ABSENT, CANDIDATE, PREDICTION, RecordArray
 
-COPIED, UNIGRAM, STAND_IN, CROSSED, AHEAD_ON = (2 * ORDERS + start for start in (0, 2, 4, 5, 7))
+COPIED, UNIGRAM, SUBSTITUTE, SKIPPED, MATCHED = (2 * ORDERS + start for start in (0, 2, 4, 5, 7))
 """First inputs of each kind behind the ``2 * ORDERS`` contexts: two copies, by source; the token's own frequency and
-recency, by source; the stand-in; two crossings and two trails, by trail."""
+recency, by source; the substitute; two skips and two matches, by match."""
 
-BIAS = AHEAD_ON + 2
+BIAS = MATCHED + 2
 """Number of inputs; in ``Mixer.weights`` the column of the constant, which has no cell."""
 
 COUNTS, TOTALS, STATES = 9, 10, 3
@@ -37,26 +37,26 @@ TOTAL_CLASSES = np.searchsorted([0, 1, 2, 3, 4, 6, 10, 20, 60], np.arange(62))
 LENGTHS, MISSES = 8, 4
 """Classes of ``COPY.agreed`` and of the number of bits in ``COPY.wrong``."""
 
-COMMON, RANKS = 16, 6
+FREQUENCY_CLASSES, RECENCY_CLASSES = 16, 6
 """Classes of a token's frequency and of how long ago it was seen."""
 
 CONTEXT_CELLS = COUNTS * TOTALS * STATES
 """Cells of one input that reads counts."""
 
-STAND_IN_GROUP, CROSSING_GROUP = 2 * ORDERS, 2 * ORDERS + 1
-"""Groups of ``CONTEXT_CELLS`` cells behind those of the contexts: one for stand-ins, and two for each trail's crossings
-(ways to a foreseen token, and ``WAYS``)."""
+SUBSTITUTE_GROUP, SKIP_GROUP = 2 * ORDERS, 2 * ORDERS + 1
+"""Groups of ``CONTEXT_CELLS`` cells behind those of the contexts: one for substitutes, and two for each match's skips
+(skips to a predicted token, and ``SKIPS``)."""
 
 COPY_CELLS = (2 * ORDERS + 5) * CONTEXT_CELLS
 
 UNIGRAM_CELLS = COPY_CELLS + 2 * LENGTHS * MISSES * 2
 
-AHEAD_CELLS = UNIGRAM_CELLS + 2 * COMMON * RANKS
+MATCH_CELLS = UNIGRAM_CELLS + 2 * FREQUENCY_CLASSES * RECENCY_CLASSES
 
-CELLS = AHEAD_CELLS + TRAIL_CELLS
+CELLS = MATCH_CELLS + GAPPED_MATCH_CELLS
 """Number of cells; the names above it are the first cell of each kind of input."""
 
-ROOM = 64
+MAX_CANDIDATES = 64
 """Most candidates of one position."""
 
 NONE = -1
@@ -70,8 +70,8 @@ class CandidateTable(NamedTuple):
     """The candidates of one position.
 
     Attributes:
-        candidates: ``CANDIDATE`` ``[ROOM]``.
-        cells: cell of each input, or ``NONE``; int32 ``[ROOM, BIAS]``.
+        candidates: ``CANDIDATE`` ``[MAX_CANDIDATES]``.
+        cells: cell of each input, or ``NONE``; int32 ``[MAX_CANDIDATES, BIAS]``.
         buckets: number of a candidate plus one, by hash of its token, with open addressing; int32 ``[BUCKETS]``.
         size: number of candidates, int32 ``[1]``.
     """
@@ -83,34 +83,34 @@ class CandidateTable(NamedTuple):
 
     @classmethod
     def allocate(cls) -> CandidateTable:
-        """An empty board."""
-        cells = np.zeros((ROOM, BIAS), np.int32)
-        return cls(np.zeros(ROOM, CANDIDATE), cells, np.zeros(BUCKETS, np.int32), np.zeros(1, np.int32))
+        """An empty table."""
+        cells = np.zeros((MAX_CANDIDATES, BIAS), np.int32)
+        return cls(np.zeros(MAX_CANDIDATES, CANDIDATE), cells, np.zeros(BUCKETS, np.int32), np.zeros(1, np.int32))
 
 
-class Facts(NamedTuple):
+class PositionEvidence(NamedTuple):
     """What all candidates of one position share.
 
     Attributes:
         absent: for contexts that a candidate was not found behind; ``ABSENT`` ``[2, ORDERS + 1]``, by source and order
-            less one. ``[OWN, ORDERS].shorter`` is for a candidate that did not stand in.
-        ways: cells of each trail's ways on, or ``NONE``; int32 ``[2, WAYS + 1]``.
+            less one. ``[OWN, ORDERS].shorter`` is for a candidate that did not set_root in.
+        skips: cells of each match's skips on, or ``NONE``; int32 ``[2, SKIPS + 1]``.
         copies: what each source's copy predicts; ``PREDICTION`` ``[2]``.
-        unforeseen: for each trail, the cell of a token that it does not foresee, or ``NONE``; int64 ``[2]``.
-        inputs: how many are in use: ``BIAS``, or ``STAND_IN`` while no trail is heard; int64 ``[1]``.
+        unpredicted: for each match, the cell of a token that it does not predict, or ``NONE``; int64 ``[2]``.
+        inputs: how many are in use: ``BIAS``, or ``SUBSTITUTE`` while no match is active; int64 ``[1]``.
     """
 
     absent: RecordArray
-    ways: Int32Array
+    skips: Int32Array
     copies: RecordArray
-    unforeseen: IntArray
+    unpredicted: IntArray
     inputs: IntArray
 
     @classmethod
-    def allocate(cls) -> Facts:
-        """Room for the facts of one position."""
-        absent, ways = np.zeros((2, ORDERS + 1), ABSENT), np.full((2, WAYS + 1), NONE, np.int32)
-        return cls(absent, ways, np.zeros(2, PREDICTION), np.full(2, NONE, np.int64), np.zeros(1, np.int64))
+    def allocate(cls) -> PositionEvidence:
+        """Room for the evidence of one position."""
+        absent, skips = np.zeros((2, ORDERS + 1), ABSENT), np.full((2, SKIPS + 1), NONE, np.int32)
+        return cls(absent, skips, np.zeros(2, PREDICTION), np.full(2, NONE, np.int64), np.zeros(1, np.int64))
 
 
 @compiled
@@ -133,33 +133,33 @@ def class_of_total(total: int) -> int:
 
 @compiled
 def cell_of(group: int, count_class: int, total_class: int, state: int) -> int:
-    """The cell of evidence from counts; ``group`` is that of the context, the stand-in or the crossing."""
+    """The cell of evidence from counts; ``group`` is that of the context, the substitute or the skip_hash."""
     return ((group * COUNTS + count_class) * TOTALS + total_class) * STATES + state
 
 
 @compiled
-def clear(board: CandidateTable) -> None:
+def clear(table: CandidateTable) -> None:
     """Remove all candidates."""
-    board.size[0] = 0
+    table.size[0] = 0
     for bucket in range(BUCKETS):
-        board.buckets[bucket] = 0
+        table.buckets[bucket] = 0
 
 
 @compiled
-def candidate(board: CandidateTable, token: int, fresh: bool) -> int:
+def candidate(table: CandidateTable, token: int, fresh: bool) -> int:
     """The number of a token's candidate, or ``NONE``; with ``fresh``, it is added if there is room."""
     bucket = (token * 40503 >> 4) & (BUCKETS - 1)
-    while board.buckets[bucket] != 0:
-        if board.candidates[board.buckets[bucket] - 1].token == token:
-            return int(board.buckets[bucket] - 1)
+    while table.buckets[bucket] != 0:
+        if table.candidates[table.buckets[bucket] - 1].token == token:
+            return int(table.buckets[bucket] - 1)
         bucket = (bucket + 1) & (BUCKETS - 1)
-    number = board.size[0]
-    if not fresh or number == ROOM:
+    number = table.size[0]
+    if not fresh or number == MAX_CANDIDATES:
         return NONE
-    board.buckets[bucket] = number + 1
-    board.size[0] += 1
-    added = board.candidates[number]
-    added.token, added.longest[0], added.longest[1], added.foreseen = token, 0, 0, 0
+    table.buckets[bucket] = number + 1
+    table.size[0] += 1
+    added = table.candidates[number]
+    added.token, added.longest[0], added.longest[1], added.match_class = token, 0, 0, 0
     for at in range(BIAS):
-        board.cells[number, at] = NONE
+        table.cells[number, at] = NONE
     return int(number)

@@ -1,7 +1,7 @@
 """Counting what followed a context, and taking a count back.
 
 A context with one follower is all in its slot. A context with several has a block: a header, then one row for each
-follower. Each count that grows moves its row up by at most one place, so the rows are nearly sorted, most frequent
+follower. Each count that grows moves its row up by at most one cursor, so the rows are nearly sorted, most frequent
 first, at no cost. Blocks have 4, 8, 16, ... rows; a block that is full moves to one of twice its size.
 """
 

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from forerun.core.compiling import compiled
 from forerun.core.tree import Int8Array, IntArray
 from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find
-from forerun.trie.candidates import CandidateTable, Facts
+from forerun.trie.candidates import CandidateTable, PositionEvidence
 from forerun.trie.evidence import copy_cell
 from forerun.trie.frontier import Frontier
-from forerun.trie.tables import COPY, OWN, SHARED, TRAIL, RecordArray
+from forerun.trie.tables import COPY, OWN, SHARED, GAPPED_MATCH, RecordArray
 from forerun.trie.text_cursor import TextCursor
 from forerun.trie.token_store import UNWRITTEN, read
 
@@ -27,23 +27,23 @@ class DraftWorkspace(NamedTuple):
         hashes: of the contexts at each node, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
         slots: of the same contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
         copies: by node and source; ``COPY`` ``[n + 1, 2]``.
-        trails: by node; ``TRAIL`` ``[n + 1, 2]``.
+        matches: by node; ``GAPPED_MATCH`` ``[n + 1, 2]``.
         depths: of each node, int64 ``[n + 1]``.
         frontier: candidates that are not drafted yet.
-        found: candidates of the node at hand.
+        table: candidates of the node at hand.
         recent: the tokens seen last, whose evidence is the same at every node.
-        facts: of the node at hand.
+        evidence: of the node at hand.
     """
 
     hashes: HashArray
     slots: Int32Array
     copies: RecordArray
-    trails: RecordArray
+    matches: RecordArray
     depths: IntArray
     frontier: Frontier
-    found: CandidateTable
+    table: CandidateTable
     recent: CandidateTable
-    facts: Facts
+    evidence: PositionEvidence
 
     @classmethod
     def allocate(cls, budget: int) -> DraftWorkspace:
@@ -52,12 +52,12 @@ class DraftWorkspace(NamedTuple):
             hashes=np.zeros((budget + 1, 2, ORDERS + 1), np.uint64),
             slots=np.zeros((budget + 1, 2, ORDERS + 1), np.int32),
             copies=np.zeros((budget + 1, 2), COPY),
-            trails=np.zeros((budget + 1, 2), TRAIL),
+            matches=np.zeros((budget + 1, 2), GAPPED_MATCH),
             depths=np.zeros(budget + 1, np.int64),
             frontier=Frontier.allocate(budget),
-            found=CandidateTable.allocate(),
+            table=CandidateTable.allocate(),
             recent=CandidateTable.allocate(),
-            facts=Facts.allocate(),
+            evidence=PositionEvidence.allocate(),
         )
 
     def holds(self, budget: int) -> bool:
@@ -85,7 +85,7 @@ class Draft(NamedTuple):
 
 
 @compiled
-def look(
+def find_slots(
     own: Index, shared: Index, hashes: HashArray, slots: Int32Array, node: int, lowest: int, own_most: int, most: int
 ) -> None:
     """Find the slots of a node's contexts from order ``lowest`` to the given ones; those of other orders become 0."""
@@ -95,21 +95,21 @@ def look(
 
 
 @compiled
-def hear(index: Index, source: int, copies: RecordArray, node: int, facts: Facts) -> None:
+def read_copy(index: Index, source: int, copies: RecordArray, node: int, evidence: PositionEvidence) -> None:
     """Note what a node's copy predicts."""
-    copy, predicted = copies[node, source], facts.copies[source]
+    copy, predicted = copies[node, source], evidence.copies[source]
     predicted.token = UNWRITTEN if copy.position == 0 else read(index, copy.position)
     predicted.cell = copy_cell(source, copy.agreed, copy.wrong)
     predicted.agreed = copy.agreed
 
 
 @compiled
-def stand(own: Index, shared: Index, place: TextCursor, desk: DraftWorkspace) -> None:
+def set_root(own: Index, shared: Index, cursor: TextCursor, workspace: DraftWorkspace) -> None:
     """Make the text's end the root."""
     for source in range(2):
         for order in range(ORDERS + 1):
-            desk.hashes[0, source, order] = place.hashes[source, order]
-        desk.copies[0, source] = place.copies[0, source]
-        desk.trails[0, source] = place.trails[0, source]
-    desk.depths[0] = 0
-    look(own, shared, desk.hashes, desk.slots, 0, 1, ORDERS, ORDERS)
+            workspace.hashes[0, source, order] = cursor.hashes[source, order]
+        workspace.copies[0, source] = cursor.copies[0, source]
+        workspace.matches[0, source] = cursor.matches[0, source]
+    workspace.depths[0] = 0
+    find_slots(own, shared, workspace.hashes, workspace.slots, 0, 1, ORDERS, ORDERS)

@@ -1,7 +1,7 @@
 """Gathering the candidates for the next token, and the evidence for each.
 
 Candidates are the followers of the last one to ``ORDERS`` tokens in both sources, what the two copies predict, what the
-trails foresee and what stands in for it, and, where there are few of these, the tokens seen last.
+matches predict and what stands in for it, and, where there are few of these, the tokens seen last.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find, mix
 from forerun.trie.candidates import (
-    AHEAD_ON,
+    MATCHED,
     CAME_LAST,
-    COMMON,
+    FREQUENCY_CLASSES,
     COPIED,
     COPY_CELLS,
     COUNTS,
-    CROSSED,
+    SKIPPED,
     LENGTHS,
     MISSES,
     NONE,
     ONLY_ONE,
     OTHERS_SINCE,
-    RANKS,
-    STAND_IN,
-    STAND_IN_GROUP,
+    RECENCY_CLASSES,
+    SUBSTITUTE,
+    SUBSTITUTE_GROUP,
     UNIGRAM,
     UNIGRAM_CELLS,
     CandidateTable,
-    Facts,
+    PositionEvidence,
     candidate,
     cell_of,
     class_of_count,
@@ -39,74 +39,74 @@ from forerun.trie.candidates import (
     clear,
     context_input,
 )
-from forerun.trie.gapped_match import WAYS, turn
-from forerun.trie.gapped_match_features import foresee
-from forerun.trie.tables import OUTPUT, OWN, PROMPT, SHARED, RecordArray
-from forerun.trie.token_store import FAR, UNWRITTEN
+from forerun.trie.gapped_match import SKIPS, current_substitute_hash
+from forerun.trie.gapped_match_features import predict
+from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, RecordArray
+from forerun.trie.token_store import MAX_AGREED, UNWRITTEN
 
-WIDTH = 24
+MAX_FOLLOWERS = 24
 """Followers of one context that are read, the most frequent ones and the last one."""
 
-ENOUGH = 24
+ENOUGH_CANDIDATES = 24
 """With so many candidates, the tokens seen last are left out."""
 
 
 @compiled
-def _note(board: CandidateTable, at: int, source: int, order: int, token: int, cell: int, fresh: bool) -> None:
+def _note(table: CandidateTable, at: int, source: int, order: int, token: int, cell: int, fresh: bool) -> None:
     """Write a follower's cell into input ``at`` of its candidate."""
-    number = candidate(board, token, fresh)
+    number = candidate(table, token, fresh)
     if number == NONE:
         return
-    board.cells[number, at] = cell
-    noted = board.candidates[number]
-    if at == STAND_IN:
-        noted.foreseen = max(noted.foreseen, 1)
+    table.cells[number, at] = cell
+    noted = table.candidates[number]
+    if at == SUBSTITUTE:
+        noted.match_class = max(noted.match_class, 1)
     elif noted.longest[source] < order:
         noted.longest[source] = order
 
 
 @compiled
 def _followers(
-    index: Index, slot: int, source: int, order: int, facts: Facts, board: CandidateTable, least: float
+    index: Index, slot: int, source: int, order: int, evidence: PositionEvidence, table: CandidateTable, least: float
 ) -> None:
     """Make the followers of a context candidates.
 
     A follower becomes a candidate only if its share of the context's total exceeds ``least``. The one that came last
-    adds evidence in any case, if it is a candidate already. The stand-in's context has order ``ORDERS + 1``.
+    adds evidence in any case, if it is a candidate already. The substitute's context has order ``ORDERS + 1``.
     """
-    stands_in = order > ORDERS
-    group = STAND_IN_GROUP if stands_in else context_input(source, order)
-    at = STAND_IN if stands_in else group
+    is_substitute = order > ORDERS
+    group = SUBSTITUTE_GROUP if is_substitute else context_input(source, order)
+    at = SUBSTITUTE if is_substitute else group
     value, total = index.slots[slot].value, index.slots[slot].total
     total_class = class_of_total(total)
-    absent = facts.absent[source, order - 1]
+    absent = evidence.absent[source, order - 1]
     absent.shorter = cell_of(group, 0, total_class, OTHERS_SINCE)
     absent.unknown = cell_of(group, COUNTS - 1, total_class, OTHERS_SINCE)
     absent.rare = cell_of(group, 1, total_class, OTHERS_SINCE)
     if value >= 0:
-        _note(board, at, source, order, value, cell_of(group, class_of_count(total), total_class, ONLY_ONE), True)
+        _note(table, at, source, order, value, cell_of(group, class_of_count(total), total_class, ONLY_ONE), True)
         return
     block, blocks = -1 - value, index.blocks
     last = blocks[block].last
-    for entry in range(1, min(blocks[block].followers, WIDTH) + 1):
+    for entry in range(1, min(blocks[block].followers, MAX_FOLLOWERS) + 1):
         count = blocks[block + entry].count
         if count <= least * total and entry != last:  # all further ones are rarer still
             break
         cell = cell_of(group, class_of_count(count), total_class, CAME_LAST if entry == last else OTHERS_SINCE)
-        _note(board, at, source, order, blocks[block + entry].token, cell, count > least * total)
-    if last > WIDTH:
+        _note(table, at, source, order, blocks[block + entry].token, cell, count > least * total)
+    if last > MAX_FOLLOWERS:
         cell = cell_of(group, class_of_count(blocks[block + last].count), total_class, CAME_LAST)
-        _note(board, at, source, order, blocks[block + last].token, cell, True)
+        _note(table, at, source, order, blocks[block + last].token, cell, True)
 
 
 @compiled
-def _stand_ins(own: Index, trail: np.record, facts: Facts, board: CandidateTable, least: float) -> None:
-    """Make what stood in for the next token of the prompt's trail candidates."""
-    turned = turn(own, trail)
-    slot = find(own, turned) if turned != 0 else 0
-    facts.absent[OWN, ORDERS].shorter = NONE
+def _substitutes(own: Index, match: np.record, evidence: PositionEvidence, table: CandidateTable, least: float) -> None:
+    """Make what stood in for the next token of the prompt's match candidates."""
+    substitutes = current_substitute_hash(own, match)
+    slot = find(own, substitutes) if substitutes != 0 else 0
+    evidence.absent[OWN, ORDERS].shorter = NONE
     if slot != 0:
-        _followers(own, slot, OWN, ORDERS + 1, facts, board, least)
+        _followers(own, slot, OWN, ORDERS + 1, evidence, table, least)
 
 
 @compiled
@@ -115,32 +115,32 @@ def gather(
     shared: Index,
     hashes: HashArray,
     slots: Int32Array,
-    trails: RecordArray,
+    matches: RecordArray,
     node: int,
-    facts: Facts,
-    board: CandidateTable,
+    evidence: PositionEvidence,
+    table: CandidateTable,
     least: float,
 ) -> None:
-    """Fill the board for a node, from its trails, its copies and the followers of its contexts, ``slots[node]``.
+    """Fill the table for a node, from its matches, its copies and the followers of its contexts, ``slots[node]``.
 
-    ``Facts.copies`` is filled in already. For ``least`` see ``_followers``.
+    ``PositionEvidence.copies`` is filled in already. For ``least`` see ``_followers``.
     """
-    clear(board)
-    foresee(own, trails, node, hashes[node, OWN, 2], facts, board)
-    _stand_ins(own, trails[node, PROMPT], facts, board, least)
+    clear(table)
+    predict(own, matches, node, hashes[node, OWN, 2], evidence, table)
+    _substitutes(own, matches[node, PROMPT_MATCH], evidence, table, least)
     for source in range(2):
-        if facts.copies[source].token != UNWRITTEN:
-            candidate(board, facts.copies[source].token, True)
+        if evidence.copies[source].token != UNWRITTEN:
+            candidate(table, evidence.copies[source].token, True)
     for order in range(ORDERS, 0, -1):
         for source in range(2):
             slot = slots[node, source, order]
             if slot == 0:
-                absent = facts.absent[source, order - 1]
+                absent = evidence.absent[source, order - 1]
                 absent.shorter, absent.unknown, absent.rare = NONE, NONE, NONE
             elif source == OWN:
-                _followers(own, slot, OWN, order, facts, board, least)
+                _followers(own, slot, OWN, order, evidence, table, least)
             else:
-                _followers(shared, slot, SHARED, order, facts, board, least)
+                _followers(shared, slot, SHARED, order, evidence, table, least)
 
 
 @compiled
@@ -152,37 +152,37 @@ def copy_cell(source: int, agreed: int, wrong: int) -> int:
     if agreed < 16:
         length = 0 if agreed < 3 else 1 if agreed < 6 else 2 if agreed < 9 else 3 if agreed < 12 else 4
     else:
-        length = 5 if agreed < 24 else 6 if agreed < FAR else 7
+        length = 5 if agreed < 24 else 6 if agreed < MAX_AGREED else 7
     return COPY_CELLS + ((source * LENGTHS + length) * MISSES + min(misses, MISSES - 1)) * 2
 
 
 @compiled
-def complete(board: CandidateTable, number: int, facts: Facts) -> None:
+def complete(table: CandidateTable, number: int, evidence: PositionEvidence) -> None:
     """Fill in the inputs of a candidate that ``gather`` left out: what speaks against it, and copies."""
-    cells, token = board.cells[number], board.candidates[number].token
+    cells, token = table.cells[number], table.candidates[number].token
     for source in range(2):
-        longest = board.candidates[number].longest[source]
+        longest = table.candidates[number].longest[source]
         for order in range(1, ORDERS + 1):
             at = context_input(source, order)
             if cells[at] == NONE:
-                absent = facts.absent[source, order - 1]
+                absent = evidence.absent[source, order - 1]
                 cells[at] = (
                     absent.rare if order < longest else absent.shorter if order == longest + 1 else absent.unknown
                 )
-        predicted = facts.copies[source]
+        predicted = evidence.copies[source]
         if predicted.token != UNWRITTEN:
             cells[COPIED + source] = predicted.cell + (1 if predicted.token == token else 0)
-    if facts.inputs[0] == STAND_IN:
+    if evidence.inputs[0] == SUBSTITUTE:
         return
     for row in range(2):
-        if cells[CROSSED + row] == NONE:
-            cells[CROSSED + row] = facts.ways[row, WAYS]
-    if cells[AHEAD_ON + OUTPUT] == NONE:
-        cells[AHEAD_ON + OUTPUT] = facts.unforeseen[OUTPUT]
-    if cells[STAND_IN] == NONE:
-        cells[STAND_IN] = facts.absent[OWN, ORDERS].shorter
-        if cells[AHEAD_ON + PROMPT] == NONE:
-            cells[AHEAD_ON + PROMPT] = facts.unforeseen[PROMPT]
+        if cells[SKIPPED + row] == NONE:
+            cells[SKIPPED + row] = evidence.skips[row, SKIPS]
+    if cells[MATCHED + OUTPUT_MATCH] == NONE:
+        cells[MATCHED + OUTPUT_MATCH] = evidence.unpredicted[OUTPUT_MATCH]
+    if cells[SUBSTITUTE] == NONE:
+        cells[SUBSTITUTE] = evidence.absent[OWN, ORDERS].shorter
+        if cells[MATCHED + PROMPT_MATCH] == NONE:
+            cells[MATCHED + PROMPT_MATCH] = evidence.unpredicted[PROMPT_MATCH]
 
 
 @compiled
@@ -195,7 +195,7 @@ def _common(index: Index, token: int) -> int:
     if slot == 0:
         return 0
     share = 8000 * index.slots[slot].total / (index.state[0].tokens + 10)
-    return min(max(int(1.5 * math.log(share)) + 2, 1), COMMON - 1)
+    return min(max(int(1.5 * math.log(share)) + 2, 1), FREQUENCY_CLASSES - 1)
 
 
 @compiled
@@ -204,28 +204,28 @@ def _rank_class(rank: int) -> int:
 
 
 @compiled
-def _recent(index: Index, source: int, board: CandidateTable, first: int) -> None:
+def _recent(index: Index, source: int, table: CandidateTable, first: int) -> None:
     """Make a source's tokens seen last candidates; note how long ago in those from number ``first`` on."""
     for rank in range(len(index.recent)):
         if index.recent[rank] < 0:
             break
-        number = candidate(board, index.recent[rank], True)
+        number = candidate(table, index.recent[rank], True)
         if number >= first:
-            board.cells[number, UNIGRAM + source] = _rank_class(rank)
+            table.cells[number, UNIGRAM + source] = _rank_class(rank)
 
 
 @compiled
-def gather_recent(own: Index, shared: Index, board: CandidateTable) -> None:
-    """Add the tokens seen last to the board, with the cells of their frequency and recency.
+def gather_recent(own: Index, shared: Index, table: CandidateTable) -> None:
+    """Add the tokens seen last to the table, with the cells of their frequency and recency.
 
-    Candidates that were on the board before keep their cells: they have better evidence.
+    Candidates that were on the table before keep their cells: they have better evidence.
     """
-    first = board.size[0]
-    _recent(own, OWN, board, first)
-    _recent(shared, SHARED, board, first)
-    for number in range(first, board.size[0]):
+    first = table.size[0]
+    _recent(own, OWN, table, first)
+    _recent(shared, SHARED, table, first)
+    for number in range(first, table.size[0]):
         for source in range(2):
-            token, rank = board.candidates[number].token, board.cells[number, UNIGRAM + source]
+            token, rank = table.candidates[number].token, table.cells[number, UNIGRAM + source]
             common = _common(own, token) if source == OWN else _common(shared, token)
-            rank = RANKS - 1 if rank == NONE else rank
-            board.cells[number, UNIGRAM + source] = UNIGRAM_CELLS + (source * COMMON + common) * RANKS + rank
+            rank = RECENCY_CLASSES - 1 if rank == NONE else rank
+            table.cells[number, UNIGRAM + source] = UNIGRAM_CELLS + (source * FREQUENCY_CLASSES + common) * RECENCY_CLASSES + rank

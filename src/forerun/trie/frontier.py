@@ -21,7 +21,7 @@ ORDER_BITS, NODE_BITS = 3, 20
 ORDERS_BITS = 2 * ORDER_BITS
 TOKEN_START = ORDERS_BITS + NODE_BITS
 
-TEXT, EARLIER = int(Origin.TEXT), int(Origin.EARLIER)
+FROM_TEXT, FROM_EARLIER = int(Origin.TEXT), int(Origin.EARLIER)
 
 
 class Frontier(NamedTuple):
@@ -45,7 +45,7 @@ class Frontier(NamedTuple):
 
 @compiled
 def packed(token: int, above: int, own_order: int, shared_order: int) -> int:
-    """An entry: a token, the row on the desk of the node above, and the longest context in each source."""
+    """An entry: a token, the row on the workspace of the node above, and the longest context in each source."""
     return token << TOKEN_START | above << ORDERS_BITS | own_order << ORDER_BITS | shared_order
 
 
@@ -57,7 +57,7 @@ def token_of(entry: int) -> int:
 
 @compiled
 def above_of(entry: int) -> int:
-    """The row on the desk of the node above it."""
+    """The row on the workspace of the node above it."""
     return entry >> ORDERS_BITS & ((1 << NODE_BITS) - 1)
 
 
@@ -76,7 +76,7 @@ def shared_order_of(entry: int) -> int:
 @compiled
 def origin_of(entry: int) -> int:
     """The source in which the longer context was found: the request's own text, or else earlier ones."""
-    return EARLIER if shared_order_of(entry) > own_order_of(entry) else TEXT
+    return FROM_EARLIER if shared_order_of(entry) > own_order_of(entry) else FROM_TEXT
 
 
 @compiled

@@ -5,32 +5,32 @@ from __future__ import annotations
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import Index, tight
-from forerun.trie.draft_workspace import DraftWorkspace, hear, stand
-from forerun.trie.evidence import ENOUGH, complete, gather, gather_recent
+from forerun.trie.draft_workspace import DraftWorkspace, read_copy, set_root
+from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_recent
 from forerun.trie.logistic_mixer import Mixer, teach, weigh
 from forerun.trie.tables import OWN, SHARED
-from forerun.trie.text_cursor import TextCursor, take
+from forerun.trie.text_cursor import TextCursor, append_generated
 
 
 @compiled
 def learn(
-    own: Index, shared: Index, place: TextCursor, mixer: Mixer, desk: DraftWorkspace, token: int, rate: float
+    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, token: int, rate: float
 ) -> None:
     """Learn what the evidence for each candidate was worth, now that ``token`` came.
 
     The tokens seen last take part at every other token only, which halves what they cost.
     """
-    found, facts = desk.found, desk.facts
-    stand(own, shared, place, desk)
-    hear(own, OWN, desk.copies, 0, facts)
-    hear(shared, SHARED, desk.copies, 0, facts)
-    gather(own, shared, desk.hashes, desk.slots, desk.trails, 0, facts, found, 0.0)
-    if found.size[0] < ENOUGH and own.state[0].tokens & 1:
-        gather_recent(own, shared, found)
-    for number in range(found.size[0]):
-        complete(found, number, facts)
-        weigh(mixer, found, number, facts)
-    teach(mixer, found, facts.inputs[0], token, rate)
+    table, evidence = workspace.table, workspace.evidence
+    set_root(own, shared, cursor, workspace)
+    read_copy(own, OWN, workspace.copies, 0, evidence)
+    read_copy(shared, SHARED, workspace.copies, 0, evidence)
+    gather(own, shared, workspace.hashes, workspace.slots, workspace.matches, 0, evidence, table, 0.0)
+    if table.size[0] < ENOUGH_CANDIDATES and own.state[0].tokens & 1:
+        gather_recent(own, shared, table)
+    for number in range(table.size[0]):
+        complete(table, number, evidence)
+        weigh(mixer, table, number, evidence)
+    teach(mixer, table, evidence.inputs[0], token, rate)
 
 
 OWN_HINTS, SHARED_TIGHT, SHARED_HINTS = 1, 2, 4
@@ -39,7 +39,7 @@ OWN_HINTS, SHARED_TIGHT, SHARED_HINTS = 1, 2, 4
 
 @compiled
 def extend(
-    own: Index, shared: Index, place: TextCursor, mixer: Mixer, desk: DraftWorkspace, tokens: IntArray, rate: float
+    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, tokens: IntArray, rate: float
 ) -> int:
     """Take in generated tokens: learn from them if ``rate`` is above 0, then write them in both sources.
 
@@ -48,9 +48,9 @@ def extend(
     """
     for token in tokens:
         if rate > 0:
-            learn(own, shared, place, mixer, desk, token, rate)
-        take(own, OWN, own, place, token)
-        take(shared, SHARED, own, place, token)
+            learn(own, shared, cursor, mixer, workspace, token, rate)
+        append_generated(own, OWN, own, cursor, token)
+        append_generated(shared, SHARED, own, cursor, token)
     needs = OWN_HINTS if own.state[0].tokens > len(own.hints) else 0
     needs += SHARED_TIGHT if tight(shared) else 0
     return needs + (SHARED_HINTS if shared.state[0].tokens > len(shared.hints) else 0)

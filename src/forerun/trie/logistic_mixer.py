@@ -2,7 +2,7 @@
 
 This is logistic mixing as in the PAQ compressors (Mahoney, 2005), in three steps:
 
-1. Each piece of evidence has a *cell* (``board``). It learns how often tokens with such evidence came.
+1. Each piece of evidence has a *cell* (``table``). It learns how often tokens with such evidence came.
 2. The log-odds of a candidate's cells are added up, each with a *weight*. Weights are learned too, by gradient descent.
    There is one set of them for each quality of match, because a long context makes the short ones worth less.
 3. A *correction* maps the sum to a probability. It learns how often candidates with that sum came.
@@ -23,34 +23,34 @@ import numpy.typing as npt
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import ORDERS, FloatArray
 from forerun.trie.candidates import (
-    AHEAD_CELLS,
+    MATCH_CELLS,
     BIAS,
     CELLS,
     CONTEXT_CELLS,
     COPIED,
     COPY_CELLS,
     COUNTS,
-    CROSSED,
+    SKIPPED,
     MISSES,
     NONE,
-    STAND_IN,
+    SUBSTITUTE,
     STATES,
     TOTALS,
     UNIGRAM,
     UNIGRAM_CELLS,
     CandidateTable,
-    Facts,
+    PositionEvidence,
     context_input,
 )
-from forerun.trie.gapped_match import AHEAD, GAPS, JOINS, KINDS
+from forerun.trie.gapped_match import PROMPT_LOOKAHEAD, GAP_CLASSES, RESUMED_CLASSES, MATCH_KINDS
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.token_store import UNWRITTEN
 
-ALL = BIAS + 1
+WEIGHT_COLUMNS = BIAS + 1
 """Columns of ``Mixer.weights``: the inputs, and the constant."""
 
 SETS = 81
-"""Rows of ``Mixer.weights``: three classes each of the longest own and shared context, of copies and of trails."""
+"""Rows of ``Mixer.weights``: three classes each of the longest own and shared context, of copies and of matches."""
 
 KNOTS = 33
 """Points of the correction: log-odds from -8 to 8 in steps of a half."""
@@ -58,10 +58,10 @@ KNOTS = 33
 STEEPEST = 7.99
 """Log-odds beyond this are corrected as if they were this."""
 
-PRIOR = Path(__file__).with_name("prior.npy")
+PRIOR_FILE = Path(__file__).with_name("prior.npy")
 """What was learned on other texts."""
 
-SLOWEST = 0.0003
+SLOWEST_CELL_RATE = 0.0003
 """Least rate at which a cell's chance changes."""
 
 CORRECTION_RATE = 0.01
@@ -94,7 +94,7 @@ class Mixer(NamedTuple):
 
     Attributes:
         cells: see ``Cells``.
-        weights: of each input, by set; float64 ``[SETS, ALL]``.
+        weights: of each input, by set; float64 ``[SETS, WEIGHT_COLUMNS]``.
         correction: probability at each knot, by set; float64 ``[SETS + 1, KNOTS]``. The last row is the logistic
             function.
     """
@@ -126,41 +126,41 @@ def corrected(mixer: Mixer, chosen: int, odds: float) -> float:
 
 
 @compiled
-def _weights_of(board: CandidateTable, number: int, facts: Facts) -> int:
+def _weights_of(table: CandidateTable, number: int, evidence: PositionEvidence) -> int:
     """The set of weights for a candidate, by the quality of its match."""
-    found, copied = board.candidates[number], 0
+    found, copied = table.candidates[number], 0
     for source in range(2):
-        if facts.copies[source].token == found.token:
-            copied = max(copied, 2 if facts.copies[source].agreed >= LONG_COPY else 1)
+        if evidence.copies[source].token == found.token:
+            copied = max(copied, 2 if evidence.copies[source].agreed >= LONG_COPY else 1)
     own, shared = found.longest[OWN], found.longest[SHARED]
     chosen = (min(own, 1) + (1 if own > 2 else 0)) * 9 + (min(shared, 1) + (1 if shared > 2 else 0)) * 3 + copied
-    return int(chosen + 27 * found.foreseen)
+    return int(chosen + 27 * found.match_class)
 
 
 @compiled
-def weigh(mixer: Mixer, board: CandidateTable, number: int, facts: Facts) -> float:
-    """The probability of a candidate. It is noted on the board, with what led to it."""
-    chosen = _weights_of(board, number, facts)
+def weigh(mixer: Mixer, table: CandidateTable, number: int, evidence: PositionEvidence) -> float:
+    """The probability of a candidate. It is noted on the table, with what led to it."""
+    chosen = _weights_of(table, number, evidence)
     odds = mixer.weights[chosen, BIAS]
-    for at in range(facts.inputs[0]):
-        odds += mixer.weights[chosen, at] * mixer.cells.odds[board.cells[number, at]]
-    found = board.candidates[number]
+    for at in range(evidence.inputs[0]):
+        odds += mixer.weights[chosen, at] * mixer.cells.odds[table.cells[number, at]]
+    found = table.candidates[number]
     found.weights, found.odds, found.chance = chosen, odds, corrected(mixer, chosen, odds)
     return float(found.chance)
 
 
 @compiled
-def odds_unmatched(mixer: Mixer, facts: Facts) -> float:
-    """The log-odds of a token that no context, copy or trail speaks for, without its own frequency and recency."""
+def odds_unmatched(mixer: Mixer, evidence: PositionEvidence) -> float:
+    """The log-odds of a token that no context, copy or match speaks for, without its own frequency and recency."""
     odds = mixer.weights[0, BIAS]
     for source in range(2):
         for order in range(1, ORDERS + 1):
-            absent = facts.absent[source, order - 1]
+            absent = evidence.absent[source, order - 1]
             cell = absent.shorter if order == 1 else absent.unknown
             if cell != NONE:
                 odds += mixer.weights[0, context_input(source, order)] * mixer.cells.odds[cell]
-        if facts.copies[source].token != UNWRITTEN:
-            odds += mixer.weights[0, COPIED + source] * mixer.cells.odds[facts.copies[source].cell]
+        if evidence.copies[source].token != UNWRITTEN:
+            odds += mixer.weights[0, COPIED + source] * mixer.cells.odds[evidence.copies[source].cell]
     return float(odds)
 
 
@@ -175,35 +175,35 @@ def _correct(mixer: Mixer, chosen: int, odds: float, hit: float) -> None:
 
 
 @compiled
-def _teach(mixer: Mixer, board: CandidateTable, inputs: int, number: int, hit: float, rate: float) -> None:
+def _teach(mixer: Mixer, table: CandidateTable, inputs: int, number: int, hit: float, rate: float) -> None:
     """Learn from one candidate, which came (1) or did not (0)."""
-    odds, chosen = board.candidates[number].odds, board.candidates[number].weights
+    odds, chosen = table.candidates[number].odds, table.candidates[number].weights
     cells, weights = mixer.cells, mixer.weights
     error = rate * (hit - 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0))))
     _correct(mixer, chosen, odds, hit)
     weights[chosen, BIAS] += error
     for at in range(inputs):
-        cell = board.cells[number, at]
+        cell = table.cells[number, at]
         if cell != NONE:
             weights[chosen, at] += error * cells.odds[cell]
             cells.uses[cell] += 1
-            step = max(1 / (cells.uses[cell] + 1.5), SLOWEST)
+            step = max(1 / (cells.uses[cell] + 1.5), SLOWEST_CELL_RATE)
             cells.chance[cell] += (hit - cells.chance[cell]) * step
             cells.changed[cell] = 1
 
 
 @compiled
-def teach(mixer: Mixer, board: CandidateTable, inputs: int, token: int, rate: float) -> None:
+def teach(mixer: Mixer, table: CandidateTable, inputs: int, token: int, rate: float) -> None:
     """Learn from the token that came.
 
     Log-odds are brought up to date at the end, so that all candidates of a position learn from the same ones.
     """
-    cells, size = mixer.cells, board.size[0]
+    cells, size = mixer.cells, table.size[0]
     for number in range(size):
-        _teach(mixer, board, inputs, number, 1.0 if board.candidates[number].token == token else 0.0, rate)
+        _teach(mixer, table, inputs, number, 1.0 if table.candidates[number].token == token else 0.0, rate)
     for number in range(size):
         for at in range(inputs):
-            cell = board.cells[number, at]
+            cell = table.cells[number, at]
             if cell != NONE and cells.changed[cell] != 0:
                 chance = min(max(cells.chance[cell], 1e-4), 1 - 1e-4)
                 cells.chance[cell], cells.odds[cell] = chance, math.log(chance / (1 - chance))
@@ -223,7 +223,7 @@ def restore(learned: FloatArray) -> Mixer:
     Raises:
         ValueError: if it cannot be one.
     """
-    ends = np.cumsum([CELLS, CELLS, SETS * ALL, SETS * KNOTS])
+    ends = np.cumsum([CELLS, CELLS, SETS * WEIGHT_COLUMNS, SETS * KNOTS])
     if len(learned) != ends[-1] or not np.isfinite(learned).all():
         raise ValueError("what was learned is not of this program")
     chances, uses, weights, correction = np.split(learned, ends[:-1])
@@ -232,7 +232,7 @@ def restore(learned: FloatArray) -> Mixer:
     cells.chance[:CELLS] = chances.clip(1e-4, 1 - 1e-4)
     cells.odds[:] = np.log(cells.chance / (1 - cells.chance))
     cells.uses[:CELLS] = uses.clip(0)
-    mixer.weights[:] = weights.reshape(SETS, ALL)
+    mixer.weights[:] = weights.reshape(SETS, WEIGHT_COLUMNS)
     mixer.correction[:SETS] = correction.reshape(SETS, KNOTS).clip(0, 1)
     return mixer
 
@@ -245,9 +245,9 @@ def prior() -> Mixer:
 @functools.cache
 def _learned() -> Mixer:
     try:
-        return restore(np.load(PRIOR, allow_pickle=False).astype(np.float64))
+        return restore(np.load(PRIOR_FILE, allow_pickle=False).astype(np.float64))
     except ValueError as error:
-        raise ValueError(f"{PRIOR}: {error}; run benchmarks/learn_evidence.py") from error
+        raise ValueError(f"{PRIOR_FILE}: {error}; run benchmarks/learn_evidence.py") from error
 
 
 def untrained() -> Mixer:
@@ -273,24 +273,24 @@ def _expected() -> FloatArray:
     agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     chance[COPY_CELLS:UNIGRAM_CELLS] = np.tile(says.ravel(), 2)
-    trails = chance[AHEAD_CELLS:CELLS].reshape(KINDS, JOINS, GAPS)
-    expected = [*(0.2 * 0.4 ** np.arange(AHEAD)), 0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]  # in the order of the kinds
-    trails[:] = np.array(expected)[:, None, None]
-    trails[0, :, 0] = 0.6
+    matches = chance[MATCH_CELLS:CELLS].reshape(MATCH_KINDS, RESUMED_CLASSES, GAP_CLASSES)
+    expected = [*(0.2 * 0.4 ** np.arange(PROMPT_LOOKAHEAD)), 0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]  # in the order of the kinds
+    matches[:] = np.array(expected)[:, None, None]
+    matches[0, :, 0] = 0.6
     chance[NONE] = 0.5
     return chance
 
 
 def _first_weights() -> FloatArray:
-    """The weights before anything was learned, float64 ``[SETS, ALL]``; rows are numbered as in ``_weights_of``."""
-    weights = np.full((SETS, ALL), 0.3)
+    """The weights before anything was learned, float64 ``[SETS, WEIGHT_COLUMNS]``; rows are numbered as in ``_weights_of``."""
+    weights = np.full((SETS, WEIGHT_COLUMNS), 0.3)
     weights[:, BIAS] = 0
     weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens
     weights[0, UNIGRAM:BIAS] = 0.5
     weights[9:12, ORDERS:COPIED] = 0.2
     weights[18:21, ORDERS:COPIED] = 0.1
     weights[2::3, COPIED:UNIGRAM] = 0.9  # a long copy predicts the candidate
-    weights[:, STAND_IN:BIAS] = 0.1
+    weights[:, SUBSTITUTE:BIAS] = 0.1
     weights[27:] = np.tile(weights[:27], (2, 1))
-    weights[54:, CROSSED:BIAS] = 0.6  # a trail is sure of it
+    weights[54:, SKIPPED:BIAS] = 0.6  # a match is sure of it
     return weights

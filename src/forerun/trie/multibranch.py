@@ -13,8 +13,8 @@ from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT
 from forerun.trie.arrays import ORDERS, Index, find, mix
 from forerun.trie.candidates import NONE, CandidateTable, candidate, clear
-from forerun.trie.draft_workspace import Draft, DraftWorkspace, stand
-from forerun.trie.evidence import WIDTH
+from forerun.trie.draft_workspace import Draft, DraftWorkspace, set_root
+from forerun.trie.evidence import MAX_FOLLOWERS
 from forerun.trie.frontier import above_of, empty, offer, origin_of, packed, token_of
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor
@@ -35,41 +35,41 @@ def _chance(weight: float, total: float, depth: int) -> float:
 
 
 @compiled
-def _followers(index: Index, slot: int, source: int, factor: float, found: CandidateTable) -> float:
+def _followers(index: Index, slot: int, source: int, factor: float, table: CandidateTable) -> float:
     """Add ``factor`` times the counts of a context's followers to their ``odds``, and note the source; ``factor`` times
     its total."""
     if slot == 0:
         return 0.0
     value, total = index.slots[slot].value, index.slots[slot].total
     block = -1 - value
-    for entry in range(1, 2 if value >= 0 else min(index.blocks[block].followers, WIDTH) + 1):
+    for entry in range(1, 2 if value >= 0 else min(index.blocks[block].followers, MAX_FOLLOWERS) + 1):
         token = value if value >= 0 else index.blocks[block + entry].token
-        before = found.size[0]
-        number = candidate(found, token, True)
+        before = table.size[0]
+        number = candidate(table, token, True)
         if number != NONE:
-            weight = 0.0 if number == before else found.candidates[number].odds
+            weight = 0.0 if number == before else table.candidates[number].odds
             count = total if value >= 0 else index.blocks[block + entry].count
-            found.candidates[number].odds = weight + factor * count
-            found.candidates[number].longest[source] = 1
+            table.candidates[number].odds = weight + factor * count
+            table.candidates[number].longest[source] = 1
     return float(factor * total)
 
 
 @compiled
 def _expand(
-    own: Index, shared: Index, weight: float, desk: DraftWorkspace, node: int, order: int, chance: float
+    own: Index, shared: Index, weight: float, workspace: DraftWorkspace, node: int, order: int, chance: float
 ) -> float:
     """Offer what followed a node's last ``order`` tokens; the context's weight.
 
     ``chance`` is the node's own weight. It is 0 for a stage's context, whose followers weigh what they count.
     """
-    found, frontier = desk.found, desk.frontier
-    clear(found)
-    total = _followers(own, find(own, desk.hashes[node, OWN, order]), OWN, weight, found)
-    total += _followers(shared, find(shared, desk.hashes[node, SHARED, order]), SHARED, 1.0, found)
+    table, frontier = workspace.table, workspace.frontier
+    clear(table)
+    total = _followers(own, find(own, workspace.hashes[node, OWN, order]), OWN, weight, table)
+    total += _followers(shared, find(shared, workspace.hashes[node, SHARED, order]), SHARED, 1.0, table)
     factor = chance / total if chance > 0 else 1.0
     bound = len(frontier.chances) // 2
-    for number in range(found.size[0]):
-        offered = found.candidates[number]
+    for number in range(table.size[0]):
+        offered = table.candidates[number]
         entry = packed(offered.token, node, offered.longest[OWN], offered.longest[SHARED])
         offer(frontier, bound, factor * offered.odds, entry)
     return total
@@ -85,13 +85,13 @@ def _known(draft: Draft, size: int, parent: int, token: int) -> int:
 
 
 @compiled
-def _enter(desk: DraftWorkspace, above: int, node: int, token: int) -> None:
-    """Put a new node's contexts on the desk."""
+def _enter(workspace: DraftWorkspace, above: int, node: int, token: int) -> None:
+    """Put a new node's contexts on the workspace."""
     for source in range(2):
         for order in range(1, ORDERS + 1):
-            desk.hashes[node, source, order] = mix(desk.hashes[above, source, order - 1], token)
-        desk.hashes[node, source, 0] = np.uint64(0)
-    desk.depths[node] = desk.depths[above] + 1
+            workspace.hashes[node, source, order] = mix(workspace.hashes[above, source, order - 1], token)
+        workspace.hashes[node, source, 0] = np.uint64(0)
+    workspace.depths[node] = workspace.depths[above] + 1
 
 
 @compiled
@@ -99,7 +99,7 @@ def _stage(
     own: Index,
     shared: Index,
     weight: float,
-    desk: DraftWorkspace,
+    workspace: DraftWorkspace,
     draft: Draft,
     size: int,
     length: int,
@@ -107,16 +107,16 @@ def _stage(
     single: bool,
 ) -> int:
     """Add the branches behind the last ``length`` tokens to the draft; its new size."""
-    frontier, span = desk.frontier, desk.frontier.span[0]
+    frontier, span = workspace.frontier, workspace.frontier.span[0]
     empty(frontier)
-    total = _expand(own, shared, weight, desk, 0, length, 0.0)
+    total = _expand(own, shared, weight, workspace, 0, length, 0.0)
     while span.head < span.tail and size < len(draft.tokens):
         heavy, entry = frontier.chances[span.head], frontier.entries[span.head]
         span.head = span.tail if single else span.head + 1
         if span.head > len(frontier.chances) // 2:
             break
         token, above = token_of(entry), above_of(entry)
-        depth = desk.depths[above] + 1
+        depth = workspace.depths[above] + 1
         node = _known(draft, size, above - 1, token)
         if node == ROOT:
             node = size
@@ -124,11 +124,11 @@ def _stage(
             draft.tokens[node], draft.parents[node], draft.origins[node] = token, above - 1, origin_of(entry)
             limit = 1.0 if above == 0 else draft.probability[above - 1]
             draft.probability[node] = min(_chance(heavy, total, depth), limit)
-            _enter(desk, above, node + 1, token)
+            _enter(workspace, above, node + 1, token)
         if depth < deepest:
             if single:
                 empty(frontier)
-            _expand(own, shared, weight, desk, node + 1, min(length + depth, ORDERS), heavy)
+            _expand(own, shared, weight, workspace, node + 1, min(length + depth, ORDERS), heavy)
     return size
 
 
@@ -136,9 +136,9 @@ def _stage(
 def retrieve(
     own: Index,
     shared: Index,
-    place: TextCursor,
+    cursor: TextCursor,
     weight: float,
-    desk: DraftWorkspace,
+    workspace: DraftWorkspace,
     draft: Draft,
     longest: int,
     enough: int,
@@ -151,9 +151,9 @@ def retrieve(
     Args:
         own: index of the request's text, its counts weighted by ``weight``.
         shared: index of the namespace.
-        place: where the request's text stands.
+        cursor: where the request's text stands.
         weight: see ``own``.
-        desk: to work on.
+        workspace: to work on.
         draft: receives the nodes; its length is the budget, at least one.
         longest: context to match, in tokens.
         enough: the paper's N_m.
@@ -164,12 +164,12 @@ def retrieve(
     Returns:
         The number of nodes in the draft.
     """
-    stand(own, shared, place, desk)
+    set_root(own, shared, cursor, workspace)
     size = 0
     for length in range(longest, 0, -1):
-        if desk.slots[0, OWN, length] != 0 or desk.slots[0, SHARED, length] != 0:
+        if workspace.slots[0, OWN, length] != 0 or workspace.slots[0, SHARED, length] != 0:
             deepest = min(max_depth, branch_length - length)
-            size = _stage(own, shared, weight, desk, draft, size, length, deepest, single)
+            size = _stage(own, shared, weight, workspace, draft, size, length, deepest, single)
         if size >= enough or (single and size > 0):
             break
     return size

@@ -15,16 +15,16 @@ from forerun.core.tree import IntArray
 from forerun.trie import arrays, text_cursor, token_store
 from forerun.trie.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
-from forerun.trie.tables import CHUNK, SHARED, TEXT, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS, SHARED, TEXT_CHUNK, RecordArray
 from forerun.trie.text_cursor import TextCursor
 
-PIECE = 32
+PIECE_TOKENS = 32
 """Tokens that are taken in, or taken back, at a time."""
 
-PATIENCE = 4
+WITHDRAWN_PER_TOKEN = 4
 """Tokens that are taken back for each new one, once the namespace is full."""
 
-LEAST = 1 << 16
+MIN_GROWTH_BYTES = 1 << 16
 """Bytes that a namespace that asks grows by at least: room for some 900 tokens."""
 
 
@@ -32,7 +32,7 @@ class Texts(NamedTuple):
     """A copy of the memory that a namespace's outputs are in. It is made at the speed of memory, and read later.
 
     Attributes:
-        rows: of ``Index.text``; ``TEXT`` ``[chunks]``.
+        rows: of ``Index.text``; ``TEXT_CHUNK`` ``[chunks]``.
         firsts: first chunks of the outputs, oldest first; int64 ``[n]``.
     """
 
@@ -41,13 +41,13 @@ class Texts(NamedTuple):
 
     def read(self) -> list[IntArray]:
         """The outputs, int32 each."""
-        out = np.empty(len(self.rows) * CHUNK, np.int32)
+        out = np.empty(len(self.rows) * CHUNK_TOKENS, np.int32)
         ends = np.zeros(len(self.firsts), np.int64)
         token_store.collect(self.rows, self.firsts, out, ends)
         return np.split(out[: ends[-1]], ends[:-1]) if len(ends) else []
 
 
-NOTHING = Texts(np.zeros(0, TEXT), np.zeros(0, np.int64))
+NOTHING = Texts(np.zeros(0, TEXT_CHUNK), np.zeros(0, np.int64))
 """No outputs."""
 
 
@@ -65,7 +65,7 @@ class Namespace:
         outputs: first chunks of the finished outputs, oldest first.
         writers: by their requests, the places of the outputs that still grow.
         changed: a number that is another one after each change; 0 before the first.
-        pin: of the index.
+        handles: of the index.
     """
 
     def __init__(self, capacity: int, ask: Callable[[Namespace, int], int] | None = None) -> None:
@@ -74,7 +74,7 @@ class Namespace:
         self.outputs: deque[int] = deque()
         self.writers: dict[int, TextCursor] = {}
         self.changed = 0
-        self.pin: ArrayHandles[Index] = ArrayHandles()
+        self.handles: ArrayHandles[Index] = ArrayHandles()
         self._ask = ask
         self._whole = Index.for_bytes(capacity)
         self.index = self._whole.within(self.granted)
@@ -88,8 +88,8 @@ class Namespace:
     def publish(self, tokens: IntArray) -> None:
         """Take in a whole output."""
         where = TextCursor.start()
-        for start in range(0, len(tokens), PIECE):
-            piece = tokens[start : start + PIECE]
+        for start in range(0, len(tokens), PIECE_TOKENS):
+            piece = tokens[start : start + PIECE_TOKENS]
             self.make_room(len(piece))
             text_cursor.publish(self.index, where, piece)
         self._finish(where)
@@ -103,18 +103,18 @@ class Namespace:
             self.outputs.append(where.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Grow while there is little room left. If that may not be, take old outputs back, up to ``PATIENCE`` tokens
+        """Grow while there is little room left. If that may not be, take old outputs back, up to ``WITHDRAWN_PER_TOKEN`` tokens
         for each new one."""
         if self._ask is not None and self.granted < self.capacity and arrays.tight(self.index):
             self._grow(self._ask)
-        patience = PATIENCE * tokens
+        patience = WITHDRAWN_PER_TOKEN * tokens
         while patience > 0 and (self._leaving or self.outputs) and arrays.tight(self.index):
             self._withdraw()
-            patience -= PIECE
+            patience -= PIECE_TOKENS
         self.index = self.index.with_hints()
 
     def _grow(self, ask: Callable[[Namespace, int], int]) -> None:
-        wanted = min(max(LEAST, self.granted // 8), self.capacity - self.granted)
+        wanted = min(max(MIN_GROWTH_BYTES, self.granted // 8), self.capacity - self.granted)
         got = ask(self, wanted)
         if got:
             self.granted += got
@@ -135,8 +135,8 @@ class Namespace:
         """Take a piece of the oldest output back; whether that was its last."""
         if self._leaving is None:
             self._leaving = TextCursor.start()
-            self._leaving.ends[SHARED].position = self.outputs.popleft() * CHUNK
-        done = text_cursor.withdraw(self.index, self._leaving, PIECE)
+            self._leaving.ends[SHARED].position = self.outputs.popleft() * CHUNK_TOKENS
+        done = text_cursor.withdraw(self.index, self._leaving, PIECE_TOKENS)
         if done:
             self._leaving = None
         return done

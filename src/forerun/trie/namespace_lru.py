@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from forerun.trie.namespace import LEAST, Namespace
+from forerun.trie.namespace import MIN_GROWTH_BYTES, Namespace
 from forerun.trie.trie_config import TrieConfig
 
 
@@ -18,7 +18,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
         config: how large a namespace may become, and how many there may be.
 
     Attributes:
-        heard: called after each change, if it is set; it must return at once.
+        on_change: called after each change, if it is set; it must return at once.
     """
 
     def __init__(self, config: TrieConfig) -> None:
@@ -27,7 +27,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
         self._most, self._limit = config.namespaces, config.namespaces * config.capacity
         self._bounded = False
         self._changes = 0
-        self.heard: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] | None = None
 
     def __getitem__(self, name: str) -> Namespace:
         return self._spaces[name]
@@ -54,8 +54,8 @@ class NamespaceLRU(Mapping[str, Namespace]):
         Raises:
             ValueError: for a limit that leaves no room for one namespace, or no namespace.
         """
-        if limit < LEAST or namespaces < 1:
-            raise ValueError(f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {LEAST} and 1 at least")
+        if limit < MIN_GROWTH_BYTES or namespaces < 1:
+            raise ValueError(f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least")
         self._limit, self._most, self._bounded = limit, namespaces, True
         self._give_way(0, 0)
 
@@ -80,8 +80,8 @@ class NamespaceLRU(Mapping[str, Namespace]):
         """A namespace has other texts now."""
         self._changes += 1
         space.changed = self._changes
-        if self.heard is not None:
-            self.heard()
+        if self.on_change is not None:
+            self.on_change()
 
     def _made(self) -> Namespace:
         capacity = self._config.capacity

@@ -5,8 +5,8 @@ compiled code and in plain Python alike. Compiled, it is one load or store, as w
 costs a microsecond or two and ``table["column"]`` a tenth of that, so code that runs at every step takes the latter.
 
 Conventions: 0 is "none" in every link and position, so row 0 of ``slots``, ``blocks`` and ``text`` is never used. A
-*source* is one of two texts, ``OWN`` (the request's own) or ``SHARED`` (its namespace's). A *trail* leads through the
-``PROMPT`` or through the ``OUTPUT``. ``docs/trie.md`` fills these tables step by step from one short text.
+*source* is one of two texts, ``OWN`` (the request's own) or ``SHARED`` (its namespace's). A *match* leads through the
+``PROMPT_MATCH`` or through the ``OUTPUT_MATCH``. ``docs/trie.md`` fills these tables step by step from one short text.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ RecordArray = npt.NDArray[np.record]
 OWN, SHARED = range(2)
 """Sources."""
 
-PROMPT, OUTPUT = range(2)
-"""Trails."""
+PROMPT_MATCH, OUTPUT_MATCH = range(2)
+"""Gapped matches."""
 
-CHUNK = 32
+CHUNK_TOKENS = 32
 """Tokens of one row of ``Index.text``."""
 
 
@@ -69,7 +69,7 @@ A row is a header or a follower. So ``followers`` shares its memory with ``token
 with ``count``.
 """
 
-TEXT = _records(("tokens", np.int32, (CHUNK,)), ("after", np.int32), ("before", np.int32))
+TEXT_CHUNK = _records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32), ("before", np.int32))
 """``Index.text``: a chunk of a text.
 
 - ``tokens``: -1 where none is written.
@@ -77,7 +77,7 @@ TEXT = _records(("tokens", np.int32, (CHUNK,)), ("after", np.int32), ("before", 
 - ``before``: the chunk before it in its text.
 """
 
-STATE = _records(
+INDEX_STATE = _records(
     ("mask", np.int64),
     ("split", np.int64),
     ("slots", np.int64),
@@ -101,14 +101,14 @@ STATE = _records(
 """
 
 COPY = _records(("position", np.int64), ("agreed", np.int64), ("wrong", np.int64))
-"""``Place.copies``: where the text seems to repeat an earlier passage. It is the match model of the PAQ compressors.
+"""``TextCursor.copies``: where the text seems to repeat an earlier passage. It is the match model of the PAQ compressors.
 
 - ``position``: of the token that the copy predicts next.
 - ``agreed``: how many tokens before it are the text's last ones.
 - ``wrong``: the last eight predictions, one bit each, set where the copy was wrong; the latest is bit 0.
 """
 
-TRAIL = _records(
+GAPPED_MATCH = _records(
     ("position", np.int64),
     ("resumed", np.int64),
     ("gap", np.int64),
@@ -116,24 +116,24 @@ TRAIL = _records(
     ("prompt_end", np.int64),
     ("spelled", np.int64),
 )
-"""``Place.trails``: where the text takes up an earlier passage again and again, with tokens of its own in between.
+"""``TextCursor.matches``: where the text takes up an earlier passage again and again, with tokens of its own in between.
 
-- ``position``: of the token that the trail foresees first.
-- ``resumed``: how often two tokens in a row were as foreseen, behind a gap. A single one counts against it: that was
+- ``position``: of the token that the match predicts first.
+- ``resumed``: how often two tokens in a row were as predicted, behind a gap. A single one counts against it: that was
   chance.
-- ``gap``: tokens since the trail was last followed; 0 while it is being followed.
-- ``run``: tokens in a row that were as foreseen.
-- ``prompt_end``: position of the prompt's last token. One trail stays before it, the other behind it.
+- ``gap``: tokens since the match was last followed; 0 while it is being followed.
+- ``run``: tokens in a row that were as predicted.
+- ``prompt_end``: position of the prompt's last token. One match stays before it, the other behind it.
 - ``spelled``: how many tokens of the spelling of the word at ``position`` have come; see ``spelling``.
 """
 
-END = _records(("position", np.int64), ("chunk", np.int64))
-"""``Place.ends``: position of the text's last token (-1: it is no longer written), and the text's first chunk."""
+TEXT_END = _records(("position", np.int64), ("chunk", np.int64))
+"""``TextCursor.ends``: position of the text's last token (-1: it is no longer written), and the text's first chunk."""
 
 CANDIDATE = _records(
     ("token", np.int64),
     ("longest", np.int64, (2,)),
-    ("foreseen", np.int64),
+    ("match_class", np.int64),
     ("weights", np.int64),
     ("odds", np.float64),
     ("chance", np.float64),
@@ -141,14 +141,14 @@ CANDIDATE = _records(
 """``Board.candidates``: a token that may come next.
 
 - ``longest``: tokens of the longest context that it followed, in each source.
-- ``foreseen``: 1 if a trail foresees it or what usually stands in for it, 2 if the trail is sure, otherwise 0.
+- ``match_class``: 1 if a match predicts it or what usually stands in for it, 2 if the match is sure, otherwise 0.
 - ``weights``: which row of ``Mixer.weights`` its evidence is mixed with.
 - ``odds``: the log-odds that the mix gives.
 - ``chance``: the probability after the correction.
 """
 
 ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int32))
-"""``Facts.absent``: the cell of a context for a candidate that is not among what was read of its followers.
+"""``PositionEvidence.absent``: the cell of a context for a candidate that is not among what was read of its followers.
 
 - ``shorter``: the candidate followed the context that is one token shorter.
 - ``unknown``: it did not follow that one either.
@@ -156,7 +156,7 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 """
 
 PREDICTION = _records(("token", np.int64), ("cell", np.int64), ("agreed", np.int64))
-"""``Facts.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for this one), and
+"""``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for this one), and
 ``COPY.agreed``."""
 
 SPAN = _records(("head", np.int64), ("tail", np.int64))

@@ -1,6 +1,6 @@
 """Where a text stands, and what happens when a token is added to it or taken back.
 
-A token that is added is counted behind its contexts, appended to the text, and told to the copies and trails.
+A token that is added is counted behind its contexts, appended to the text, and told to the copies and matches.
 
 A copy points behind an earlier occurrence of the text's last tokens and predicts that the text goes on as it did there.
 It survives a wrong prediction, because one word of a repeated passage is often replaced. It ends when it is wrong too
@@ -17,12 +17,12 @@ from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import ORDERS, HashArray, Index
 from forerun.trie.contexts import count, uncount
-from forerun.trie.gapped_match import crossing, follow_trails, lay_trail, turn, way_on
-from forerun.trie.tables import CHUNK, COPY, END, OUTPUT, OWN, PROMPT, SHARED, TRAIL, RecordArray
+from forerun.trie.gapped_match import skip_hash, follow_matches, start_match, current_substitute_hash, skip_to
+from forerun.trie.tables import CHUNK_TOKENS, COPY, TEXT_END, OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, GAPPED_MATCH, RecordArray
 from forerun.trie.token_store import (
-    FAR,
-    LONGEST,
-    REACH,
+    MAX_AGREED,
+    LONG_NGRAM,
+    SHORT_NGRAM,
     UNWRITTEN,
     advance,
     agreement,
@@ -47,24 +47,24 @@ class TextCursor(NamedTuple):
     """Where a text stands.
 
     Attributes:
-        hashes: of the contexts at its end, by source and length; uint64 ``[2, LONGEST + 1]``.
+        hashes: of the contexts at its end, by source and length; uint64 ``[2, LONG_NGRAM + 1]``.
         copies: one in each source; ``COPY`` ``[1, 2]``.
-        trails: through prompt and output; ``TRAIL`` ``[1, 2]``.
-        ends: where it is written in each source; ``END`` ``[2]``.
+        matches: through prompt and output; ``GAPPED_MATCH`` ``[1, 2]``.
+        ends: where it is written in each source; ``TEXT_END`` ``[2]``.
     """
 
     hashes: HashArray
     copies: RecordArray
-    trails: RecordArray
+    matches: RecordArray
     ends: RecordArray
 
     @classmethod
     def start(cls) -> TextCursor:
         """Before a text."""
-        hashes, copies = np.zeros((2, LONGEST + 1), np.uint64), np.zeros((1, 2), COPY)
-        place = cls(hashes, copies, np.zeros((1, 2), TRAIL), np.zeros(2, END))
-        opening(place.hashes)
-        return place
+        hashes, copies = np.zeros((2, LONG_NGRAM + 1), np.uint64), np.zeros((1, 2), COPY)
+        cursor = cls(hashes, copies, np.zeros((1, 2), GAPPED_MATCH), np.zeros(2, TEXT_END))
+        opening(cursor.hashes)
+        return cursor
 
     @property
     def first_chunk(self) -> int:
@@ -88,7 +88,7 @@ def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token
     if position == 0:
         return
     if read(index, position) == token:
-        copy.agreed = min(copy.agreed + 1, FAR)
+        copy.agreed = min(copy.agreed + 1, MAX_AGREED)
         copy.wrong = copy.wrong << 1 & 255
     else:
         copy.agreed = 0
@@ -107,22 +107,22 @@ def seek_copy(index: Index, copy: np.record, hashed: np.uint64, own: Index, end:
 
     ``hashed`` is of the n-gram to look for, and ``end`` is the position of the text's last token in ``own``.
     """
-    if copy.agreed >= FAR:
+    if copy.agreed >= MAX_AGREED:
         return
     found = hint(index, hashed)
     if found == 0 or found == copy.position:
         return
     agreed = agreement(index, found, own, end)
-    if agreed >= REACH and agreed >= copy.agreed:
+    if agreed >= SHORT_NGRAM and agreed >= copy.agreed:
         copy.position, copy.agreed, copy.wrong = found, agreed, 0
 
 
 @compiled
-def seek_copies(index: Index, place: TextCursor, source: int, own: Index) -> None:
+def seek_copies(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
     """Look for a better copy by the longer n-gram, then by the shorter one."""
-    copy, end = place.copies[0, source], place.ends[OWN].position
-    seek_copy(index, copy, place.hashes[source, LONGEST], own, end)
-    seek_copy(index, copy, place.hashes[source, REACH], own, end)
+    copy, end = cursor.copies[0, source], cursor.ends[OWN].position
+    seek_copy(index, copy, cursor.hashes[source, LONG_NGRAM], own, end)
+    seek_copy(index, copy, cursor.hashes[source, SHORT_NGRAM], own, end)
 
 
 @compiled
@@ -133,105 +133,105 @@ def write(index: Index, hashes: HashArray, source: int, end: int, token: int) ->
         return -1
     for order in range(1, ORDERS + 1):
         count(index, hashes[source, order], token)
-    set_hint(index, hashes[source, LONGEST], position)
-    set_hint(index, hashes[source, REACH], position)
+    set_hint(index, hashes[source, LONG_NGRAM], position)
+    set_hint(index, hashes[source, SHORT_NGRAM], position)
     index.state[0].tokens += 1
     return position
 
 
 @compiled
-def ingest(own: Index, place: TextCursor, tokens: IntArray) -> None:
+def ingest(own: Index, cursor: TextCursor, tokens: IntArray) -> None:
     """Take in a prompt."""
-    end = place.ends[OWN]
+    end = cursor.ends[OWN]
     for number in range(len(tokens)):
         token = tokens[number]
-        end.position = write(own, place.hashes, OWN, end.position, token)
-        advance(place.hashes, OWN, token)
+        end.position = write(own, cursor.hashes, OWN, end.position, token)
+        advance(cursor.hashes, OWN, token)
         if number >= len(tokens) - REMEMBERED:
             remember(own.recent, token)
-    seek_copies(own, place, OWN, own)
-    place.trails[0, PROMPT].prompt_end = place.trails[0, OUTPUT].prompt_end = end.position
+    seek_copies(own, cursor, OWN, own)
+    cursor.matches[0, PROMPT_MATCH].prompt_end = cursor.matches[0, OUTPUT_MATCH].prompt_end = end.position
 
 
 @compiled
-def _count_beside(own: Index, place: TextCursor, token: int) -> None:
-    """Count a token behind the two contexts that trails add: as a stand-in, and as the way on at a crossing."""
-    turned = turn(own, place.trails[0, PROMPT])
-    if turned != 0:
-        count(own, turned, token)
+def _count_beside(own: Index, cursor: TextCursor, token: int) -> None:
+    """Count a token behind the two contexts that matches add: as a substitute, and as the skip on at a skip_hash."""
+    substitutes = current_substitute_hash(own, cursor.matches[0, PROMPT_MATCH])
+    if substitutes != 0:
+        count(own, substitutes, token)
     for row in range(2):
-        trail = place.trails[0, row]
-        crossed = crossing(trail, row, place.hashes[OWN, 2])
-        if crossed != 0:
-            count(own, crossed, way_on(own, trail, row, token))
+        match = cursor.matches[0, row]
+        skipped = skip_hash(match, row, cursor.hashes[OWN, 2])
+        if skipped != 0:
+            count(own, skipped, skip_to(own, match, row, token))
 
 
 @compiled
-def take(index: Index, source: int, own: Index, place: TextCursor, token: int) -> None:
+def append_generated(index: Index, source: int, own: Index, cursor: TextCursor, token: int) -> None:
     """Take a generated token into one source; ``index`` is that source's, ``own`` the request's."""
     if source == OWN:
-        _count_beside(own, place, token)
-    end = place.ends[source]
+        _count_beside(own, cursor, token)
+    end = cursor.ends[source]
     if end.position >= 0:
         fresh = end.position == 0
-        end.position = write(index, place.hashes, source, end.position, token)
+        end.position = write(index, cursor.hashes, source, end.position, token)
         if fresh:
-            end.chunk = max(end.position, 0) // CHUNK
+            end.chunk = max(end.position, 0) // CHUNK_TOKENS
         remember(index.recent, token)
-    advance(place.hashes, source, token)
-    follow_copy(index, place.copies, 0, source, token, 0)
-    seek_copies(index, place, source, own)
+    advance(cursor.hashes, source, token)
+    follow_copy(index, cursor.copies, 0, source, token, 0)
+    seek_copies(index, cursor, source, own)
     if source == OWN:
-        follow_trails(own, place.trails, 0, token)
-        lay_trail(place.trails, place.copies[0, OWN].position, place.copies[0, OWN].agreed)
+        follow_matches(own, cursor.matches, 0, token)
+        start_match(cursor.matches, cursor.copies[0, OWN].position, cursor.copies[0, OWN].agreed)
 
 
 @compiled
-def publish(shared: Index, place: TextCursor, tokens: IntArray) -> None:
+def publish(shared: Index, cursor: TextCursor, tokens: IntArray) -> None:
     """Take in tokens that were generated before, without learning from them."""
     for token in tokens:
-        take(shared, SHARED, shared, place, token)
+        append_generated(shared, SHARED, shared, cursor, token)
 
 
 @compiled
-def withdraw(index: Index, place: TextCursor, most: int) -> bool:
+def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
     """Take back up to ``most`` tokens from the front of a shared text; whether that was all of it.
 
-    ``place`` is where its front is: ``place.ends[SHARED].position`` is the position of the next token to go, and
-    ``place.hashes[SHARED]`` are the contexts of that token.
+    ``cursor`` is at its front: ``cursor.ends[SHARED].position`` is the position of the next token to go, and
+    ``cursor.hashes[SHARED]`` are the contexts of that token.
     """
-    position = place.ends[SHARED].position
+    position = cursor.ends[SHARED].position
     for _ in range(most):
         token = read(index, position) if position != 0 else UNWRITTEN
         if token == UNWRITTEN:
             if position != 0:
-                free(index, position // CHUNK)
-            place.ends[SHARED].position = 0
+                free(index, position // CHUNK_TOKENS)
+            cursor.ends[SHARED].position = 0
             return True
         for order in range(1, ORDERS + 1):
-            uncount(index, place.hashes[SHARED, order], token)
-        advance(place.hashes, SHARED, token)
+            uncount(index, cursor.hashes[SHARED, order], token)
+        advance(cursor.hashes, SHARED, token)
         index.state[0].tokens -= 1
         behind = following(index, position)
-        if behind // CHUNK != position // CHUNK:
-            free(index, position // CHUNK)
+        if behind // CHUNK_TOKENS != position // CHUNK_TOKENS:
+            free(index, position // CHUNK_TOKENS)
         position = behind
-    place.ends[SHARED].position = position
+    cursor.ends[SHARED].position = position
     return False
 
 
 @compiled
-def skip(own: Index, shared: Index, place: TextCursor, aside: TextCursor, tokens: IntArray) -> None:
-    """Let ``aside`` be the place behind tokens that follow ``place`` and are not taken in."""
+def peek(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tokens: IntArray) -> None:
+    """Let ``scratch`` stand behind tokens that follow ``cursor`` and are not taken in."""
     for source in range(2):
-        for length in range(LONGEST + 1):
-            aside.hashes[source, length] = place.hashes[source, length]
-        aside.copies[0, source] = place.copies[0, source]
-        aside.trails[0, source] = place.trails[0, source]
-        aside.ends[source] = place.ends[source]
+        for length in range(LONG_NGRAM + 1):
+            scratch.hashes[source, length] = cursor.hashes[source, length]
+        scratch.copies[0, source] = cursor.copies[0, source]
+        scratch.matches[0, source] = cursor.matches[0, source]
+        scratch.ends[source] = cursor.ends[source]
     for token in tokens:
         for source in range(2):
-            advance(aside.hashes, source, token)
-        follow_copy(own, aside.copies, 0, OWN, token, 0)
-        follow_copy(shared, aside.copies, 0, SHARED, token, 0)
-        follow_trails(own, aside.trails, 0, token)
+            advance(scratch.hashes, source, token)
+        follow_copy(own, scratch.copies, 0, OWN, token, 0)
+        follow_copy(shared, scratch.copies, 0, SHARED, token, 0)
+        follow_matches(own, scratch.matches, 0, token)

@@ -1,6 +1,6 @@
 """The texts themselves, so that a passage can be copied from them, and where to find such a passage.
 
-A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK + place in the chunk``, so the next
+A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK_TOKENS + place in the chunk``, so the next
 position is the next cell, except at a chunk's end. ``hints`` maps the hash of an n-gram to the position behind its
 latest occurrence. Entries overwrite each other, so whoever follows a hint compares the tokens.
 """
@@ -12,14 +12,14 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import HashArray, Index, Int32Array, mix
-from forerun.trie.tables import CHUNK, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
-REACH, LONGEST = 3, 5
-"""Lengths of the two n-grams that have hints. ``REACH`` is also how many tokens must agree before a copy starts, and
-``LONGEST`` is the longest context that is hashed. Two are needed: in a text of few different tokens, the latest
+SHORT_NGRAM, LONG_NGRAM = 3, 5
+"""Lengths of the two n-grams that have hints. ``SHORT_NGRAM`` is also how many tokens must agree before a copy starts, and
+``LONG_NGRAM`` is the longest context that is hashed. Two are needed: in a text of few different tokens, the latest
 occurrence of three of them is rarely the right one; and an n-gram of five tokens comes back later than one of three."""
 
-FAR = 32
+MAX_AGREED = 32
 """Agreement beyond this many tokens is not counted."""
 
 UNWRITTEN = -1
@@ -32,29 +32,29 @@ START = -1
 @compiled
 def read(index: Index, position: int) -> int:
     """The token at a position."""
-    return int(index.text[position // CHUNK].tokens[position % CHUNK])
+    return int(index.text[position // CHUNK_TOKENS].tokens[position % CHUNK_TOKENS])
 
 
 @compiled
 def following(index: Index, position: int) -> int:
     """The next position, or 0."""
-    if position % CHUNK < CHUNK - 1:
+    if position % CHUNK_TOKENS < CHUNK_TOKENS - 1:
         return position + 1
-    return int(index.text[position // CHUNK].after) * CHUNK
+    return int(index.text[position // CHUNK_TOKENS].after) * CHUNK_TOKENS
 
 
 @compiled
 def preceding(index: Index, position: int) -> int:
     """The position before another, or 0."""
-    if position % CHUNK > 0:
+    if position % CHUNK_TOKENS > 0:
         return position - 1
-    before = int(index.text[position // CHUNK].before)
-    return before * CHUNK + CHUNK - 1 if before != 0 else 0
+    before = int(index.text[position // CHUNK_TOKENS].before)
+    return before * CHUNK_TOKENS + CHUNK_TOKENS - 1 if before != 0 else 0
 
 
 @compiled
 def _blank(index: Index, chunk: int) -> None:
-    for cell in range(CHUNK):
+    for cell in range(CHUNK_TOKENS):
         index.text[chunk].tokens[cell] = UNWRITTEN
 
 
@@ -81,10 +81,10 @@ def _chunk(index: Index, before: int) -> int:
 @compiled
 def append(index: Index, end: int, token: int) -> int:
     """Write a token behind position ``end`` (0: the first of a text); its position, or 0 if there is no room."""
-    inside = end != 0 and end % CHUNK < CHUNK - 1
-    position = end + 1 if inside else _chunk(index, end // CHUNK) * CHUNK
+    inside = end != 0 and end % CHUNK_TOKENS < CHUNK_TOKENS - 1
+    position = end + 1 if inside else _chunk(index, end // CHUNK_TOKENS) * CHUNK_TOKENS
     if position != 0:
-        index.text[position // CHUNK].tokens[position % CHUNK] = token
+        index.text[position // CHUNK_TOKENS].tokens[position % CHUNK_TOKENS] = token
     return position
 
 
@@ -100,10 +100,10 @@ def free(index: Index, chunk: int) -> None:
 
 @compiled
 def agreement(index: Index, position: int, other: Index, end: int) -> int:
-    """How many tokens before ``position`` equal those up to ``end`` in ``other``, at most ``FAR``."""
+    """How many tokens before ``position`` equal those up to ``end`` in ``other``, at most ``MAX_AGREED``."""
     length = 0
     position = preceding(index, position)
-    while length < FAR and position != 0 and end != 0 and read(index, position) == read(other, end):
+    while length < MAX_AGREED and position != 0 and end != 0 and read(index, position) == read(other, end):
         length += 1
         position, end = preceding(index, position), preceding(other, end)
     return length
@@ -135,7 +135,7 @@ def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray
     for number in range(len(firsts)):
         chunk = firsts[number]
         while chunk != 0:
-            for cell in range(CHUNK):
+            for cell in range(CHUNK_TOKENS):
                 if text[chunk].tokens[cell] != UNWRITTEN:
                     out[at] = text[chunk].tokens[cell]
                     at += 1
@@ -157,15 +157,15 @@ def remember(recent: Int32Array, token: int) -> None:
 
 @compiled
 def opening(hashes: HashArray) -> None:
-    """Fill in the hashes of the contexts before a text, uint64 ``[2, LONGEST + 1]``; column n is of n tokens."""
+    """Fill in the hashes of the contexts before a text, uint64 ``[2, LONG_NGRAM + 1]``; column n is of n tokens."""
     for source in range(2):
         hashes[source, 0] = np.uint64(0)
-        for length in range(1, LONGEST + 1):
+        for length in range(1, LONG_NGRAM + 1):
             hashes[source, length] = mix(hashes[source, length - 1], START)
 
 
 @compiled
 def advance(hashes: HashArray, source: int, token: int) -> None:
     """Update the hashes of a source's contexts for one more token."""
-    for length in range(LONGEST, 0, -1):
+    for length in range(LONG_NGRAM, 0, -1):
         hashes[source, length] = mix(hashes[source, length - 1], token)

@@ -19,7 +19,7 @@ from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.learning import OWN_HINTS
 from forerun.trie.logistic_mixer import Mixer
-from forerun.trie.namespace import PIECE, Namespace
+from forerun.trie.namespace import PIECE_TOKENS, Namespace
 from forerun.trie.spelling import spellings
 from forerun.trie.text_cursor import TextCursor
 from forerun.trie.trie_config import Form, TrieConfig
@@ -38,10 +38,10 @@ class _Live:
 
     namespace: str
     own: Index
-    place: TextCursor
+    cursor: TextCursor
     length: int
     room: int
-    pins: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
+    handles: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
 
@@ -58,9 +58,9 @@ class Trie(TrieStore):
         super().__init__(config or TrieConfig(), mixer)
         self._nothing = Namespace(1 << 16)
         self._live: dict[int, _Live] = {}
-        self._desk = DraftWorkspace.allocate(64)
-        self._aside = TextCursor.start()
-        self._pins: tuple[ArrayHandles[Mixer], ArrayHandles[DraftWorkspace], ArrayHandles[TextCursor]] = (
+        self._workspace = DraftWorkspace.allocate(64)
+        self._scratch = TextCursor.start()
+        self._handles: tuple[ArrayHandles[Mixer], ArrayHandles[DraftWorkspace], ArrayHandles[TextCursor]] = (
             ArrayHandles(),
             ArrayHandles(),
             ArrayHandles(),
@@ -80,7 +80,7 @@ class Trie(TrieStore):
 
     @in_turn
     def spell(self, tokenizer: Tokenizer) -> None:
-        """Learn how words are spelled without a space, for requests from now on: trails follow them then."""
+        """Learn how words are spelled without a space, for requests from now on: matches follow them then."""
         self._spelling = spellings(tokenizer)
 
     @in_turn
@@ -105,9 +105,9 @@ class Trie(TrieStore):
         space.make_room(0)
         own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(len(kept))
         live = _Live(namespace, own, TextCursor.start(), len(tokens), room)
-        text_cursor.ingest(live.own, live.place, kept)
+        text_cursor.ingest(live.own, live.cursor, kept)
         self._live[request_id] = live
-        space.writers[request_id] = live.place
+        space.writers[request_id] = live.cursor
 
     @in_turn
     def extend(self, request_id: int, tokens: Tokens) -> None:
@@ -121,9 +121,9 @@ class Trie(TrieStore):
         rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
         while live.room < live.own.tokens + len(new):
             live.own, live.room = live.own.grown(), 2 * live.room
-        for start in range(0, len(new), PIECE):
-            piece = new[start : start + PIECE]
-            needs = entry_points.extend(*self._addresses(live, space, live.place), piece, rate)
+        for start in range(0, len(new), PIECE_TOKENS):
+            piece = new[start : start + PIECE_TOKENS]
+            needs = entry_points.extend(*self._addresses(live, space, live.cursor), piece, rate)
             if needs:
                 self._supply(live, space, needs, len(piece))
         live.length += len(new)
@@ -158,8 +158,8 @@ class Trie(TrieStore):
         draft = Draft.allocate(budget)
         size = 0
         if budget and max_depth >= 1:
-            if not self._desk.holds(budget):
-                self._desk = DraftWorkspace.allocate(budget)
+            if not self._workspace.holds(budget):
+                self._workspace = DraftWorkspace.allocate(budget)
             size = self._fill(live, self._moved(live, pending), draft, max_depth)
         if size < budget:
             draft = draft.cut(size)
@@ -167,14 +167,14 @@ class Trie(TrieStore):
 
     def _fill(self, live: _Live, where: TextCursor, draft: Draft, max_depth: int) -> int:
         config, space = self.config, self._shared.get(live.namespace, self._nothing)
-        own, shared, stands, mixer, desk = self._addresses(live, space, where)
+        own, shared, stands, mixer, workspace = self._addresses(live, space, where)
         if config.form == "merged":
-            return entry_points.grow(own, shared, stands, mixer, desk, draft, max_depth)
+            return entry_points.grow(own, shared, stands, mixer, workspace, draft, max_depth)
         return entry_points.retrieve(
             own,
             shared,
             stands,
-            desk,
+            workspace,
             draft,
             float(config.prompt_weight),
             config.max_prefix,
@@ -185,11 +185,11 @@ class Trie(TrieStore):
         )
 
     def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:
-        """Of what the functions of ``calls`` work on: own and shared index, place, mixer, desk."""
-        own, text_cursor = live.pins
-        mixer, desk, aside = self._pins
-        stands = (text_cursor if where is live.place else aside).at(where)
-        return own.at(live.own), space.pin.at(space.index), stands, mixer.at(self._mixer), desk.at(self._desk)
+        """Of what the functions of ``calls`` work on: own and shared index, cursor, mixer, workspace."""
+        own, text_cursor = live.handles
+        mixer, workspace, scratch = self._handles
+        stands = (text_cursor if where is live.cursor else scratch).at(where)
+        return own.at(live.own), space.handles.at(space.index), stands, mixer.at(self._mixer), workspace.at(self._workspace)
 
     @in_turn
     def finish(self, request_id: int) -> None:
@@ -218,8 +218,8 @@ class Trie(TrieStore):
     def _moved(self, live: _Live, pending: Tokens) -> TextCursor:
         """Where the text stands behind ``pending``, which is not taken in."""
         if not len(pending):
-            return live.place
+            return live.cursor
         space = self._shared.get(live.namespace, self._nothing)
-        own, shared, here, *_ = self._addresses(live, space, live.place)
-        entry_points.skip(own, shared, here, self._pins[2].at(self._aside), checked(pending))
-        return self._aside
+        own, shared, here, *_ = self._addresses(live, space, live.cursor)
+        entry_points.peek(own, shared, here, self._handles[2].at(self._scratch), checked(pending))
+        return self._scratch

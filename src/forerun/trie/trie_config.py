@@ -15,7 +15,7 @@ class TrieConfig:
     """How texts are kept and drafted.
 
     Attributes:
-        capacity: most bytes of a namespace; when it is reached, the oldest outputs give way.
+        capacity: most bytes of a namespace; when it is reached, the oldest outputs give skip.
         namespaces: most namespaces. When there are more, the one used longest ago is dropped, unless a request is live
             in it. Together they take up to ``namespaces * capacity`` bytes: 4 GiB, by default.
         prompt_capacity: most tokens of a prompt that are indexed; of a longer prompt it is the end.

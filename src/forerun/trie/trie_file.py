@@ -1,6 +1,6 @@
 """Tries on disk: versioned, checksummed, written atomically, and without pickle.
 
-Layout: ``MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: the name of
+Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: the name of
 the vocabulary, how many numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what
 was learned (float64), and per namespace the lengths of its outputs and their tokens (int32). The index is built anew
 from the texts.
@@ -24,9 +24,9 @@ from forerun.trie import logistic_mixer
 from forerun.trie.arrays import FloatArray
 from forerun.trie.logistic_mixer import Mixer
 
-MAGIC = b"forerun trie\n"
-VERSION = 3
-_PREFIX = struct.Struct(f"<{len(MAGIC)}sI32sI")
+TRIE_FILE_MAGIC = b"forerun trie\n"
+TRIE_FILE_VERSION = 3
+_PREFIX = struct.Struct(f"<{len(TRIE_FILE_MAGIC)}sI32sI")
 
 
 class TrieFileError(ValueError):
@@ -64,7 +64,7 @@ def write(
     size = struct.pack("<I", len(header))
     digest = hashlib.sha256(b"".join([size, *parts])).digest()
     try:
-        _replace(path, [_PREFIX.pack(MAGIC, VERSION, digest, len(header)), *parts])
+        _replace(path, [_PREFIX.pack(TRIE_FILE_MAGIC, TRIE_FILE_VERSION, digest, len(header)), *parts])
     except OSError as error:
         message = f"the trie was not saved ({error.strerror or error}); a file of that name is as it was"
         raise OSError(error.errno, message, str(path)) from error
@@ -107,13 +107,13 @@ def read(path: str | os.PathLike[str]) -> Content:
         OSError: if it cannot be read.
     """
     data = Path(path).read_bytes()
-    if not data.startswith(MAGIC):
+    if not data.startswith(TRIE_FILE_MAGIC):
         raise TrieFileError(f"{path} is not a trie file")
     if len(data) < _PREFIX.size:
         raise TrieFileError(f"{path} is truncated")
     _, version, digest, length = _PREFIX.unpack_from(data)
-    if version != VERSION:
-        raise TrieFileError(f"{path} has version {version}; this program reads version {VERSION}")
+    if version != TRIE_FILE_VERSION:
+        raise TrieFileError(f"{path} has version {version}; this program reads version {TRIE_FILE_VERSION}")
     if hashlib.sha256(data[_PREFIX.size - 4 :]).digest() != digest:
         raise TrieFileError(f"{path} is truncated or damaged: its checksum does not match")
     try:

@@ -1,6 +1,6 @@
 """What a trie keeps beyond a request: the outputs of each namespace, and what evidence was worth. It can be saved.
 
-Threads take turns. To save, memory is copied in a turn of its own; the rest of the work is done outside.
+Threads take turns. To save, memory is copied in a current_substitute_hash of its own; the rest of the work is done outside.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class TrieStore:
         self._shared.bound(limit, namespaces)
 
     @in_turn
-    def notify(self, heard: Callable[[], None] | None) -> None:
-        """Call ``heard`` whenever a namespace has changed. It must return at once, and not use the trie."""
-        self._shared.heard = heard
+    def notify(self, on_change: Callable[[], None] | None) -> None:
+        """Call ``on_change`` whenever a namespace has changed. It must return at once, and not use the trie."""
+        self._shared.on_change = on_change
 
     @in_turn
     def changes(self) -> dict[str, int]:
