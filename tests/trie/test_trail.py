@@ -14,16 +14,16 @@ from forerun.trie.arrays import Index
 from forerun.trie.candidates import PositionEvidence
 from forerun.trie.contexts import count
 from forerun.trie.gapped_match import (
-    PROMPT_LOOKAHEAD,
-    MIN_RESUMED,
-    RESUMED_CLASSES,
     MAX_GAP_TOKENS,
+    MIN_RESUMED,
+    PROMPT_LOOKAHEAD,
+    RESUMED_CLASSES,
     SKIPS,
+    follow_matches,
     inherit_matches,
     skip_hash,
-    follow_matches,
-    start_match,
     skip_to,
+    start_match,
 )
 from forerun.trie.gapped_match_features import count_skips
 from forerun.trie.spelling import spellings
@@ -98,7 +98,9 @@ def test_a_trail_that_is_being_followed_is_not_laid_anew() -> None:
     assert matches[0, PROMPT_MATCH].position == first
     follow_matches(index, matches, 0, OPEN)
     start_match(matches, first + 3, 3)
-    assert matches[0, PROMPT_MATCH].position == first  # agreement of three tokens is enough where there is no match only
+    assert (
+        matches[0, PROMPT_MATCH].position == first
+    )  # agreement of three tokens is enough where there is no match only
     start_match(matches, first + 3, 32)
     assert matches[0, PROMPT_MATCH].position == first + 3
 
@@ -117,7 +119,11 @@ def test_a_node_has_the_trails_that_are_heard() -> None:
 def test_nothing_of_what_stood_on_a_node_before_goes_on() -> None:
     index, matches, _ = prompt_of([10, 11, 12])
     nodes = np.concatenate([matches, matches])
-    nodes[1, PROMPT_MATCH].spelled, nodes[1, PROMPT_MATCH].resumed, nodes[1, PROMPT_MATCH].prompt_end = 1, MIN_RESUMED + 1, 99
+    nodes[1, PROMPT_MATCH].spelled, nodes[1, PROMPT_MATCH].resumed, nodes[1, PROMPT_MATCH].prompt_end = (
+        1,
+        MIN_RESUMED + 1,
+        99,
+    )
     inherit_matches(nodes, 0, 1)
     follow_matches(index, nodes, 1, 5)
     assert nodes[1, PROMPT_MATCH].position == 0
@@ -149,7 +155,9 @@ def test_a_table_said_as_records_is_drafted_across_cells(separators: int) -> Non
     for request in range(12):
         rows = [[[rng.randrange(20, 5000) for _ in range(2)] for _ in KEYS] for _ in range(8)]
         prompt = [t for row in rows for cell in row for t in (*cell, *[COMMA] * separators)] + [LINE]
-        predicted = [[t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows]
+        predicted = [
+            [t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows
+        ]
         answer = [t for record in predicted for t in (OPEN, *record, CLOSE, LINE)]
         steps = steps_of(trie, request, prompt, answer)
     assert len(answer) / steps > 8, len(answer) / steps  # a cell's key, colon, two tokens and comma are five
@@ -191,7 +199,11 @@ def test_the_way_on_is_known_by_what_is_ahead_and_by_its_spelling() -> None:
 def test_ways_are_noted_where_the_prompts_trail_waits_and_the_outputs_is_followed() -> None:
     _, matches, first = prompt_of([10, 11, 12])
     hashed = np.uint64(12345)
-    assert skip_hash(matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed) == skip_hash(matches[0, OUTPUT_MATCH], OUTPUT_MATCH, hashed) == 0
+    assert (
+        skip_hash(matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed)
+        == skip_hash(matches[0, OUTPUT_MATCH], OUTPUT_MATCH, hashed)
+        == 0
+    )
     for row in (PROMPT_MATCH, OUTPUT_MATCH):
         matches[0, row].position, matches[0, row].resumed = first, MIN_RESUMED
         for gap in (0, 1):
@@ -210,7 +222,9 @@ def steps_through_cells(spelled: bool) -> float:
     for request in range(12):
         rows = [[[rng.randrange(20, 5000) for _ in range(4)] for _ in KEYS] for _ in range(8)]
         prompt = [t for row in rows for cell in row for t in (10_000 + cell[0], *cell[1:], COMMA)]
-        predicted = [[t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows]
+        predicted = [
+            [t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows
+        ]
         answer = [t for record in predicted for t in (OPEN, *record, CLOSE, LINE)]
         taken, steps = taken + len(answer), steps + steps_of(trie, request, prompt, answer)
     return taken / steps
@@ -239,7 +253,11 @@ def test_a_context_with_a_crossings_hash_is_no_crossing() -> None:
     """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no skips."""
     index, matches, first = prompt_of([10, 11, 12])
     hashed, evidence = np.uint64(12345), PositionEvidence.allocate()
-    matches[0, PROMPT_MATCH].position, matches[0, PROMPT_MATCH].resumed, matches[0, PROMPT_MATCH].gap = first, MIN_RESUMED, 1
+    matches[0, PROMPT_MATCH].position, matches[0, PROMPT_MATCH].resumed, matches[0, PROMPT_MATCH].gap = (
+        first,
+        MIN_RESUMED,
+        1,
+    )
     for token in (5000, 1, SKIPS + 1):
         count(index, skip_hash(matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed), token)
         count_skips(index, matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed, evidence)

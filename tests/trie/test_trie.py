@@ -107,8 +107,13 @@ def counts(index: Index, known: Counts) -> Counts:
     """All counts of an index, whose contexts must be among those of ``known``."""
     every = {context for context, _ in known}
     found = Counter({(c, token): n for c in every for token, n in followers(index, c).items()})
-    pairs = [np.uint64(mix(hash_of(context), SKIP_MARK + row)) for context in every if len(context) == 2 for row in (0, 1)]
-    beside = [*(np.uint64(substitute_hash(token)) for token in {token for _, token in known}), *pairs]  # what matches count
+    pairs = [
+        np.uint64(mix(hash_of(context), SKIP_MARK + row)) for context in every if len(context) == 2 for row in (0, 1)
+    ]
+    beside = [
+        *(np.uint64(substitute_hash(token)) for token in {token for _, token in known}),
+        *pairs,
+    ]  # what matches count
     assert len({context for context, _ in found}) + sum(find(index, one) != 0 for one in beside) == index.state[0].slots
     return found
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
-from forerun.trie.tables import CHUNK_TOKENS, ENTRY, SLOT, INDEX_STATE, TEXT_CHUNK, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS, ENTRY, INDEX_STATE, SLOT, TEXT_CHUNK, RecordArray
 
 Int32Array = npt.NDArray[np.int32]
 

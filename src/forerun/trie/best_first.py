@@ -12,7 +12,7 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import ORDERS, Index, mix
 from forerun.trie.candidates import NONE, UNIGRAM, CandidateTable, candidate, clear
-from forerun.trie.draft_workspace import Draft, DraftWorkspace, read_copy, find_slots, set_root
+from forerun.trie.draft_workspace import Draft, DraftWorkspace, find_slots, read_copy, set_root
 from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_recent
 from forerun.trie.frontier import (
     above_of,
@@ -25,7 +25,7 @@ from forerun.trie.frontier import (
     shared_order_of,
     token_of,
 )
-from forerun.trie.gapped_match import inherit_matches, follow_matches
+from forerun.trie.gapped_match import follow_matches, inherit_matches
 from forerun.trie.logistic_mixer import Mixer, corrected, odds_unmatched, weigh
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, follow_copy

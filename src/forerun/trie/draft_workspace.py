@@ -13,7 +13,7 @@ from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find
 from forerun.trie.candidates import CandidateTable, PositionEvidence
 from forerun.trie.evidence import copy_cell
 from forerun.trie.frontier import Frontier
-from forerun.trie.tables import COPY, OWN, SHARED, GAPPED_MATCH, RecordArray
+from forerun.trie.tables import COPY, GAPPED_MATCH, OWN, SHARED, RecordArray
 from forerun.trie.text_cursor import TextCursor
 from forerun.trie.token_store import UNWRITTEN, read
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
-from forerun.trie import best_first, learning, multibranch
-from forerun.trie import text_cursor
+from forerun.trie import best_first, learning, multibranch, text_cursor
 from forerun.trie.array_handles import reader
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
@@ -23,7 +22,9 @@ _grow, _retrieve, _extend, _peek = best_first.grow, multibranch.retrieve, learni
 @compiled
 def grow(own: int, shared: int, cursor: int, mixer: int, workspace: int, draft: Draft, deepest: int) -> int:
     """See ``bestfirst.grow``."""
-    return _grow(index_at(own), index_at(shared), cursor_at(cursor), mixer_at(mixer), workspace_at(workspace), draft, deepest)
+    return _grow(
+        index_at(own), index_at(shared), cursor_at(cursor), mixer_at(mixer), workspace_at(workspace), draft, deepest
+    )
 
 
 @compiled
@@ -48,7 +49,9 @@ def retrieve(
 @compiled
 def extend(own: int, shared: int, cursor: int, mixer: int, workspace: int, tokens: IntArray, rate: float) -> int:
     """See ``learning.extend``."""
-    return _extend(index_at(own), index_at(shared), cursor_at(cursor), mixer_at(mixer), workspace_at(workspace), tokens, rate)
+    return _extend(
+        index_at(own), index_at(shared), cursor_at(cursor), mixer_at(mixer), workspace_at(workspace), tokens, rate
+    )
 
 
 @compiled

@@ -13,19 +13,19 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find, mix
 from forerun.trie.candidates import (
-    MATCHED,
     CAME_LAST,
-    FREQUENCY_CLASSES,
     COPIED,
     COPY_CELLS,
     COUNTS,
-    SKIPPED,
+    FREQUENCY_CLASSES,
     LENGTHS,
+    MATCHED,
     MISSES,
     NONE,
     ONLY_ONE,
     OTHERS_SINCE,
     RECENCY_CLASSES,
+    SKIPPED,
     SUBSTITUTE,
     SUBSTITUTE_GROUP,
     UNIGRAM,
@@ -228,4 +228,6 @@ def gather_recent(own: Index, shared: Index, table: CandidateTable) -> None:
             token, rank = table.candidates[number].token, table.cells[number, UNIGRAM + source]
             common = _common(own, token) if source == OWN else _common(shared, token)
             rank = RECENCY_CLASSES - 1 if rank == NONE else rank
-            table.cells[number, UNIGRAM + source] = UNIGRAM_CELLS + (source * FREQUENCY_CLASSES + common) * RECENCY_CLASSES + rank
+            table.cells[number, UNIGRAM + source] = (
+                UNIGRAM_CELLS + (source * FREQUENCY_CLASSES + common) * RECENCY_CLASSES + rank
+            )

@@ -48,7 +48,9 @@ PLAIN_COPY_RUN = 32
 RESUMED_CLASSES, GAP_CLASSES = 3, 7
 """Classes of ``GAPPED_MATCH.resumed`` and of ``GAPPED_MATCH.gap``."""
 
-SPELT, SPELT_AHEAD, INSIDE_SPELLING, UNPREDICTED, OUTSIDE_SPELLING, NEXT, OTHER = range(PROMPT_LOOKAHEAD, PROMPT_LOOKAHEAD + 7)
+SPELT, SPELT_AHEAD, INSIDE_SPELLING, UNPREDICTED, OUTSIDE_SPELLING, NEXT, OTHER = range(
+    PROMPT_LOOKAHEAD, PROMPT_LOOKAHEAD + 7
+)
 """What a match says of a token.
 
 - The prompt's: from 0 to ``PROMPT_LOOKAHEAD - 1``, it is so many ahead. ``SPELT``, ``SPELT_AHEAD``: it begins the spelling of the
@@ -227,7 +229,11 @@ def start_match(matches: RecordArray, position: int, agreed: int) -> None:
     row = PROMPT_MATCH if position <= matches[0, PROMPT_MATCH].prompt_end else OUTPUT_MATCH
     match = matches[0, row]
     waiting, gap = match.position, match.gap
-    if position in (0, waiting) or agreed < (START_AGREED if waiting == 0 else RESTART_AGREED) or (waiting != 0 and gap == 0):
+    if (
+        position in (0, waiting)
+        or agreed < (START_AGREED if waiting == 0 else RESTART_AGREED)
+        or (waiting != 0 and gap == 0)
+    ):
         return
     match.position, match.gap, match.run, match.spelled = position, 0, RESTART_AGREED, 0
     match.resumed = min(match.resumed, MIN_RESUMED) if waiting != 0 else 0

@@ -7,15 +7,15 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import Index, find
 from forerun.trie.candidates import (
-    MATCH_CELLS,
-    MATCHED,
     BIAS,
     CAME_LAST,
-    SKIPPED,
-    SKIP_GROUP,
+    MATCH_CELLS,
+    MATCHED,
     NONE,
     ONLY_ONE,
     OTHERS_SINCE,
+    SKIP_GROUP,
+    SKIPPED,
     SUBSTITUTE,
     CandidateTable,
     PositionEvidence,
@@ -25,20 +25,20 @@ from forerun.trie.candidates import (
     class_of_total,
 )
 from forerun.trie.gapped_match import (
-    PROMPT_LOOKAHEAD,
-    OUTSIDE_SPELLING,
-    MIN_RESUMED,
     INSIDE_SPELLING,
+    MIN_RESUMED,
     NEXT,
     OTHER,
+    OUTSIDE_SPELLING,
+    PROMPT_LOOKAHEAD,
+    SKIPS,
     SPELT,
     SPELT_AHEAD,
     UNPREDICTED,
-    SKIPS,
-    skip_hash,
     active,
-    next_on,
     match_cell,
+    next_on,
+    skip_hash,
 )
 from forerun.trie.spelling import spelled
 from forerun.trie.tables import PROMPT_MATCH, RecordArray
@@ -105,7 +105,9 @@ def _predict_row(own: Index, match: np.record, row: int, evidence: PositionEvide
 
 
 @compiled
-def predict(own: Index, matches: RecordArray, node: int, hashed: np.uint64, evidence: PositionEvidence, table: CandidateTable) -> None:
+def predict(
+    own: Index, matches: RecordArray, node: int, hashed: np.uint64, evidence: PositionEvidence, table: CandidateTable
+) -> None:
     """Make what a node's matches predict candidates; ``hashed`` is of its last two tokens."""
     evidence.inputs[0] = SUBSTITUTE
     for row in range(2):

@@ -39,7 +39,13 @@ OWN_HINTS, SHARED_TIGHT, SHARED_HINTS = 1, 2, 4
 
 @compiled
 def extend(
-    own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, tokens: IntArray, rate: float
+    own: Index,
+    shared: Index,
+    cursor: TextCursor,
+    mixer: Mixer,
+    workspace: DraftWorkspace,
+    tokens: IntArray,
+    rate: float,
 ) -> int:
     """Take in generated tokens: learn from them if ``rate`` is above 0, then write them in both sources.
 

@@ -23,18 +23,18 @@ import numpy.typing as npt
 from forerun.core.compiling import compiled
 from forerun.trie.arrays import ORDERS, FloatArray
 from forerun.trie.candidates import (
-    MATCH_CELLS,
     BIAS,
     CELLS,
     CONTEXT_CELLS,
     COPIED,
     COPY_CELLS,
     COUNTS,
-    SKIPPED,
+    MATCH_CELLS,
     MISSES,
     NONE,
-    SUBSTITUTE,
+    SKIPPED,
     STATES,
+    SUBSTITUTE,
     TOTALS,
     UNIGRAM,
     UNIGRAM_CELLS,
@@ -42,7 +42,7 @@ from forerun.trie.candidates import (
     PositionEvidence,
     context_input,
 )
-from forerun.trie.gapped_match import PROMPT_LOOKAHEAD, GAP_CLASSES, RESUMED_CLASSES, MATCH_KINDS
+from forerun.trie.gapped_match import GAP_CLASSES, MATCH_KINDS, PROMPT_LOOKAHEAD, RESUMED_CLASSES
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.token_store import UNWRITTEN
 
@@ -274,7 +274,16 @@ def _expected() -> FloatArray:
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     chance[COPY_CELLS:UNIGRAM_CELLS] = np.tile(says.ravel(), 2)
     matches = chance[MATCH_CELLS:CELLS].reshape(MATCH_KINDS, RESUMED_CLASSES, GAP_CLASSES)
-    expected = [*(0.2 * 0.4 ** np.arange(PROMPT_LOOKAHEAD)), 0.1, 0.05, 0.9, 0.02, 0.005, 0.4, 0.02]  # in the order of the kinds
+    expected = [
+        *(0.2 * 0.4 ** np.arange(PROMPT_LOOKAHEAD)),
+        0.1,
+        0.05,
+        0.9,
+        0.02,
+        0.005,
+        0.4,
+        0.02,
+    ]  # in the order of the kinds
     matches[:] = np.array(expected)[:, None, None]
     matches[0, :, 0] = 0.6
     chance[NONE] = 0.5

@@ -55,7 +55,9 @@ class NamespaceLRU(Mapping[str, Namespace]):
             ValueError: for a limit that leaves no room for one namespace, or no namespace.
         """
         if limit < MIN_GROWTH_BYTES or namespaces < 1:
-            raise ValueError(f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least")
+            raise ValueError(
+                f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least"
+            )
         self._limit, self._most, self._bounded = limit, namespaces, True
         self._give_way(0, 0)
 

@@ -17,11 +17,21 @@ from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import ORDERS, HashArray, Index
 from forerun.trie.contexts import count, uncount
-from forerun.trie.gapped_match import skip_hash, follow_matches, start_match, current_substitute_hash, skip_to
-from forerun.trie.tables import CHUNK_TOKENS, COPY, TEXT_END, OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, GAPPED_MATCH, RecordArray
+from forerun.trie.gapped_match import current_substitute_hash, follow_matches, skip_hash, skip_to, start_match
+from forerun.trie.tables import (
+    CHUNK_TOKENS,
+    COPY,
+    GAPPED_MATCH,
+    OUTPUT_MATCH,
+    OWN,
+    PROMPT_MATCH,
+    SHARED,
+    TEXT_END,
+    RecordArray,
+)
 from forerun.trie.token_store import (
-    MAX_AGREED,
     LONG_NGRAM,
+    MAX_AGREED,
     SHORT_NGRAM,
     UNWRITTEN,
     advance,

@@ -189,7 +189,13 @@ class Trie(TrieStore):
         own, text_cursor = live.handles
         mixer, workspace, scratch = self._handles
         stands = (text_cursor if where is live.cursor else scratch).at(where)
-        return own.at(live.own), space.handles.at(space.index), stands, mixer.at(self._mixer), workspace.at(self._workspace)
+        return (
+            own.at(live.own),
+            space.handles.at(space.index),
+            stands,
+            mixer.at(self._mixer),
+            workspace.at(self._workspace),
+        )
 
     @in_turn
     def finish(self, request_id: int) -> None:
