@@ -158,7 +158,7 @@ def main(
     without: Annotated[str, typer.Option(help="An author to leave out.")] = "llm:gpt3-175b_verification",
     sessions: Annotated[int, typer.Option(help="How many.")] = 1800,
     most: Annotated[float, typer.Option(help="How often a piece of evidence counts as seen, at most.")] = 4.0,
-    out: Annotated[Path, typer.Option(help="The file.")] = logistic_mixer.PRIOR,
+    out: Annotated[Path, typer.Option(help="The file.")] = logistic_mixer.PRIOR_FILE,
 ) -> None:
     """Learn, and write what was learned."""
     mixer = learn(kinds(books, maths, answers, without), [Tokenizer.from_file(str(file)) for file in tokenizer],
