@@ -33,8 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def houses() -> Iterator[list[Any]]:
-    """Servers that a test builds (``house.House``); they end with it."""
+def servers() -> Iterator[list[Any]]:
+    """Servers that a test builds (``server.LiveServer``); they end with it."""
     built: list[Any] = []
     yield built
     for each in built:

@@ -13,7 +13,7 @@ from statistics import mean, pstdev
 from typing import Any
 
 import pytest
-from support.house import House
+from support.live_server import LiveServer
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
@@ -49,9 +49,9 @@ def answered(ask: Ask, grew: Sequence[float], ended: float, tokens: int, error: 
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def server() -> Iterator[LiveServer]:
     model, tokenizer = load("bundled", device="cpu")
-    built = House(Engine(model, "trie", tokenizer=tokenizer), model="bundled", namespaces=1 << 20)
+    built = LiveServer(Engine(model, "trie", tokenizer=tokenizer), model="bundled", namespaces=1 << 20)
     yield built
     built.close()
 
@@ -145,7 +145,7 @@ def one_round(long: bool = False) -> Round:
 
 
 def bench_of(
-    house: House, tmp_path: Path, contestants: Sequence[Contestant], rounds: Sequence[Round], resume: bool = False
+    server: LiveServer, tmp_path: Path, contestants: Sequence[Contestant], rounds: Sequence[Round], resume: bool = False
 ) -> tuple[ServeBench, list[str]]:
     """A bench whose servers are this one, and which servers were started."""
     started = list[str]()
@@ -155,7 +155,7 @@ def bench_of(
         started.append(contestant.name)
         if not contestant.ours:
             raise ServerError("it broke")
-        yield Door(f"http://127.0.0.1:{house.port}", "bundled", exact=True)
+        yield Door(f"http://127.0.0.1:{server.port}", "bundled", exact=True)
 
     report = Report("Load", {})
 
@@ -169,11 +169,11 @@ def bench_of(
 
 @pytest.mark.matrix
 def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(
-    house: House, tmp_path: Path
+    server: LiveServer, tmp_path: Path
 ) -> None:
     absent = Contestant(servers.TRANSFORMERS, (), "x", False)
     rounds = [one_round(long=True), one_round()]
-    measured, started = bench_of(house, tmp_path, [PLAIN, OURS, absent], rounds)
+    measured, started = bench_of(server, tmp_path, [PLAIN, OURS, absent], rounds)
     turns = measured.run()
     assert started == [PLAIN.name, OURS.name, absent.name, OURS.name, PLAIN.name]
     found = json.loads((tmp_path / "serve.json").read_text())["parts"]
@@ -187,13 +187,13 @@ def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_a
     assert f"Not measured: {absent.name}: it broke." in text and "changed no text" in text
     assert {path.name for path in tmp_path.glob("*.png")} == {f"serve-{n}.png" for n in ("clients", "rate", "tokens")}
 
-    again, started = bench_of(house, tmp_path, [PLAIN, OURS, absent], [*rounds, one_round()], resume=True)
+    again, started = bench_of(server, tmp_path, [PLAIN, OURS, absent], [*rounds, one_round()], resume=True)
     assert json.loads(json.dumps(again.run()))[:2] == json.loads(json.dumps(turns))
     assert started == [PLAIN.name, OURS.name]
 
 
 def test_what_was_measured_is_written_when_a_later_load_fails(
-    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = client.run
 
@@ -204,7 +204,7 @@ def test_what_was_measured_is_written_when_a_later_load_fails(
 
     monkeypatch.setattr(bench.client, "run", fails)
     with pytest.raises(ValueError, match="the power failed"):
-        bench_of(house, tmp_path, [PLAIN], [one_round()])[0].run()
+        bench_of(server, tmp_path, [PLAIN], [one_round()])[0].run()
     (row,) = json.loads((tmp_path / "serve.json").read_text())["parts"]["load"]
     assert (row["load"], row["requests"]) == ("2 clients", 4)
 
@@ -249,10 +249,10 @@ def test_texts_to_check_are_greedy_and_from_all_over_the_load() -> None:
     assert [asks(8).index(ask) for ask in found] == [0, 4]
 
 
-def test_a_server_that_nobody_reaches_is_an_error(house: House, tmp_path: Path) -> None:
+def test_a_server_that_nobody_reaches_is_an_error(server: LiveServer, tmp_path: Path) -> None:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there, and not listening
-        measured, _ = bench_of(house, tmp_path, [PLAIN], [one_round()])
+        measured, _ = bench_of(server, tmp_path, [PLAIN], [one_round()])
 
         @contextmanager
         def nobody(contestant: Contestant) -> Iterator[Door]:

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from server.test_server import PROMPTS, TEMPLATE, House, error_of
+from server.test_server import PROMPTS, TEMPLATE, LiveServer, error_of
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from forerun.core.constraint import Constraint
@@ -24,7 +24,7 @@ from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
 from forerun.models.text.grammar import KEPT, GrammarError, Grammars, SchemaError
 from forerun.models.text.token_bytes import TokenBytes
-from forerun.server.limits import Limits
+from forerun.server.admission import SchedulerLimits
 
 Json = dict[str, Any]
 SCHEMA: Json = {
@@ -83,8 +83,8 @@ def engine(plain: Engine) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def house(engine: Engine) -> Iterator[House]:
-    built = House(engine, Limits(1 << 30), max_tokens=128)
+def server(engine: Engine) -> Iterator[LiveServer]:
+    built = LiveServer(engine, SchedulerLimits(1 << 30), max_tokens=128)
     yield built
     built.close()
 
@@ -92,8 +92,8 @@ def house(engine: Engine) -> Iterator[House]:
 # --- schemas
 
 
-def test_answers_follow_the_schema_and_are_those_of_plain_decoding(plain: Engine, house: House) -> None:
-    create = house.client().completions.create
+def test_answers_follow_the_schema_and_are_those_of_plain_decoding(plain: Engine, server: LiveServer) -> None:
+    create = server.client().completions.create
     drafted = accepted = steps = 0
     for options, asked in [({}, {"temperature": 0}), *((sampled(s), {"temperature": 1, "seed": s}) for s in SEEDS)]:
         wanted = plain.generate(PROMPT, **OPTIONS, **options)
@@ -107,8 +107,8 @@ def test_answers_follow_the_schema_and_are_those_of_plain_decoding(plain: Engine
     assert accepted > steps
 
 
-def test_a_stream_and_choices_are_the_same_texts(house: House) -> None:
-    create = house.client().completions.create
+def test_a_stream_and_choices_are_the_same_texts(server: LiveServer) -> None:
+    create = server.client().completions.create
     whole = create(**ASKED, temperature=1, seed=0, n=3)
     texts = [""] * 3
     for chunk in create(**ASKED, temperature=1, seed=0, n=3, stream=True):
@@ -119,10 +119,10 @@ def test_a_stream_and_choices_are_the_same_texts(house: House) -> None:
         check(text)
 
 
-def test_beside_eight_others_the_text_is_the_same(plain: Engine, house: House) -> None:
+def test_beside_eight_others_the_text_is_the_same(plain: Engine, server: LiveServer) -> None:
     def ask(i: int) -> str:
         asked = ASKED if i % 2 else {"model": "bundled", "prompt": PROMPTS[i], "max_tokens": 40}
-        return house.client().completions.create(**asked, temperature=1, seed=i).choices[0].text
+        return server.client().completions.create(**asked, temperature=1, seed=i).choices[0].text
 
     def alone(i: int) -> str:
         if i % 2:
@@ -133,8 +133,8 @@ def test_beside_eight_others_the_text_is_the_same(plain: Engine, house: House) -
         assert list(pool.map(ask, range(8))) == [alone(i) for i in range(8)]
 
 
-def test_a_chat_gives_objects_schemas_and_text(plain: Engine, house: House) -> None:
-    create = house.client().chat.completions.create
+def test_a_chat_gives_objects_schemas_and_text(plain: Engine, server: LiveServer) -> None:
+    create = server.client().chat.completions.create
     asked: Json = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
     answer = create(**asked, max_tokens=80, response_format=FORMAT)
     check(answer.choices[0].message.content or "")
@@ -146,8 +146,8 @@ def test_a_chat_gives_objects_schemas_and_text(plain: Engine, house: House) -> N
     assert wanted.text != free.choices[0].message.content
 
 
-def test_a_stop_string_and_a_limit_end_it_early(house: House) -> None:
-    create = house.client().completions.create
+def test_a_stop_string_and_a_limit_end_it_early(server: LiveServer) -> None:
+    create = server.client().completions.create
     whole = create(**ASKED, temperature=0).choices[0].text
     cut = create(**ASKED, temperature=0, stop='", "tags').choices[0]
     assert (cut.text, cut.finish_reason) == (whole[: whole.index('", "tags')], "stop")
@@ -168,12 +168,12 @@ for _ in range(200):
         {"type": "array", "uniqueItems": True}, NESTED, {"const": "x" * 70_000}, {"$ref": "#"},
     ],
 )  # fmt: skip
-def test_a_schema_that_cannot_be_met_is_refused(house: House, schema: Json) -> None:
+def test_a_schema_that_cannot_be_met_is_refused(server: LiveServer, schema: Json) -> None:
     body = {"model": "bundled", "prompt": "Hi", "response_format": schema_of(schema)}
-    error = error_of(house.post(body), 400)
+    error = error_of(server.post(body), 400)
     assert (error["type"], error["param"]) == ("invalid_request_error", "response_format")
     assert "schema" in error["message"] and len(error["message"]) < 400
-    assert not house.scheduler.busy
+    assert not server.scheduler.busy
 
 
 @pytest.mark.parametrize(
@@ -185,12 +185,12 @@ def test_a_schema_that_cannot_be_met_is_refused(house: House, schema: Json) -> N
         {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
     ],
 )  # fmt: skip
-def test_other_formats_are_refused(engine: Engine, house: House, told: Any) -> None:
+def test_other_formats_are_refused(engine: Engine, server: LiveServer, told: Any) -> None:
     body = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "response_format": told}
-    error = error_of(house.post(body, "chat/completions"), 400)
+    error = error_of(server.post(body, "chat/completions"), 400)
     assert error["param"].startswith("response_format")
     with pytest.raises(openai.BadRequestError):
-        house.client().chat.completions.create(**body)
+        server.client().chat.completions.create(**body)
     if told in ({"type": "grammar"}, {}, "json_object", {"type": "json_schema"}):
         with pytest.raises(SchemaError, match="response_format"):
             engine.requests("Hi", response_format=told)
@@ -371,8 +371,8 @@ def test_of_equally_likely_tokens_the_lower_id_comes_first() -> None:
     assert logprob_of(torch.zeros(2), 0, 5).top == ((0, -math.log(2)), (1, -math.log(2)))
 
 
-def test_completions_tell_logprobs(engine: Engine, house: House) -> None:
-    create = house.client().completions.create
+def test_completions_tell_logprobs(engine: Engine, server: LiveServer) -> None:
+    create = server.client().completions.create
     asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": 24, "temperature": 1, "seed": 5}
     choice = create(**asked, logprobs=2).choices[0]
     found = engine.generate(PROMPTS[1], max_new_tokens=24, logprobs=2, **sampled(5)).logprobs[0]
@@ -394,8 +394,8 @@ def test_completions_tell_logprobs(engine: Engine, house: House) -> None:
     assert create(**asked).choices[0].logprobs is None
 
 
-def test_chats_tell_logprobs(house: House) -> None:
-    create = house.client().chat.completions.create
+def test_chats_tell_logprobs(server: LiveServer) -> None:
+    create = server.client().chat.completions.create
     asked: Json = {
         "model": "bundled",
         "messages": [{"role": "user", "content": "Hi"}],
@@ -419,8 +419,8 @@ def test_chats_tell_logprobs(house: House) -> None:
     assert bare is not None and [each.top_logprobs for each in bare.content or []] == [[]] * 16
 
 
-def test_a_stop_string_leaves_out_what_is_not_sent(house: House) -> None:
-    create = house.client().completions.create
+def test_a_stop_string_leaves_out_what_is_not_sent(server: LiveServer) -> None:
+    create = server.client().completions.create
     asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": 40, "temperature": 0, "logprobs": 1}
     whole = create(**asked).choices[0]
     assert whole.logprobs is not None and whole.logprobs.tokens is not None
@@ -432,9 +432,9 @@ def test_a_stop_string_leaves_out_what_is_not_sent(house: House) -> None:
     assert joined(chunk.tokens for chunk in chunks if chunk) == cut.logprobs.tokens
 
 
-def test_parts_of_characters_are_told_as_bytes(plain: Engine, house: House) -> None:
+def test_parts_of_characters_are_told_as_bytes(plain: Engine, server: LiveServer) -> None:
     body = {"model": "bundled", "prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0}
-    told = house.post({**body, "response_format": schema_of({"const": "é😀"})}).json()["choices"][0]
+    told = server.post({**body, "response_format": schema_of({"const": "é😀"})}).json()["choices"][0]
     assert json.loads(told["text"]) == "é😀"
     tokens, said = told["logprobs"]["tokens"], b""
     for token in tokens:
@@ -462,10 +462,10 @@ def test_the_bytes_of_tokens(plain: Engine) -> None:
         ({"logprobs": True, "top_logprobs": 21}, True, "top_logprobs"), ({"top_logprobs": 2}, True, None),
     ],
 )  # fmt: skip
-def test_wrong_numbers_of_logprobs_are_refused(house: House, change: Json, chat: bool, param: str | None) -> None:
+def test_wrong_numbers_of_logprobs_are_refused(server: LiveServer, change: Json, chat: bool, param: str | None) -> None:
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
     error = error_of(
-        house.post({"model": "bundled", **body, **change}, "chat/completions" if chat else "completions"), 400
+        server.post({"model": "bundled", **body, **change}, "chat/completions" if chat else "completions"), 400
     )
     assert error["param"] == param
 

@@ -20,16 +20,22 @@ import httpx
 import numpy as np
 import pytest
 from starlette.types import Message
-from support.house import PATIENCE
+from support.live_server import PATIENCE
 
 from forerun.core.request import Request
 from forerun.replicas import cluster
-from forerun.replicas.exchange import SILENT, SLICE, Exchange, News, Text, Trader
-from forerun.replicas.front import TRIES, Front, merged
-from forerun.replicas.prefix_index import BLOCK, Places, digests, preferred
-from forerun.replicas.replica import played
-from forerun.replicas.replica_messages import Asked, Start
-from forerun.replicas.resources import Node, Resources, share
+from forerun.replicas.cluster import ClusterNode, Resources, shared_resources
+from forerun.replicas.exchange import (
+    LEARNED_TOKENS,
+    SILENT_SECONDS,
+    Exchange,
+    ExchangeClient,
+    ExchangeUpdate,
+    LearnedText,
+)
+from forerun.replicas.front import MAX_REPLICAS_TRIED, ForwardedRequest, Front, ResponseHead, merged_metrics
+from forerun.replicas.prefix_index import BLOCK_CHARACTERS, PrefixReaders, digests, preferred
+from forerun.replicas.replica import responses
 from forerun.server.settings import ServerSettings
 
 BOOK = "It was a bright cold day, and the clocks were striking. " * 200
@@ -43,8 +49,11 @@ def body(prompt: Any, **more: Any) -> bytes:
 
 
 def test_requests_share_as_many_digests_as_they_share_blocks() -> None:
-    first, second = digests("a", body(BOOK + "Who?")), digests("a", body(BOOK[: 3 * BLOCK] + "x" * 2 * BLOCK))
-    assert len(first) == 1 + len(BOOK + "Who?") // BLOCK and len(second) == 6
+    first, second = (
+        digests("a", body(BOOK + "Who?")),
+        digests("a", body(BOOK[: 3 * BLOCK_CHARACTERS] + "x" * 2 * BLOCK_CHARACTERS)),
+    )
+    assert len(first) == 1 + len(BOOK + "Who?") // BLOCK_CHARACTERS and len(second) == 6
     assert first[:4] == second[:4] and first[4] != second[4]
     assert digests("a", body("short")) == first[:1]
 
@@ -61,7 +70,7 @@ def test_what_is_refused_later_has_no_beginnings(wrong: bytes) -> None:
 
 
 def test_half_a_character_is_no_obstacle() -> None:
-    asked = b'{"prompt": "' + b"\\ud800" * BLOCK + b'", "forerun": {"namespace": "\\ud800"}}'
+    asked = b'{"prompt": "' + b"\\ud800" * BLOCK_CHARACTERS + b'", "forerun": {"namespace": "\\ud800"}}'
     assert len(digests("a", asked)) == 2
 
 
@@ -75,8 +84,8 @@ def test_conversations_and_token_ids_have_beginnings_too() -> None:
 
 
 def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not() -> None:
-    places: Places[str] = Places()
-    long, short = digests("a", body(BOOK)), digests("a", body(BOOK[:BLOCK]))
+    places: PrefixReaders[str] = PrefixReaders()
+    long, short = digests("a", body(BOOK)), digests("a", body(BOOK[:BLOCK_CHARACTERS]))
     places.remember(long, "one")
     places.remember(short, "two")
     everyone = ["three", "two", "one"]
@@ -88,14 +97,14 @@ def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not() -> None:
 
 
 def test_a_namespace_alone_is_a_reason_for_an_idle_replica_only() -> None:
-    places: Places[str] = Places()
+    places: PrefixReaders[str] = PrefixReaders()
     places.remember(digests("a", body("Who?")), "one")
     assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 0, 4) == ["one"]
     assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 1, 4) == []
 
 
 def test_the_least_recently_used_beginnings_are_forgotten() -> None:
-    places: Places[str] = Places(known=3)
+    places: PrefixReaders[str] = PrefixReaders(limit=3)
     places.remember([b"1", b"2"], "one")
     places.remember([b"1", b"3"], "two")
     places.remember([b"4"], "two")
@@ -105,29 +114,29 @@ def test_the_least_recently_used_beginnings_are_forgotten() -> None:
 # what they learn
 
 
-def text(*tokens: int, namespace: str = "a/default") -> Text:
-    return Text.of(namespace, np.array(tokens))
+def text(*tokens: int, namespace: str = "a/default") -> LearnedText:
+    return LearnedText.of(namespace, np.array(tokens))
 
 
 def test_each_gets_what_others_handed_in_once() -> None:
     exchange = Exchange()
-    assert exchange.trade("one", [text(1, 2)], 0, "m 1") == News([], 1)
+    assert exchange.trade("one", [text(1, 2)], 0, "m 1") == ExchangeUpdate([], 1)
     news = exchange.trade("two", [text(3)], 0, "m 2")
     assert [each.ids for each in news.texts] == [[1, 2]] and news.until == 2
     assert exchange.trade("two", [], news.until, "m 3").texts == []
     assert [each.ids for each in exchange.trade("one", [], 1, "m 4").texts] == [[3]]
-    assert exchange.figures() == {"one": "m 4", "two": "m 3"}
+    assert exchange.metrics() == {"one": "m 4", "two": "m 3"}
 
 
 def test_a_replica_that_is_silent_for_long_is_no_longer_shown() -> None:
     now = 0.0
     exchange = Exchange(clock=lambda: now)
     exchange.trade("one", [], 0, "m 1")
-    now = SILENT
+    now = SILENT_SECONDS
     exchange.trade("two", [], 0, "m 2")
-    assert set(exchange.figures()) == {"one", "two"}
+    assert set(exchange.metrics()) == {"one", "two"}
     now += 1
-    assert set(exchange.figures()) == {"two"}
+    assert set(exchange.metrics()) == {"two"}
 
 
 def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew() -> None:
@@ -141,11 +150,18 @@ def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew() -> None:
 
 def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly() -> None:
     exchange, learned = Exchange(), []
-    one = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60)
-    half = [7] * (SLICE // 2)
+    one = ExchangeClient(
+        lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60
+    )
+    half = [7] * (LEARNED_TOKENS // 2)
     exchange.trade("two", [text(*half), text(*half), text(3), text(*half * 3), text(4)], 0, "")
-    one.turn()
-    assert [[len(row) for row in rows] for _, rows in learned] == [[SLICE // 2] * 2, [1], [SLICE // 2 * 3], [1]]
+    one.trade_once()
+    assert [[len(row) for row in rows] for _, rows in learned] == [
+        [LEARNED_TOKENS // 2] * 2,
+        [1],
+        [LEARNED_TOKENS // 2 * 3],
+        [1],
+    ]
 
 
 def ended(*tokens: int, **more: Any) -> Request:
@@ -157,13 +173,15 @@ def ended(*tokens: int, **more: Any) -> Request:
 
 def test_a_trader_hands_in_what_ended_and_learns_what_is_new() -> None:
     exchange, learned = Exchange(), []
-    one = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60)
-    one.take(ended(1, 2, namespace="a/x"))
-    one.take(ended(7, namespace="a/x", budget=0))  # a text without drafts teaches nothing
-    one.turn()
+    one = ExchangeClient(
+        lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60
+    )
+    one.add(ended(1, 2, namespace="a/x"))
+    one.add(ended(7, namespace="a/x", budget=0))  # a text without drafts teaches nothing
+    one.trade_once()
     exchange.trade("two", [text(3), text(4), text(5, namespace="b/y")], 0, "")
-    one.turn()
-    one.turn()
+    one.trade_once()
+    one.trade_once()
     assert [each.ids for each in exchange.trade("new", [], 0, "").texts] == [[1, 2], [3], [4], [5]]
     assert learned == [("a/default", [[3], [4]]), ("b/y", [[5]])]
 
@@ -175,7 +193,7 @@ def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog: pytest.LogCap
         learned.append(sequences)
         raise LookupError("broken")
 
-    trader = Trader(lambda texts, since: exchange.trade("one", texts, since, ""), learn, 0.01)
+    trader = ExchangeClient(lambda texts, since: exchange.trade("one", texts, since, ""), learn, 0.01)
     trader.start()
     for token in (1, 2):
         exchange.trade("two", [text(token)], 0, "")
@@ -187,21 +205,21 @@ def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog: pytest.LogCap
 def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("forerun.replicas.exchange.OUTBOX", 2 * text(1).nbytes)
+    monkeypatch.setattr("forerun.replicas.exchange.OUTBOX_BYTES", 2 * text(1).nbytes)
     exchange, there = Exchange(), False
 
-    def trade(texts: Any, since: int) -> News:
+    def trade(texts: Any, since: int) -> ExchangeUpdate:
         if not there:
             raise ConnectionError("gone")
         return exchange.trade("one", texts, since, "")
 
-    trader = Trader(trade, lambda *new: None, 60)
+    trader = ExchangeClient(trade, lambda *new: None, 60)
     for token in (1, 2, 3):
-        trader.take(ended(token))
-    trader.turn()
+        trader.add(ended(token))
+    trader.trade_once()
     assert "cannot be reached" in caplog.text
     there = True
-    trader.turn()
+    trader.trade_once()
     assert [each.ids for each in exchange.trade("two", [], 0, "").texts] == [[2], [3]]
 
 
@@ -217,10 +235,10 @@ class Replicas:
 
     def __init__(self, *answers: list[Any]) -> None:
         self.answers = list(answers)
-        self.asked: list[Asked] = []
+        self.asked: list[ForwardedRequest] = []
         self.closed = 0
 
-    async def __call__(self, asked: Asked) -> AsyncIterator[Start | bytes]:
+    async def __call__(self, asked: ForwardedRequest) -> AsyncIterator[ResponseHead | bytes]:
         self.asked.append(asked)
         try:
             for part in self.answers.pop(0):
@@ -233,8 +251,8 @@ class Replicas:
             self.closed += 1
 
 
-def head(kind: str = "text/event-stream", status: int = 200) -> Start:
-    return Start(status, [(b"content-type", kind.encode())], "one")
+def head(kind: str = "text/event-stream", status: int = 200) -> ResponseHead:
+    return ResponseHead(status, [(b"content-type", kind.encode())], "one")
 
 
 def ask(replicas: Replicas, path: str = "/v1/completions", gone: bool = False) -> list[Message]:
@@ -285,10 +303,10 @@ def test_an_answer_that_began_ends_with_an_error() -> None:
 
 
 def test_after_so_many_deaths_a_request_is_given_up() -> None:
-    replicas = Replicas(*[[GoneError()] for _ in range(TRIES + 1)])
+    replicas = Replicas(*[[GoneError()] for _ in range(MAX_REPLICAS_TRIED + 1)])
     sent = ask(replicas)
     assert sent[0]["status"] == 503 and json.loads(told(sent))["error"]["code"] == "replica_lost"
-    assert len(replicas.asked) == TRIES
+    assert len(replicas.asked) == MAX_REPLICAS_TRIED
 
 
 def test_a_client_that_goes_ends_its_request() -> None:
@@ -299,7 +317,7 @@ def test_a_client_that_goes_ends_its_request() -> None:
 
 def test_metrics_of_all_replicas_have_their_names() -> None:
     assert b'a_total{replica="two"} 2.0' in told(ask(Replicas(), "/metrics"))
-    assert merged({}) == b""
+    assert merged_metrics({}) == b""
 
 
 def test_an_application_hears_that_nobody_listens_any_more() -> None:
@@ -311,7 +329,7 @@ def test_an_application_hears_that_nobody_listens_any_more() -> None:
         heard.append(await receive())
 
     async def run() -> None:
-        messages = played(app, Asked("POST", "/", b"", [], b"body"))
+        messages = responses(app, ForwardedRequest("POST", "/", b"", [], b"body"))
         assert (await anext(messages))["status"] == 200
         await messages.aclose()  # type: ignore[attr-defined]
         await asyncio.sleep(0.01)
@@ -325,7 +343,7 @@ def test_an_applications_failure_is_raised() -> None:
         raise LookupError("broken")
 
     async def run() -> None:
-        async for _ in played(app, Asked("GET", "/", b"", [], b"")):
+        async for _ in responses(app, ForwardedRequest("GET", "/", b"", [], b"")):
             pass
 
     with pytest.raises(LookupError, match="broken"):
@@ -342,18 +360,18 @@ def test_an_applications_failure_is_raised() -> None:
 def test_each_replica_gets_as_many_processors_as_all_find_room_for(
     nodes: list[float], replicas: int, processors: float
 ) -> None:
-    assert share([Node(each, 0) for each in nodes], replicas, "auto") == Resources(processors, 0)
+    assert shared_resources([ClusterNode(each, 0) for each in nodes], replicas, "auto") == Resources(processors, 0)
 
 
 def test_each_replica_gets_a_gpu_where_there_are_any() -> None:
-    nodes = [Node(8, 2), Node(32, 0)]
-    assert share(nodes, 2, "auto") == share(nodes, 2, "cuda") == Resources(4, 1)
-    assert share(nodes, 2, "cpu") == Resources(16, 0)
+    nodes = [ClusterNode(8, 2), ClusterNode(32, 0)]
+    assert shared_resources(nodes, 2, "auto") == shared_resources(nodes, 2, "cuda") == Resources(4, 1)
+    assert shared_resources(nodes, 2, "cpu") == Resources(16, 0)
     for device in ("auto", "cuda"):
         with pytest.raises(ValueError, match="replicas is 3 and the cluster has 2 GPUs"):
-            share(nodes, 3, device)
+            shared_resources(nodes, 3, device)
     with pytest.raises(ValueError, match="no processors"):
-        share([Node(0, 0)], 1, "cpu")
+        shared_resources([ClusterNode(0, 0)], 1, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.house import PATIENCE, TEMPLATE, House, until
+from support.live_server import PATIENCE, TEMPLATE, LiveServer, until
 
 from benchmarks.answers import ask_all, wrong
 from benchmarks.fuzzing import Fuzz, Shot
@@ -21,12 +21,12 @@ from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.loading.load import load
 from forerun.models.text.grammar import SchemaError
-from forerun.server import gate
-from forerun.server.connections import SPARE, Connection
-from forerun.server.encoder import Encoder
-from forerun.server.errors import ApiError
-from forerun.server.limits import Limits
+from forerun.server import middleware
+from forerun.server.admission import SchedulerLimits
+from forerun.server.api_errors import ApiError
+from forerun.server.http_server import REFUSED_CONNECTIONS, BoundedConnection
 from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.service import PromptEncoder
 
 Json = dict[str, Any]
 ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
@@ -44,7 +44,12 @@ def tasks() -> int:
 
 
 def head(length: int, *more: str) -> bytes:
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}"]
+    lines = [
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+    ]
     return "\r\n".join([*lines, *more, "", ""]).encode()
 
 
@@ -59,8 +64,8 @@ def heard(one: socket.socket) -> bytes:
     return said
 
 
-def connected(house: House) -> socket.socket:
-    one = socket.create_connection(("127.0.0.1", house.port))
+def connected(server: LiveServer) -> socket.socket:
+    one = socket.create_connection(("127.0.0.1", server.port))
     one.settimeout(PATIENCE)
     return one
 
@@ -74,9 +79,9 @@ def error_in(said: bytes) -> Json:
 # --- nonsense
 
 
-def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, max_tokens=8, request_bytes=100_000, namespaces=8))
-    one = houses[0]
+def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, max_tokens=8, request_bytes=100_000, namespaces=8))
+    one = servers[0]
     wanted = one.post(ASKED).json()["choices"][0]["text"]
     before, threads = tasks(), threading.active_count()
     fuzz = Fuzz(one.http.get("/openapi.json").json(), seed=0, large=100_000)
@@ -131,7 +136,7 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
             assert not tokenize
             return engine.tokenizer.apply_chat_template(*given, chat_template=TEMPLATE, tokenize=False, **more)  # type: ignore[union-attr]
 
-    encoder = Encoder(Counting(), 100)
+    encoder = PromptEncoder(Counting(), 100)
     for text in ("a" * 100_000, "hello world " * 10_000):
         with pytest.raises(ApiError, match=r"more than .* tokens; the model takes 100"):
             encoder(CompletionRequest(model="bundled", prompt=text))
@@ -147,9 +152,9 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
     assert encoder(CompletionRequest(model="bundled", prompt=text)) == [engine.tokenizer(text)["input_ids"]]  # type: ignore[misc]
 
 
-def test_more_texts_than_there_are_places_for_are_not_encoded(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, Limits(1 << 30, rows=2, waiting=2)))
-    answer = houses[0].post({**ASKED, "prompt": ["Hi", "Ho"], "n": 3})
+def test_more_texts_than_there_are_places_for_are_not_encoded(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, SchedulerLimits(1 << 30, rows=2, waiting=2)))
+    answer = servers[0].post({**ASKED, "prompt": ["Hi", "Ho"], "n": 3})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_texts")
 
 
@@ -165,10 +170,10 @@ def test_a_divisor_that_would_take_minutes_to_compile_is_refused(engine: Engine,
 # --- one request's failure
 
 
-def test_a_schema_too_hard_to_follow_is_the_clients_error(engine: Engine, houses: list[House]) -> None:
+def test_a_schema_too_hard_to_follow_is_the_clients_error(engine: Engine, servers: list[LiveServer]) -> None:
     """It compiles, and the matcher gives up at its first tokens."""
-    houses.append(House(engine))
-    one = houses[0]
+    servers.append(LiveServer(engine))
+    one = servers[0]
     schema = {"type": "string", "pattern": "^" + "a?" * 2000 + "a" * 2000 + "$"}
     told = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     wanted = one.post({**ASKED, "max_tokens": 40}).json()["choices"][0]["text"]
@@ -204,10 +209,10 @@ def has_no_memory(request: Request, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("spoil", [fails, has_no_memory])
 def test_a_request_that_fails_harms_nobody_beside_it(
-    engine: Engine, houses: list[House], spoil: Any, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, servers: list[LiveServer], spoil: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    houses.append(House(engine))
-    one = houses[0]
+    servers.append(LiveServer(engine))
+    one = servers[0]
     asked = {**ASKED, "max_tokens": 40}
     wanted = one.post(asked).json()["choices"][0]["text"]
     submit = one.scheduler.submit
@@ -231,133 +236,137 @@ def test_a_request_that_fails_harms_nobody_beside_it(
 # --- connections
 
 
-def test_connections_beyond_the_limit_are_told_so(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, connections=2))
-    one = houses[0]
+def test_connections_beyond_the_limit_are_told_so(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, connections=2))
+    one = servers[0]
     first, second = connected(one), connected(one)
-    until(lambda: len(one.server.server_state.connections) == 2)
+    until(lambda: len(one.uvicorn.server_state.connections) == 2)
     with connected(one) as third:
-        third.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        third.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         said = heard(third)
     assert said.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in said.lower()
     assert error_in(said)["code"] == "too_many_connections"
-    others = [connected(one) for _ in range(SPARE)]
-    until(lambda: len(one.server.server_state.connections) == 2 + SPARE)
+    others = [connected(one) for _ in range(REFUSED_CONNECTIONS)]
+    until(lambda: len(one.uvicorn.server_state.connections) == 2 + REFUSED_CONNECTIONS)
     with connected(one) as last:
         assert heard(last) == b""  # it is dropped
     for each in (first, *others):
         each.close()
-    until(lambda: len(one.server.server_state.connections) == 1)
+    until(lambda: len(one.uvicorn.server_state.connections) == 1)
     second.close()
     assert one.post(ASKED).status_code == 200
 
 
 def test_a_head_that_does_not_come_ends_the_connection(
-    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Connection, "head", 0.05)
-    houses.append(House(engine))
-    with connected(houses[0]) as silent, connected(houses[0]) as second:
+    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.05)
+    servers.append(LiveServer(engine))
+    with connected(servers[0]) as silent, connected(servers[0]) as second:
         silent.sendall(b"POST /v1/comp")
-        second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+        second.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
         assert heard(silent) == b""
         assert heard(second).endswith(b'{"status":"ok"}')
-    answer = houses[0].post({**ASKED, "max_tokens": 200})  # it takes longer than a head may
+    answer = servers[0].post({**ASKED, "max_tokens": 200})  # it takes longer than a head may
     assert answer.json()["usage"]["completion_tokens"] == 200
 
 
 def test_a_body_that_does_not_come_is_told_so(
-    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate.Gate.__init__, "__defaults__", (gate.OPEN, 0.05))
-    houses.append(House(engine))
-    with connected(houses[0]) as slow:
+    monkeypatch.setattr(middleware.GuardMiddleware.__init__, "__defaults__", (middleware.OPEN_ADDRESSES, 0.05))
+    servers.append(LiveServer(engine))
+    with connected(servers[0]) as slow:
         slow.sendall(head(100) + b"{")
         said = heard(slow)
     assert said.startswith(b"HTTP/1.1 408") and error_in(said)["code"] == "request_timeout"
 
 
-def test_who_still_sends_a_body_that_is_refused_hears_why(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, request_bytes=1000))
-    with connected(houses[0]) as one:
+def test_who_still_sends_a_body_that_is_refused_hears_why(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, request_bytes=1000))
+    with connected(servers[0]) as one:
         one.sendall(head(3_000_000) + b" " * 100)
         assert one.recv(1 << 16).startswith(b"HTTP/1.1 413")
-        one.sendall(b" " * 2_999_900 + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        one.sendall(b" " * 2_999_900 + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert heard(one).endswith(b'{"status":"ok"}')
 
 
 def test_a_refused_body_without_end_is_cut_off(
-    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Connection, "head", 0.2)
-    houses.append(House(engine, request_bytes=1000))
-    with connected(houses[0]) as endless, pytest.raises(OSError):
+    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.2)
+    servers.append(LiveServer(engine, request_bytes=1000))
+    with connected(servers[0]) as endless, pytest.raises(OSError):
         endless.sendall(head(1 << 50))
         while True:
             endless.sendall(b" " * 65_536)
 
 
-def test_all_bodies_together_are_bounded(engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "BODIES", 2)
-    monkeypatch.setattr(Connection, "head", 0.2)
-    houses.append(House(engine, request_bytes=1000))
-    waiting = [connected(houses[0]) for _ in range(3)]
+def test_all_bodies_together_are_bounded(
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
+    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.2)
+    servers.append(LiveServer(engine, request_bytes=1000))
+    waiting = [connected(servers[0]) for _ in range(3)]
     for each in waiting:
         each.sendall(head(1000) + b" " * 900)
     said = heard(waiting[2])
     assert said.startswith(b"HTTP/1.1 503") and error_in(said)["code"] == "too_many_bytes"
     for each in waiting:
         each.close()
-    until(lambda: not houses[0].server.server_state.tasks)
-    assert houses[0].post({**ASKED, "user": "x" * 800}).status_code == 200
+    until(lambda: not servers[0].uvicorn.server_state.tasks)
+    assert servers[0].post({**ASKED, "user": "x" * 800}).status_code == 200
 
 
-def test_who_does_not_read_is_dropped(engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Connection.connection_made
+def test_who_does_not_read_is_dropped(
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = BoundedConnection.connection_made
 
-    def narrow(connection: Connection, transport: Any) -> None:
+    def narrow(connection: BoundedConnection, transport: Any) -> None:
         """So that little fits in between."""
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         transport.set_write_buffer_limits(4096)
         made(connection, transport)
 
-    monkeypatch.setattr(Connection, "connection_made", narrow)
-    monkeypatch.setattr(Connection, "stuck", 0.05)
-    houses.append(House(engine))
+    monkeypatch.setattr(BoundedConnection, "connection_made", narrow)
+    monkeypatch.setattr(BoundedConnection, "reading_seconds", 0.05)
+    servers.append(LiveServer(engine))
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        deaf.connect(("127.0.0.1", houses[0].port))
+        deaf.connect(("127.0.0.1", servers[0].port))
         told = json.dumps({**ASKED, "max_tokens": 2000, "n": 4, "stream": True, "logprobs": 5, "temperature": 1})
         deaf.sendall(head(len(told)) + told.encode())
-        until(lambda: houses[0].scheduler.running > 0)
-        until(lambda: not houses[0].server.server_state.connections)
-        until(lambda: not houses[0].scheduler.busy)
-    assert houses[0].metric("forerun:generation_tokens_total") < 4 * 2000
+        until(lambda: servers[0].scheduler.running > 0)
+        until(lambda: not servers[0].uvicorn.server_state.connections)
+        until(lambda: not servers[0].scheduler.busy)
+    assert servers[0].metric("forerun:generation_tokens_total") < 4 * 2000
 
 
 @pytest.mark.parametrize(
     "said", [b"\0\1\2\r\n\r\n", b"GET /\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"]
 )
-def test_what_is_no_http_is_told_so_in_openais_shape(engine: Engine, houses: list[House], said: bytes) -> None:
-    houses.append(House(engine))
-    with connected(houses[0]) as strange:
+def test_what_is_no_http_is_told_so_in_openais_shape(engine: Engine, servers: list[LiveServer], said: bytes) -> None:
+    servers.append(LiveServer(engine))
+    with connected(servers[0]) as strange:
         strange.sendall(said)
         answer = heard(strange)
     assert answer.startswith(b"HTTP/1.1 400") and error_in(answer)["code"] == "invalid_http"
 
 
-def test_nonsense_in_the_midst_of_a_body_ends_the_connection_alone(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine))
-    with connected(houses[0]) as strange:
-        strange.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+def test_nonsense_in_the_midst_of_a_body_ends_the_connection_alone(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine))
+    with connected(servers[0]) as strange:
+        strange.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
         answer = heard(strange)
     assert error_in(answer)["code"] == "invalid_http"
-    until(lambda: not houses[0].server.server_state.tasks)
+    until(lambda: not servers[0].uvicorn.server_state.tasks)
 
 
-def test_shots_are_the_same_for_a_seed(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine))
-    description = houses[0].http.get("/openapi.json").json()
+def test_shots_are_the_same_for_a_seed(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine))
+    description = servers[0].http.get("/openapi.json").json()
 
     def shots(seed: int) -> list[Shot]:
         fuzz = Fuzz(description, seed, large=0)
@@ -375,7 +384,7 @@ def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
             time.sleep(0.005)
             return engine.tokenizer(text)  # type: ignore[misc]
 
-    encoder = Encoder(Slow(), None)
+    encoder = PromptEncoder(Slow(), None)
     many = threading.Thread(target=encoder, args=[CompletionRequest(model="bundled", prompt=["many"] * 100)])
     many.start()
     until(lambda: len(order) > 3)
@@ -385,22 +394,22 @@ def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
 
 
 def test_who_reads_slowly_gets_the_whole_answer(
-    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = Connection.connection_made
+    made = BoundedConnection.connection_made
 
-    def narrow(connection: Connection, transport: Any) -> None:
+    def narrow(connection: BoundedConnection, transport: Any) -> None:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         made(connection, transport)
 
-    monkeypatch.setattr(Connection, "connection_made", narrow)
-    monkeypatch.setattr(Connection, "head", 0.1)
-    monkeypatch.setattr(Connection, "stuck", 0.1)
-    houses.append(House(engine))
+    monkeypatch.setattr(BoundedConnection, "connection_made", narrow)
+    monkeypatch.setattr(BoundedConnection, "head_seconds", 0.1)
+    monkeypatch.setattr(BoundedConnection, "reading_seconds", 0.1)
+    servers.append(LiveServer(engine))
     told = json.dumps({**ASKED, "max_tokens": 1000, "logprobs": 5, "temperature": 1})
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(("127.0.0.1", houses[0].port))
+        slow.connect(("127.0.0.1", servers[0].port))
         slow.sendall(head(len(told)) + told.encode())
         answer = b""
         while not answer.endswith(b"}]}") and (part := slow.recv(2048)):
@@ -411,16 +420,16 @@ def test_who_reads_slowly_gets_the_whole_answer(
 
 
 def test_who_has_no_key_takes_none_of_the_room_for_bodies(
-    engine: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gate, "BODIES", 2)
-    houses.append(House(engine, request_bytes=1000, api_keys=("key-of-a",)))
-    strangers = [connected(houses[0]) for _ in range(4)]
+    monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
+    servers.append(LiveServer(engine, request_bytes=1000, api_keys=("key-of-a",)))
+    strangers = [connected(servers[0]) for _ in range(4)]
     for each in strangers:
-        each.sendall(b"POST /health HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n" + b" " * 999)
-    until(lambda: len(houses[0].server.server_state.connections) >= 4)
+        each.sendall(b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" + b" " * 999)
+    until(lambda: len(servers[0].uvicorn.server_state.connections) >= 4)
     time.sleep(0.1)
     key = {"Authorization": "Bearer key-of-a"}
-    assert houses[0].post({**ASKED, "max_tokens": 2}, headers=key).status_code == 200
+    assert servers[0].post({**ASKED, "max_tokens": 2}, headers=key).status_code == 200
     for each in strangers:
         each.close()

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from support.house import PATIENCE, House, free_socket, until
+from support.live_server import PATIENCE, LiveServer, free_socket, until
 
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
@@ -28,9 +28,9 @@ from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
 from forerun.models.text.vocabulary import fingerprint
-from forerun.server.keys import Namespaces
+from forerun.server.learned_texts import PASSAGE_CHARACTERS, check_files, passages
 from forerun.server.settings import read_settings
-from forerun.server.warming import PIECE, check_files, passages
+from forerun.server.tenants import TenantNamespaces
 from forerun.trie import trie_file
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.namespace import MIN_GROWTH_BYTES
@@ -321,12 +321,14 @@ def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) 
     plain.write_text("".join(lines))
     found = list(passages(plain))
     assert "".join(each.text for each in found) == "".join(lines) and len(found) > 2
-    assert all(each.text.startswith(f"line {each.line - 1} ") and len(each.text) <= PIECE for each in found)
-    long = "x" * (PIECE + 5)
+    assert all(
+        each.text.startswith(f"line {each.line - 1} ") and len(each.text) <= PASSAGE_CHARACTERS for each in found
+    )
+    long = "x" * (PASSAGE_CHARACTERS + 5)
     told = [{"text": "one"}, {"prompt": "?", "answer": "two", "namespace": "b"}, {"text": long, "drafted": []}]
     rows.write_text("\n\n".join(map(json.dumps, told)))
     assert [(each.text, each.namespace, each.line) for each in passages(rows)] == [
-        ("one", "default", 1), ("two", "b", 3), (long[:PIECE], "default", 5), (long[PIECE:], "default", 5),
+        ("one", "default", 1), ("two", "b", 3), (long[:PASSAGE_CHARACTERS], "default", 5), (long[PASSAGE_CHARACTERS:], "default", 5),
     ]  # fmt: skip
     check_files([plain, rows], 2)
 
@@ -388,7 +390,7 @@ def text_of(answer: httpx.Response) -> str:
 
 
 def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
-    model: tuple[Any, Any], engine: Engine, tmp_path: Path, houses: list[House]
+    model: tuple[Any, Any], engine: Engine, tmp_path: Path, servers: list[LiveServer]
 ) -> None:
     answer = engine.generate(ASKED["prompt"], max_new_tokens=24, namespace="alone").texts[0]
     (tmp_path / "a.jsonl").write_text(
@@ -398,37 +400,37 @@ def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
     kept = []
     for _ in range(2):
         one = Engine(model[0], "trie", tokenizer=model[1])
-        house = House(one, **told)
+        server = LiveServer(one, **told)
         trie = trie_of(one.drafter)
         header = {"authorization": "Bearer k"}
         assert len(trie.changes()) == 4
         kept.append({name: texts(trie, name) for name in trie.changes()})
-        metrics = house.http.get("/metrics", headers=header).text
+        metrics = server.http.get("/metrics", headers=header).text
         assert f"forerun:index_bytes {float(trie.kept)}" in metrics and trie.kept > 0
         if len(kept) == 1:
-            first = house.post(ASKED, headers=header)
+            first = server.post(ASKED, headers=header)
             assert text_of(first) == answer and accepted(first) > 12
-        house.close()
+        server.close()
     learned = [[*engine.tokenizer(answer, add_special_tokens=False)["input_ids"]]]
     asker = max(kept[1], key=lambda name: len(kept[1][name]))
     assert kept[1].pop(asker)[:1] == kept[0].pop(asker) == learned and kept[1] == kept[0]
 
 
 def test_files_are_left_off_when_their_time_is_over(
-    engine: Engine, tmp_path: Path, houses: list[House], caplog: pytest.LogCaptureFixture
+    engine: Engine, tmp_path: Path, servers: list[LiveServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "a.txt").write_text("a word " * 20_000)
-    houses.append(House(engine, warm=[tmp_path / "a.txt"], warm_seconds=1e-6))
-    assert f"{tmp_path / 'a.txt'}:1 and all behind it was not learned: the 1e-06 seconds" in caplog.text
-    assert houses[0].http.get("/ready").status_code == 200
+    servers.append(LiveServer(engine, warm=[tmp_path / "a.txt"], warm_seconds=1e-6))
+    assert f"{tmp_path / 'a.txt'}:1 and all after it was not learned: the 1e-06 seconds" in caplog.text
+    assert servers[0].http.get("/ready").status_code == 200
 
 
 @pytest.mark.parametrize("share", [False, True])
 def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(
-    engine: Engine, share: bool, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, share: bool, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = ASKED | {"prompt": "one two three four five six seven\n" * 60}  # longer than a chunk
-    houses.append(House(engine, api_keys=("key-of-a", "key-of-b"), share=share))
+    servers.append(LiveServer(engine, api_keys=("key-of-a", "key-of-b"), share=share))
     trie, origins = trie_of(engine.drafter), []
     retrieve = trie.retrieve
 
@@ -440,10 +442,10 @@ def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(
     monkeypatch.setattr(trie, "retrieve", watched)
     told = [{"authorization": f"Bearer key-of-{name}"} for name in "ab"]
     for asked in (ASKED, long):
-        first = houses[0].post(asked, headers=told[0])
+        first = servers[0].post(asked, headers=told[0])
         origins.clear()
         hits = engine.prefixes.hits
-        second = houses[0].post(asked, headers=told[1])
+        second = servers[0].post(asked, headers=told[1])
         assert text_of(first) == text_of(second)
         assert engine.prefixes.hits == hits  # what prompts begin with is shared with nobody
         if asked is ASKED:
@@ -461,12 +463,12 @@ def test_a_server_refuses_what_it_cannot_keep(model: tuple[Any, Any], engine: En
     folder.close()
     for _ in range(2):  # the folder is free again after the error
         with pytest.raises(ValueError, match="of a model with another vocabulary"):
-            House(engine, index=tmp_path)
+            LiveServer(engine, index=tmp_path)
     (tmp_path / "a.txt").write_text("x")
     plain = Engine(model[0], "lookup", tokenizer=model[1])
     for told in ({"index": tmp_path}, {"warm": [tmp_path / "a.txt"]}):
         with pytest.raises(ValueError, match="index and warm are for drafters with a trie, and drafter is 'lookup'"):
-            House(plain, drafter="lookup", **told)
+            LiveServer(plain, drafter="lookup", **told)
 
 
 def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> None:
@@ -483,9 +485,9 @@ def test_drafters_with_a_trie_show_it(name: str) -> None:
 
 @pytest.mark.matrix
 def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(
-    engine: Engine, tmp_path: Path, houses: list[House]
+    engine: Engine, tmp_path: Path, servers: list[LiveServer]
 ) -> None:
-    first = House(engine, index=tmp_path)
+    first = LiveServer(engine, index=tmp_path)
     cold = first.post(ASKED)
     first.close()
     with free_socket() as one:
@@ -502,8 +504,8 @@ def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(
         served.kill()
         assert served.wait() == -signal.SIGKILL
     assert text_of(warm) == text_of(cold) and accepted(warm) > accepted(cold) + 4
-    houses.append(House(Engine(engine.target.model, "trie", tokenizer=engine.tokenizer), index=tmp_path))
-    again = houses[0].post(OTHER)
+    servers.append(LiveServer(Engine(engine.target.model, "trie", tokenizer=engine.tokenizer), index=tmp_path))
+    again = servers[0].post(OTHER)
     assert text_of(again) == text_of(other) and accepted(again) > accepted(other) + 4
 
 
@@ -528,16 +530,16 @@ def lengths(folder: Path, engine: Engine) -> list[int]:
 
 def test_names_that_outputs_are_kept_under_count_after_a_restart() -> None:
     """However many they are, they may be used again; new ones are refused."""
-    names = Namespaces(2, share=True)
+    names = TenantNamespaces(2, share=True)
     for place in ("a/one", "a/two", "a/three", "shared/four", "b/five"):
-        names.known(place, ["a", "b"])
+        names.restore(place, ["a", "b"])
     for name in ("one", "two", "three", "four"):
-        names.take("a", name)
+        names.add("a", name)
     with pytest.raises(ValueError, match="4 namespaces already"):
-        names.take("a", "five")
-    names.take("b", "five")
+        names.add("a", "five")
+    names.add("b", "five")
     with pytest.raises(ValueError, match="2 namespaces already"):
-        names.take("b", "six")
+        names.add("b", "six")
 
 
 def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

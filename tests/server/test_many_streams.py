@@ -10,55 +10,55 @@ from typing import Any
 import httpx
 import pytest
 from server.test_fuzz import tasks
-from support.house import PATIENCE, TEMPLATE, House, until
+from support.live_server import PATIENCE, TEMPLATE, LiveServer, until
 
 from benchmarks.mixture import Asked, Said, mixed, streamed, whole
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.server.limits import Limits
+from forerun.server.admission import SchedulerLimits
 
 STREAMS = 14
 
 
 @pytest.fixture(scope="module")
-def houses() -> Iterator[dict[str, House]]:
+def servers() -> Iterator[dict[str, LiveServer]]:
     """One that decodes one text at a time, without drafts, and one that decodes many, with them."""
     model, tokenizer = load("bundled", device="cpu")
     tokenizer.chat_template = TEMPLATE
-    limits = {"none": Limits(1 << 30, rows=1), "trie": Limits(1 << 30, rows=8)}
+    limits = {"none": SchedulerLimits(1 << 30, rows=1), "trie": SchedulerLimits(1 << 30, rows=8)}
     built = {
-        name: House(Engine(model, name, tokenizer=tokenizer, prefix_cache=1 << 24 if name == "trie" else 0), limit)
+        name: LiveServer(Engine(model, name, tokenizer=tokenizer, prefix_cache=1 << 24 if name == "trie" else 0), limit)
         for name, limit in limits.items()
     }
     yield built
-    for house in built.values():
-        house.close()
+    for server in built.values():
+        server.close()
 
 
-def client(house: House) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{house.port}", timeout=PATIENCE, limits=limits)
+def client(server: LiveServer) -> httpx.AsyncClient:
+    limits = httpx.SchedulerLimits(max_connections=None)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=PATIENCE, limits=limits)
 
 
-async def alone(house: House, asked: list[Asked]) -> list[Said]:
-    async with client(house) as one:
+async def alone(server: LiveServer, asked: list[Asked]) -> list[Said]:
+    async with client(server) as one:
         return [await whole(one, each) for each in asked]
 
 
-async def together(house: House, asked: list[Asked], pieces: list[int | None]) -> list[Said]:
-    async with client(house) as one:
+async def together(server: LiveServer, asked: list[Asked], pieces: list[int | None]) -> list[Said]:
+    async with client(server) as one:
         streams = [streamed(one, each, count) for each, count in zip(asked, pieces, strict=True)]
         return await asyncio.gather(*streams)
 
 
 @pytest.mark.matrix
-def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(houses: dict[str, House]) -> None:
+def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(servers: dict[str, LiveServer]) -> None:
     asked = mixed(STREAMS, seed=3, longest=12)
     pieces = [3 if place % 4 == 3 else None for place in range(STREAMS)]
-    many = houses["trie"]
+    many = servers["trie"]
     before = tasks()
     with ThreadPoolExecutor(1) as pool:
-        wanted: list[Any] = pool.submit(asyncio.run, alone(houses["none"], asked)).result(PATIENCE)
+        wanted: list[Any] = pool.submit(asyncio.run, alone(servers["none"], asked)).result(PATIENCE)
         for _ in range(2):  # the second time with drafts out of the first
             said = pool.submit(asyncio.run, together(many, asked, pieces)).result(PATIENCE)
             for each, count, text, right in zip(asked, pieces, said, wanted, strict=True):

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.house import PATIENCE, TEMPLATE, Held, House, until
+from support.live_server import PATIENCE, TEMPLATE, LiveServer, PausableEngine, until
 
 import forerun
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.server.limits import Limits
-from forerun.server.page import FILES
+from forerun.server.admission import SchedulerLimits
+from forerun.server.app import PAGE_FILES
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 MISSING += [] if importlib.util.find_spec("selenium") else ["selenium"]
@@ -31,15 +31,15 @@ FILES_OF_PAGE = Path(forerun.__file__).parent / "server" / "static"
 
 
 @pytest.fixture(scope="module")
-def held() -> Held:
+def held() -> PausableEngine:
     model, tokenizer = load("bundled", device="cpu")
     tokenizer.chat_template = TEMPLATE
-    return Held(Engine(model, "trie", tokenizer=tokenizer))
+    return PausableEngine(Engine(model, "trie", tokenizer=tokenizer))
 
 
 @pytest.fixture(scope="module")
-def house(held: Held) -> Iterator[House]:
-    built = House(held, Limits(1 << 30), drafter="trie")
+def server(held: PausableEngine) -> Iterator[LiveServer]:
+    built = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie")
     yield built
     held.gate.set()
     built.close()
@@ -64,10 +64,10 @@ def driver() -> Iterator[Any]:
 class Page:
     """The page, opened anew; its elements by id."""
 
-    def __init__(self, driver: Any, house: House, width: int = 1280) -> None:
+    def __init__(self, driver: Any, server: LiveServer, width: int = 1280) -> None:
         self.driver = driver
         self.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
-        driver.get(f"http://127.0.0.1:{house.port}/")
+        driver.get(f"http://127.0.0.1:{server.port}/")
 
     def __getitem__(self, name: str) -> Any:
         return self.driver.find_element("id", name)
@@ -118,24 +118,24 @@ class Page:
 
 
 @pytest.fixture
-def page(driver: Any, house: House) -> Iterator[Page]:
+def page(driver: Any, server: LiveServer) -> Iterator[Page]:
     driver.get_log("browser")
-    yield Page(driver, house)
-    house_is_idle(house)
+    yield Page(driver, server)
+    house_is_idle(server)
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
-def house_is_idle(house: House) -> None:
-    until(lambda: not house.scheduler.busy)
-    assert house.scheduler.memory == 0
+def house_is_idle(server: LiveServer) -> None:
+    until(lambda: not server.scheduler.busy)
+    assert server.scheduler.memory == 0
 
 
-def alone(held: Held, prompt: str, **options: Any) -> str:
+def alone(held: PausableEngine, prompt: str, **options: Any) -> str:
     return str(held.generate(prompt, namespace="alone", **{"max_new_tokens": LENGTH, **options}).texts[0])
 
 
 @browsing
-def test_both_columns_fill_with_the_engines_text(held: Held, page: Page) -> None:
+def test_both_columns_fill_with_the_engines_text(held: PausableEngine, page: Page) -> None:
     page.fill(PROMPT)
     page["start"].click()
     assert page.ended() == "Both texts are equal, token for token."
@@ -165,7 +165,9 @@ def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(pa
 
 
 @browsing
-def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held: Held, house: House, page: Page) -> None:
+def test_counters_move_while_a_text_grows_and_escape_frees_the_server(
+    held: PausableEngine, server: LiveServer, page: Page
+) -> None:
     from selenium.webdriver import Keys
 
     page.fill("Once upon a time", length=4000, temperature=1)
@@ -174,12 +176,12 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held: Held
     before = page.figure("plain", "summary")
     until(lambda: page.figure("plain", "summary") != before)
     held.gate.clear()
-    assert house.scheduler.running == 1 and house.scheduler.memory > 0
+    assert server.scheduler.running == 1 and server.scheduler.memory > 0
     assert page.run("document.querySelector('#plain .answer').ariaBusy") == "true"
     page.keys(Keys.ESCAPE)
     until(lambda: page["status"].text == "Stopped.")
     held.gate.set()
-    house_is_idle(house)
+    house_is_idle(server)
     assert not page.running and page.text("fast") == ""
     page.fill("Once upon a time", length=5)
     page["start"].click()
@@ -214,7 +216,7 @@ def layouts(page: Page) -> int:
 
 
 @browsing
-def test_a_keyboard_is_enough(driver: Any, house: House, page: Page) -> None:
+def test_a_keyboard_is_enough(driver: Any, server: LiveServer, page: Page) -> None:
     from selenium.webdriver import Keys
 
     page.greeted()
@@ -229,7 +231,7 @@ def test_a_keyboard_is_enough(driver: Any, house: House, page: Page) -> None:
         "input", "example", "prompt", "drafter", "budget", "temperature", "length", "seed", "order", "start", "stop",
         "div", "div",
     ]  # fmt: skip
-    page = Page(driver, house)
+    page = Page(driver, server)
     page.greeted()
     page.keys(Keys.TAB, Keys.TAB, Keys.TAB, "The sun", Keys.TAB, Keys.TAB, Keys.TAB, "0.5", Keys.TAB, "12")
     assert page["prompt"].get_attribute("value") == "The sun"
@@ -242,14 +244,14 @@ def test_a_keyboard_is_enough(driver: Any, house: House, page: Page) -> None:
 
 
 @browsing
-def test_wide_and_narrow_light_and_dark_all_can_be_read(driver: Any, house: House, page: Page) -> None:
+def test_wide_and_narrow_light_and_dark_all_can_be_read(driver: Any, server: LiveServer, page: Page) -> None:
     grounds = set()
     for scheme in ("dark", "light"):
         page.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         grounds.add(page.run("getComputedStyle(document.body).backgroundColor"))
         assert page.run(f"({CONTRASTS})()") >= 4.5, scheme
     assert len(grounds) == 2
-    narrow = Page(driver, house, width=390)
+    narrow = Page(driver, server, width=390)
     narrow.fill("x" * 300, length=8)
     narrow.run("document.querySelector('details').open = true")
     narrow["start"].click()
@@ -283,7 +285,7 @@ CONTRASTS = """() => {
 
 
 @browsing
-def test_a_chat_goes_on_from_its_turns(held: Held, page: Page) -> None:
+def test_a_chat_goes_on_from_its_turns(held: PausableEngine, page: Page) -> None:
     page.greeted()
     page["chat"].click()
     page.fill("Hi", length=8)
@@ -303,7 +305,7 @@ def test_a_chat_goes_on_from_its_turns(held: Held, page: Page) -> None:
 
 
 @browsing
-def test_a_seed_names_the_text_and_no_drafts_means_none(held: Held, page: Page) -> None:
+def test_a_seed_names_the_text_and_no_drafts_means_none(held: PausableEngine, page: Page) -> None:
     page.fill(PROMPT, temperature=0.9, seed=7, drafter="none")
     page["start"].click()
     assert "equal" in page.ended()
@@ -312,8 +314,8 @@ def test_a_seed_names_the_text_and_no_drafts_means_none(held: Held, page: Page) 
 
 
 @browsing
-def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: Held, driver: Any) -> None:
-    one = House(held, Limits(1 << 30), api_keys=("key-of-a",), request_bytes=5000)
+def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: PausableEngine, driver: Any) -> None:
+    one = LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",), request_bytes=5000)
     try:
         page = Page(driver, one)
         until(lambda: page["key"].is_displayed())
@@ -346,11 +348,11 @@ def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held: Held, driver: Any
     assert page.complaint() == "The server cannot be reached."
 
 
-def test_the_page_needs_no_key_and_lets_nothing_in(held: Held) -> None:
-    closed = House(held, Limits(1 << 30), api_keys=("key-of-a",))
-    without = House(held, Limits(1 << 30), page=False)
+def test_the_page_needs_no_key_and_lets_nothing_in(held: PausableEngine) -> None:
+    closed = LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",))
+    without = LiveServer(held, SchedulerLimits(1 << 30), page=False)
     try:
-        for address in FILES:
+        for address in PAGE_FILES:
             answer = closed.http.get(address)
             assert answer.status_code == 200 and closed.http.head(address).status_code == 200
             policy = answer.headers["content-security-policy"]
@@ -365,7 +367,7 @@ def test_the_page_needs_no_key_and_lets_nothing_in(held: Held) -> None:
 
 
 def test_the_page_has_no_script_or_style_of_its_own_and_asks_nobody_else() -> None:
-    assert {each.name for each in FILES_OF_PAGE.iterdir()} <= {each.name for each in FILES.values()}
+    assert {each.name for each in FILES_OF_PAGE.iterdir()} <= {each.name for each in PAGE_FILES.values()}
     html = (FILES_OF_PAGE / "index.html").read_text()
     assert re.findall(r"<script(?![^>]* src=)|<style|\son\w+=|\sstyle=", html) == []
     for file in FILES_OF_PAGE.iterdir():

@@ -20,11 +20,9 @@ from forerun.drafting.drafter import NoDrafter
 from forerun.engine.commit import Commit
 from forerun.engine.engine import Engine
 from forerun.server import scheduler
-from forerun.server.limits import Limits
-from forerun.server.post import Post
+from forerun.server.admission import Ending, FairQueue, QueueFullError, ScheduledRequest, SchedulerLimits
+from forerun.server.calls import LoopDispatcher
 from forerun.server.scheduler import Scheduler
-from forerun.server.ticket import Ending, Ticket
-from forerun.server.waiting import QueueFullError, Waiting
 from forerun.tensor_parallel.channel import ParallelError
 
 PATIENCE = 60.0
@@ -56,39 +54,39 @@ class Client:
         return self.endings[0]
 
 
-class House:
+class SchedulerSetup:
     """An engine with a scheduler."""
 
     def __init__(self, one: Engine | None = None, **limits: Any) -> None:
         self.engine = one or engine("trie")
         self.place = self.engine.batch().needs(self.request(prompt(20)))
         memory = limits.pop("places", 100) * self.place
-        self.scheduler = Scheduler(self.engine, Limits(memory, **limits))
+        self.scheduler = Scheduler(self.engine, SchedulerLimits(memory, **limits))
 
     def request(self, tokens: list[int], new: int = 12, **options: Any) -> Request:
         return self.engine.requests([tokens], max_new_tokens=new, **options)[0]
 
-    def submit(self, client: Client, request: Request | None = None, **options: Any) -> Ticket:
+    def submit(self, client: Client, request: Request | None = None, **options: Any) -> ScheduledRequest:
         request = request or self.request(prompt(20))
         return self.scheduler.submit(request, client.on_commit, client.on_end, **options)
 
 
 @pytest.fixture
-def houses() -> Iterator[list[House]]:
-    built: list[House] = []
+def servers() -> Iterator[list[SchedulerSetup]]:
+    built: list[SchedulerSetup] = []
     yield built
-    for house in built:
-        house.scheduler.close()
+    for server in built:
+        server.scheduler.close()
 
 
-def house(houses: list[House], **limits: Any) -> House:
-    houses.append(House(**limits))
-    return houses[-1]
+def server(servers: list[SchedulerSetup], **limits: Any) -> SchedulerSetup:
+    servers.append(SchedulerSetup(**limits))
+    return servers[-1]
 
 
 @pytest.mark.parametrize("drafter", ["none", "trie", "triforce-trie"])
-def test_each_client_gets_the_text_it_would_get_alone(drafter: str, houses: list[House]) -> None:
-    one, alone = house(houses, one=engine(drafter), rows=3, places=3), engine("none")
+def test_each_client_gets_the_text_it_would_get_alone(drafter: str, servers: list[SchedulerSetup]) -> None:
+    one, alone = server(servers, one=engine(drafter), rows=3, places=3), engine("none")
     prompts = [prompt(5 + 3 * n, n) for n in range(10)]
     wanted = [alone.generate([p], max_new_tokens=12).generated[0] for p in prompts]
 
@@ -103,8 +101,8 @@ def test_each_client_gets_the_text_it_would_get_alone(drafter: str, houses: list
     assert (one.scheduler.running, one.scheduler.waiting, one.scheduler.memory) == (0, 0, 0)
 
 
-def test_no_more_runs_than_there_is_room_for(houses: list[House]) -> None:
-    one = house(houses, places=2, rows=5)
+def test_no_more_runs_than_there_is_room_for(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, places=2, rows=5)
     first, second, third = Client(held=True), Client(), Client()
     tickets = [one.submit(client) for client in (first, second, third)]
     assert first.began.wait(PATIENCE)
@@ -115,17 +113,17 @@ def test_no_more_runs_than_there_is_room_for(houses: list[House]) -> None:
     assert tickets[2].admitted is not None and tickets[2].ended is not None
 
 
-def test_what_can_never_run_is_refused(houses: list[House]) -> None:
-    one = house(houses, places=1)
+def test_what_can_never_run_is_refused(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, places=1)
     with pytest.raises(ValueError, match=r"needs .* bytes for keys and values"):
         one.submit(Client(), one.request(prompt(60), 40))
     for name in ("memory", "rows", "step"):
         with pytest.raises(ValueError, match=f"{name} is 0"):
-            Limits(**{"memory": 1, name: 0})
+            SchedulerLimits(**{"memory": 1, name: 0})
 
 
-def test_a_full_queue_says_when_to_come_again(houses: list[House]) -> None:
-    one = house(houses, places=1, waiting=1)
+def test_a_full_queue_says_when_to_come_again(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, places=1, waiting=1)
     first, second = Client(held=True), Client()
     one.submit(first)
     assert first.began.wait(PATIENCE)
@@ -137,8 +135,8 @@ def test_a_full_queue_says_when_to_come_again(houses: list[House]) -> None:
     assert second.wait() == "finished"
 
 
-def test_who_goes_frees_the_place_at_once(houses: list[House]) -> None:
-    one = house(houses, places=1)
+def test_who_goes_frees_the_place_at_once(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, places=1)
     first, second, third = Client(held=True), Client(), Client()
     running, waiting = one.submit(first), one.submit(second)
     one.submit(third)
@@ -152,8 +150,8 @@ def test_who_goes_frees_the_place_at_once(houses: list[House]) -> None:
     assert first.tokens == third.tokens[: len(first.tokens)]
 
 
-def test_a_deadline_ends_a_request_with_what_it_has(houses: list[House]) -> None:
-    one = house(houses, places=1)
+def test_a_deadline_ends_a_request_with_what_it_has(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, places=1)
     first, late = Client(held=True), Client()
     ticket = one.submit(first)
     one.submit(late, deadline=0.0)
@@ -165,10 +163,10 @@ def test_a_deadline_ends_a_request_with_what_it_has(houses: list[House]) -> None
 
 
 def test_tenants_get_equal_shares() -> None:
-    waiting, order = Waiting(), []
+    waiting, order = FairQueue(), []
 
-    def ticket(tenant: str) -> Ticket:
-        return Ticket(Request([1], 1), tenant, lambda commit: None, lambda how: None)
+    def ticket(tenant: str) -> ScheduledRequest:
+        return ScheduledRequest(Request([1], 1), tenant, lambda commit: None, lambda how: None)
 
     for tenant in "aaaaabbc":
         waiting.add(ticket(tenant))
@@ -183,8 +181,8 @@ def test_tenants_get_equal_shares() -> None:
     assert not len(waiting)
 
 
-def test_an_error_ends_its_own_request_only(houses: list[House]) -> None:
-    one = house(houses)
+def test_an_error_ends_its_own_request_only(servers: list[SchedulerSetup]) -> None:
+    one = server(servers)
     bad, good = Client(), Client()
     broken = one.request(prompt(20), logits_processor=[fails_after(3)])
     one.submit(bad, broken)
@@ -193,8 +191,8 @@ def test_an_error_ends_its_own_request_only(houses: list[House]) -> None:
     assert "processor failed" in str(broken.error) and len(bad.tokens) == len(broken.generated)
 
 
-def test_a_client_that_cannot_take_its_tokens_stops_nobody(houses: list[House]) -> None:
-    one, good, ended = house(houses), Client(), Client()
+def test_a_client_that_cannot_take_its_tokens_stops_nobody(servers: list[SchedulerSetup]) -> None:
+    one, good, ended = server(servers), Client(), Client()
 
     def broken(commit: Commit) -> None:
         raise ConnectionResetError("gone")
@@ -205,7 +203,7 @@ def test_a_client_that_cannot_take_its_tokens_stops_nobody(houses: list[House]) 
 
 
 def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(
-    houses: list[House], monkeypatch: pytest.MonkeyPatch
+    servers: list[SchedulerSetup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times, gone = list[bool](), threading.Event()
 
@@ -214,20 +212,20 @@ def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(
         gone.set()
 
     monkeypatch.setattr(scheduler, "give_back", give_back)
-    monkeypatch.setattr(scheduler, "REST", 0.01)
-    one = house(houses)
+    monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.01)
+    one = server(servers)
     for round_ in range(1, 3):
         client = Client()
         one.submit(client)
         assert client.wait() == "finished"
         assert gone.wait(PATIENCE)
         gone.clear()
-        assert not gone.wait(5 * scheduler.REST)  # an idle server sleeps
+        assert not gone.wait(5 * scheduler.IDLE_SECONDS)  # an idle server sleeps
         assert times == [False] * round_
 
 
-def test_nothing_is_kept_of_requests_that_have_ended(houses: list[House]) -> None:
-    one = house(houses, rows=3, places=3)
+def test_nothing_is_kept_of_requests_that_have_ended(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, rows=3, places=3)
 
     def ask(number: int) -> list[weakref.ref[Any]]:
         request, client = one.request(prompt(10 + number, number)), Client(held=True)
@@ -245,8 +243,8 @@ def test_nothing_is_kept_of_requests_that_have_ended(houses: list[House]) -> Non
     assert [each() for each in told if each() is not None] == []
 
 
-def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(houses: list[House]) -> None:
-    one, good = house(houses, rows=1), Client()
+def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(servers: list[SchedulerSetup]) -> None:
+    one, good = server(servers, rows=1), Client()
 
     def broken(how: Ending) -> None:
         raise ConnectionResetError("gone")
@@ -257,7 +255,7 @@ def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(houses: list[House
     assert one.scheduler.ready
 
 
-def test_a_step_that_fails_ends_what_ran_and_nothing_else(houses: list[House]) -> None:
+def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers: list[SchedulerSetup]) -> None:
     class Broken(NoDrafter):
         broken = True
 
@@ -267,7 +265,7 @@ def test_a_step_that_fails_ends_what_ran_and_nothing_else(houses: list[House]) -
             return super().propose(request, budget)
 
     drafter = Broken()
-    one = house(houses, one=Engine(engine().target.model, drafter))
+    one = server(servers, one=Engine(engine().target.model, drafter))
     bad, good = Client(), Client()
     ticket = one.submit(bad)
     assert bad.wait() == "error" and isinstance(ticket.request.error, LookupError)
@@ -277,7 +275,7 @@ def test_a_step_that_fails_ends_what_ran_and_nothing_else(houses: list[House]) -
 
 
 def test_closing_waits_for_those_that_run_and_takes_no_more() -> None:
-    one = House(places=1)
+    one = SchedulerSetup(places=1)
     first, second = Client(), Client()
     one.submit(first)
     one.submit(second)
@@ -288,7 +286,7 @@ def test_closing_waits_for_those_that_run_and_takes_no_more() -> None:
 
 
 def test_closing_at_once_ends_all() -> None:
-    one = House(places=1)
+    one = SchedulerSetup(places=1)
     first, second = Client(held=True), Client()
     one.submit(first)
     one.submit(second)
@@ -314,7 +312,7 @@ def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order() -> No
 
     loop, found, failures = Asleep(), list[int](), list[Any]()
     loop.set_exception_handler(lambda _, told: failures.append(told["exception"]))
-    post = Post(loop)
+    post = LoopDispatcher(loop)
     for number in range(4):
         post.put(fails if number == 1 else partial(found.append, number))
     assert found == [] and loop.woken == 1
@@ -329,8 +327,7 @@ def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order() -> No
 
 
 def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
-    one, failed = House(places=1), threading.Event()
-    one.scheduler.on_failed = failed.set
+    one = SchedulerSetup(places=1)
     first, second, late = Client(held=True), Client(), Client()
     one.submit(first)
     assert first.began.wait(PATIENCE)
@@ -342,11 +339,10 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
     one.scheduler._admit = fail  # type: ignore[method-assign]
     first.gate.set()
     assert (first.wait(), second.wait()) == ("error", "error")
-    assert failed.wait(PATIENCE)
-    until_dead = time.monotonic() + PATIENCE
-    while one.scheduler._thread.is_alive() and time.monotonic() < until_dead:
+    until_failed = time.monotonic() + PATIENCE
+    while not one.scheduler.failed and time.monotonic() < until_failed:
         time.sleep(0.01)
-    assert not one.scheduler.ready and not one.scheduler.busy
+    assert one.scheduler.failed and not one.scheduler.ready and not one.scheduler.busy
     with pytest.raises(RuntimeError, match="closed"):
         one.submit(late)
     one.scheduler.close()
@@ -357,7 +353,7 @@ def test_processes_that_are_out_of_step_end_the_server() -> None:
         def propose(self, request: Request, budget: int) -> Any:
             raise ParallelError("rank 1 is gone")
 
-    one, client = House(Engine(engine().target.model, Broken())), Client()
+    one, client = SchedulerSetup(Engine(engine().target.model, Broken())), Client()
     one.submit(client)
     assert client.wait() == "error"
     one.scheduler._thread.join(PATIENCE)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,21 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.house import PATIENCE, TEMPLATE, Held, House, free_socket, until
+from support.live_server import PATIENCE, TEMPLATE, LiveServer, PausableEngine, free_socket, until
 
 import forerun
 from forerun.cli import serve
-from forerun.cli.serve_options import ServeOptions
+from forerun.cli.serve_options import REPEATED, ServeOptions
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
+from forerun.server.admission import SchedulerLimits
 from forerun.server.answers import StopStrings
 from forerun.server.app import create_app
-from forerun.server.drain import DrainingServer
-from forerun.server.keys import Keys
-from forerun.server.limits import Limits
-from forerun.server.replies import TextForm
+from forerun.server.http_server import DrainingServer, bound_sockets
+from forerun.server.replies import CompletionFormat
 from forerun.server.schema import ChatRequest, CompletionRequest
 from forerun.server.settings import ServerSettings, read_settings
+from forerun.server.tenants import ApiKeys
 from forerun.trie import trie_file
 
 NEW = 16
@@ -62,8 +63,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def house(engine: Engine) -> Iterator[House]:
-    built = House(engine, request_bytes=100_000, max_tokens=64, namespaces=3)
+def server(engine: Engine) -> Iterator[LiveServer]:
+    built = LiveServer(engine, request_bytes=100_000, max_tokens=64, namespaces=3)
     yield built
     built.close()
 
@@ -80,8 +81,8 @@ def sampled(seed: int, temperature: float = 1.0, top_p: float = 1.0) -> Json:
 # --- texts
 
 
-def test_a_completion_is_the_engines_text(engine: Engine, house: House) -> None:
-    answer = house.client().completions.create(model="bundled", prompt=PROMPTS[0], max_tokens=NEW, temperature=0)
+def test_a_completion_is_the_engines_text(engine: Engine, server: LiveServer) -> None:
+    answer = server.client().completions.create(model="bundled", prompt=PROMPTS[0], max_tokens=NEW, temperature=0)
     (request,) = engine.requests([PROMPTS[0]], max_new_tokens=NEW)
     assert answer.choices[0].text == alone(engine, PROMPTS[0])
     assert answer.choices[0].finish_reason == "length"
@@ -93,10 +94,10 @@ def test_a_completion_is_the_engines_text(engine: Engine, house: House) -> None:
     assert sum(int(tokens) * steps for tokens, steps in told["histogram"].items()) == NEW
 
 
-def test_a_completion_takes_token_ids_and_several_prompts(engine: Engine, house: House) -> None:
+def test_a_completion_takes_token_ids_and_several_prompts(engine: Engine, server: LiveServer) -> None:
     ids = [[int(token) for token in engine.tokenizer(prompt)["input_ids"]] for prompt in PROMPTS[:2]]
     wanted = [alone(engine, each) for each in ids]
-    create = house.client().completions.create
+    create = server.client().completions.create
     for prompt in (ids, PROMPTS[:2]):
         answer = create(model="bundled", prompt=prompt, max_tokens=NEW, temperature=0)
         assert [choice.text for choice in answer.choices] == wanted
@@ -106,9 +107,9 @@ def test_a_completion_takes_token_ids_and_several_prompts(engine: Engine, house:
 
 
 @pytest.mark.parametrize("stop", [None, ["e"]])
-def test_a_stream_is_the_whole_answer_in_pieces(house: House, stop: Any) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(server: LiveServer, stop: Any) -> None:
     asked: Json = {"model": "bundled", "prompt": PROMPTS[:2], "max_tokens": NEW, "seed": 3, "n": 2, "stop": stop}
-    create = house.client().completions.create
+    create = server.client().completions.create
     whole, texts, reasons = create(**asked), [""] * 4, [""] * 4
     *chunks, last = create(**asked, stream=True, stream_options={"include_usage": True})
     for chunk in chunks:
@@ -125,13 +126,13 @@ def test_a_stream_is_the_whole_answer_in_pieces(house: House, stop: Any) -> None
     assert all(chunk.usage is None and "usage" not in chunk.model_fields_set for chunk in create(**asked, stream=True))
 
 
-def test_a_chat_goes_through_the_template(engine: Engine, house: House) -> None:
+def test_a_chat_goes_through_the_template(engine: Engine, server: LiveServer) -> None:
     messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi"}]
     parts: Any = [
         messages[0],
         {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
     ]
-    create = house.client().chat.completions.create
+    create = server.client().chat.completions.create
     wanted = alone(engine, "system: Be short.\nuser: Hi\nassistant:")
     for told in (messages, parts):
         answer = create(model="bundled", messages=told, max_completion_tokens=NEW, temperature=0)
@@ -143,10 +144,10 @@ def test_a_chat_goes_through_the_template(engine: Engine, house: House) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_tools_reach_the_template_unless_none_may_be_called(engine: Engine, house: House) -> None:
+def test_tools_reach_the_template_unless_none_may_be_called(engine: Engine, server: LiveServer) -> None:
     tools: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     messages: Any = [{"role": "user", "content": "Hi"}]
-    create = house.client().chat.completions.create
+    create = server.client().chat.completions.create
     for choice, before in (("auto", json.dumps(tools) + "\n"), ("none", "")):
         answer = create(
             model="bundled", messages=messages, tools=tools, tool_choice=choice, max_tokens=NEW, temperature=0
@@ -156,21 +157,21 @@ def test_tools_reach_the_template_unless_none_may_be_called(engine: Engine, hous
         assert answer.usage.prompt_tokens == request.prompt_length
 
 
-def test_a_seed_names_a_text_and_choices_have_seeds_in_a_row(engine: Engine, house: House) -> None:
+def test_a_seed_names_a_text_and_choices_have_seeds_in_a_row(engine: Engine, server: LiveServer) -> None:
     asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": NEW, "temperature": 0.8, "top_p": 0.9}
-    answer = house.client().completions.create(**asked, n=3, seed=7)
+    answer = server.client().completions.create(**asked, n=3, seed=7)
     wanted = [alone(engine, PROMPTS[1], **sampled(seed, 0.8, 0.9)) for seed in (7, 8, 9)]
     assert [choice.text for choice in answer.choices] == wanted
     assert len(set(wanted)) > 1
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
 
 
-def test_a_stop_string_ends_a_text_and_is_no_part_of_it(engine: Engine, house: House) -> None:
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(engine: Engine, server: LiveServer) -> None:
     text = alone(engine, PROMPTS[1], max_new_tokens=40)
     tokens = [engine.tokenizer.decode([token]) for token in engine.tokenizer(text)["input_ids"]]
     across = tokens[4][-1] + tokens[5] + tokens[6][:1]  # begins inside a token and ends inside another
     assert len(across) > 2
-    create = house.client().completions.create
+    create = server.client().completions.create
     for stops in (across, ["never said", across], [across, "xyzzy" * 9]):
         asked: Json = {"model": "bundled", "prompt": PROMPTS[1], "max_tokens": 40, "temperature": 0, "stop": stops}
         answer = create(**asked)
@@ -194,19 +195,19 @@ def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str]) -> No
         assert cut.stopped == (wanted != "aab|bc")
 
 
-def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, house: House) -> None:
+def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, server: LiveServer) -> None:
     wanted = [alone(engine, prompt, **(sampled(i) if i % 2 else {})) for i, prompt in enumerate(PROMPTS)]
 
     def ask(i: int) -> str:
-        chunks = house.client().completions.create(
+        chunks = server.client().completions.create(
             model="bundled", prompt=PROMPTS[i], max_tokens=NEW, temperature=i % 2, seed=i, stream=True
         )
         return "".join(chunk.choices[0].text for chunk in chunks)
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(8))) == wanted
-    until(lambda: not house.scheduler.busy)
-    assert house.scheduler.memory == 0
+    until(lambda: not server.scheduler.busy)
+    assert server.scheduler.memory == 0
 
 
 # --- refusals
@@ -227,24 +228,24 @@ def error_of(answer: httpx.Response, status: int) -> Json:
         ("functions", [], True), ("messages", [{"role": "user", "content": "x"}], False),
     ],
 )  # fmt: skip
-def test_what_is_not_supported_is_refused(house: House, field: str, value: Any, chat: bool) -> None:
+def test_what_is_not_supported_is_refused(server: LiveServer, field: str, value: Any, chat: bool) -> None:
     address = "chat/completions" if chat else "completions"
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
-    error = error_of(house.post({"model": "bundled", **body, field: value}, address), 400)
+    error = error_of(server.post({"model": "bundled", **body, field: value}, address), 400)
     assert error["param"] == field and field in error["message"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported")
 
 
-def test_neutral_values_of_what_is_not_supported_are_taken(house: House) -> None:
+def test_neutral_values_of_what_is_not_supported_are_taken(server: LiveServer) -> None:
     neutral = {"logprobs": None, "echo": False, "best_of": 1, "suffix": None, "logit_bias": {}, "frequency_penalty": 0}
-    answer = house.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1, "user": "me", **neutral})
+    answer = server.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1, "user": "me", **neutral})
     assert answer.status_code == 200, answer.text
     chat: Json = {
         "messages": [{"role": "user", "content": "Hi"}],
         "response_format": {"type": "text"},
         "logprobs": False,
     }
-    assert house.post({"model": "bundled", "max_tokens": 1, **chat}, "chat/completions").status_code == 200
+    assert server.post({"model": "bundled", "max_tokens": 1, **chat}, "chat/completions").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -261,9 +262,9 @@ def test_neutral_values_of_what_is_not_supported_are_taken(house: House) -> None
         ({"\ud800": 1}, None), ({"prompt": "\ud800"}, "prompt"),
     ],
 )  # fmt: skip
-def test_wrong_values_are_named(house: House, change: Json, param: str | None) -> None:
+def test_wrong_values_are_named(server: LiveServer, change: Json, param: str | None) -> None:
     body = json.dumps({"model": "bundled", "prompt": "Hi", **change})
-    answer = house.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     error = error_of(answer, 400)
     assert error["param"] == param
     assert param is None or re.search(rf"\b{param.split('.')[-1]}\b", error["message"])
@@ -271,8 +272,8 @@ def test_wrong_values_are_named(house: House, change: Json, param: str | None) -
 
 
 @pytest.mark.parametrize("body", [b'{"model": ', b"[" * 50_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
-def test_what_is_no_request_is_refused(house: House, body: bytes) -> None:
-    answer = house.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+def test_what_is_no_request_is_refused(server: LiveServer, body: bytes) -> None:
+    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
     assert error_of(answer, 400)["type"] == "invalid_request_error"
 
 
@@ -286,18 +287,18 @@ FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields} - {
 
 @given(change=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), ANY, max_size=2), chat=st.booleans())
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_request_breaks_the_server(house: House, change: Json, chat: bool) -> None:
+def test_no_request_breaks_the_server(server: LiveServer, change: Json, chat: bool) -> None:
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
     told = json.dumps({"model": "bundled", "max_tokens": 2, **body, **change})
     address = "/v1/chat/completions" if chat else "/v1/completions"
-    answer = house.http.post(address, content=told, headers={"content-type": "application/json"})
+    answer = server.http.post(address, content=told, headers={"content-type": "application/json"})
     if answer.status_code != 200:
         assert error_of(answer, answer.status_code)
         assert answer.status_code in (400, 404)
 
 
-def test_errors_reach_the_client_as_its_own(house: House) -> None:
-    client = house.client()
+def test_errors_reach_the_client_as_its_own(server: LiveServer) -> None:
+    client = server.client()
     with pytest.raises(openai.NotFoundError, match="no model 'gpt'") as unknown:
         client.completions.create(model="gpt", prompt="Hi")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -306,40 +307,42 @@ def test_errors_reach_the_client_as_its_own(house: House) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt")
     assert client.models.retrieve("bundled").id == client.models.list().data[0].id == "bundled"
-    assert error_of(house.http.get("/v1/nothing"), 404)
-    assert error_of(house.http.get("/v1/completions"), 405)
+    assert error_of(server.http.get("/v1/nothing"), 404)
+    assert error_of(server.http.get("/v1/completions"), 405)
 
 
-def test_what_is_too_long_is_refused_with_the_numbers(house: House, engine: Engine, houses: list[House]) -> None:
-    error = error_of(house.post({"model": "bundled", "prompt": "x" * 100_000}), 413)
+def test_what_is_too_long_is_refused_with_the_numbers(
+    server: LiveServer, engine: Engine, servers: list[LiveServer]
+) -> None:
+    error = error_of(server.post({"model": "bundled", "prompt": "x" * 100_000}), 413)
     assert "100,000" in error["message"] and error["code"] == "request_too_large"
 
     def pieces() -> Iterator[bytes]:
         yield from [b"x" * 60_000] * 2
 
-    assert error_of(house.http.post("/v1/completions", content=pieces()), 413)["code"] == "request_too_large"
-    small = House(engine, Limits(1000))
-    houses.append(small)
+    assert error_of(server.http.post("/v1/completions", content=pieces()), 413)["code"] == "request_too_large"
+    small = LiveServer(engine, SchedulerLimits(1000))
+    servers.append(small)
     assert "bytes for keys and values" in error_of(small.post({"model": "bundled", "prompt": "Hi"}), 400)["message"]
 
 
-def test_a_text_beyond_the_models_positions_is_refused(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, max_tokens=200_000))
-    error = error_of(houses[0].post({"model": "bundled", "prompt": "Hi", "max_tokens": 131_072}), 400)
+def test_a_text_beyond_the_models_positions_is_refused(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, max_tokens=200_000))
+    error = error_of(servers[0].post({"model": "bundled", "prompt": "Hi", "max_tokens": 131_072}), 400)
     assert error["code"] == "context_length_exceeded" and "131072" in error["message"]
 
 
 # --- clients that come and go
 
 
-def held_house(engine: Engine, houses: list[House], **told: Any) -> tuple[Held, House]:
-    held = Held(engine)
-    houses.append(House(held, Limits(1 << 30, rows=1, waiting=told.pop("waiting", 128)), **told))
-    return held, houses[-1]
+def pausable_server(engine: Engine, servers: list[LiveServer], **told: Any) -> tuple[PausableEngine, LiveServer]:
+    held = PausableEngine(engine)
+    servers.append(LiveServer(held, SchedulerLimits(1 << 30, rows=1, waiting=told.pop("waiting", 128)), **told))
+    return held, servers[-1]
 
 
-def test_a_full_queue_says_when_to_come_again(engine: Engine, houses: list[House]) -> None:
-    held, one = held_house(engine, houses, waiting=1)
+def test_a_full_queue_says_when_to_come_again(engine: Engine, servers: list[LiveServer]) -> None:
+    held, one = pausable_server(engine, servers, waiting=1)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2, "temperature": 0}
     held.gate.clear()
     with ThreadPoolExecutor(2) as pool:
@@ -359,16 +362,14 @@ def test_a_full_queue_says_when_to_come_again(engine: Engine, houses: list[House
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_frees_its_place(engine: Engine, houses: list[House], stream: bool) -> None:
-    held, one = held_house(engine, houses)
+def test_a_client_that_goes_frees_its_place(engine: Engine, servers: list[LiveServer], stream: bool) -> None:
+    held, one = pausable_server(engine, servers)
     held.gate.clear()
     body = json.dumps(
         {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "temperature": 0, "n": 2, "stream": stream}
     )
     with socket.create_connection(("127.0.0.1", one.port)) as connection:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         connection.sendall(f"{head}\r\n\r\n{body}".encode())
         until(lambda: (one.scheduler.running, one.scheduler.waiting) == (1, 1))
     time.sleep(0.05)  # the server may hear of it before or after the gate opens
@@ -379,16 +380,16 @@ def test_a_client_that_goes_frees_its_place(engine: Engine, houses: list[House],
     assert one.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1}).status_code == 200
 
 
-def test_a_request_ends_when_its_time_is_over(engine: Engine, houses: list[House]) -> None:
-    _, one = held_house(engine, houses, timeout=0.05)
+def test_a_request_ends_when_its_time_is_over(engine: Engine, servers: list[LiveServer]) -> None:
+    _, one = pausable_server(engine, servers, timeout=0.05)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "temperature": 0}
     assert error_of(one.post(asked), 504)["code"] == "timeout"
     with pytest.raises(openai.APIError, match="time for a request was over"):
         list(one.client().completions.create(**asked, stream=True))
 
 
-def test_a_failure_is_told_and_harms_nobody_else(engine: Engine, houses: list[House]) -> None:
-    held, one = held_house(engine, houses)
+def test_a_failure_is_told_and_harms_nobody_else(engine: Engine, servers: list[LiveServer]) -> None:
+    held, one = pausable_server(engine, servers)
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
     wanted = one.post(asked).json()["choices"][0]["text"]
     held.broken = True
@@ -401,49 +402,52 @@ def test_a_failure_is_told_and_harms_nobody_else(engine: Engine, houses: list[Ho
     assert one.metric('forerun:request_ended_total{reason="error"}') == 2
 
 
-def test_a_name_that_a_refused_request_gave_is_not_taken(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, namespaces=1))
+def test_a_name_that_a_refused_request_gave_is_not_taken(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, namespaces=1))
     asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
     wrong = {**asked, "prompt": "", "forerun": {"namespace": "wrong"}}
-    assert error_of(houses[0].post(wrong), 400)
-    assert houses[0].post({**asked, "forerun": {"namespace": "mine"}}).status_code == 200
+    assert error_of(servers[0].post(wrong), 400)
+    assert servers[0].post({**asked, "forerun": {"namespace": "mine"}}).status_code == 200
 
 
-def test_a_whole_answer_is_built_beside_the_event_loop(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_answer_is_built_beside_the_event_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have megabytes, and all others would wait."""
     threads: list[threading.Thread] = []
-    fold = TextForm.fold
+    fold = CompletionFormat.fold
 
-    def seen(form: TextForm, *given: Any) -> str:
+    def seen(form: CompletionFormat, *given: Any) -> str:
         threads.append(threading.current_thread())
         return fold(form, *given)
 
-    monkeypatch.setattr(TextForm, "fold", seen)
-    told = house.post({"model": "bundled", "prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 4, "logprobs": 2}).json()
+    monkeypatch.setattr(CompletionFormat, "fold", seen)
+    told = server.post({"model": "bundled", "prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 4, "logprobs": 2}).json()
     assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
     assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in told["choices"])
     assert told["usage"]["completion_tokens"] == 16 and told["object"] == "text_completion"
-    assert threads and house.thread not in threads
+    assert threads and server.thread not in threads
 
 
 def test_a_scheduler_that_cannot_go_on_ends_the_server(engine: Engine) -> None:
-    app = create_app(engine, ServerSettings(), Limits(1 << 30))
-    server = DrainingServer(app, "127.0.0.1", 0, 1.0, 8)
+    app = create_app(engine, ServerSettings(), SchedulerLimits(1 << 30))
+    one = DrainingServer(app, 1.0, 8)
     scheduler = app.state.service.scheduler
-    try:
-        assert not server.should_exit and not server.failed
-        scheduler.on_failed()
-        assert server.should_exit and server.failed
-    finally:
-        scheduler.close()
+
+    def fail(*given: Any) -> Any:
+        raise KeyError("a mistake of ours")
+
+    scheduler._admit = fail
+    scheduler.submit(engine.requests(["Hi"], max_new_tokens=1)[0], lambda commit: None, lambda how: None)
+    with ExitStack() as stack:
+        one.serve_on([stack.enter_context(each) for each in bound_sockets("127.0.0.1", 0)])  # it ends by itself
+    assert scheduler.failed and not scheduler.ready
 
 
 # --- tenants
 
 
-def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2))
-    one, asked = houses[0], {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
+def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2))
+    one, asked = servers[0], {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
     seen: list[str] = []
     submit = one.scheduler.submit
 
@@ -473,17 +477,17 @@ def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, houses: l
 
 
 def test_keys_must_be_fit_for_a_header() -> None:
-    assert Keys().tenant(None) == "default"
-    assert Keys(["a"]).tenant(b"bearer a") is not None and Keys(["a"]).tenant(b"Basic a") is None
+    assert ApiKeys().tenant(None) == "default"
+    assert ApiKeys(["a"]).tenant(b"bearer a") is not None and ApiKeys(["a"]).tenant(b"Basic a") is None
     for wrong in ([""], ["with space"], ["é"], ["a", "a"]):
         with pytest.raises(ValueError, match="API key"):
-            Keys(wrong)
+            ApiKeys(wrong)
 
 
 # --- metrics
 
 
-def test_metrics_count(house: House) -> None:
+def test_metrics_count(server: LiveServer) -> None:
     names = [
         "forerun:spec_decode_num_drafts_total", "forerun:spec_decode_num_draft_tokens_total",
         "forerun:spec_decode_num_accepted_tokens_total", "forerun:spec_decode_num_accepted_tokens_per_pos_total",
@@ -492,13 +496,13 @@ def test_metrics_count(house: House) -> None:
         "forerun:e2e_request_latency_seconds_count", "forerun:prefix_cache_queries_total",
         "forerun:prefix_cache_hits_total",
     ]  # fmt: skip
-    before = {name: house.metric(name) for name in names}
+    before = {name: server.metric(name) for name in names}
     prompt = "one two three four five six seven\n" * 60  # longer than a chunk, and with something to draft
     usages = [
-        house.post({"model": "bundled", "prompt": prompt, "max_tokens": NEW, "temperature": 0}).json()["usage"]
+        server.post({"model": "bundled", "prompt": prompt, "max_tokens": NEW, "temperature": 0}).json()["usage"]
         for _ in range(2)
     ]
-    grown = {name.removeprefix("forerun:"): house.metric(name) - before[name] for name in names}
+    grown = {name.removeprefix("forerun:"): server.metric(name) - before[name] for name in names}
     spent = [usage["forerun"] for usage in usages]
     assert grown["spec_decode_num_draft_tokens_total"] == sum(each["drafted"] for each in spent) > 0
     accepted = sum(each["accepted"] for each in spent)
@@ -510,8 +514,8 @@ def test_metrics_count(house: House) -> None:
     assert grown["time_to_first_token_seconds_count"] == grown["e2e_request_latency_seconds_count"] == 2
     assert 0 < grown["time_per_output_token_seconds_count"] < 2 * NEW
     assert 0 < grown["prefix_cache_hits_total"] < grown["prefix_cache_queries_total"]
-    assert house.metric("forerun:index_bytes") > 0
-    assert house.metric("forerun:num_requests_running") == 0
+    assert server.metric("forerun:index_bytes") > 0
+    assert server.metric("forerun:num_requests_running") == 0
 
 
 # --- settings, and the command
@@ -548,14 +552,14 @@ def test_the_page_names_every_setting_and_each_is_a_flag() -> None:
     flags = {field.name for field in fields(ServeOptions)}
     for name in ServerSettings.model_fields:
         assert f"`{name}`" in page, name
-        assert {"api_keys": "api_key"}.get(name, name) in flags
+        assert {name: flag for flag, name in REPEATED.items()}.get(name, name) in flags
     assert ServeOptions(port=3, api_key=["a"]).flags() == {"port": 3, "api_keys": ["a"]}
 
 
-def test_the_pages_example_runs(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pages_example_runs(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(forerun.__file__).parents[2] / "docs/serving.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(example.replace(":8000/", f":{house.port}/"), "docs/serving.md", "exec"), {})
+    exec(compile(example.replace(":8000/", f":{server.port}/"), "docs/serving.md", "exec"), {})
     assert "mean_acceptance_length" in capsys.readouterr().out
 
 

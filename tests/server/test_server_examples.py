@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.house import PATIENCE, TEMPLATE, House
+from support.live_server import PATIENCE, TEMPLATE, LiveServer
 
 import forerun
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.server.limits import Limits
+from forerun.server.admission import SchedulerLimits
 
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {
@@ -27,10 +27,10 @@ SAYS = {
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def server() -> Iterator[LiveServer]:
     model, tokenizer = load("bundled", device="cpu")
     tokenizer.chat_template = TEMPLATE
-    built = House(Engine(model, "trie", tokenizer=tokenizer), Limits(1 << 30))
+    built = LiveServer(Engine(model, "trie", tokenizer=tokenizer), SchedulerLimits(1 << 30))
     yield built
     built.close()
 
@@ -41,8 +41,8 @@ def test_all_examples_are_known() -> None:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAYS)
-def test_the_example_runs(house: House, name: str) -> None:
-    environment = {**os.environ, "FORERUN_URL": f"http://127.0.0.1:{house.port}/v1"}
+def test_the_example_runs(server: LiveServer, name: str) -> None:
+    environment = {**os.environ, "FORERUN_URL": f"http://127.0.0.1:{server.port}/v1"}
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from support.house import PATIENCE, Held, House, until
+from support.live_server import PATIENCE, LiveServer, PausableEngine, until
 
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
@@ -26,8 +26,8 @@ from forerun.kv.offloaded import OffloadedCache
 from forerun.kv.placement import TIERS, KVMemory, NoRoomError, layer_bytes, least, place
 from forerun.models.loading.load import load
 from forerun.server import settings as settings_of
-from forerun.server.limits import Limits
-from forerun.server.scheduler import PIECES
+from forerun.server.admission import SchedulerLimits
+from forerun.server.scheduler import OFFLOADED_CHUNKS
 from forerun.server.settings import ServerSettings, read_settings
 
 NEW = 12
@@ -85,26 +85,26 @@ def error_of(answer: httpx.Response, status: int) -> Json:
     return dict(error)
 
 
-def tiers_of(house: House) -> Any:
-    return house.app.state.service.engine.tiers
+def tiers_of(server: LiveServer) -> Any:
+    return server.app.state.service.engine.tiers
 
 
-def nothing_taken(house: House) -> None:
-    until(lambda: not house.scheduler.busy)
-    assert tiers_of(house).taken == dict.fromkeys(TIERS, 0)
-    assert house.metric("forerun:kv_tier_bytes") == house.metric("forerun:kv_cache_usage_perc") == 0
+def nothing_taken(server: LiveServer) -> None:
+    until(lambda: not server.scheduler.busy)
+    assert tiers_of(server).taken == dict.fromkeys(TIERS, 0)
+    assert server.metric("forerun:kv_tier_bytes") == server.metric("forerun:kv_cache_usage_perc") == 0
 
 
-def watched(house: House) -> list[dict[str, int]]:
+def watched(server: LiveServer) -> list[dict[str, int]]:
     """What is taken of each tier, and how many run, before each step."""
     seen: list[dict[str, int]] = []
-    step = house.scheduler._step
+    step = server.scheduler._step
 
     def watching() -> None:
-        seen.append({**tiers_of(house).taken, "n": house.scheduler.running})
+        seen.append({**tiers_of(server).taken, "n": server.scheduler.running})
         step()
 
-    house.scheduler._step = watching  # type: ignore[method-assign]
+    server.scheduler._step = watching  # type: ignore[method-assign]
     return seen
 
 
@@ -114,7 +114,7 @@ def watched(house: House) -> list[dict[str, int]]:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["trie", "auto", "low-rank"])
 def test_texts_at_once_are_those_of_a_server_without_tiers(
-    drafter: str, model: Any, plain: Engine, houses: list[House], tmp_path: Path
+    drafter: str, model: Any, plain: Engine, servers: list[LiveServer], tmp_path: Path
 ) -> None:
     texts = [prompt(words, seed) for seed, words in enumerate((5, 260, 1000, 9, 350, 150))]
     expected = [wanted(plain, text, seed) for seed, text in enumerate(texts)]
@@ -124,19 +124,19 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(
     device = least(kv, longest) + kv.nbytes * 100 + 2 * drafting  # the longest, and a short one beside it
     assert device - drafting < kv.nbytes * longest
     one = engine(model, drafter, device, least(kv, longest) // 2, folder=tmp_path)
-    held = Held(one)
-    house = House(held, Limits(1, rows=4))
-    houses.append(house)
-    seen = watched(house)
+    held = PausableEngine(one)
+    server = LiveServer(held, SchedulerLimits(1, rows=4))
+    servers.append(server)
+    seen = watched(server)
 
     def ask(seed: int) -> str:
-        return text_of(house.post(asked(texts[seed], seed)))
+        return text_of(server.post(asked(texts[seed], seed)))
 
     for _ in range(2):  # the second time there is more to draft
         held.gate.clear()
         with ThreadPoolExecutor(6) as pool:
             answers = [pool.submit(ask, seed) for seed in range(6)]
-            until(lambda: house.scheduler.running + house.scheduler.waiting == 6)
+            until(lambda: server.scheduler.running + server.scheduler.waiting == 6)
             held.gate.set()
             assert [each.result(PATIENCE) for each in answers] == expected
     assert one.tiers is not None and one.tiers.link.written > kv.nbytes * longest // 4
@@ -144,35 +144,35 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(
     assert 0 < max(each["device"] for each in seen) <= device
     assert 0 < max(each["host"] for each in seen) <= least(kv, longest) // 2
     assert max(each["file"] for each in seen) > 0
-    assert house.metric('forerun:kv_tier_copied_bytes_total{way="out"}') == one.tiers.link.written
-    assert house.metric('forerun:kv_tier_limit_bytes{tier="device"}') == device
-    nothing_taken(house)
+    assert server.metric('forerun:kv_tier_copied_bytes_total{way="out"}') == one.tiers.link.written
+    assert server.metric('forerun:kv_tier_limit_bytes{tier="device"}') == device
+    nothing_taken(server)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(
-    model: Any, plain: Engine, houses: list[House]
+    model: Any, plain: Engine, servers: list[LiveServer]
 ) -> None:
     text = prompt(200)
-    houses.append(House(engine(model, "trie", 1 << 26, 0), Limits(1, rows=1)))
-    assert text_of(houses[0].post(asked(text))) == text_of(houses[0].post(asked(text))) == wanted(plain, text)
-    assert houses[0].metric("forerun:prefix_cache_hits_total") > 0
-    assert houses[0].metric("forerun:kv_tier_copied_bytes_total") == 0
+    servers.append(LiveServer(engine(model, "trie", 1 << 26, 0), SchedulerLimits(1, rows=1)))
+    assert text_of(servers[0].post(asked(text))) == text_of(servers[0].post(asked(text))) == wanted(plain, text)
+    assert servers[0].metric("forerun:prefix_cache_hits_total") > 0
+    assert servers[0].metric("forerun:kv_tier_copied_bytes_total") == 0
 
 
 # --- room
 
 
-def narrow(model: Any, houses: list[House], text: str, **told: Any) -> tuple[Held, House]:
+def narrow(model: Any, servers: list[LiveServer], text: str, **told: Any) -> tuple[PausableEngine, LiveServer]:
     """Room on the device for the buffers of one such text, and beside it for two."""
     one = Engine(model[0], "none", tokenizer=model[1])
     kv, size = one.target.kv, tokens(one, text, 200)
-    held = Held(engine(model, "none", least(kv, size), 2 * sum(layer_bytes(kv, size).values())))
-    houses.append(House(held, Limits(1, rows=4, **told), max_tokens=200))
-    return held, houses[-1]
+    held = PausableEngine(engine(model, "none", least(kv, size), 2 * sum(layer_bytes(kv, size).values())))
+    servers.append(LiveServer(held, SchedulerLimits(1, rows=4, **told), max_tokens=200))
+    return held, servers[-1]
 
 
-def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Engine, houses: list[House]) -> None:
+def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Engine, servers: list[LiveServer]) -> None:
     kv, text = plain.target.kv, prompt(300)
     size = tokens(plain, text)
     short = engine(model, "none", least(kv, size) - 1, 1 << 30)
@@ -181,47 +181,47 @@ def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Eng
         (short, f"needs {least(kv, size):,} bytes on the device, .*; {least(kv, size) - 1:,} of"),
         (low, f"needs {sum(layer_bytes(kv, size).values()):,} bytes beside the device; 1,000 of 1,000 are free"),
     ):
-        houses.append(House(one, Limits(1)))
-        error = error_of(houses[-1].post(asked(text)), 400)
+        servers.append(LiveServer(one, SchedulerLimits(1)))
+        error = error_of(servers[-1].post(asked(text)), 400)
         assert (error["type"], error["code"]) == ("invalid_request_error", "too_large")
         assert re.search(why, error["message"]) and "shorten the prompt" in error["message"]
-        assert text_of(houses[-1].post(asked("Hi", new=1)))
+        assert text_of(servers[-1].post(asked("Hi", new=1)))
 
 
-def test_who_has_to_wait_waits_and_a_full_queue_is_said(model: Any, plain: Engine, houses: list[House]) -> None:
+def test_who_has_to_wait_waits_and_a_full_queue_is_said(model: Any, plain: Engine, servers: list[LiveServer]) -> None:
     text = prompt(200)
-    held, house = narrow(model, houses, text, waiting=1)
+    held, server = narrow(model, servers, text, waiting=1)
     held.gate.clear()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(house.post, asked(text, 0, 200))
-        until(lambda: house.scheduler.running == 1)
-        second = pool.submit(house.post, asked(text, 0, 200))
-        until(lambda: house.scheduler.waiting == 1)
-        assert house.metric('forerun:kv_tier_bytes{tier="host"}') > 0
-        assert error_of(house.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
+        first = pool.submit(server.post, asked(text, 0, 200))
+        until(lambda: server.scheduler.running == 1)
+        second = pool.submit(server.post, asked(text, 0, 200))
+        until(lambda: server.scheduler.waiting == 1)
+        assert server.metric('forerun:kv_tier_bytes{tier="host"}') > 0
+        assert error_of(server.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
         held.gate.set()
         assert text_of(first.result(PATIENCE)) == text_of(second.result(PATIENCE)) == wanted(plain, text, 0, 200)
-    nothing_taken(house)
+    nothing_taken(server)
 
 
-def test_a_client_that_goes_frees_all_tiers_for_who_waits(model: Any, plain: Engine, houses: list[House]) -> None:
+def test_a_client_that_goes_frees_all_tiers_for_who_waits(model: Any, plain: Engine, servers: list[LiveServer]) -> None:
     text = prompt(200)
-    held, house = narrow(model, houses, text)
+    held, server = narrow(model, servers, text)
     with ThreadPoolExecutor(1) as pool:
         held.gate.clear()
-        with house.http.stream("POST", "/v1/completions", json=asked(text, 0, 200, stream=True)):
-            until(lambda: house.scheduler.running == 1)
-            second = pool.submit(house.post, asked(text, 3, 200))
-            until(lambda: house.scheduler.waiting == 1)
-            assert min(tiers_of(house).taken[tier] for tier in ("device", "host")) > 0
+        with server.http.stream("POST", "/v1/completions", json=asked(text, 0, 200, stream=True)):
+            until(lambda: server.scheduler.running == 1)
+            second = pool.submit(server.post, asked(text, 3, 200))
+            until(lambda: server.scheduler.waiting == 1)
+            assert min(tiers_of(server).taken[tier] for tier in ("device", "host")) > 0
         held.gate.set()
         assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 200)
-    assert house.metric("forerun:generation_tokens_total") < 400
-    nothing_taken(house)
+    assert server.metric("forerun:generation_tokens_total") < 400
+    nothing_taken(server)
 
 
 def test_a_text_leaves_others_their_buffers_while_there_are_free_places(
-    model: Any, plain: Engine, houses: list[House]
+    model: Any, plain: Engine, servers: list[LiveServer]
 ) -> None:
     text, kv = prompt(300), plain.target.kv
     size = tokens(plain, text)
@@ -231,14 +231,14 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(
         (3, None, 3, True),  # the second one leaves so much that a third one can
         (3, 0, 2, False),  # it can go nowhere else
     ):
-        held = Held(engine(model, "none", device, host))
-        house = House(held, Limits(1, rows=rows))
-        houses.append(house)
-        seen = watched(house)
+        held = PausableEngine(engine(model, "none", device, host))
+        server = LiveServer(held, SchedulerLimits(1, rows=rows))
+        servers.append(server)
+        seen = watched(server)
         held.gate.clear()
         with ThreadPoolExecutor(3) as pool:
-            answers = [pool.submit(house.post, asked(text)) for _ in range(3)]
-            until(lambda one=house.scheduler: one.running + one.waiting == 3)
+            answers = [pool.submit(server.post, asked(text)) for _ in range(3)]
+            until(lambda one=server.scheduler: one.running + one.waiting == 3)
             held.gate.set()
             assert {text_of(each.result(PATIENCE)) for each in answers} == {wanted(plain, text)}
         assert max(each["n"] for each in seen) == together
@@ -246,24 +246,24 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(
 
 
 def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
-    model: Any, plain: Engine, houses: list[House]
+    model: Any, plain: Engine, servers: list[LiveServer]
 ) -> None:
     long, short = prompt(700), prompt(5)
     one = engine(model, "none", 2 * least(plain.target.kv, tokens(plain, long)), None)
-    houses.append(House(one, Limits(1, rows=2, step=16), max_tokens=200))
-    scheduler, unread = houses[0].scheduler, list[int]()
+    servers.append(LiveServer(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200))
+    scheduler, unread = servers[0].scheduler, list[int]()
     assert one.tiers is not None
     one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
     step = scheduler._step
     scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())  # type: ignore
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(houses[0].post, asked(short, 0, 200))
+        first = pool.submit(servers[0].post, asked(short, 0, 200))
         until(lambda: len(unread) > 1)
-        second = pool.submit(houses[0].post, asked(long))
+        second = pool.submit(servers[0].post, asked(long))
         assert text_of(first.result(PATIENCE)) == wanted(plain, short, 0, 200)
         assert text_of(second.result(PATIENCE)) == wanted(plain, long)
     read = [before - after for before, after in pairwise(unread) if before > after]
-    assert max(read) == PIECES * 16 and len(read) > 5
+    assert max(read) == OFFLOADED_CHUNKS * 16 and len(read) > 5
     assert one.tiers.link.fetched > 0
 
 
@@ -271,12 +271,14 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
 
 
 def test_a_full_disk_ends_one_request_and_frees_everything(
-    model: Any, plain: Engine, houses: list[House], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Any, plain: Engine, servers: list[LiveServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long, short = prompt(300), prompt(9)
     kv, size = plain.target.kv, tokens(plain, long)
-    houses.append(House(engine(model, "trie", kv.nbytes * size - 1, 0, folder=tmp_path), Limits(1, rows=4)))
-    house = houses[0]
+    servers.append(
+        LiveServer(engine(model, "trie", kv.nbytes * size - 1, 0, folder=tmp_path), SchedulerLimits(1, rows=4))
+    )
+    server = servers[0]
 
     def full(*told: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -285,29 +287,29 @@ def test_a_full_disk_ends_one_request_and_frees_everything(
         patch.setattr(os, "posix_fallocate", full)
         with ThreadPoolExecutor(3) as pool:
             bad, good, streamed = (
-                pool.submit(house.post, each) for each in (asked(long), asked(short), asked(long, stream=True))
+                pool.submit(server.post, each) for each in (asked(long), asked(short), asked(long, stream=True))
             )
             error = error_of(bad.result(PATIENCE), 500)
             assert text_of(good.result(PATIENCE)) == wanted(plain, short)
             assert "kv_memory_failed" in streamed.result(PATIENCE).text and "[DONE]" not in streamed.result().text
     assert error["code"] == "kv_memory_failed" and "No space left on device" in error["message"]
     assert str(tmp_path) not in error["message"]
-    nothing_taken(house)
-    assert text_of(house.post(asked(long))) == wanted(plain, long)
+    nothing_taken(server)
+    assert text_of(server.post(asked(long))) == wanted(plain, long)
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["none", "low-rank", "retrieval"])
 def test_copies_that_fail_end_one_request_and_no_other(
-    drafter: str, model: Any, plain: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    drafter: str, model: Any, plain: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
     expected = [wanted(plain, text) for text in texts]
     kv, size = plain.target.kv, max(tokens(plain, text) for text in texts)
     drafting = Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]).drafter.needs(size)
     one = engine(model, drafter, 3 * (least(kv, size) + drafting), 1 << 30)
-    houses.append(House(one, Limits(1, rows=3)))
-    house, write, broken = houses[0], CopyEngine.write, threading.Event()
+    servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
+    server, write, broken = servers[0], CopyEngine.write, threading.Event()
     assert one.tiers is not None
     one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
 
@@ -331,7 +333,7 @@ def test_copies_that_fail_end_one_request_and_no_other(
     monkeypatch.setattr(CopyEngine, "write", failing)
     monkeypatch.setattr(OffloadedCache, "leave", choosing)
     with ThreadPoolExecutor(3) as pool:
-        answers = [each.result(PATIENCE) for each in [pool.submit(house.post, asked(text)) for text in texts]]
+        answers = [each.result(PATIENCE) for each in [pool.submit(server.post, asked(text)) for text in texts]]
     assert broken.is_set()
     failed = [number for number, each in enumerate(answers) if each.status_code != 200]
     assert len(failed) == 1, [each.text for each in answers]
@@ -339,17 +341,17 @@ def test_copies_that_fail_end_one_request_and_no_other(
     for number in {0, 1, 2} - set(failed):
         assert text_of(answers[number]) == expected[number]
     monkeypatch.undo()
-    nothing_taken(house)
-    assert text_of(house.post(asked(texts[0]))) == expected[0]
+    nothing_taken(server)
+    assert text_of(server.post(asked(texts[0]))) == expected[0]
 
 
 def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
-    model: Any, plain: Engine, houses: list[House], monkeypatch: pytest.MonkeyPatch
+    model: Any, plain: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
     expected = [wanted(plain, text) for text in texts]
     one = engine(model, "low-rank", 1 << 26, None)
-    houses.append(House(one, Limits(1, rows=3)))
+    servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
     assert one.tiers is not None
     one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
     caches: list[OffloadedCache] = []
@@ -383,14 +385,14 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
     monkeypatch.setattr(CopyEngine, "urgent", hurried)
     monkeypatch.setattr(one.drafter, "propose_batch", proposing)
     with ThreadPoolExecutor(3) as pool:
-        answers = [each.result(PATIENCE) for each in [pool.submit(houses[0].post, asked(text)) for text in texts]]
+        answers = [each.result(PATIENCE) for each in [pool.submit(servers[0].post, asked(text)) for text in texts]]
     failed = [number for number, each in enumerate(answers) if each.status_code != 200]
     assert len(failed) == 1, [each.text for each in answers]
     assert error_of(answers[failed[0]], 500)["code"] == "kv_memory_failed"
     assert [text_of(answers[n]) for n in range(3) if n not in failed] == [
         text for n, text in enumerate(expected) if n not in failed
     ]
-    nothing_taken(houses[0])
+    nothing_taken(servers[0])
 
 
 # --- the budget
@@ -509,25 +511,23 @@ def test_the_command_builds_it_and_says_what_is_not_shared(
     built: list[Engine] = []
 
     class Served:
-        failed = False
-
-        def __init__(self, app: Any, *told: Any) -> None:
+        def __init__(self, app: Any, *given: Any) -> None:
             built.append(app.state.service.engine)
             app.state.service.scheduler.close()
 
-        def run(self) -> None:
+        def serve_on(self, sockets: Any) -> None:
             pass
 
-    monkeypatch.setattr("forerun.server.drain.DrainingServer", Served)
+    monkeypatch.setattr("forerun.server.http_server.DrainingServer", Served)
     options = ServeOptions(
-        kv_memory="3MB", kv_host_memory="1MB", kv_folder=tmp_path, kv_folder_limit="5MB", drafter="trie"
+        kv_memory="3MB", kv_host_memory="1MB", kv_folder=tmp_path, kv_folder_limit="5MB", drafter="trie", port=0
     )
     with caplog.at_level("INFO"):
         serve.run(options)
     assert built[0].tiers is not None
     assert built[0].tiers.memory == KVMemory(3_000_000, 1_000_000, tmp_path, file=5_000_000)
-    assert f"3000000 bytes on the device, 1000000 in the host's memory, 5000000 in files in {tmp_path}" in caplog.text
+    assert f"2.9 MiB on the device, 1.0 MiB in the host's memory, 4.8 MiB in files in {tmp_path}" in caplog.text
     assert "share no beginnings" in caplog.text
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        serve.run(ServeOptions(kv_memory="3MB", kv_folder=tmp_path / "file"))
+        serve.run(ServeOptions(kv_memory="3MB", kv_folder=tmp_path / "file", port=0))

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from support.house import House
+from support.live_server import LiveServer
 
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.server.limits import Limits
+from forerun.server.admission import SchedulerLimits
 
 NEW = 40
 PROMPT = "one two three four five six\n" * 4
@@ -25,8 +25,8 @@ def engine() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def house(engine: Engine) -> Iterator[House]:
-    built = House(engine, Limits(1 << 30), drafter="trie")
+def server(engine: Engine) -> Iterator[LiveServer]:
+    built = LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie")
     yield built
     built.close()
 
@@ -35,17 +35,17 @@ def asked(**forerun: Any) -> Json:
     return {"model": "bundled", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "forerun": forerun}
 
 
-def streamed(house: House, body: Json) -> list[Json]:
-    lines = house.post({**body, "stream": True}).text.split("\n\n")
+def streamed(server: LiveServer, body: Json) -> list[Json]:
+    lines = server.post({**body, "stream": True}).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
 @pytest.mark.parametrize("stop", [None, " five six\n"])
-def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine, house: House, stop: Any) -> None:
+def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine, server: LiveServer, stop: Any) -> None:
     body = {**asked(trace=True, namespace="traced"), "prompt": PROMPT + "one €", "stop": stop}
-    whole = house.post({**body, "forerun": {}}).json()
-    steps = [chunk for chunk in streamed(house, body) if "forerun" in chunk]
+    whole = server.post({**body, "forerun": {}}).json()
+    steps = [chunk for chunk in streamed(server, body) if "forerun" in chunk]
     for chunk in steps:
         said = chunk["forerun"]
         assert chunk["choices"][0]["text"] == "".join(token["text"] for token in said["tokens"])
@@ -54,29 +54,29 @@ def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine,
         accepted, own = sources[: said["accepted"]], sources[said["accepted"] :]
         assert set(own) <= {"target"} and set(accepted) <= {"text", "earlier"} and len(own) <= 1
     (request,) = engine.requests([body["prompt"]], max_new_tokens=NEW)
-    text = "".join(chunk["choices"][0]["text"] for chunk in streamed(house, body))
+    text = "".join(chunk["choices"][0]["text"] for chunk in streamed(server, body))
     assert text == whole["choices"][0]["text"]
     assert sum(len(chunk["forerun"]["tokens"]) for chunk in steps) == whole["usage"]["completion_tokens"]
     assert any(chunk["forerun"]["accepted"] for chunk in steps)
     assert request.prompt_length == whole["usage"]["prompt_tokens"]
 
 
-def test_without_a_trace_there_is_none(house: House) -> None:
-    assert not any("forerun" in chunk for chunk in streamed(house, asked()))
+def test_without_a_trace_there_is_none(server: LiveServer) -> None:
+    assert not any("forerun" in chunk for chunk in streamed(server, asked()))
 
 
 @pytest.mark.parametrize("chosen", [{"drafter": "none"}, {"budget": 0}, {"drafter": "none", "budget": 9}])
-def test_without_drafts_each_step_gives_one_token_of_the_same_text(house: House, chosen: Json) -> None:
-    told = house.post(asked(**chosen)).json()
+def test_without_drafts_each_step_gives_one_token_of_the_same_text(server: LiveServer, chosen: Json) -> None:
+    told = server.post(asked(**chosen)).json()
     assert told["usage"]["forerun"]["drafted"] == 0 and told["usage"]["forerun"]["steps"] == NEW
-    assert told["choices"] == house.post(asked()).json()["choices"]
+    assert told["choices"] == server.post(asked()).json()["choices"]
 
 
-def test_a_budget_bounds_drafts_and_changes_no_text(house: House) -> None:
-    steps = [chunk["forerun"] for chunk in streamed(house, asked(trace=True, budget=2)) if "forerun" in chunk]
+def test_a_budget_bounds_drafts_and_changes_no_text(server: LiveServer) -> None:
+    steps = [chunk["forerun"] for chunk in streamed(server, asked(trace=True, budget=2)) if "forerun" in chunk]
     assert max(step["drafted"] for step in steps) == 2
-    served = house.post(asked(drafter="trie", budget=2)).json()
-    assert served["choices"] == house.post(asked()).json()["choices"]
+    served = server.post(asked(drafter="trie", budget=2)).json()
+    assert served["choices"] == server.post(asked()).json()["choices"]
 
 
 @pytest.mark.parametrize(
@@ -87,22 +87,24 @@ def test_a_budget_bounds_drafts_and_changes_no_text(house: House) -> None:
         ({"trace": True}, None, "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
     ],
 )  # fmt: skip
-def test_what_this_server_does_not_offer_is_refused(house: House, wrong: Json, param: str | None, told: str) -> None:
-    answer = house.post(asked(**wrong))
+def test_what_this_server_does_not_offer_is_refused(
+    server: LiveServer, wrong: Json, param: str | None, told: str
+) -> None:
+    answer = server.post(asked(**wrong))
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param and told in answer.json()["error"]["message"]
 
 
-def test_the_model_says_what_a_client_may_ask_for(house: House) -> None:
-    (model,) = house.http.get("/v1/models").json()["data"]
+def test_the_model_says_what_a_client_may_ask_for(server: LiveServer) -> None:
+    (model,) = server.http.get("/v1/models").json()["data"]
     assert model["forerun"] == {
         "drafters": ["trie", "none"], "budget": 16, "max_tokens": 4096, "chat": False, "exactness": "bitwise"
     }  # fmt: skip
 
 
-def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine: Engine, houses: list[House]) -> None:
-    houses.append(House(engine, Limits(1 << 30), drafter="trie"))
-    submit = houses[0].scheduler.submit
+def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie"))
+    submit = servers[0].scheduler.submit
 
     def failing(request: Any, *given: Any) -> Any:
         def stopping(ids: Any) -> bool:
@@ -113,6 +115,6 @@ def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine: Eng
         request.stopping = stopping
         return submit(request, *given)
 
-    houses[0].scheduler.submit = failing  # type: ignore[method-assign, assignment]
-    lines = houses[0].post({**asked(trace=True), "stream": True}).text.split("\n\n")
+    servers[0].scheduler.submit = failing  # type: ignore[method-assign, assignment]
+    lines = servers[0].post({**asked(trace=True), "stream": True}).text.split("\n\n")
     assert lines[-1] == "" and json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "failed"

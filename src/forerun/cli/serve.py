@@ -6,12 +6,14 @@ import importlib.util
 import ipaddress
 import logging
 import signal
-from contextlib import closing, suppress
+import socket
+from contextlib import ExitStack, closing, suppress
 from typing import TYPE_CHECKING
 
 import typer
 
-from forerun.cli.models import settings
+from forerun.cli.log import server_log
+from forerun.cli.models import settings as model_settings
 from forerun.cli.options import LongOptions
 from forerun.cli.ranks import followed, leading, ranks
 from forerun.cli.serve_options import ServeOptions
@@ -24,106 +26,132 @@ if TYPE_CHECKING:
     from forerun.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
-FAILED = 1
+SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
+SERVE_FAILED = 1
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until told to end.
+    """Serve until a signal comes.
 
     Raises:
-        ValueError: for wrong settings, or if what a server needs is not installed.
+        ValueError: for wrong settings, or if a package that a server needs is not installed.
+        OSError: if the port is busy.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: pip install 'forerun[serve]'")
+    from forerun.server.learned_texts import check_files
     from forerun.server.settings import free_disk, read_settings
-    from forerun.server.warming import check_files
 
-    told = read_settings(options.flags(), options.config)
-    check_drafter(told.drafter)
-    check_files(told.warm, told.namespaces)
-    if not told.api_keys and not _loopback(told.host):
-        log.warning("%s is open to other computers, and there are no API keys: anybody may use it", told.host)
-    if told.ray:
-        _serve_replicas(told)
-        return
-    if told.replicas > 1:
-        raise ValueError(f"replicas is {told.replicas}, which needs --ray")
-    if told.kv_folder is not None:
-        free_disk(told.kv_folder)  # before the model is loaded
-    if followed(lambda: build_engine(told.model_copy(update={"drafter": "none", "draft_model": None}))):
-        return
-    with quiet(), closing(build_engine(told)) as engine, leading(engine):
-        _serve(engine, told)
+    settings = read_settings(options.flags(), options.config)
+    with server_log(settings.log_json):
+        check_drafter(settings.drafter)
+        check_files(settings.warm, settings.namespaces)
+        if not settings.api_keys and not _loopback(settings.host):
+            log.warning("%s is open to other computers, and there are no API keys: anybody may use it", settings.host)
+        if settings.ray:
+            _serve_replicas(settings)
+            return
+        if settings.replicas > 1:
+            raise ValueError(f"replicas is {settings.replicas}, which needs --ray")
+        if settings.kv_folder is not None:
+            free_disk(settings.kv_folder)  # before the model is loaded
+        if followed(lambda: build_engine(settings.model_copy(update={"drafter": "none", "draft_model": None}))):
+            return
+        _serve(settings)
 
 
-def _serve_replicas(told: ServerSettings) -> None:
+def _serve(settings: ServerSettings) -> None:
+    from forerun.server.http_server import bound_sockets
+
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(one) for one in bound_sockets(settings.host, settings.port)]
+        stack.enter_context(quiet())
+        engine = stack.enter_context(closing(build_engine(settings)))
+        stack.enter_context(leading(engine))
+        _serve_engine(engine, settings, sockets)
+
+
+def _serve_replicas(settings: ServerSettings) -> None:
     if ranks() > 1:
         raise ValueError(f"--ray starts its own processes, and torchrun has started {ranks()}; do without one of them")
     if importlib.util.find_spec("ray") is None:
         raise ValueError("--ray needs Ray Serve; install it by: pip install 'forerun[ray]'")
     from forerun.replicas import cluster
+    from forerun.server.http_server import bound_sockets
 
-    cluster.check(told)
-    cluster.serve(told, build_engine)
+    cluster.check(settings)
+    for one in bound_sockets(settings.host, settings.port):  # before anything is started
+        one.close()
+    cluster.serve(settings, build_engine)
 
 
-def build_engine(told: ServerSettings) -> Engine:
+def build_engine(settings: ServerSettings) -> Engine:
     """The engine that settings describe."""
-    with working(stderr(), f"loading {told.model}"):
+    with working(stderr(), f"loading {settings.model}"):
         model, tokenizer = load(
-            told.model, told.dtype, device=told.device, trust_remote_code=told.trust_remote_code, ranks=ranks()
+            settings.model,
+            settings.dtype,
+            device=settings.device,
+            trust_remote_code=settings.trust_remote_code,
+            ranks=ranks(),
         )
-        built = settings(
-            LongOptions(draft_model=told.draft_model),
-            told.model,
-            [told.drafter],
+        long_context = model_settings(
+            LongOptions(draft_model=settings.draft_model),
+            settings.model,
+            [settings.drafter],
             model,
             tokenizer,
-            told.trust_remote_code,
+            settings.trust_remote_code,
         )
         return Engine(
             model,
-            told.drafter,
-            settings=built,
+            settings.drafter,
+            settings=long_context,
             tokenizer=tokenizer,
-            budget=BUDGET if told.budget is None else told.budget,
-            prefix_cache=int(told.prefix_cache),
-            kv_store=told.kv_store,
-            kv_store_limit=None if told.kv_store_limit is None else int(told.kv_store_limit),
-            kv_memory=told.tiers(model.device),
+            budget=BUDGET if settings.budget is None else settings.budget,
+            prefix_cache=int(settings.prefix_cache),
+            kv_store=settings.kv_store,
+            kv_store_limit=None if settings.kv_store_limit is None else int(settings.kv_store_limit),
+            kv_memory=settings.tiers(model.device),
         )
 
 
-def _serve(engine: Engine, told: ServerSettings) -> None:
-    """Serve until a signal comes."""
+def _serve_engine(engine: Engine, settings: ServerSettings, sockets: list[socket.socket]) -> None:
     from forerun.server.app import create_app
-    from forerun.server.drain import DrainingServer
+    from forerun.server.http_server import DrainingServer
 
-    limits = told.limits(engine.target.device)
-    log.info("%s as %r: %s rows, %s", told.model, told.served_name, limits.rows, _memory(engine, limits.memory))
-    if engine.tiers is not None and (told.prefix_cache or told.kv_store):
+    limits = settings.limits(engine.target.device)
+    memory = _memory(engine, limits.memory)
+    log.info("%s as %r: %s rows, %s", settings.model, settings.served_name, limits.rows, memory)
+    if engine.tiers is not None and (settings.prefix_cache or settings.kv_store):
         log.warning("texts that are not on the device as a whole share no beginnings: each reads its whole prompt")
-    server = DrainingServer(create_app(engine, told, limits), told.host, told.port, told.drain, told.connections)
-    # uvicorn ends by itself, and then raises the signal again for those who were there before it
+    app = create_app(engine, settings, limits)
+    server = DrainingServer(app, settings.drain, settings.connections, settings.page)
+    # uvicorn ends by itself, and then raises the signal again for the handlers that were there before
     previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         with suppress(KeyboardInterrupt):
-            server.run()
+            server.serve_on(sockets)
     finally:
         signal.signal(signal.SIGTERM, previous)
-    if server.failed:
-        raise typer.Exit(FAILED)
+    if app.state.service.scheduler.failed:
+        raise typer.Exit(SERVE_FAILED)
 
 
 def _memory(engine: Engine, device: int) -> str:
-    """How much there is for keys and values."""
+    """The memory for keys and values, in words."""
     if engine.tiers is None:
-        return f"{device} bytes for keys and values"
+        return f"{_size(device)} for keys and values"
     memory = engine.tiers.memory
-    told = f"for keys and values {memory.device} bytes on the device, {memory.host} in the host's memory"
-    return told if memory.folder is None else f"{told}, {memory.file} in files in {memory.folder}"
+    text = f"for keys and values {_size(memory.device)} on the device, {_size(memory.host)} in the host's memory"
+    return text if memory.folder is None else f"{text}, {_size(memory.file)} in files in {memory.folder}"
+
+
+def _size(size: int | None) -> str:
+    if size is None:
+        return "all there is"
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.1f} MiB"
 
 
 def _loopback(host: str) -> bool:

@@ -11,6 +11,8 @@ from forerun.cli.options import _option as option
 
 _WHO, _MUCH, _INDEX = "Where and for whom", "How much", "What is learned"
 _SIZE = "in bytes, or such as 4GiB."
+REPEATED = {"api_key": "api_keys", "allowed_host": "allowed_hosts", "cors_origin": "cors_origins"}
+"""Settings that are lists, by the flag that gives one entry."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class ServeOptions:
     api_key: Annotated[
         list[str] | None,
         option("--api-key", panel=_WHO, help="A tenant's; may be repeated. Others see it: better FORERUN_API_KEYS."),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        option("--allowed-host", panel=_WHO, help="A name that clients may call it by; may be repeated, * is any."),
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        option("--cors-origin", panel=_WHO, help="A web page's origin that may ask; may be repeated, * is any."),
     ] = None
     rows: Annotated[int | None, option("--rows", panel=_MUCH, help="Texts decoded at once.", min=1)] = None
     waiting: Annotated[int | None, option("--waiting", panel=_MUCH, help="Texts that may wait.", min=0)] = None
@@ -110,6 +120,9 @@ class ServeOptions:
     page: Annotated[
         bool | None, option("--page/--no-page", panel=_WHO, help="Show a page to try the model at /; shown by default.")
     ] = None
+    log_json: Annotated[
+        bool | None, option("--log-json/--no-log-json", panel=_WHO, help="Write each line of the log as JSON.")
+    ] = None
     ray: Annotated[
         bool | None, option("--ray/--no-ray", panel=_WHO, help="Serve by replicas on Ray; RAY_ADDRESS names a cluster.")
     ] = None
@@ -119,5 +132,6 @@ class ServeOptions:
     def flags(self) -> dict[str, Any]:
         """The settings that were given, by their names there."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        given["api_keys"] = given.pop("api_key") or None
+        for flag, name in REPEATED.items():
+            given[name] = given.pop(flag) or None
         return {name: value for name, value in given.items() if value is not None and name not in ("config", "debug")}

@@ -3,77 +3,95 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp
 
 from forerun.engine.engine import Engine
 from forerun.replicas.exchange import Exchange
-from forerun.replicas.front import Front
+from forerun.replicas.front import ForwardedRequest, Front, ResponseHead
 from forerun.replicas.replica import Replica
-from forerun.replicas.replica_messages import Asked, Start
-from forerun.replicas.resources import Node, Resources, share
-from forerun.server.gate import OPEN, Gate
-from forerun.server.keys import Keys
-from forerun.server.page import FILES
+from forerun.server.app import guarded
 from forerun.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-APP, REPLICA, EXCHANGE = "forerun", "Replica", "forerun-exchange"
-ENVIRONMENT = {
+RAY_APP, RAY_REPLICA, RAY_EXCHANGE = "forerun", "Replica", "forerun-exchange"
+RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is reported to Ray's makers
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by default 5 seconds, after which a busy machine's is killed
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by default 5 seconds, too short on a busy machine
 }
-"""For Ray, where the environment does not say otherwise."""
+"""Defaults where the environment has no value."""
+PROCESSOR_PARTS = 10_000
+"""The parts in which Ray counts a processor."""
 
 
-def check(told: ServerSettings) -> None:
+class ClusterNode(NamedTuple):
+    """A machine of the cluster."""
+
+    processors: float
+    gpus: int
+
+    @classmethod
+    def of(cls, resources: Mapping[str, float]) -> ClusterNode:
+        """From Ray's description."""
+        return cls(resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
+
+
+class Resources(NamedTuple):
+    """The processors and GPUs of one replica."""
+
+    processors: float
+    gpus: int
+
+
+def check(settings: ServerSettings) -> None:
     """Refuse settings that replicas do not have.
 
     Raises:
         ValueError: says which.
     """
-    if told.index is not None:
+    if settings.index is not None:
         raise ValueError("index is for one server: replicas bring what they learn to each other, and keep no folder")
-    if told.port == 0:
+    if settings.port == 0:
         raise ValueError("port is 0; with replicas it must be named")
-    if ":" in told.device:
-        raise ValueError(f"device is {told.device}; Ray gives each replica a GPU of its own: name it cuda")
+    if ":" in settings.device:
+        raise ValueError(f"device is {settings.device}; Ray gives each replica a GPU of its own: name it cuda")
 
 
-def serve(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> None:
+def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
-        told: checked settings.
+        settings: checked settings.
         build: makes a replica's engine; importable there.
 
     Raises:
         ValueError: if the cluster is too small, or something else is served there.
     """
-    for name, value in ENVIRONMENT.items():
+    for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
     import ray.serve
 
     ready, ended = threading.Event(), threading.Event()
-    with suppress(KeyboardInterrupt), _signals(ready, ended), _joined(told):
-        ray.serve.start(http_options={"host": told.host, "port": told.port})
-        plain = ServerSettings.model_construct(**dict(told))  # its class may be one of this process alone
-        ray.serve.run(_application(plain, build), name=APP, route_prefix="/")
-        log.info("%d replicas answer at http://%s:%d", told.replicas, told.host, told.port)
+    with suppress(KeyboardInterrupt), _signals(ready, ended), _joined(settings):
+        ray.serve.start(http_options={"host": settings.host, "port": settings.port})
+        plain = ServerSettings.model_construct(**dict(settings))  # its class may be one of this process alone
+        ray.serve.run(_application(plain, build), name=RAY_APP, route_prefix="/")
+        log.info("%d replicas answer at http://%s:%d", settings.replicas, settings.host, settings.port)
         ready.set()
         ended.wait()
 
 
 @contextmanager
-def _joined(told: ServerSettings) -> Iterator[None]:
+def _joined(settings: ServerSettings) -> Iterator[None]:
     """The cluster that the environment names, or one of this machine alone; at the end nothing is served there."""
     import ray
     import ray.serve
@@ -88,7 +106,7 @@ def _joined(told: ServerSettings) -> Iterator[None]:
             raise ValueError(
                 f"the cluster serves {', '.join(served)} already, whose address and end would be this one's"
             )
-        _resources(told)
+        _resources(settings)
         try:
             yield
         finally:
@@ -97,59 +115,95 @@ def _joined(told: ServerSettings) -> Iterator[None]:
         ray.shutdown()
 
 
-def _resources(told: ServerSettings) -> Resources:
+def _resources(settings: ServerSettings) -> Resources:
     import ray
 
-    nodes = [Node.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    return share(nodes, told.replicas, told.device)
+    nodes = [ClusterNode.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return shared_resources(nodes, settings.replicas, settings.device)
 
 
-def _application(told: ServerSettings, build: Callable[[ServerSettings], Engine]) -> Any:
+def _application(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -> Any:
     import ray
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
-    lasting = {"name": EXCHANGE, "namespace": APP, "max_restarts": -1, "get_if_exists": True}
+    lasting = {"name": RAY_EXCHANGE, "namespace": RAY_APP, "max_restarts": -1, "get_if_exists": True}
     exchange = ray.remote(Exchange).options(num_cpus=0, **lasting).remote()
-    resources = _resources(told)
+    resources = _resources(settings)
     replica = serve.deployment(Replica).options(
-        name=REPLICA,
-        num_replicas=told.replicas,
-        max_ongoing_requests=told.rows + told.waiting + told.connections,  # the scheduler refuses, with its reason
+        name=RAY_REPLICA,
+        num_replicas=settings.replicas,
+        max_ongoing_requests=settings.rows
+        + settings.waiting
+        + settings.connections,  # the scheduler refuses, with its reason
         ray_actor_options={"num_cpus": resources.processors, "num_gpus": resources.gpus},
         request_router_config=RequestRouterConfig(
-            request_router_class="forerun.replicas.router:BeginningRouter", request_router_kwargs={"rows": told.rows}
+            request_router_class="forerun.replicas.router:PrefixRouter", request_router_kwargs={"rows": settings.rows}
         ),
-        graceful_shutdown_timeout_s=told.drain + 5,
+        graceful_shutdown_timeout_s=settings.drain + 5,
     )
-    front = serve.deployment(serve.ingress(lambda: _front(told))()).options(
-        name="Front", num_replicas=1, max_ongoing_requests=told.connections, ray_actor_options={"num_cpus": 0}
+    front = serve.deployment(serve.ingress(lambda: _front(settings))()).options(
+        name="Front", num_replicas=1, max_ongoing_requests=settings.connections, ray_actor_options={"num_cpus": 0}
     )
-    return front.bind(replica.bind(told, build, exchange))
+    return front.bind(replica.bind(settings, build, exchange))
 
 
-def _front(told: ServerSettings) -> ASGIApp:
+def _front(settings: ServerSettings) -> ASGIApp:
     import ray
     from ray import serve
     from ray.exceptions import RayActorError
 
-    handle = serve.get_deployment_handle(REPLICA, app_name=APP).options(stream=True)
+    handle = serve.get_deployment_handle(RAY_REPLICA, app_name=RAY_APP).options(stream=True)
 
-    async def answer(asked: Asked) -> AsyncIterator[Start | bytes]:
-        response = handle.answer.remote(asked)
+    async def forward(request: ForwardedRequest) -> AsyncIterator[ResponseHead | bytes]:
+        response = handle.answer.remote(request)
         try:
             async for part in response:
                 yield part
         finally:
             response.cancel()
 
-    async def figures() -> Mapping[str, str]:
-        exchange = ray.get_actor(EXCHANGE, namespace=APP)
-        return await exchange.figures.remote()  # type: ignore[no-any-return]
+    async def metrics() -> Mapping[str, str]:
+        exchange = ray.get_actor(RAY_EXCHANGE, namespace=RAY_APP)
+        return await exchange.metrics.remote()  # type: ignore[no-any-return]
 
-    keys = Keys([key.get_secret_value() for key in told.api_keys])
-    pages = FILES if told.page else {}
-    return Gate(Front(answer, figures, (RayActorError,)), keys, told.request_bytes, (*OPEN, *pages))
+    return guarded(Front(forward, metrics, (RayActorError,)), settings)
+
+
+def shared_resources(nodes: Sequence[ClusterNode], replicas: int, device: str) -> Resources:
+    """The most processors that each replica can have while all of them fit. Above one, Ray gives whole ones.
+
+    Args:
+        nodes: at least one.
+        replicas: at least one.
+        device: ``auto`` takes GPUs if there are any.
+
+    Raises:
+        ValueError: if they do not fit.
+    """
+    gpus = int(device == "cuda" or (device == "auto" and any(node.gpus for node in nodes)))
+    if gpus and (there := sum(node.gpus for node in nodes)) < replicas:
+        raise ValueError(
+            f"replicas is {replicas} and the cluster has {there} GPUs; each takes one, unless device is cpu"
+        )
+    sizes = {_allotted(node.processors / count) for node in nodes for count in range(1, replicas + 1)}
+    fitting = [size for size in sizes if size and sum(_count(node, size, gpus) for node in nodes) >= replicas]
+    if not fitting:
+        raise ValueError(f"replicas is {replicas}, and the cluster has no processors for so many")
+    return Resources(max(fitting), gpus)
+
+
+def _count(node: ClusterNode, processors: float, gpus: int) -> int:
+    """Replicas that fit on a machine."""
+    by_processors = int(node.processors / processors + 1 / PROCESSOR_PARTS)
+    return min(by_processors, node.gpus) if gpus else by_processors
+
+
+def _allotted(processors: float) -> float:
+    """Rounded down to what Ray can give."""
+    if processors >= 1:
+        return math.floor(processors)
+    return math.floor(processors * PROCESSOR_PARTS) / PROCESSOR_PARTS
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""What replicas learn from each other: texts that one has generated, brought to the indexes of the others.
+"""Texts that one replica has generated, brought to the indexes of the others.
 
-Each replica collects what it generates, and trades at intervals: it hands in its own texts, and gets what the others
-handed in since it last asked. No request waits for that. The exchange keeps the latest texts up to a number of bytes. A
-new replica begins with them; one that was away for long misses what was dropped.
+Each replica collects its outputs and trades at intervals: it hands in its own texts and gets those that the others
+handed in since its last trade. No request waits for that. The exchange keeps the latest texts within a number of bytes.
+A new replica begins with them; one that was away for long misses those that were dropped.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from forerun.core.tree import IntArray
 
 log = logging.getLogger(__name__)
 
-KEPT = 64 << 20
-"""Bytes of texts that the exchange keeps: 16 million tokens."""
-OVERHEAD = 200
-"""Bytes that a text takes beside its tokens: the objects around them, by ``sys.getsizeof``."""
-SLICE = 16_384
+EXCHANGE_BYTES = 64 << 20
+"""Size of the texts that the exchange keeps: 16 million tokens."""
+OUTBOX_BYTES = 4 << 20
+"""Size of the texts that wait in a replica; a trade takes a few of Ray's messages."""
+TEXT_OVERHEAD_BYTES = 200
+"""Memory of a text beside its tokens, by ``sys.getsizeof``."""
+LEARNED_TOKENS = 16_384
 """Tokens that are learned at once. All streams wait for that, some 40 ms at 400,000 tokens a second."""
-SILENT = 10.0
-"""Seconds without a trade after which a replica's figures are no longer shown: it has died, most likely."""
-OUTBOX = 4 << 20
-"""Bytes of texts that wait in a replica; a trade is a few of Ray's messages at most."""
+SILENT_SECONDS = 10.0
+"""Time without a trade after which a replica has most likely died, and its metrics are not shown any more."""
 
 
-class Text(NamedTuple):
-    """What was generated in a namespace: token ids, as int32."""
+class LearnedText(NamedTuple):
+    """A generated text and its namespace; the token ids are int32."""
 
     namespace: str
     tokens: bytes
 
     @classmethod
-    def of(cls, namespace: str, tokens: IntArray) -> Text:
+    def of(cls, namespace: str, tokens: IntArray) -> LearnedText:
         """From token ids."""
         return cls(namespace, tokens.astype(np.int32).tobytes())
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory."""
-        return OVERHEAD + len(self.tokens)
+        return TEXT_OVERHEAD_BYTES + len(self.tokens)
 
     @property
     def ids(self) -> list[int]:
@@ -56,128 +56,127 @@ class Text(NamedTuple):
         return [int(token) for token in np.frombuffer(self.tokens, np.int32)]
 
 
-class News(NamedTuple):
-    """What a replica gets: texts of others, up to the number ``until``."""
+class ExchangeUpdate(NamedTuple):
+    """Texts of other replicas, up to the number ``until``."""
 
-    texts: list[Text]
+    texts: list[LearnedText]
     until: int
 
 
 class Exchange:
-    """Keeps texts in the order in which they came; a Ray actor, one for all replicas.
+    """Keeps texts in the order of their arrival; a Ray actor, one for all replicas.
 
     Args:
         limit: bytes that are kept.
         clock: seconds.
     """
 
-    def __init__(self, limit: int = KEPT, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit, self._taken, self._number = limit, 0, 0
-        self._texts: deque[tuple[int, str, Text]] = deque()
+    def __init__(self, limit: int = EXCHANGE_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._bytes, self._number = limit, 0, 0
+        self._texts: deque[tuple[int, str, LearnedText]] = deque()
         self._clock = clock
-        self._figures: dict[str, tuple[float, str]] = {}
+        self._metrics: dict[str, tuple[float, str]] = {}
 
-    def trade(self, who: str, texts: Sequence[Text], since: int, figures: str) -> News:
-        """Hand in texts and figures, and get what others handed in behind number ``since``; all of it, if an exchange
-        that had come further than this one was replaced by it."""
-        self._figures[who] = self._clock(), figures
-        since = since if since <= self._number else 0
+    def trade(self, replica: str, texts: Sequence[LearnedText], since: int, metrics: str) -> ExchangeUpdate:
+        """Hand in texts and metrics, and get the texts of others after number ``since``."""
+        self._metrics[replica] = self._clock(), metrics
+        since = since if since <= self._number else 0  # this exchange has replaced one that died
         for text in texts:
             self._number += 1
-            self._texts.append((self._number, who, text))
-            self._taken += text.nbytes
-        while self._taken > self._limit:
-            self._taken -= self._texts.popleft()[2].nbytes
+            self._texts.append((self._number, replica, text))
+            self._bytes += text.nbytes
+        while self._bytes > self._limit:
+            self._bytes -= self._texts.popleft()[2].nbytes
         later = takewhile(lambda item: item[0] > since, reversed(self._texts))
-        return News([text for _, source, text in later if source != who][::-1], self._number)
+        return ExchangeUpdate([text for _, source, text in later if source != replica][::-1], self._number)
 
-    def figures(self) -> Mapping[str, str]:
+    def metrics(self) -> Mapping[str, str]:
         """The last metrics of each replica that has not been silent for long."""
-        since = self._clock() - SILENT
-        self._figures = {who: said for who, said in self._figures.items() if said[0] >= since}
-        return {who: text for who, (_, text) in self._figures.items()}
+        since = self._clock() - SILENT_SECONDS
+        self._metrics = {replica: last for replica, last in self._metrics.items() if last[0] >= since}
+        return {replica: text for replica, (_, text) in self._metrics.items()}
 
 
-class Trader:
-    """A replica's side: a thread that trades.
+class ExchangeClient:
+    """A replica's side of the exchange: a thread that trades.
 
     Args:
-        trade: hands texts in, with the number of what is known, and returns what is new.
-        learn: takes texts of one namespace in.
+        trade: hands texts in, and gets those after a number.
+        learn: takes texts of one namespace.
         interval: seconds between trades.
     """
 
     def __init__(
         self,
-        trade: Callable[[Sequence[Text], int], News],
+        trade: Callable[[Sequence[LearnedText], int], ExchangeUpdate],
         learn: Callable[[str, list[list[int]]], None],
         interval: float,
     ) -> None:
         self._trade, self._learn, self._interval = trade, learn, interval
-        self._since, self._held = 0, 0
-        self._outbox: deque[Text] = deque()
+        self._since, self._bytes = 0, 0
+        self._outbox: deque[LearnedText] = deque()
         self._lock, self._end = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="forerun-exchange", daemon=True)
 
     def start(self) -> None:
-        """Begin with all that others know, then trade at intervals."""
-        self.turn()
+        """Begin with all texts of the others, then trade at intervals."""
+        self.trade_once()
         self._thread.start()
 
     def close(self) -> None:
-        """Hand in what is left."""
+        """Hand in the last texts."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()
-        self.turn()
+        self.trade_once()
 
-    def take(self, request: Request) -> None:
-        """A request has ended; what it generated is for all who draft from the same namespace."""
+    def add(self, request: Request) -> None:
+        """Hand in the output of an ended request, for all that draft from its namespace."""
         if request.budget == 0 or not len(request.generated):
             return
-        text = Text.of(request.drafts_from, request.generated)
+        text = LearnedText.of(request.drafts_from, request.generated)
         with self._lock:
             self._outbox.append(text)
-            self._held += text.nbytes
-            while self._held > OUTBOX:
-                self._held -= self._outbox.popleft().nbytes
+            self._bytes += text.nbytes
+            while self._bytes > OUTBOX_BYTES:
+                self._bytes -= self._outbox.popleft().nbytes
 
-    def turn(self) -> None:
-        """Trade once. Where the exchange cannot be reached, the texts wait."""
+    def trade_once(self) -> None:
+        """Trade. If the exchange cannot be reached, the texts wait."""
         with self._lock:
             texts = list(self._outbox)
         try:
-            news = self._trade(texts, self._since)
+            update = self._trade(texts, self._since)
         except Exception:
-            log.warning("the other replicas cannot be reached; what was learned waits", exc_info=True)
+            log.warning("the other replicas cannot be reached; the new texts wait", exc_info=True)
             return
         with self._lock:
             for text in texts:
                 if self._outbox and self._outbox[0] is text:
-                    self._held -= self._outbox.popleft().nbytes
-        self._since = news.until
-        together: dict[str, list[list[int]]] = {}
-        for text in news.texts:
-            together.setdefault(text.namespace, []).append(text.ids)
-        for namespace, sequences in together.items():
-            for some in _slices(sequences):
-                self._learn(namespace, some)
+                    self._bytes -= self._outbox.popleft().nbytes
+        self._since = update.until
+        by_namespace: dict[str, list[list[int]]] = {}
+        for text in update.texts:
+            by_namespace.setdefault(text.namespace, []).append(text.ids)
+        for namespace, sequences in by_namespace.items():
+            for part in _parts(sequences):
+                self._learn(namespace, part)
 
     def _work(self) -> None:
         while not self._end.wait(self._interval):
             try:
-                self.turn()
+                self.trade_once()
             except Exception:  # the next texts may be learned
                 log.exception("texts of other replicas were not learned")
 
 
-def _slices(sequences: Sequence[list[int]]) -> Iterator[list[list[int]]]:
-    """As many texts at once as have ``SLICE`` tokens together; a longer one alone."""
-    some, held = [sequences[0]], len(sequences[0])
+def _parts(sequences: Sequence[list[int]]) -> Iterator[list[list[int]]]:
+    """Texts with ``LEARNED_TOKENS`` tokens together; a longer one alone."""
+    part, tokens = [sequences[0]], len(sequences[0])
     for each in sequences[1:]:
-        if held + len(each) > SLICE:
-            yield some
-            some, held = [], 0
-        some.append(each)
-        held += len(each)
-    yield some
+        if tokens + len(each) > LEARNED_TOKENS:
+            yield part
+            part, tokens = [], 0
+        part.append(each)
+        tokens += len(each)
+    yield part

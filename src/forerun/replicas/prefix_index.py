@@ -1,8 +1,8 @@
-"""Which replica has read how a request begins.
+"""Which replica has read the beginning of a request.
 
-Requests are compared by text, because whoever routes them has no tokenizer. A text is cut at multiples of ``BLOCK``
-characters, and each cut has a digest of all before it. So two requests share as many digests as they share blocks at
-their beginnings. Digests contain the tenant and the namespace, so they say nothing of anybody else's texts.
+Requests are compared by text, because the router has no tokenizer. A text is cut into blocks, and each cut has a digest
+of all text before it. So two requests share one digest for each block that their beginnings share. Digests contain the
+tenant and the namespace, so they say nothing of other tenants' texts.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
-BLOCK = 1024
-"""Characters of a block: about 250 tokens, half of the least text that a store keeps."""
-KNOWN = 1 << 17
-"""Digests that are remembered: those of 128 million characters. The least recently used are forgotten."""
+BLOCK_CHARACTERS = 1024
+"""About 250 tokens, half of the shortest text that a store keeps."""
+REMEMBERED_DIGESTS = 1 << 17
+"""Enough for 128 million characters. The least recently used are forgotten."""
 
-R = TypeVar("R", bound=Hashable)
+ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def digests(tenant: str, body: bytes) -> list[bytes]:
@@ -27,56 +27,56 @@ def digests(tenant: str, body: bytes) -> list[bytes]:
     A body that the server will refuse has no beginnings.
     """
     try:
-        asked = json.loads(body)
-        namespace = (asked.get("forerun") or {}).get("namespace") or "default"
-        text = _text(asked)
+        fields = json.loads(body)
+        namespace = (fields.get("forerun") or {}).get("namespace") or "default"
+        text = _text(fields)
     except (ValueError, AttributeError, RecursionError):
         return []
     running = hashlib.blake2b(f"{tenant}/{namespace}\0".encode(errors="surrogatepass"), digest_size=16)
-    found = [running.copy().digest()]
-    for first in range(0, len(text) - BLOCK + 1, BLOCK):
-        running.update(text[first : first + BLOCK].encode(errors="surrogatepass"))
-        found.append(running.copy().digest())
-    return found
+    cuts = [running.copy().digest()]
+    for first in range(0, len(text) - BLOCK_CHARACTERS + 1, BLOCK_CHARACTERS):
+        running.update(text[first : first + BLOCK_CHARACTERS].encode(errors="surrogatepass"))
+        cuts.append(running.copy().digest())
+    return cuts
 
 
-def _text(asked: dict[str, Any]) -> str:
-    """What the model is asked, in an order in which requests that begin alike have texts that begin alike."""
-    prompt = asked.get("prompt")
+def _text(fields: dict[str, Any]) -> str:
+    """The prompt as text: requests that begin alike have texts that begin alike."""
+    prompt = fields.get("prompt")
     if isinstance(prompt, str):
         return prompt
-    return json.dumps([asked.get("tools"), asked.get("messages"), prompt], ensure_ascii=False)
+    return json.dumps([fields.get("tools"), fields.get("messages"), prompt], ensure_ascii=False)
 
 
-class Places(Generic[R]):
+class PrefixReaders(Generic[ReplicaT]):
     """Which replicas have read which beginnings.
 
     Args:
-        known: digests that are remembered, at most.
+        limit: digests that are remembered.
     """
 
-    def __init__(self, known: int = KNOWN) -> None:
-        self._known = known
-        self._readers: OrderedDict[bytes, set[R]] = OrderedDict()
+    def __init__(self, limit: int = REMEMBERED_DIGESTS) -> None:
+        self._limit = limit
+        self._readers: OrderedDict[bytes, set[ReplicaT]] = OrderedDict()
 
-    def remember(self, beginnings: Sequence[bytes], replica: R) -> None:
-        """A replica reads a request with these beginnings."""
+    def remember(self, beginnings: Sequence[bytes], replica: ReplicaT) -> None:
+        """Note that a replica reads a request with these beginnings."""
         for digest in beginnings:
             self._readers.setdefault(digest, set()).add(replica)
             self._readers.move_to_end(digest)
-        while len(self._readers) > self._known:
+        while len(self._readers) > self._limit:
             self._readers.popitem(last=False)
 
-    def keep(self, replicas: Iterable[R]) -> None:
+    def keep(self, replicas: Iterable[ReplicaT]) -> None:
         """Forget all replicas but these."""
-        there = set(replicas)
+        present = set(replicas)
         for digest, readers in list(self._readers.items()):
-            readers &= there
+            readers &= present
             if not readers:
                 del self._readers[digest]
 
-    def depth(self, beginnings: Sequence[bytes], replica: R) -> int:
-        """How many of a request's beginnings a replica has read."""
+    def depth(self, beginnings: Sequence[bytes], replica: ReplicaT) -> int:
+        """The number of a request's beginnings that a replica has read."""
         return next(
             (at for at, digest in enumerate(beginnings) if replica not in self._readers.get(digest, ())),
             len(beginnings),
@@ -84,21 +84,25 @@ class Places(Generic[R]):
 
 
 def preferred(
-    beginnings: Sequence[bytes], replicas: Iterable[R], places: Places[R], load: Callable[[R], int], rows: int
-) -> list[R]:
+    beginnings: Sequence[bytes],
+    replicas: Iterable[ReplicaT],
+    readers: PrefixReaders[ReplicaT],
+    load: Callable[[ReplicaT], int],
+    rows: int,
+) -> list[ReplicaT]:
     """Replicas that have read some of a request, those that have read the most first.
 
-    One with ``rows`` requests is left out: as a rule, to wait for a place in its batch takes longer than to read a text
-    again, and what is often asked has to come to more than one replica. One that has read nothing but the namespace is
-    preferred if it has nothing to do: what it learned there reaches the others soon.
+    A replica with ``rows`` requests is left out. Usually a place in its batch takes longer than reading a text again,
+    and a frequent text has to reach more than one replica. A replica that only knows the namespace is preferred if it
+    is idle: its texts reach the others soon.
 
     Args:
         beginnings: digests of the request, the first one of its namespace alone.
         replicas: to choose from.
-        places: who has read what.
-        load: requests that a replica has.
+        readers: which replicas have read which beginnings.
+        load: the number of a replica's requests.
         rows: requests that a replica decodes at once.
     """
-    depths = {replica: places.depth(beginnings, replica) for replica in replicas}
-    free = [each for each, depth in depths.items() if depth and load(each) < (rows if depth > 1 else 1)]
-    return sorted(free, key=lambda each: -depths[each])
+    depths = {replica: readers.depth(beginnings, replica) for replica in replicas}
+    idle = [each for each, depth in depths.items() if depth and load(each) < (rows if depth > 1 else 1)]
+    return sorted(idle, key=lambda each: -depths[each])

@@ -1,4 +1,4 @@
-"""One replica: the server's application in an actor of Ray Serve, which hands on what it sends."""
+"""One replica: the server's application in an actor of Ray Serve."""
 
 from __future__ import annotations
 
@@ -11,47 +11,52 @@ from starlette.types import ASGIApp, Message
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import trie_of
 from forerun.engine.engine import Engine
-from forerun.replicas.exchange import News, Text, Trader
-from forerun.replicas.replica_messages import Asked, Start
+from forerun.replicas.exchange import ExchangeClient, ExchangeUpdate, LearnedText
+from forerun.replicas.front import ForwardedRequest, ResponseHead
 from forerun.server.app import create_app
 from forerun.server.settings import ServerSettings
 
-INTERVAL = 1.0
-"""Seconds between trades with the other replicas."""
+EXCHANGE_SECONDS = 1.0
+"""Time between trades with the other replicas."""
+EXCHANGE_TIMEOUT_SECONDS = 10.0
 
 
 class Replica:
     """What Ray Serve runs.
 
     Args:
-        told: the server's settings.
+        settings: the server's.
         build: makes the engine from them.
         exchange: the handle of the actor ``Exchange``.
     """
 
-    def __init__(self, told: ServerSettings, build: Callable[[ServerSettings], Engine], exchange: Any) -> None:
+    def __init__(self, settings: ServerSettings, build: Callable[[ServerSettings], Engine], exchange: Any) -> None:
         import ray
         from ray import serve
 
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._engine = build(told)
-        self._app = create_app(self._engine, told, told.limits(self._engine.target.device))
+        self._engine = build(settings)
+
+        def trade(texts: Sequence[LearnedText], since: int) -> ExchangeUpdate:
+            metrics = self._service.metrics.text().decode()
+            update = exchange.trade.remote(self._name, texts, since, metrics)
+            return ray.get(update, timeout=EXCHANGE_TIMEOUT_SECONDS)  # type: ignore[no-any-return]
+
+        def learn(namespace: str, texts: list[list[int]]) -> None:
+            self._engine.warm([texts], namespace)
+
+        self._exchange = ExchangeClient(trade, learn, EXCHANGE_SECONDS)
+        limits = settings.limits(self._engine.target.device)
+        on_finished = self._exchange.add if learns(self._engine.drafter) else None
+        self._app = create_app(self._engine, settings, limits, on_finished)
         self._service = self._app.state.service
+        self._exchange.start()
 
-        def trade(texts: Sequence[Text], since: int) -> News:
-            figures = self._service.metrics.text().decode()
-            return ray.get(exchange.trade.remote(self._name, texts, since, figures))  # type: ignore[no-any-return]
-
-        self._trader = Trader(trade, lambda namespace, rows: self._engine.warm([rows], namespace), INTERVAL)
-        if learns(self._engine.drafter):
-            self._service.scheduler.on_finished = self._trader.take
-        self._trader.start()
-
-    async def answer(self, asked: Asked) -> AsyncIterator[Start | bytes]:
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[ResponseHead | bytes]:
         """The answer's head, then its body in pieces."""
-        async for message in played(self._app, asked):
+        async for message in responses(self._app, request):
             if message["type"] == "http.response.start":
-                yield Start(message["status"], list(message.get("headers", ())), self._name)
+                yield ResponseHead(message["status"], list(message.get("headers", ())), self._name)
             elif message.get("body"):
                 yield bytes(message["body"])
 
@@ -65,14 +70,14 @@ class Replica:
             raise RuntimeError("the scheduler has ended")
 
     def __del__(self) -> None:
-        if hasattr(self, "_trader"):
+        if hasattr(self, "_service"):
             self._service.scheduler.close()
-            self._trader.close()
+            self._exchange.close()
             self._engine.close()
 
 
 def learns(drafter: Drafter) -> bool:
-    """Whether a drafter keeps anything of earlier texts."""
+    """Whether a drafter learns from earlier texts."""
     try:
         trie_of(drafter)
     except ValueError:
@@ -80,11 +85,11 @@ def learns(drafter: Drafter) -> bool:
     return True
 
 
-async def played(app: ASGIApp, asked: Asked) -> AsyncIterator[Message]:
-    """What an application sends for a request. It is told that the client has gone when nobody listens any more."""
+async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Message]:
+    """The messages of an application's answer. Closing the iterator means that the client has gone."""
     sent: asyncio.Queue[Message | None] = asyncio.Queue()
     gone = asyncio.Event()
-    unread: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+    unread: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
     async def receive() -> Message:
         if unread:
@@ -94,13 +99,13 @@ async def played(app: ASGIApp, asked: Asked) -> AsyncIterator[Message]:
 
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-        "method": asked.method, "path": asked.path, "raw_path": asked.path.encode(), "query_string": asked.query,
-        "headers": list(asked.headers), "client": None, "server": None, "state": {},
+        "method": request.method, "path": request.path, "raw_path": request.path.encode(), "query_string": request.query,
+        "headers": list(request.headers), "client": None, "server": None, "state": {},
     }  # fmt: skip
     task = asyncio.ensure_future(app(scope, receive, sent.put))
     task.add_done_callback(lambda _: sent.put_nowait(None))
-    _running.add(task)
-    task.add_done_callback(_running.discard)
+    _active_answers.add(task)
+    task.add_done_callback(_active_answers.discard)
     try:
         while (message := await sent.get()) is not None:
             yield message
@@ -109,5 +114,5 @@ async def played(app: ASGIApp, asked: Asked) -> AsyncIterator[Message]:
         gone.set()
 
 
-_running: set[asyncio.Future[None]] = set()
-"""Answers under way; a loop alone would not keep them."""
+_active_answers: set[asyncio.Future[None]] = set()
+"""The event loop keeps only weak references to its tasks."""

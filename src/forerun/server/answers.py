@@ -1,43 +1,86 @@
-"""From tokens to text as it is sent: whole characters, without the string that ended it."""
+"""From tokens to what is sent of them: whole characters up to a stop string, log-probabilities, and where tokens
+came from."""
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from typing_extensions import TypedDict
 
+from forerun.core.logprobs import Logprob
+from forerun.core.origin import Origin
 from forerun.core.request import FinishReason, Request
+from forerun.engine.commit import Commit
 from forerun.models.text.detokenize import Detokenizer
-from forerun.server.token_logprobs import TokenLogprob
-from forerun.server.trace import Trace
+from forerun.models.text.token_bytes import TokenBytes
 
 Finish = Literal["stop", "length"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's words for why a text ended; an error is none of them."""
+IMPOSSIBLE_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have; OpenAI has the same number."""
+
+
+class TracedToken(TypedDict):
+    """A token. ``text``: what it added to the answer; a character of several tokens comes with the last of them.
+    ``source``: a word of ``Origin``; ``target`` if it was not drafted."""
+
+    id: int
+    text: str
+    source: str
+
+
+class StepTrace(TypedDict):
+    """A step. ``drafted``: tokens of its draft. ``accepted``: those of them that were right. ``seconds``: the step's
+    time; the first step's includes the reading of the prompt."""
+
+    tokens: list[TracedToken]
+    drafted: int
+    accepted: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token of an answer.
+
+    Attributes:
+        spelling: its bytes.
+        logprob: its log-probability.
+        top: bytes and log-probability of the likeliest tokens at its place.
+        offset: where it begins, in characters of the answer.
+    """
+
+    spelling: bytes
+    logprob: float
+    top: Sequence[tuple[bytes, float]]
+    offset: int
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new of one of a request's texts; with ``finish_reason`` there comes no more.
+    """New text of one choice. The one with a ``finish_reason`` is the last.
 
-    ``told``: the tokens that begin in it, where their log-probabilities are asked for. ``trace``: of the step that gave
-    it, if the request wants to know.
+    ``logprobs``: tokens that begin in it, where log-probabilities are wanted. ``trace``: its step, where that is
+    wanted.
     """
 
     index: int
     text: str
     finish_reason: Finish | None = None
-    told: Sequence[TokenLogprob] | None = None
-    trace: Trace | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+    trace: StepTrace | None = None
 
 
 class StopStrings:
     """Passes text on up to the first stop string, wherever its pieces begin and end.
 
-    Text that could be the beginning of a stop string waits for what comes next. Of several stop strings, the one that
-    is complete first counts; of those complete at once, the one that begins first.
+    Text that could be the beginning of a stop string waits for the next text. The stop string that is complete first
+    counts; of several that are complete at once, the longest.
 
     Args:
         strings: none of them empty.
@@ -45,50 +88,43 @@ class StopStrings:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
-        self._held = ""
+        self._pending = ""
         self.stopped = False
 
     def add(self, text: str) -> str:
-        """What may be sent now."""
-        if not self._strings:
-            return text
-        sent = ""
-        for character in text:
-            sent += self._add(character)
-        return sent
+        """The text that may be sent now."""
+        return "".join(map(self._add, text)) if self._strings else text
 
     def flush(self) -> str:
-        """What was held back, at the end of a text."""
-        rest, self._held = self._held, ""
+        """The text that still waits, at the end of an answer."""
+        rest, self._pending = self._pending, ""
         return rest
 
     def _add(self, character: str) -> str:
         if self.stopped:
             return ""
-        self._held += character
-        complete = [len(string) for string in self._strings if self._held.endswith(string)]
-        if complete:
-            self.stopped = True
-            sent, self._held = self._held[: -max(complete)], ""
-            return sent
-        keep = max(self._beginning(string) for string in self._strings)
-        end = len(self._held) - keep
-        sent, self._held = self._held[:end], self._held[end:]
+        self._pending += character
+        complete = [len(string) for string in self._strings if self._pending.endswith(string)]
+        self.stopped = bool(complete)
+        keep = max(complete or map(self._overlap, self._strings))
+        sent, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
+        if self.stopped:
+            self._pending = ""
         return sent
 
-    def _beginning(self, string: str) -> int:
-        """The longest beginning of a stop string, in characters, with which the held text ends."""
-        lengths = range(min(len(self._held), len(string) - 1), 0, -1)
-        return next((length for length in lengths if self._held.endswith(string[:length])), 0)
+    def _overlap(self, string: str) -> int:
+        """Characters of the longest beginning of a stop string with which the pending text ends."""
+        lengths = range(min(len(self._pending), len(string) - 1), 0, -1)
+        return next((length for length in lengths if self._pending.endswith(string[:length])), 0)
 
 
-class Writer:
-    """One text as it grows.
+class AnswerText:
+    """One answer as it grows.
 
     Args:
         tokenizer: of the model.
-        request: whose text it is.
-        stops: strings that end the text.
+        request: whose answer it is.
+        stops: strings that end it.
     """
 
     def __init__(self, tokenizer: Any, request: Request, stops: Sequence[str]) -> None:
@@ -101,7 +137,7 @@ class Writer:
         return self._stops.stopped
 
     def add(self, tokens: Iterable[int]) -> list[str]:
-        """The text that each token adds; none, as long as a character is incomplete or may begin a stop string."""
+        """The text that each token adds; empty while a character is incomplete or may begin a stop string."""
         return [
             "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False)) for token in tokens
         ]
@@ -112,19 +148,71 @@ class Writer:
         return rest + self._stops.flush()
 
 
-class StopWatch:
-    """Ends a request at the token that completes a stop string; for ``Request.stopping``.
-
-    It looks at the text that was generated, not at the prompt.
+class StopStringCriterion:
+    """Ends a request at the token that completes a stop string; for ``Request.stopping``. Prompts are not searched.
 
     Args:
-        writer: of this request, for this alone.
+        answer: of this request, for this criterion alone.
     """
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    def __init__(self, answer: AnswerText) -> None:
+        self._answer = answer
 
     def __call__(self, ids: torch.Tensor) -> bool:
-        """Told the ids ``[1, t]`` after every token, whether the text ends with it."""
-        self._writer.add([int(ids[0, -1])])
-        return self._writer.stopped
+        """Whether the text ends with the last of ids ``[1, t]``; called after every token."""
+        self._answer.add([int(ids[0, -1])])
+        return self._answer.stopped
+
+
+class LogprobStreamer:
+    """Gives each token's log-probability once, with the text in which the token begins.
+
+    The token that ends an answer is left out, and so are those that begin after a stop string.
+
+    Args:
+        spell: from a token to its bytes.
+        request: keeps the log-probabilities.
+    """
+
+    def __init__(self, spell: TokenBytes, request: Request) -> None:
+        self._spell, self._request = spell, request
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending: list[TokenLogprob] = []
+        self._read = self._characters = self._sent = 0
+
+    def take(self, characters: int, rest: bool) -> list[TokenLogprob]:
+        """The tokens that begin in the next text.
+
+        Args:
+            characters: of the text that is sent now.
+            rest: whether to give all that is left, because the answer has ended by itself.
+        """
+        self._sent += characters
+        self._read_new()
+        taken = [each for each in self._pending if rest or each.offset < self._sent]
+        self._pending = self._pending[len(taken) :]
+        return taken
+
+    def _read_new(self) -> None:
+        new = self._request.logprobs[self._read :]
+        self._read += len(new)
+        for each in new:
+            if each.token in self._request.eos_token_ids:
+                continue
+            self._pending.append(self._spelled(each))
+            if not self._spell.skipped(each.token):
+                self._characters += len(self._decoder.decode(self._spell(each.token)))
+
+    def _spelled(self, one: Logprob) -> TokenLogprob:
+        top = [(self._spell(token), max(logprob, IMPOSSIBLE_LOGPROB)) for token, logprob in one.top]
+        return TokenLogprob(self._spell(one.token), max(one.logprob, IMPOSSIBLE_LOGPROB), top, self._characters)
+
+
+def step_trace(commit: Commit, texts: Sequence[str]) -> StepTrace:
+    """The trace of a step whose tokens added these texts."""
+    tokens: list[TracedToken] = [
+        {"id": token, "text": text, "source": Origin(origin).word}
+        for token, text, origin in zip(commit.tokens, texts, commit.origins, strict=True)
+    ]
+    seconds = round(commit.seconds, 6)
+    return {"tokens": tokens, "drafted": commit.proposed, "accepted": commit.drafted, "seconds": seconds}

@@ -1,13 +1,14 @@
-"""One call of a client: its requests go to the scheduler's thread, what they give comes back to the event loop."""
+"""One call of a client: its requests go to the scheduler's thread, and their tokens come back to the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,38 +16,68 @@ from forerun.core.request import Request
 from forerun.engine.commit import Commit
 from forerun.kv.copy_engine import AwayError
 from forerun.models.text.grammar import GrammarError
-from forerun.server.answers import FINISH, Delta, Finish, Writer
-from forerun.server.errors import ApiError
-from forerun.server.metrics import Meter
-from forerun.server.post import Post
+from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
+from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, StepTrace, step_trace
+from forerun.server.api_errors import ApiError
+from forerun.server.metrics import RequestMeter
 from forerun.server.scheduler import Scheduler
-from forerun.server.ticket import Ending, Ticket
-from forerun.server.token_logprobs import LogprobStreamer
-from forerun.server.trace import Trace, trace_of
-from forerun.server.waiting import QueueFullError
 
 log = logging.getLogger(__name__)
 
 
+class LoopDispatcher:
+    """Runs callbacks of other threads in an event loop, in order.
+
+    To wake a loop is a system call, and a step has news of each of its rows. So the loop is woken once for all
+    callbacks that gather meanwhile.
+
+    Args:
+        loop: where they run.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._woken = False
+
+    def put(self, callback: Callable[[], None]) -> None:
+        """Let the loop run a callback soon; from any thread. A closed loop runs nothing."""
+        self._waiting.append(callback)
+        if not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        """In the loop. A later ``put`` wakes it again, so no callback stays behind."""
+        self._woken = False
+        try:
+            while self._waiting:
+                self._waiting.popleft()()
+        finally:
+            if self._waiting:  # a callback failed; the others still run
+                self.loop.call_soon(self._run)
+
+
 @dataclass(frozen=True)
-class Row:
-    """One text of a call; with a teller, its tokens' log-probabilities are told, too."""
+class AnswerRow:
+    """One text of a call; with ``logprobs``, its tokens' log-probabilities are sent, too."""
 
     request: Request
-    writer: Writer
-    meter: Meter
-    teller: LogprobStreamer | None = None
+    answer: AnswerText
+    meter: RequestMeter
+    logprobs: LogprobStreamer | None = None
 
-    def delta(self, index: int, text: str, finish: Finish | None = None, trace: Trace | None = None) -> Delta:
-        """What is new, as it is sent."""
-        rest = finish is not None and not self.writer.stopped
-        told = None if self.teller is None else self.teller.tell(len(text), rest)
-        return Delta(index, text, finish, told, trace)
+    def delta(self, index: int, text: str, finish: Finish | None = None, trace: StepTrace | None = None) -> Delta:
+        """New text as it is sent."""
+        rest = finish is not None and not self.answer.stopped
+        logprobs = None if self.logprobs is None else self.logprobs.take(len(text), rest)
+        return Delta(index, text, finish, logprobs, trace)
 
 
 @dataclass(frozen=True)
-class _News:
-    """What the scheduler said of a row, and when, by ``time.monotonic``."""
+class _RowEvent:
+    """The scheduler's news of a row, and its time by ``time.monotonic``."""
 
     index: int
     what: Commit | Ending
@@ -54,30 +85,36 @@ class _News:
 
 
 class Call:
-    """The requests that answer one call. All of them end when one fails, or the client goes.
+    """The requests that answer one call. All of them end when one fails or the client goes.
 
     Made in the event loop. ``start`` it, then iterate over it once; ``cancel`` ends it at any time.
 
     Args:
         scheduler: runs them.
         rows: the texts, in order.
-        number: names the call in the log.
-        post: brings what the scheduler says to this event loop.
-        trace: whether to say of each step who drafted its tokens.
+        number: names the call in answers and in the log.
+        dispatcher: brings the scheduler's news to this event loop.
+        trace: whether deltas have the trace of their step.
     """
 
-    def __init__(self, scheduler: Scheduler, rows: Sequence[Row], number: str, post: Post, trace: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        rows: Sequence[AnswerRow],
+        number: str,
+        dispatcher: LoopDispatcher,
+        trace: bool = False,
+    ) -> None:
         self.rows, self.number = rows, number
         self._trace = trace
         self._scheduler = scheduler
-        self._post = post
-        self._news: asyncio.Queue[_News] = asyncio.Queue()
-        self._tickets: list[Ticket] = []
-        self._submitting = threading.Lock()
-        self._gone = False
+        self._dispatcher = dispatcher
+        self._events: asyncio.Queue[_RowEvent] = asyncio.Queue()
+        self._scheduled: list[ScheduledRequest] = []
+        self._cancelled = False
 
     async def start(self, tenant: str, deadline: float | None) -> None:
-        """Submit all requests, in another thread, so that nobody waits for the scheduler's lock here.
+        """Submit all requests in another thread, as the scheduler's lock may be held.
 
         Raises:
             ApiError: 429 if the queue is full, 400 for more than there is memory for, 503 when the server closes.
@@ -89,83 +126,81 @@ class Call:
             raise _refusal(error) from error
 
     def cancel(self) -> None:
-        """End whatever has not ended; returns at once."""
-        self._gone = True
-        for ticket in list(self._tickets):
-            if ticket.ending is None:
-                self._scheduler.cancel(ticket)
+        """End all rows that have not ended; returns at once."""
+        self._cancelled = True
+        for scheduled in list(self._scheduled):
+            if scheduled.ending is None:
+                self._scheduler.cancel(scheduled)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        """What is new of each text, as it comes; each text's last delta has a finish reason.
+        """New text of each row as it comes; each row's last delta has a finish reason.
 
         Raises:
-            ApiError: if the server failed, the text's schema is too much for it, or the time was over.
+            ApiError: if the server failed, the schema is too hard for it, or the time was over.
             ClientGoneError: if it was cancelled.
         """
         left = len(self.rows)
         while left:
-            news = await self._news.get()
-            row = self.rows[news.index]
-            if isinstance(news.what, Commit):
-                texts = row.writer.add(news.what.tokens)
-                traced = self._trace and texts and len(news.what.origins) == len(news.what.tokens)
-                trace = trace_of(news.what, texts) if traced else None
+            event = await self._events.get()
+            row = self.rows[event.index]
+            if isinstance(event.what, Commit):
+                texts = row.answer.add(event.what.tokens)
+                traced = self._trace and texts and len(event.what.origins) == len(event.what.tokens)
+                trace = step_trace(event.what, texts) if traced else None
                 if trace or any(texts):
-                    yield row.delta(news.index, "".join(texts), trace=trace)
+                    yield row.delta(event.index, "".join(texts), trace=trace)
                 continue
             left -= 1
-            yield self._end(news.index, news.what)
+            yield self._last_delta(event.index, event.what)
 
-    def _end(self, index: int, how: Ending) -> Delta:
+    def _last_delta(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
         if how == "finished" and row.request.finish_reason in FINISH:
-            return row.delta(index, row.writer.end(), FINISH[row.request.finish_reason])
+            return row.delta(index, row.answer.end(), FINISH[row.request.finish_reason])
         if how == "cancelled":
             raise ClientGoneError
         if how == "deadline":
-            told = f"the time for a request was over after {len(row.request.generated)} tokens; ask for fewer"
-            raise ApiError(504, told, "timeout", headers={"x-should-retry": "false"})
+            message = f"the time for a request was over after {len(row.request.generated)} tokens; ask for fewer"
+            raise ApiError(504, message, "timeout", headers={"x-should-retry": "false"})
         if isinstance(row.request.error, GrammarError):
             raise ApiError(400, str(row.request.error), "invalid_value", "response_format")
         log.error("call %s failed", self.number, exc_info=row.request.error)
         if isinstance(row.request.error, AwayError):
-            raise _not_kept(row.request.error, self.number)
+            raise _kv_failure(row.request.error, self.number)
         raise ApiError(500, f"the request failed in the server, whose log says more of {self.number}", "failed")
 
     def _submit(self, tenant: str, deadline: float | None) -> None:
         for index, row in enumerate(self.rows):
-            tell = self._teller(index)
-            ticket = self._scheduler.submit(row.request, tell, tell, tenant, deadline)
-            self._tickets.append(ticket)
-            if self._gone:  # while this was submitted
-                self._scheduler.cancel(ticket)
+            deliver = partial(self._deliver, index)
+            scheduled = self._scheduler.submit(row.request, deliver, deliver, tenant, deadline)
+            self._scheduled.append(scheduled)
+            if self._cancelled:  # while this was submitted
+                self._scheduler.cancel(scheduled)
                 return
 
-    def _teller(self, index: int) -> Callable[[Commit | Ending], None]:
-        def tell(what: Commit | Ending) -> None:
-            self._post.put(partial(self._take, _News(index, what, time.monotonic())))
+    def _deliver(self, index: int, what: Commit | Ending) -> None:
+        """In the scheduler's thread."""
+        self._dispatcher.put(partial(self._receive, _RowEvent(index, what, time.monotonic())))
 
-        return tell
-
-    def _take(self, news: _News) -> None:
-        """In the event loop. It counts, too, what nobody iterates over any more."""
-        meter = self.rows[news.index].meter
-        if isinstance(news.what, Commit):
-            meter.count(len(news.what.tokens), news.at)
+    def _receive(self, event: _RowEvent) -> None:
+        """In the event loop. It counts tokens that are no longer read, too."""
+        meter = self.rows[event.index].meter
+        if isinstance(event.what, Commit):
+            meter.count(len(event.what.tokens), event.at)
         else:
-            meter.end(news.what, news.at)
-        self._news.put_nowait(news)
+            meter.end(event.what, event.at)
+        self._events.put_nowait(event)
 
 
 class ClientGoneError(Exception):
-    """The client is not there any more, or the server closes."""
+    """The client has gone, or the server closes."""
 
 
-def _not_kept(error: AwayError, number: str) -> ApiError:
-    """What a client is told; where the files are is for the log alone."""
+def _kv_failure(error: AwayError, number: str) -> ApiError:
+    """For the client; the place of the files is for the log alone."""
     why = "copying failed" if error.errno is None else os.strerror(error.errno)
-    told = f"the keys and values of this text could not be kept off the device: {why}; the log says more of {number}"
-    return ApiError(500, told, "kv_memory_failed", headers={"x-should-retry": "false"})
+    message = f"the keys and values of this text could not be kept off the device: {why}; the log says more of {number}"
+    return ApiError(500, message, "kv_memory_failed", headers={"x-should-retry": "false"})
 
 
 def _refusal(error: BaseException) -> BaseException:

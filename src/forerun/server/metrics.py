@@ -1,4 +1,4 @@
-"""What Prometheus is told, under vLLM's names where they exist. Each app has a registry of its own."""
+"""Figures for Prometheus, under vLLM's names where they exist. Each app has a registry of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from prometheus_client.registry import Collector
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.kv.kv_tiers import Tiers
+from forerun.server.admission import Ending
 from forerun.server.scheduler import Scheduler
-from forerun.server.ticket import Ending
 
-SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+TIME_BUCKETS_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Bounds of the histograms' buckets: three a decade, from a small model's step to a book's reading."""
 
 
@@ -23,17 +23,17 @@ class Metrics:
     """Counts what a server does.
 
     Args:
-        engine, scheduler: asked when the metrics are read.
+        engine, scheduler: give their figures when the metrics are read.
     """
 
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
 
-        def counter(name: str, told: str, *labels: str) -> Counter:
-            return Counter(f"forerun:{name}", told, labels, registry=registry)
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(f"forerun:{name}", help_text, labels, registry=registry)
 
-        def seconds(name: str, told: str) -> Histogram:
-            return Histogram(f"forerun:{name}", told, buckets=SECONDS, registry=registry)
+        def seconds(name: str, help_text: str) -> Histogram:
+            return Histogram(f"forerun:{name}", help_text, buckets=TIME_BUCKETS_SECONDS, registry=registry)
 
         self.drafts = counter("spec_decode_num_drafts", "Steps that had drafts.")
         self.drafted = counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")
@@ -49,8 +49,8 @@ class Metrics:
         self.between = seconds("time_per_output_token_seconds", "Between steps, by the tokens that the step gave.")
         self.whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end.")
 
-        def gauge(name: str, told: str) -> Gauge:
-            return Gauge(f"forerun:{name}", told, registry=registry)
+        def gauge(name: str, help_text: str) -> Gauge:
+            return Gauge(f"forerun:{name}", help_text, registry=registry)
 
         gauge("num_requests_running", "Requests that decode.").set_function(lambda: scheduler.running)
         gauge("num_requests_waiting", "Requests that wait.").set_function(lambda: scheduler.waiting)
@@ -60,63 +60,61 @@ class Metrics:
         gauge("index_bytes", "Bytes of what the drafter learned, of all namespaces.").set_function(
             lambda: engine.drafter.nbytes
         )
-        registry.register(_Prefixes(engine))
+        registry.register(_PrefixCollector(engine))
         if engine.tiers is not None:
-            registry.register(_Tiers(engine.tiers))
+            registry.register(_TierCollector(engine.tiers))
 
     def text(self) -> bytes:
-        """In Prometheus's format."""
+        """All figures in Prometheus's format."""
         return generate_latest(self.registry)
 
 
-class _Prefixes(Collector):
-    """Tokens of prompts, in whole chunks, that were looked up and found among those read before."""
+class _PrefixCollector(Collector):
+    """Tokens of prompts, in whole chunks, that were looked up in the prefix cache and found there."""
 
     def __init__(self, engine: Engine) -> None:
         self._prefixes = engine.prefixes
 
     def collect(self) -> Iterator[Metric]:
-        """The two counters."""
         hits, misses = self._prefixes.hits, self._prefixes.misses
-        for name, told, tokens in (
+        for name, help_text, tokens in (
             ("queries", "Tokens of prompts that were looked up in the prefix cache.", hits + misses),
             ("hits", "Tokens of prompts that were found there.", hits),
         ):
-            yield CounterMetricFamily(f"forerun:prefix_cache_{name}", told, value=tokens)
+            yield CounterMetricFamily(f"forerun:prefix_cache_{name}", help_text, value=tokens)
 
 
-class _Tiers(Collector):
-    """Where keys and values lie, and what moves between the device and the rest."""
+class _TierCollector(Collector):
+    """Bytes of keys and values by tier, and those that were copied between the device and the rest."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
 
     def collect(self) -> Iterator[Metric]:
-        """Two gauges by tier, and a counter by direction."""
         limits, link = self._tiers.memory.limits, self._tiers.link
         bounded = {tier: size for tier, size in limits.items() if size != float("inf")}
-        for name, told, values in (
+        for name, help_text, values in (
             ("kv_tier_bytes", "Bytes that running texts take of a tier.", self._tiers.taken),
             ("kv_tier_limit_bytes", "Bytes that they may take.", bounded),
         ):
-            gauge = GaugeMetricFamily(f"forerun:{name}", told, labels=["tier"])
+            gauge = GaugeMetricFamily(f"forerun:{name}", help_text, labels=["tier"])
             for tier, value in values.items():
                 gauge.add_metric([tier], value)
             yield gauge
-        told = "Bytes of keys and values that were copied to the device, and away from it."
-        counter = CounterMetricFamily("forerun:kv_tier_copied_bytes", told, labels=["way"])
+        help_text = "Bytes of keys and values that were copied to the device, and away from it."
+        counter = CounterMetricFamily("forerun:kv_tier_copied_bytes", help_text, labels=["way"])
         for way, value in (("in", link.fetched), ("out", link.written)):
             counter.add_metric([way], value)
         yield counter
 
 
-class Meter:
-    """Counts one request, as it goes on.
+class RequestMeter:
+    """Counts the steps, tokens and times of one request.
 
     Args:
-        metrics: where to.
-        request: whose.
-        arrived: when, by ``time.monotonic``.
+        metrics: takes the counts.
+        request: is counted.
+        arrived: by ``time.monotonic``.
     """
 
     def __init__(self, metrics: Metrics, request: Request, arrived: float) -> None:
@@ -125,7 +123,7 @@ class Meter:
         self._steps = 0
 
     def count(self, tokens: int, now: float) -> None:
-        """A step gave so many tokens, at a time by ``time.monotonic``."""
+        """Count the tokens of a step, at a time by ``time.monotonic``."""
         if not tokens:
             return
         if self._last is None:
@@ -139,7 +137,7 @@ class Meter:
         self._count_steps()
 
     def end(self, how: Ending, now: float) -> None:
-        """The request has ended."""
+        """Count the end of the request."""
         self._count_steps()
         self._metrics.ended.labels(self._request.finish_reason or how).inc()
         self._metrics.whole.observe(now - self._arrived)

@@ -19,27 +19,29 @@ from forerun.engine.commit import Commit
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.kv.placement import NoRoomError
-from forerun.server.kv_admission import KVAdmission, TieredRoom
-from forerun.server.limits import Limits
-from forerun.server.ticket import Ending, Ticket
-from forerun.server.waiting import QueueFullError, Waiting
+from forerun.server.admission import (
+    Ending,
+    FairQueue,
+    KVAdmission,
+    QueueFullError,
+    ScheduledRequest,
+    SchedulerLimits,
+    TieredKVAdmission,
+)
 from forerun.tensor_parallel.channel import ParallelError
 
 log = logging.getLogger(__name__)
 
-RECENT = 32
-"""Ended requests by whose times a place's is guessed."""
-
-REST = 5.0
-"""Seconds without a request after which free memory goes back to the system. Whoever comes then pays for the pages that
-are taken again, 1 ms or more for each MiB; so it is kept between requests that follow each other."""
-
-PIECES = 8
-"""Chunks of a prompt that is not on the device that a step reads, at most. With fewer the others would wait less, but
-each step brings in all that was read before."""
-
-POLL = 0.01
-"""Seconds between two looks for memory that another user of the engine has."""
+RECENT_REQUESTS = 32
+"""Ended requests whose mean time predicts when a place is free."""
+IDLE_SECONDS = 5.0
+"""Time without a request after which free memory goes back to the system. The next request pays 1 ms or more for each
+MiB that it takes again, so memory is kept between requests that follow each other."""
+OFFLOADED_CHUNKS = 8
+"""Chunks of an offloaded prompt that one step reads. Fewer would hold others up less, but every step copies in all that
+was read before."""
+MEMORY_POLL_SECONDS = 0.01
+"""Time between two looks for memory that another user of the engine holds."""
 
 
 class Scheduler:
@@ -48,23 +50,26 @@ class Scheduler:
     Args:
         engine: decodes; others may use it meanwhile.
         limits: what it takes on.
+        on_finished: called in the scheduler's thread with each request that ended by itself; must return at once.
+
+    Attributes:
+        failed: true once it cannot go on. All requests have ended then, and it takes no more.
     """
 
-    def __init__(self, engine: Engine, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
-        self._batch = self._fresh()
-        self._waiting = Waiting()
-        self._running: dict[int, Ticket] = {}
+    def __init__(
+        self, engine: Engine, limits: SchedulerLimits, on_finished: Callable[[Request], None] | None = None
+    ) -> None:
+        self.engine, self.limits, self.failed = engine, limits, False
+        self._on_finished = on_finished
+        self._batch = self._new_batch()
+        self._waiting = FairQueue()
+        self._running: dict[int, ScheduledRequest] = {}
         tiers, free = engine.tiers, lambda: limits.rows - len(self._running)
-        self._room = KVAdmission(limits.memory) if tiers is None else TieredRoom(tiers, free)
-        self._cancelled: deque[Ticket] = deque()
+        self._memory = KVAdmission(limits.memory) if tiers is None else TieredKVAdmission(tiers, free)
+        self._cancelled: deque[ScheduledRequest] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._durations: deque[float] = deque(maxlen=RECENT)
-        self.on_finished: Callable[[Request], None] = lambda request: None
-        """Called in the scheduler's thread with each request that has ended by itself; must return at once."""
-        self.on_failed: Callable[[], None] = lambda: None
-        """Called in the scheduler's thread if it cannot go on: all requests have ended, and it takes no more."""
+        self._durations: deque[float] = deque(maxlen=RECENT_REQUESTS)
         self._thread = threading.Thread(target=self._work, name="forerun-scheduler", daemon=True)
         self._thread.start()
 
@@ -75,37 +80,39 @@ class Scheduler:
         on_end: Callable[[Ending], None],
         tenant: str = "default",
         deadline: float | None = None,
-    ) -> Ticket:
-        """Let a request wait for its turn.
+    ) -> ScheduledRequest:
+        """Put a request into the queue.
 
         Args:
-            request: a fresh one.
-            on_commit, on_end, tenant, deadline: see ``Ticket``.
+            request: a new one.
+            on_commit, on_end, tenant, deadline: see ``ScheduledRequest``.
 
         Raises:
             ValueError: if its caches take more than there is memory for.
-            QueueFullError: if as many wait as may.
+            QueueFullError: if the queue is full.
             RuntimeError: after ``close``.
         """
         needs, drafting = self._batch.needs(request), self._batch.drafting(request)
-        ticket = Ticket(request, tenant, on_commit, on_end, deadline, needs, self._batch.tokens(request), drafting)
-        self._room.check(ticket)
+        scheduled = ScheduledRequest(
+            request, tenant, on_commit, on_end, deadline, needs, self._batch.tokens(request), drafting
+        )
+        self._memory.check(scheduled)
         with self._changed:
             if self._closing:
                 raise RuntimeError("the scheduler is closed")
-            if len(self._waiting) >= self.limits.waiting and not self._fits(ticket):
+            if len(self._waiting) >= self.limits.waiting and not self._fits(scheduled):
                 raise QueueFullError(len(self._waiting), self._retry_after())
-            self._waiting.add(ticket)
+            self._waiting.add(scheduled)
             self._changed.notify()
-        return ticket
+        return scheduled
 
-    def cancel(self, ticket: Ticket) -> None:
-        """End a request, wherever it is; one that has ended stays as it is.
+    def cancel(self, scheduled: ScheduledRequest) -> None:
+        """End a request that waits or runs; one that has ended stays as it is.
 
-        It waits for no lock, so that an event loop may call it: if the thread holds the lock, it looks here before it
-        sleeps, unless nobody runs or waits, and then there is nothing to end.
+        It waits for no lock, so an event loop may call it. A thread that holds the lock looks at the cancelled requests
+        before it sleeps.
         """
-        self._cancelled.append(ticket)
+        self._cancelled.append(scheduled)
         if self._changed.acquire(blocking=False):
             try:
                 self._changed.notify()
@@ -113,7 +120,7 @@ class Scheduler:
                 self._changed.release()
 
     def close(self, patience: float = 0.0) -> None:
-        """Take no more requests, and end those that are there.
+        """Take no more requests, and end all others.
 
         Args:
             patience: seconds that they may take to end by themselves.
@@ -136,37 +143,37 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether anyone runs or waits."""
+        """Whether a request runs or waits."""
         with self._changed:
             return bool(self._running or len(self._waiting))
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """How many requests wait."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that run."""
+        """How many requests run."""
         return len(self._running)
 
     @property
     def memory(self) -> int:
-        """Bytes of keys and values that the running requests were admitted with."""
-        return sum(ticket.needs for ticket in list(self._running.values()))
+        """Bytes of keys and values that the running requests were admitted for."""
+        return sum(scheduled.needs for scheduled in list(self._running.values()))
 
     @property
     def usage(self) -> float:
-        """The part that is taken of all memory for keys and values."""
-        return self._room.usage
+        """The used part of all memory for keys and values."""
+        return self._memory.usage
 
-    def _fits(self, ticket: Ticket) -> bool:
-        """Whether it could start now."""
+    def _fits(self, scheduled: ScheduledRequest) -> bool:
+        """Whether a request could start now."""
         alone = not len(self._waiting) and len(self._running) < self.limits.rows
-        return alone and self._room.fits(ticket)
+        return alone and self._memory.fits(scheduled)
 
     def _retry_after(self) -> float:
-        """Seconds until a place in the queue is likely free: by how long requests took of late."""
+        """Seconds until a place in the queue is likely to be free, by the durations of recent requests."""
         mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
         return max(1.0, mean / self.limits.rows)
 
@@ -178,21 +185,21 @@ class Scheduler:
             self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
-        """End everybody: nobody would ever be served."""
+        """End all requests: none of them would ever be served."""
         with self._changed:
             self._closing = True
             left = [*self._running.values(), *self._waiting]
-            self._running, self._waiting = {}, Waiting()
-        for ticket in left:
-            ticket.request.fail(error)
-            ticket.end("error")
-        self.on_failed()
+            self._running, self._waiting = {}, FairQueue()
+        for scheduled in left:
+            scheduled.request.fail(error)
+            scheduled.end("error")
+        self.failed = True
 
     def _serve(self) -> None:
         stepped = False
         while True:
             with self._changed:
-                called = self._changed.wait_for(self._called, REST if stepped else None)
+                has_work = self._changed.wait_for(self._has_work, IDLE_SECONDS if stepped else None)
                 if self._closing and not (self._running or len(self._waiting)):
                     self._batch.close()
                     return
@@ -202,19 +209,19 @@ class Scheduler:
             if self._running:
                 self._step()
                 stepped = True
-            elif len(self._waiting):  # others use the engine, and have the memory
-                time.sleep(POLL)
-            elif not called:
+            elif len(self._waiting):  # another user of the engine holds the memory
+                time.sleep(MEMORY_POLL_SECONDS)
+            elif not has_work:
                 give_back()
                 stepped = False
 
-    def _fresh(self) -> Batch:
+    def _new_batch(self) -> Batch:
         batch = self.engine.batch(self.limits.step)
-        batch.pieces = PIECES
+        batch.pieces = OFFLOADED_CHUNKS
         batch.pace = PrefillPacing() if self.engine.exactness.level == "bitwise" else None
         return batch
 
-    def _called(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether there is anything to do."""
         return bool(self._running or len(self._waiting) or self._cancelled or self._closing)
 
@@ -224,74 +231,74 @@ class Scheduler:
 
     def _end_late(self) -> None:
         now = time.monotonic()
-        for ticket in [*self._running.values(), *self._waiting]:
-            if ticket.deadline is not None and ticket.deadline <= now:
-                self._end(ticket, "deadline")
+        for scheduled in [*self._running.values(), *self._waiting]:
+            if scheduled.deadline is not None and scheduled.deadline <= now:
+                self._end(scheduled, "deadline")
 
     def _admit(self) -> None:
-        """Whose turn it is starts, if its caches fit; nobody overtakes it, or a large one might wait for ever."""
-        while (ticket := self._waiting.next()) is not None:
-            if len(self._running) >= self.limits.rows or not self._room.fits(ticket):
+        """Start the next request if its caches fit. No other overtakes it, or a large one might wait for ever."""
+        while (scheduled := self._waiting.next()) is not None:
+            if len(self._running) >= self.limits.rows or not self._memory.fits(scheduled):
                 return
-            self._room.take(ticket)
+            self._memory.acquire(scheduled)
             try:
-                self._batch.admit(ticket.request)
+                self._batch.admit(scheduled.request)
             except NoRoomError:  # another thread has used the engine meanwhile
-                self._room.give(ticket)
+                self._memory.release(scheduled)
                 return
             except Exception as error:
-                self._room.give(ticket)
-                self._waiting.remove(ticket)
-                ticket.request.fail(error)
-                ticket.end("error")
+                self._memory.release(scheduled)
+                self._waiting.remove(scheduled)
+                scheduled.request.fail(error)
+                scheduled.end("error")
                 continue
-            self._waiting.remove(ticket)
-            ticket.admitted = time.monotonic()
-            self._running[ticket.request.id] = ticket
-            self._waiting.serve(ticket.tenant, ticket.request.prompt_length)
+            self._waiting.remove(scheduled)
+            scheduled.admitted = time.monotonic()
+            self._running[scheduled.request.id] = scheduled
+            self._waiting.serve(scheduled.tenant, scheduled.request.prompt_length)
 
     def _step(self) -> None:
         try:
             commits = self._batch.step()
         except ParallelError:
-            raise  # the processes that hold the model are out of step for good
+            raise  # the ranks are out of step for good
         except Exception as error:
             log.exception("a step failed; the requests that ran in it end")
             self._batch.close()
-            self._batch = self._fresh()
-            for ticket in list(self._running.values()):
-                ticket.request.fail(error)
-                self._end(ticket, "error")
+            self._batch = self._new_batch()
+            for scheduled in list(self._running.values()):
+                scheduled.request.fail(error)
+                self._end(scheduled, "error")
             return
         for commit in commits:
-            ticket = self._running[commit.request.id]
-            self._waiting.serve(ticket.tenant, len(commit.tokens))
-            if not self._tell(ticket, commit):
-                self._end(ticket, "cancelled")
+            scheduled = self._running[commit.request.id]
+            self._waiting.serve(scheduled.tenant, len(commit.tokens))
+            if not self._deliver(scheduled, commit):
+                self._end(scheduled, "cancelled")
             elif commit.request.finish_reason is not None:
-                self._end(ticket, "finished" if commit.request.error is None else "error")
+                self._end(scheduled, "finished" if commit.request.error is None else "error")
         for commit in commits:
             if isinstance(commit.request.error, ParallelError):
                 raise commit.request.error
 
-    def _tell(self, ticket: Ticket, commit: Commit) -> bool:
-        """Whether the client takes its tokens; one that cannot must not stop the others."""
+    def _deliver(self, scheduled: ScheduledRequest, commit: Commit) -> bool:
+        """Hand tokens to a client; return False if it fails, which must not stop the others."""
         try:
-            ticket.on_commit(commit)
+            scheduled.on_commit(commit)
         except Exception:
-            log.exception("a client does not take its tokens; its request ends")
+            log.exception("a client failed to take its tokens; its request ends")
             return False
         return True
 
-    def _end(self, ticket: Ticket, how: Ending) -> None:
+    def _end(self, scheduled: ScheduledRequest, how: Ending) -> None:
         with self._changed:
-            if self._running.pop(ticket.request.id, None) is not None:
-                self._batch.cancel(ticket.request)
-                self._room.give(ticket)
-                self._durations.append(time.monotonic() - (ticket.admitted or ticket.submitted))
-            elif not self._waiting.remove(ticket):
+            if self._running.pop(scheduled.request.id, None) is not None:
+                self._batch.cancel(scheduled.request)
+                self._memory.release(scheduled)
+                self._durations.append(time.monotonic() - (scheduled.admitted or scheduled.submitted))
+            elif not self._waiting.remove(scheduled):
                 return
             self._waiting.forget({each.tenant for each in self._running.values()})
-        if how == "finished":
-            self.on_finished(ticket.request)
-        ticket.end(how)
+        if how == "finished" and self._on_finished is not None:
+            self._on_finished(scheduled.request)
+        scheduled.end(how)

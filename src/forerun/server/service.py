@@ -1,41 +1,92 @@
-"""From what a client asks to a running call: prompts, limits, requests of the engine."""
+"""From a client's request to a running call: prompts, limits, requests of the engine."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-import uuid
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from forerun.core.request import Request, Stopping
+from forerun.core.turns import Turns
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
-from forerun.models.text.chat_template import has_template
+from forerun.models.text.chat_template import apply_template, has_template, rendered
 from forerun.models.text.grammar import SchemaError
+from forerun.models.text.prompts import encode
 from forerun.models.text.token_bytes import TokenBytes
-from forerun.server.answers import StopWatch, Writer
-from forerun.server.calls import Call, Row
-from forerun.server.encoder import Encoder
-from forerun.server.errors import ApiError
-from forerun.server.keys import Namespaces
-from forerun.server.limits import Limits
-from forerun.server.metrics import Meter, Metrics
-from forerun.server.post import Post
+from forerun.server.admission import SchedulerLimits
+from forerun.server.answers import AnswerText, LogprobStreamer, StopStringCriterion
+from forerun.server.api_errors import ApiError
+from forerun.server.calls import AnswerRow, Call, LoopDispatcher
+from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.scheduler import Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
-from forerun.server.token_logprobs import LogprobStreamer
+from forerun.server.tenants import TenantNamespaces
 
 log = logging.getLogger(__name__)
 
-DEFAULT_TOKENS = 16
-"""Tokens of a completion whose request names no number, as OpenAI has it. A chat's answer may be as long as may be."""
-
+DEFAULT_COMPLETION_TOKENS = 16
+"""The longest completion if the request names no limit, as OpenAI has it. A chat's default is the server's limit."""
 NO_DRAFTER = "none"
 """The drafter that a request names to get its text without drafts."""
+FIRST_LOOK_CHARACTERS = 2
+"""Characters for each of the model's positions. The beginning of a longer text is counted before the whole is encoded;
+each further look takes twice as much."""
+EXCESS_TOKENS = 1.5
+"""Tokens of a beginning for each of the model's positions that make the whole too long, wherever it was cut."""
+
+
+class PromptEncoder:
+    """From a request to the token ids of its prompts. Threads may share it; each text is one turn.
+
+    Args:
+        tokenizer: one thread at a time uses it, as it may change its own settings while it encodes.
+        positions: the model's limit; None for no limit.
+    """
+
+    def __init__(self, tokenizer: Any, positions: int | None) -> None:
+        self._tokenizer, self._positions = tokenizer, positions
+        self._turn = Turns()
+
+    def __call__(self, body: CompletionRequest | ChatRequest) -> list[list[int]]:
+        """Token ids of each prompt.
+
+        Raises:
+            ApiError: for a text that is far longer than the model can take.
+            ValueError, TypeError: see ``encode`` and ``apply_template``.
+        """
+        if isinstance(body, CompletionRequest):
+            return [self._encode(prompt) for prompt in body.prompts]
+        messages = [message.for_template() for message in body.messages]
+        with self._turn:
+            text = rendered(messages, self._tokenizer, body.template_tools)
+        self._check(text)
+        with self._turn:
+            return [apply_template(messages, self._tokenizer, body.template_tools, text)]
+
+    def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._check(prompt)
+        with self._turn:
+            return encode(prompt, self._tokenizer)[0]
+
+    def _check(self, text: str) -> None:
+        """Refuse a text by its beginning: to encode 8 MiB took 24 seconds and 2 GiB."""
+        if self._positions is None:
+            return
+        characters = FIRST_LOOK_CHARACTERS * self._positions
+        while characters < len(text):
+            with self._turn:
+                tokens = len(encode(text[:characters], self._tokenizer)[0])
+            if tokens > EXCESS_TOKENS * self._positions:
+                message = f"the prompt has more than {tokens:,} tokens; the model takes {self._positions}"
+                raise ApiError(400, message, "context_length_exceeded")
+            characters *= 2
 
 
 class Service:
@@ -43,54 +94,67 @@ class Service:
 
     Args:
         engine: decodes; it has a tokenizer.
-        settings: what is taken on.
-        limits: of the scheduler.
+        settings: the server's.
+        limits: the scheduler's.
         namespaces: of all tenants.
+        on_finished: see ``Scheduler``.
     """
 
-    def __init__(self, engine: Engine, settings: ServerSettings, limits: Limits, namespaces: Namespaces) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        limits: SchedulerLimits,
+        namespaces: TenantNamespaces,
+        on_finished: Callable[[Request], None] | None = None,
+    ) -> None:
         self.engine, self.settings = engine, settings
-        self.scheduler = Scheduler(engine, limits)
+        self.scheduler = Scheduler(engine, limits, on_finished)
         self.metrics = Metrics(engine, self.scheduler)
         self.created = int(time.time())
         self._namespaces = namespaces
         self._positions = position_limit(engine.target.model)
-        self._encode = Encoder(engine.tokenizer, self._positions)
+        self._encode = PromptEncoder(engine.tokenizer, self._positions)
         self._bytes = TokenBytes(engine.tokenizer)
-        self._to_loop: Post | None = None
+        self._dispatcher: LoopDispatcher | None = None
         self._prepare_grammars()
 
-    async def call(self, asked: CompletionRequest | ChatRequest, tenant: str) -> Call:
-        """Start answering. Nothing of it holds up the event loop.
+    async def call(self, body: CompletionRequest | ChatRequest, tenant: str, number: str) -> Call:
+        """Prepare an answer without holding up the event loop.
+
+        Args:
+            body: what is asked.
+            tenant: who asks.
+            number: names the call.
 
         Raises:
             ApiError: says what is refused, and why.
         """
         arrived = time.monotonic()
-        if asked.model != self.settings.served_name:
-            told = f"there is no model {asked.model!r} here; there is {self.settings.served_name!r}"
-            raise ApiError(404, told, "model_not_found", "model")
+        if body.model != self.settings.served_name:
+            message = f"there is no model {body.model!r} here; there is {self.settings.served_name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
         try:
-            requests = await asyncio.to_thread(self._requests, asked, tenant)
+            requests = await asyncio.to_thread(self._requests, body, tenant)
         except SchemaError as error:
             raise ApiError(400, str(error), "invalid_value", "response_format") from error
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ApiError(400, str(error), "invalid_value") from error
         rows = [
-            Row(
+            AnswerRow(
                 request,
-                Writer(self.engine.tokenizer, request, asked.stops),
-                Meter(self.metrics, request, arrived),
-                None if asked.likeliest is None else LogprobStreamer(self._bytes, request),
+                AnswerText(self.engine.tokenizer, request, body.stops),
+                RequestMeter(self.metrics, request, arrived),
+                None if body.alternatives is None else LogprobStreamer(self._bytes, request),
             )
             for request in requests
         ]
-        return Call(self.scheduler, rows, uuid.uuid4().hex, self._post(), asked.forerun.trace)
+        return Call(self.scheduler, rows, number, self._loop_dispatcher(), body.forerun.trace)
 
     @property
     def offer(self) -> dict[str, Any]:
-        """What a client may ask for beyond OpenAI's API: drafters, tokens of a draft and of an answer, chats; and
-        whether texts are bit for bit those without drafts."""
+        """What a client may ask for beyond OpenAI's API: drafters, the longest draft and answer, chats; and whether
+        texts are bit for bit those without drafts."""
         return {
             "drafters": list(dict.fromkeys((self.settings.drafter, NO_DRAFTER))),
             "budget": self.engine.budget,
@@ -99,98 +163,102 @@ class Service:
             "exactness": self.engine.exactness.level,
         }
 
-    def _post(self) -> Post:
-        """What brings news to the event loop that asks; one loop has one."""
-        loop = asyncio.get_running_loop()
-        if self._to_loop is None or self._to_loop.loop is not loop:
-            self._to_loop = Post(loop)
-        return self._to_loop
-
     def deadline(self) -> float | None:
-        """When a call that starts now is over, by ``time.monotonic``."""
+        """The deadline of a call that starts now, by ``time.monotonic``."""
         return None if self.settings.timeout is None else time.monotonic() + self.settings.timeout
 
-    def _requests(self, asked: CompletionRequest | ChatRequest, tenant: str) -> list[Request]:
+    def _loop_dispatcher(self) -> LoopDispatcher:
+        """The dispatcher of the running loop; one loop has one."""
+        loop = asyncio.get_running_loop()
+        if self._dispatcher is None or self._dispatcher.loop is not loop:
+            self._dispatcher = LoopDispatcher(loop)
+        return self._dispatcher
+
+    def _requests(self, body: CompletionRequest | ChatRequest, tenant: str) -> list[Request]:
         """``n`` requests for each prompt, one prompt after the other."""
-        most = self.scheduler.limits.rows + self.scheduler.limits.waiting
-        texts = (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1) * (asked.n or 1)
-        if texts > most:
-            told = f"the prompts and n ask for {texts} texts; this server has places for {most}"
-            raise ApiError(400, told, "too_many_texts", "n")
-        budget = self._budget(asked.forerun)
-        prompts = self._encode(asked)
-        namespace = self._namespaces.inside(tenant, asked.forerun.namespace)
-        default = DEFAULT_TOKENS if isinstance(asked, CompletionRequest) else self.settings.max_tokens
-        built = []
-        for ids in prompts:
-            tokens = self._tokens(len(ids), asked.limit, default)
-            for choice in range(asked.n or 1):
-                options = {
-                    "namespace": namespace,
-                    "drafts_from": self._namespaces.learning(tenant, asked.forerun.namespace),
-                    "budget": budget,
-                    "logprobs": asked.likeliest,
-                    "response_format": asked.format,
-                    **_sampling(asked, choice),
-                }
-                (request,) = self.engine.requests([ids], max_new_tokens=tokens, **options)
-                built.append(self._stopping(request, asked.stops))
-        self._namespaces.take(tenant, asked.forerun.namespace)  # last: what is refused takes no name
-        return built
+        places = self.scheduler.limits.rows + self.scheduler.limits.waiting
+        texts = (len(body.prompts) if isinstance(body, CompletionRequest) else 1) * (body.n or 1)
+        if texts > places:
+            message = f"the prompts and n ask for {texts} texts; this server has places for {places}"
+            raise ApiError(400, message, "too_many_texts", "n")
+        options: dict[str, Any] = {
+            "namespace": self._namespaces.private(tenant, body.forerun.namespace),
+            "drafts_from": self._namespaces.drafts_from(tenant, body.forerun.namespace),
+            "budget": self._budget(body.forerun),
+            "logprobs": body.alternatives,
+            "response_format": body.format,
+        }
+        default = DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
+        requests = []
+        for ids in self._encode(body):
+            tokens = self._answer_tokens(len(ids), body.token_limit, default)
+            for choice in range(body.n or 1):
+                sampling = _sampling(body, choice)
+                (request,) = self.engine.requests([ids], max_new_tokens=tokens, **options, **sampling)
+                requests.append(self._with_stops(request, body.stops))
+        self._namespaces.add(tenant, body.forerun.namespace)  # last: a refused request adds no name
+        return requests
 
     def _budget(self, wanted: Extension) -> int | None:
-        """Tokens of a draft, at most; None for as many as the server's."""
+        """The longest draft in tokens; None for the server's."""
         offer = self.offer
         if wanted.drafter not in (None, *offer["drafters"]):
-            told = f"forerun.drafter is {wanted.drafter!r}; here there are {', '.join(offer['drafters'])}"
-            raise ApiError(400, told, "invalid_value", "forerun.drafter")
+            message = f"forerun.drafter is {wanted.drafter!r}; here there are {', '.join(offer['drafters'])}"
+            raise ApiError(400, message, "invalid_value", "forerun.drafter")
         if wanted.budget is not None and wanted.budget > offer["budget"]:
-            told = f"forerun.budget is {wanted.budget}; this server drafts {offer['budget']} tokens at most"
-            raise ApiError(400, told, "invalid_value", "forerun.budget")
+            message = f"forerun.budget is {wanted.budget}; this server drafts {offer['budget']} tokens at most"
+            raise ApiError(400, message, "invalid_value", "forerun.budget")
         return 0 if wanted.drafter == NO_DRAFTER else wanted.budget
 
     def _prepare_grammars(self) -> None:
-        """Now, because no other thread would run meanwhile. Who asks for a grammar that cannot be had is told why."""
+        """Before the server serves, as no other thread would run meanwhile. Where it fails, a request for a grammar gets
+        the reason."""
         try:
             self.engine.grammars.prepare()
         except (ValueError, ModuleNotFoundError) as error:
             log.warning("no answer can be made to follow a schema: %s", error)
 
-    def _tokens(self, prompt: int, asked: int | None, default: int) -> int:
-        """Tokens that an answer to a prompt of so many may have.
+    def _answer_tokens(self, prompt: int, wanted: int | None, default: int) -> int:
+        """The longest answer to a prompt, in tokens.
+
+        Args:
+            prompt: tokens of the prompt.
+            wanted: the request's limit.
+            default: where it has none.
 
         Raises:
             ApiError: for more than the server allows or the model can take.
         """
-        if asked is not None and asked > self.settings.max_tokens:
-            told = f"max_tokens is {asked}; this server allows {self.settings.max_tokens}"
-            raise ApiError(400, told, "max_tokens_exceeded", "max_tokens")
+        if wanted is not None and wanted > self.settings.max_tokens:
+            message = f"max_tokens is {wanted}; this server allows {self.settings.max_tokens}"
+            raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
         if self._positions is None:
-            return asked or default
-        room = self._positions - prompt
-        if room < (asked or 1):
-            told = f"the prompt has {prompt} tokens, the answer up to {asked or 1}; the model takes {self._positions}"
-            raise ApiError(400, told, "context_length_exceeded")
-        return asked or min(default, room)
+            return wanted or default
+        room, least = self._positions - prompt, wanted or 1
+        if room < least:
+            message = f"the prompt has {prompt} tokens, the answer up to {least}; the model takes {self._positions}"
+            raise ApiError(400, message, "context_length_exceeded")
+        return wanted or min(default, room)
 
-    def _stopping(self, request: Request, stops: list[str]) -> Request:
+    def _with_stops(self, request: Request, stops: list[str]) -> Request:
         if stops:
-            request.stopping = _both(request.stopping, StopWatch(Writer(self.engine.tokenizer, request, stops)))
+            criterion = StopStringCriterion(AnswerText(self.engine.tokenizer, request, stops))
+            request.stopping = _either(request.stopping, criterion)
         return request
 
 
-def _sampling(asked: CompletionRequest | ChatRequest, choice: int) -> dict[str, Any]:
+def _sampling(body: CompletionRequest | ChatRequest, choice: int) -> dict[str, Any]:
     """Options for the engine. Choices of one prompt have consecutive seeds, as with ``num_return_sequences``."""
-    temperature = 1.0 if asked.temperature is None else asked.temperature
+    temperature = 1.0 if body.temperature is None else body.temperature
     if temperature == 0:
         return {"do_sample": False}
-    seed = None if asked.seed is None else asked.seed + choice
-    top_p = 1.0 if asked.top_p is None else asked.top_p
+    seed = None if body.seed is None else body.seed + choice
+    top_p = 1.0 if body.top_p is None else body.top_p
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "seed": seed}
 
 
-def _both(first: Stopping | None, second: Stopping) -> Stopping:
-    """Stop when either says so; both hear every token."""
+def _either(first: Stopping | None, second: Stopping) -> Stopping:
+    """Stop when either says so; both see every token."""
 
     def stopping(ids: torch.Tensor) -> bool:
         stopped = second(ids)

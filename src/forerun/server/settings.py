@@ -1,4 +1,4 @@
-"""What a server is told by flags, by the environment (``FORERUN_*``) and by a TOML file; the first of them counts."""
+"""Settings of a server, from flags, the environment (``FORERUN_*``) and a TOML file; the first of them counts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from pydantic_settings import (
 )
 
 from forerun.kv.placement import KVMemory
-from forerun.server.limits import Limits
+from forerun.server.admission import SchedulerLimits
 
-PREFIX = "FORERUN_"
-SHARE = 0.5
-"""Part of the memory that is free at the start that keys and values may take by default. The rest is for indexes, for
-texts that are kept, and for other programs."""
+ENVIRONMENT_PREFIX = "FORERUN_"
+FREE_MEMORY_FRACTION = 0.5
+"""Part of the free memory at the start that keys and values take by default. The rest is for indexes, for kept prefixes
+and for other programs."""
 MIB = 1 << 20
 
 
 class ServerSettings(BaseSettings):
     """All settings of ``forerun serve``; docs/serving.md explains them."""
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=ENVIRONMENT_PREFIX, extra="forbid", frozen=True)
 
     model: str = "bundled"
     name: str | None = None
@@ -45,6 +45,8 @@ class ServerSettings(BaseSettings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     rows: Annotated[int, Field(ge=1)] = 16
     waiting: Annotated[int, Field(ge=0)] = 128
     step: Annotated[int, Field(ge=1)] = 256
@@ -68,33 +70,38 @@ class ServerSettings(BaseSettings):
     timeout: Annotated[float, Field(gt=0)] | None = 600.0
     drain: Annotated[float, Field(ge=0)] = 5.0
     page: bool = True
+    log_json: bool = False
     ray: bool = False
     replicas: Annotated[int, Field(ge=1)] = 1
 
-    @field_validator("api_keys", "warm", mode="before")
+    @field_validator("api_keys", "allowed_hosts", "cors_origins", "warm", mode="before")
     @classmethod
     def _split(cls, given: Any) -> Any:
-        """The environment has them with commas between."""
+        """The environment separates them by commas."""
         return [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else given
 
     @field_validator("kv_host_memory", "kv_folder", "kv_folder_limit")
     @classmethod
-    def _tell_base(cls, given: Any, told: ValidationInfo) -> Any:
-        """These are of what others leave over, which must be told, too."""
-        base = "kv_folder" if told.field_name == "kv_folder_limit" else "kv_memory"
-        if given is not None and base in told.data and told.data[base] is None:
+    def _check_base(cls, given: Any, info: ValidationInfo) -> Any:
+        """These are for what does not fit elsewhere, whose size must be set, too."""
+        base = "kv_folder" if info.field_name == "kv_folder_limit" else "kv_memory"
+        if given is not None and base in info.data and info.data[base] is None:
             what = "the files there" if base == "kv_folder" else "what does not fit on the device"
             raise ValueError(f"it is for {what}; set {base}, too")
         return given
 
     @property
     def served_name(self) -> str:
-        """What clients call the model: ``name``, or the last part of its path."""
+        """The model's name for clients: ``name``, or the last part of its path."""
         return self.name or Path(self.model).name
 
+    @property
+    def checked_hosts(self) -> tuple[str, ...] | None:
+        """Names in a Host header that are allowed; None for no check, as no web page has a key."""
+        return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
+
     def tiers(self, device: torch.device) -> KVMemory | None:
-        """Where keys and values lie, if not on the device alone. Every tier has a limit; one that is not named is a
-        share of what is free.
+        """Where keys and values lie, if not on the device alone. A tier without a limit gets a part of the free memory.
 
         Raises:
             OSError: if no file can be made in the folder.
@@ -110,14 +117,14 @@ class ServerSettings(BaseSettings):
             file = int(self._share(torch.device("cpu")) * free) if limit is None else int(limit)
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
-    def limits(self, device: torch.device) -> Limits:
-        """Of the scheduler; memory that is not named is a share of what is free on the device."""
+    def limits(self, device: torch.device) -> SchedulerLimits:
+        """The scheduler's limits; memory without a limit is a part of the device's free memory."""
         memory = self.kv_memory or int(self._share(device) * free_memory(device))
-        return Limits(int(memory), self.rows, self.waiting, self.step)
+        return SchedulerLimits(int(memory), self.rows, self.waiting, self.step)
 
     def _share(self, device: torch.device) -> float:
-        """Of what is free, this process's: replicas may be on one machine, but each has a GPU of its own."""
-        return SHARE / self.replicas if device.type == "cpu" else SHARE
+        """This process's part of the free memory: replicas may share a machine, but each has a GPU of its own."""
+        return FREE_MEMORY_FRACTION / self.replicas if device.type == "cpu" else FREE_MEMORY_FRACTION
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
@@ -144,8 +151,8 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
             dotenv_settings: PydanticBaseSettingsSource,
             file_secret_settings: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
-            told = () if file is None else (TomlConfigSettingsSource(settings_cls, file),)
-            return init_settings, env_settings, *told
+            in_file = () if file is None else (TomlConfigSettingsSource(settings_cls, file),)
+            return init_settings, env_settings, *in_file
 
     try:
         return Sourced(**flags)
@@ -155,7 +162,7 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that are free where files are to be made; the folder is made if it is not there.
+    """Free bytes on a folder's disk; the folder is made if it is not there.
 
     Raises:
         OSError: if no file can be made.
@@ -166,7 +173,7 @@ def free_disk(folder: Path) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on a device; in host memory, those that can be had without swapping."""
+    """Free bytes on a device; in host memory, those that can be had without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

@@ -47,6 +47,7 @@ def apply_template(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    text: str | None = None,
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
@@ -54,12 +55,18 @@ def apply_template(
         messages: the turns, oldest first.
         tokenizer: has the chat template.
         tools: descriptions of functions, as JSON, that the template tells the model of; None for none.
+        text: the conversation as ``rendered`` returned it, so that the template runs once.
 
     Raises:
         ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.
         TypeError: as from ``check_messages``.
     """
-    return [int(token) for token in _applied(messages, tokenizer, tools, True)["input_ids"]]
+    own = getattr(type(tokenizer), "apply_chat_template", None) is PreTrainedTokenizerBase.apply_chat_template
+    if text is not None and own:  # it does the same; other tokenizers may encode messages in another way
+        encoded = tokenizer(text, add_special_tokens=False)  # type: ignore[misc]
+    else:
+        encoded = _applied(messages, tokenizer, tools, True)
+    return [int(token) for token in encoded["input_ids"]]
 
 
 def rendered(

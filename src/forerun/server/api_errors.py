@@ -8,14 +8,16 @@ from typing import Any
 
 from starlette.responses import Response
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's type of an error by its status; others are ``invalid_request_error`` below 500, and ``server_error``."""
 CLOSE = {"Connection": "close"}
-"""A header of errors behind which there is no more to read."""
+"""A header of errors after which nothing more is read."""
+LISTED_FAULTS = 8
+"""Faults of one request that the error names in full."""
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer.
+    """An error that a client gets instead of an answer.
 
     Args:
         status: of HTTP.
@@ -40,32 +42,37 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """As JSON."""
-        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
-        """For HTTP. It is ASCII, so that no text that a client has sent can break it."""
+        """For HTTP. It is ASCII, so no text that a client has sent can break it."""
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
-def of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors about a request, told in full, and how many there are.
+def validation_error(errors: Sequence[Any]) -> ApiError:
+    """All of pydantic's errors about a request in one; ``param`` and ``code`` are the first one's.
 
-    What the client has sent is not repeated but for the names of its fields.
+    It repeats nothing that the client has sent but the names of its fields.
     """
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not JSON", "invalid_json")
     if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "missing"):
         return ApiError(400, "the body must be a JSON object, sent as application/json", "invalid_json")
-    param = ".".join(str(part) for part in first["loc"] if part != "body") or None
-    more = f" ({len(errors) - 1} more fields are wrong)" if len(errors) > 1 else ""
     code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
-    return ApiError(400, f"{param}: {_told(first)}{more}" if param else f"{_told(first)}{more}", code, param)
+    message = "; ".join(map(_fault, errors[:LISTED_FAULTS]))
+    if len(errors) > LISTED_FAULTS:
+        message += f"; and {len(errors) - LISTED_FAULTS} more fields are wrong"
+    return ApiError(400, message, code, _field(first))
 
 
-def _told(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        return "there is no such field"
-    message = str(error["msg"])
-    return message[:1].lower() + message[1:]
+def _field(error: Any) -> str | None:
+    return ".".join(str(part) for part in error["loc"] if part != "body") or None
+
+
+def _fault(error: Any) -> str:
+    message = "there is no such field" if error["type"] == "extra_forbidden" else str(error["msg"])
+    message = message[:1].lower() + message[1:]
+    field = _field(error)
+    return f"{field}: {message}" if field else message

@@ -14,9 +14,9 @@ import openai
 import uvicorn
 
 from forerun.engine.engine import Engine
+from forerun.server.admission import SchedulerLimits
 from forerun.server.app import create_app
-from forerun.server.connections import Connection
-from forerun.server.limits import Limits
+from forerun.server.http_server import BoundedConnection
 from forerun.server.scheduler import Scheduler
 from forerun.server.settings import ServerSettings
 
@@ -30,7 +30,7 @@ TEMPLATE = (
 """A chat template for the bundled model, which has none."""
 
 
-class Held:
+class PausableEngine:
     """An engine whose steps wait at a gate, open at first, and can fail."""
 
     broken = False
@@ -56,26 +56,26 @@ class Held:
         return batch
 
 
-class House:
+class LiveServer:
     """A server in a thread, on a free port."""
 
-    def __init__(self, engine: Any, limits: Limits | None = None, **told: Any) -> None:
-        self.app = create_app(engine, ServerSettings(**told), limits or Limits(1 << 30))
+    def __init__(self, engine: Any, limits: SchedulerLimits | None = None, **told: Any) -> None:
+        self.app = create_app(engine, ServerSettings(**told), limits or SchedulerLimits(1 << 30))
         self.scheduler: Scheduler = self.app.state.service.scheduler
         self.socket = free_socket()
         self.port = self.socket.getsockname()[1]
         config = uvicorn.Config(
             self.app,
-            http=Connection,
+            http=BoundedConnection,
             ws="none",
             log_level="error",
             limit_concurrency=ServerSettings(**told).connections,
             timeout_graceful_shutdown=1,
         )
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self.uvicorn = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.uvicorn.run, kwargs={"sockets": [self.socket]})
         self.thread.start()
-        until(lambda: self.server.started)
+        until(lambda: self.uvicorn.started)
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE)
 
     def client(self, key: str = "none") -> openai.OpenAI:
@@ -90,7 +90,7 @@ class House:
 
     def close(self) -> None:
         self.http.close()
-        self.server.should_exit = True
+        self.uvicorn.should_exit = True
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 

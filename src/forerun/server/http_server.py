@@ -1,0 +1,243 @@
+"""uvicorn with bounds: how many connections there may be, how long each may be silent, and how the server ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import math
+import socket
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from forerun.server.api_errors import CLOSE, ApiError
+from forerun.server.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+HEAD_SECONDS = 10.0
+"""Time for a request's head to arrive, from the connection on, or from when the last answer was read."""
+READING_SECONDS = 60.0
+"""Time after which a client that reads slowly is looked at."""
+MIN_READING_RATE = 1024
+"""Bytes a second that a client has to read of what waits for it."""
+REFUSED_CONNECTIONS = 32
+"""Connections beyond the limit that get an error. Further ones are dropped at once."""
+CLOSING_SECONDS = 5
+"""Time for clients to read the end of their answers, once nothing is decoded any more."""
+
+
+class BoundedConnection(H11Protocol):
+    """uvicorn's connection, with bounds. uvicorn's ``limit_concurrency`` is the number of connections.
+
+    A connection beyond that number has its requests answered by 503. A client that is silent for too long or reads too
+    slowly is dropped.
+    """
+
+    head_seconds, reading_seconds = HEAD_SECONDS, READING_SECONDS
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limit, self.limit_concurrency = self.limit_concurrency, None
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._limit is not None and len(self.connections) > self._limit:
+            self.app = _refuse
+            if len(self.connections) > self._limit + REFUSED_CONNECTIONS:
+                transport.abort()
+                return
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._head_timer, self._reading_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait_for_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+
+    def on_response_complete(self) -> None:
+        """Called by uvicorn when an answer has been sent; the next request may have begun."""
+        answered = self.cycle
+        super().on_response_complete()
+        if self.cycle is answered:
+            self._wait_for_head()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for bytes that are no HTTP. In the midst of an answer there is nothing to say."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            error = ApiError(400, "this is not a request in HTTP/1.1", "invalid_http", headers=CLOSE).response()
+            head = h11.Response(status_code=400, headers=error.raw_headers, reason=b"Bad Request")
+            for event in (head, h11.Data(data=bytes(error.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    def _wait_for_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(self.head_seconds, self._check_head, self.cycle, self._unread)
+
+    def _check_head(self, last: object, unread: int) -> None:
+        """Drop the connection if no request has come since the last one, and its answer is not being read."""
+        if self.cycle is not last:
+            return
+        if self._is_reading(unread, self.head_seconds):
+            self._wait_for_head()
+        else:
+            self.transport.abort()
+
+    def _wait_for_reading(self) -> None:
+        self._reading_timer = self.loop.call_later(self.reading_seconds, self._check_reading, self._unread)
+
+    def _check_reading(self, unread: int) -> None:
+        if self._is_reading(unread, self.reading_seconds):
+            self._wait_for_reading()
+        else:
+            self.transport.abort()
+
+    @property
+    def _unread(self) -> int:
+        """Bytes that wait for the client."""
+        return self.transport.get_write_buffer_size()
+
+    def _is_reading(self, unread: int, seconds: float) -> bool:
+        """Whether a client for whom ``unread`` bytes waited has read enough of them in these seconds."""
+        return self._unread <= max(0, unread - MIN_READING_RATE * seconds) and unread > 0
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    """An ASGI application for connections beyond the limit. It reads the request first; see ``GuardMiddleware``."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(HEAD_SECONDS):
+            while (await receive()).get("more_body", False):
+                pass
+    message = "there are as many connections as this server takes; try again"
+    error = ApiError(503, message, "too_many_connections", headers={**CLOSE, "Retry-After": "1"})
+    await error.response()(scope, receive, send)
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn, which ends with the scheduler: a client whose request is cancelled gets an error.
+
+    Args:
+        app: from ``create_app``.
+        patience: seconds that requests may take to end by themselves.
+        connections: that may be open at once.
+        page: whether the log names the page's address.
+    """
+
+    def __init__(self, app: FastAPI, patience: float, connections: int, page: bool = False) -> None:
+        config = uvicorn.Config(
+            app,
+            http=BoundedConnection,
+            ws="none",
+            limit_concurrency=connections,
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            timeout_graceful_shutdown=math.ceil(patience) + CLOSING_SECONDS,
+        )
+        super().__init__(config)
+        self._scheduler: Scheduler = app.state.service.scheduler
+        self._patience, self._page = patience, page
+
+    def serve_on(self, sockets: list[socket.socket]) -> None:
+        """Serve until a signal comes.
+
+        Args:
+            sockets: from ``bound_sockets``.
+
+        Raises:
+            OSError: if another program listens there by now.
+        """
+        for one in sockets:
+            one.listen(self.config.backlog)
+        self.run(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. No later collection of garbage looks at the objects that are there by now."""
+        gc.freeze()
+        await super().startup(sockets)
+        for one in sockets or ():
+            log.info("listening on %s%s", _address(one), f"; the page is at {_address(one)}/" if self._page else "")
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; returns whether to end."""
+        return await super().on_tick(counter) or self._scheduler.failed
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(asyncio.to_thread(self._scheduler.close, self._patience))
+        await super().shutdown(sockets)
+        await closing
+
+
+def bound_sockets(host: str, port: int) -> list[socket.socket]:
+    """Sockets on all addresses of a host, which do not listen yet: so a busy port is found before a model is loaded.
+
+    Args:
+        host: a name or an address.
+        port: 0 for a free one.
+
+    Raises:
+        OSError: if the host is not this computer's, or the port is busy.
+    """
+    sockets: list[socket.socket] = []
+    missing: OSError | None = None
+    try:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, (address, _, *rest) in dict.fromkeys(addresses):
+            try:
+                sockets.append(_bound_socket(family, kind, protocol, (address, port, *rest)))
+            except OSError as error:  # a computer without IPv6 may know IPv6 addresses
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error
+                continue
+            port = port or sockets[0].getsockname()[1]
+        if missing is not None and not sockets:
+            raise missing
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+    return sockets
+
+
+def _address(one: socket.socket) -> str:
+    """Where a browser on this computer finds the server."""
+    host, port = one.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _bound_socket(family: int, kind: int, protocol: int, address: Any) -> socket.socket:
+    one = socket.socket(family, kind, protocol)
+    try:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        one.bind(address)
+    except OSError:
+        one.close()
+        raise
+    return one

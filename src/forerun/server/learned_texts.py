@@ -1,0 +1,239 @@
+"""What a server has learned: the files that it starts with, and the folder that keeps its index for the next start.
+
+Files to learn from are texts, or JSON lines of answers. They are checked as a whole before the model is loaded, so that
+a wrong line is reported at once. Later they are encoded piece by piece, until all is done or the time is over.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forerun.core.tree import IntArray
+from forerun.drafting.recipes import trie_of
+from forerun.engine.engine import Engine
+from forerun.models.text.vocabulary import fingerprint
+from forerun.server.settings import ServerSettings
+from forerun.server.tenants import NAMESPACE_PATTERN, TenantNamespaces
+from forerun.trie.autosave import AutoSaver
+from forerun.trie.trie import Trie
+from forerun.trie.trie_file import Content
+from forerun.trie.trie_folder import Folder
+
+log = logging.getLogger(__name__)
+
+JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
+"""File names with JSON lines; all other files are texts."""
+PASSAGE_CHARACTERS = 1 << 14
+"""Text that is learned as one output. A full index drops whole outputs, and encoding one takes some milliseconds."""
+TEXT_FIELDS = ("text", "answer")
+"""Fields of a JSON line that are learned: ``forerun generate --json`` writes the first; recordings for ``forerun bench
+replay`` have the second, beside a ``prompt`` that is not learned."""
+MAX_NAMESPACES = 256
+"""Namespaces of all tenants together. Each reserves 64 MiB of addresses and uses what its texts need."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A piece of text, its namespace, and its place in a file."""
+
+    text: str
+    namespace: str
+    file: Path
+    line: int
+
+
+def check_files(files: Iterable[Path], namespaces: int) -> None:
+    """Read all files through.
+
+    Args:
+        files: to learn from.
+        namespaces: that a tenant may have.
+
+    Raises:
+        ValueError: for a line that is not UTF-8 or no row, or one namespace too many, with file and line; or for a file
+            with nothing to learn.
+        OSError: if a file cannot be read.
+    """
+    names = TenantNamespaces(namespaces)
+    for file in files:
+        empty = True
+        for passage in passages(file):
+            empty = False
+            try:
+                names.add("", passage.namespace)
+            except ValueError as error:
+                raise ValueError(f"{file}:{passage.line} has namespace {passage.namespace!r}: {error}") from None
+        if empty:
+            raise ValueError(f"{file} has no text to learn from")
+
+
+def passages(file: Path) -> Iterator[Passage]:
+    """The texts of a file, in pieces; see ``check_files`` for errors."""
+    rows = _rows(file) if file.suffix in JSON_LINES_SUFFIXES else _paragraphs(file)
+    for text, namespace, line in rows:
+        for start in range(0, len(text), PASSAGE_CHARACTERS):
+            yield Passage(text[start : start + PASSAGE_CHARACTERS], namespace, file, line)
+
+
+def restore_index(
+    engine: Engine, settings: ServerSettings, namespaces: TenantNamespaces, tenants: Sequence[str]
+) -> AutoSaver | None:
+    """Limit an engine's index, fill it from its folder and from files, and prepare its saving.
+
+    Args:
+        engine: with a tokenizer.
+        settings: the server's.
+        namespaces: of all tenants.
+        tenants: all of them learn from the files.
+
+    Returns:
+        The saver of the index, if there is a folder for it; its ``start`` begins the saving.
+
+    Raises:
+        ValueError: if there is a folder or a file, but no index; or for a wrong folder or file.
+        OSError: if one of them cannot be read.
+    """
+    trie, tokenizer = _trie(engine, settings), engine.tokenizer
+    if trie is None:
+        return None
+    assert tokenizer is not None
+
+    def learners(name: str) -> list[str]:
+        for tenant in tenants:
+            namespaces.add(tenant, name)
+        return list(dict.fromkeys(namespaces.drafts_from(tenant, name) for tenant in tenants))
+
+    def encode(text: str) -> list[int]:
+        return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    trie.bound(int(settings.index_limit), MAX_NAMESPACES)
+    if settings.index is None:
+        _learn(trie, encode, [], settings, learners)
+        return None
+    folder = Folder(settings.index, fingerprint(tokenizer))
+    try:
+        kept = folder.read()
+        for namespace in chain.from_iterable(content.namespaces for content in kept):
+            namespaces.restore(namespace, tenants)
+        changed = _learn(trie, encode, kept, settings, learners)
+    except BaseException:
+        folder.close()
+        raise
+    folder.holds({name: number for name, number in trie.changes().items() if name not in changed})
+    return AutoSaver(trie, folder, settings.index_interval)
+
+
+def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
+    try:
+        return trie_of(engine.drafter)
+    except ValueError as error:
+        if settings.index is None and not settings.warm:
+            return None
+        wrong = f"index and warm are for drafters with a trie, and drafter is {settings.drafter!r}"
+        raise ValueError(wrong) from error
+
+
+def _learn(
+    trie: Trie,
+    encode: Callable[[str], list[int]],
+    kept: Sequence[Content],
+    settings: ServerSettings,
+    learners: Callable[[str], list[str]],
+) -> set[str]:
+    """Fill an empty index from files and from a folder.
+
+    Texts of the files that the folder has too are not learned again. The others come before those of the folder: these
+    were generated, so they are the ones to stay where there is no room for both.
+
+    Args:
+        trie: learns.
+        encode: from a text to its tokens.
+        kept: what the folder has; see ``Folder.read``.
+        settings: name the files and their time.
+        learners: from a file's namespace to the trie's namespaces that learn it.
+
+    Returns:
+        Namespaces that learned texts which the folder does not have.
+    """
+    known = {name: set(map(_text_digest, texts)) for each in kept for name, texts in each.namespaces.items()}
+    changed, learned, until = set(), 0, time.monotonic() + settings.warm_seconds
+    for passage in chain.from_iterable(map(passages, settings.warm)):
+        if time.monotonic() > until:
+            message = "%s:%d and all after it was not learned: the %g seconds of warm_seconds are over"
+            log.warning(message, passage.file, passage.line, settings.warm_seconds)
+            break
+        tokens = np.array(encode(passage.text), np.int64)
+        for name in learners(passage.namespace):
+            if _text_digest(tokens) not in known.get(name, ()):
+                trie.warm(name, [tokens])
+                changed.add(name)
+                learned += len(tokens)
+    for each in kept:
+        trie.adopt(each.mixer)
+        for name, texts in each.namespaces.items():
+            trie.warm(name, texts)
+    if settings.warm or kept:
+        total = sum(len(text) for each in kept for texts in each.namespaces.values() for text in texts)
+        log.info("learned %s new tokens of files, and %s that were kept", f"{learned:,}", f"{total:,}")
+    return changed
+
+
+def _text_digest(tokens: IntArray) -> bytes:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield number, line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{file}:{number} is not UTF-8 text (byte {error.start} of the line)") from None
+
+
+def _paragraphs(file: Path) -> Iterator[tuple[str, str, int]]:
+    """A text in whole lines, a passage at a time."""
+    lines: list[str] = []
+    size, first = 0, 1
+    for number, line in _lines(file):
+        if lines and size + len(line) > PASSAGE_CHARACTERS:
+            yield "".join(lines), "default", first
+            lines, size, first = [], 0, number
+        lines.append(line)
+        size += len(line)
+    if size:
+        yield "".join(lines), "default", first
+
+
+def _rows(file: Path) -> Iterator[tuple[str, str, int]]:
+    for number, line in _lines(file):
+        if line.strip():
+            try:
+                yield *_row(json.loads(line)), number
+            except (ValueError, TypeError) as error:
+                wrong = f"{file}:{number} is no JSON object with 'text' or 'answer', and perhaps 'namespace': {error}"
+                raise ValueError(wrong) from None
+
+
+def _row(row: Any) -> tuple[str, str]:
+    if not isinstance(row, dict):
+        raise TypeError(f"it is a {type(row).__name__}")
+    text = next((row[name] for name in TEXT_FIELDS if name in row), None)
+    namespace = row.get("namespace", "default")
+    if not isinstance(text, str) or not text:
+        raise TypeError("the text is missing, empty, or no string")
+    text.encode()  # a lone surrogate is no text
+    if not isinstance(namespace, str) or not re.fullmatch(NAMESPACE_PATTERN, namespace):
+        raise TypeError(f"the namespace does not match {NAMESPACE_PATTERN}")
+    return text, namespace

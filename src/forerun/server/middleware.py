@@ -1,0 +1,189 @@
+"""Checks before a request is parsed: its id, its host and origin, its key, and the size of its body."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import uuid
+from collections.abc import Collection
+from contextvars import ContextVar
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from forerun.server.api_errors import CLOSE, ApiError
+from forerun.server.tenants import ApiKeys
+
+OPEN_ADDRESSES = ("/health", "/ready")
+"""Addresses without checks: they only say whether the server is there."""
+BODIES_IN_MEMORY = 32
+"""Bodies of the largest size whose bytes all requests together may hold, from their arrival to their end."""
+BODY_SECONDS = 60.0
+"""Time that a body may take to arrive: enough for 8 MiB over a slow line of 1.2 Mbit/s."""
+REQUEST_ID_HEADER = b"x-request-id"
+REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+request_id: ContextVar[str] = ContextVar("forerun_request_id", default="-")
+"""The id of the request that is answered in this context; log lines have it."""
+
+
+class GuardMiddleware:
+    """Gives each request an id and its tenant, and refuses wrong keys (401), foreign hosts and origins (403), large
+    bodies (413) and slow ones (408).
+
+    The application behind it gets a body in one piece, and none that does not arrive in full. The rest of a refused
+    body is read and thrown away for as long as the connection may be silent: closing it under a client that still sends
+    would reset it, and the client could lose the answer.
+
+    Without keys, any web page in a browser on this computer could use the server: by a request to another origin, or
+    by a domain name that it points here (DNS rebinding). So hosts and origins are checked there.
+
+    Args:
+        app: finds ``tenant`` and ``request_id`` in the scope's state.
+        keys: of the tenants.
+        body_limit: bytes of a body.
+        hosts: names under which the server may be asked; IP addresses and localhost always may, and ``*`` is any name.
+            None checks neither hosts nor origins.
+        origins: of web pages that may ask, beside the server's own; ``*`` is any.
+        open_addresses: that need no key.
+        body_seconds: time that a body may take.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        body_limit: int,
+        hosts: Collection[str] | None = None,
+        origins: Collection[str] = (),
+        open_addresses: Collection[str] = OPEN_ADDRESSES,
+        body_seconds: float = BODY_SECONDS,
+    ) -> None:
+        self._app, self._keys, self._limit, self._open = app, keys, body_limit, frozenset(open_addresses)
+        self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origins)
+        self._body_seconds = body_seconds
+        self._buffered = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer as an ASGI application does."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        send = _with_id(scope, send)
+        body = bytearray()
+        try:
+            self._check_source(scope)
+            if scope["path"] in self._open:  # no body is read there
+                await self._app(scope, receive, send)
+                return
+            self._authenticate(scope)
+            if await self._read(scope, receive, body):
+                await self._app(scope, _replay(bytes(body), receive), send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        finally:
+            self._buffered -= len(body)
+
+    def _check_source(self, scope: Scope) -> None:
+        if self._hosts is None or scope["path"] in OPEN_ADDRESSES:
+            return
+        host = (_header(scope, b"host") or b"").decode("latin-1").lower()
+        if not self._is_own(host):
+            message = "this server does not answer to the name in the Host header; --allowed-host adds one"
+            raise ApiError(403, message, "host_not_allowed")
+        origin = _header(scope, b"origin")
+        if origin is None or "*" in self._origins or origin.decode("latin-1") in self._origins:
+            return
+        if urlsplit(origin.decode("latin-1").lower()).netloc != host:
+            message = "web pages of another origin may not ask this server; --cors-origin allows one"
+            raise ApiError(403, message, "origin_not_allowed")
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a Host header names this server. A page can point a name of its own here, but no IP address."""
+        assert self._hosts is not None
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name in self._hosts or name == "localhost" or "*" in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _authenticate(self, scope: Scope) -> None:
+        tenant = self._keys.tenant(_header(scope, b"authorization"))
+        if tenant is None:
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        scope["state"]["tenant"] = tenant
+
+    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bool:
+        """Collect the body; return False if the client goes before all of it has arrived."""
+        declared = _header(scope, b"content-length") or b"0"
+        if declared.isdigit():
+            self._check_size(int(declared))
+        try:
+            async with asyncio.timeout(self._body_seconds):
+                return await self._collect(receive, body)
+        except TimeoutError:
+            message = f"the body did not come within {self._body_seconds:g} seconds"
+            raise ApiError(408, message, "request_timeout", headers=CLOSE) from None
+
+    async def _collect(self, receive: Receive, body: bytearray) -> bool:
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False
+            part = message.get("body", b"")
+            body += part
+            self._buffered += len(part)
+            self._check_size(len(body))
+            if self._buffered > BODIES_IN_MEMORY * self._limit:
+                wait = "the requests that are here hold as many bytes as this server takes; try again"
+                raise ApiError(503, wait, "too_many_bytes", headers={"Retry-After": "1"})
+            more = message.get("more_body", False)
+        return True
+
+    def _check_size(self, size: int) -> None:
+        if size > self._limit:
+            message = f"the body has {size:,} bytes or more; this server takes {self._limit:,}"
+            raise ApiError(413, message, "request_too_large")
+
+
+def _with_id(scope: Scope, send: Send) -> Send:
+    """Give a request the id that its client has sent, or a new one; the answer's head has it, too."""
+    given = _header(scope, REQUEST_ID_HEADER) or b""
+    number = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex.encode()
+    others = [(name, value) for name, value in scope["headers"] if name != REQUEST_ID_HEADER]
+    scope["headers"] = [*others, (REQUEST_ID_HEADER, number)]
+    scope.setdefault("state", {})["request_id"] = number.decode()
+    request_id.set(number.decode())
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = list(message.get("headers", ()))
+            if not any(name.lower() == REQUEST_ID_HEADER for name, _ in headers):
+                message = {**message, "headers": [*headers, (REQUEST_ID_HEADER, number)]}
+        await send(message)
+
+    return send_with_id
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Messages with the body first, and then those that still come."""
+    read: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def replay() -> Message:
+        return read.pop() if read else await receive()
+
+    return replay
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)

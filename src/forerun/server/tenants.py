@@ -1,0 +1,98 @@
+"""Tenants, who are known by their API keys, and the namespaces inside each."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+from collections.abc import Sequence
+
+ONLY_TENANT = "default"
+"""The tenant of a server without keys."""
+SHARED_TENANT = "shared"
+"""Stands for a tenant's name in namespaces that all tenants share. No tenant has this name."""
+NAMESPACE_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
+
+
+class ApiKeys:
+    """Finds tenants by their keys. It keeps digests, not keys.
+
+    Args:
+        keys: one for each tenant; none makes everybody one tenant.
+
+    Raises:
+        ValueError: for an empty key, one that a header cannot carry, or one given twice.
+    """
+
+    def __init__(self, keys: Sequence[str] = ()) -> None:
+        for number, key in enumerate(keys, start=1):
+            if not key or not all("!" <= character <= "~" for character in key):
+                raise ValueError(f"API key {number} is empty, or has characters other than ASCII without spaces")
+        if len(set(keys)) < len(keys):
+            raise ValueError("an API key is given twice; each tenant has its own")
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    @property
+    def tenants(self) -> list[str]:
+        """All tenants."""
+        return [_tenant_name(digest) for digest in self._digests] or [ONLY_TENANT]
+
+    def tenant(self, authorization: bytes | None) -> str | None:
+        """The tenant of an ``Authorization`` header; None if no tenant has its key. The time does not depend on the key."""
+        if not self._digests:
+            return ONLY_TENANT
+        scheme, _, key = (authorization or b"").partition(b" ")
+        given, tenant = _digest(key.strip()), None
+        for digest in self._digests:
+            if hmac.compare_digest(digest, given):
+                tenant = _tenant_name(digest)
+        return tenant if scheme.lower() == b"bearer" else None
+
+
+class TenantNamespaces:
+    """The namespaces that each tenant has used. Each namespace has an index of its own.
+
+    Args:
+        limit: namespaces that a tenant may have.
+        share: whether tenants learn from each other's outputs, in namespaces of the same name.
+    """
+
+    def __init__(self, limit: int, share: bool = False) -> None:
+        self._limit, self._share = limit, share
+        self._names: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def private(self, tenant: str, name: str) -> str:
+        """The namespace that a tenant has for itself."""
+        return f"{tenant}/{name}"
+
+    def drafts_from(self, tenant: str, name: str) -> str:
+        """The namespace where outputs are kept and drafts come from."""
+        return f"{SHARED_TENANT if self._share else tenant}/{name}"
+
+    def add(self, tenant: str, name: str) -> None:
+        """Count a name that a tenant uses.
+
+        Raises:
+            ValueError: if it is new and the tenant has no more names left.
+        """
+        with self._lock:
+            names = self._names.setdefault(tenant, set())
+            if name not in names and len(names) >= self._limit:
+                raise ValueError(f"there are {len(names)} namespaces already, and no more may be; use one of them")
+            names.add(name)
+
+    def restore(self, namespace: str, tenants: Sequence[str]) -> None:
+        """Count a namespace (``drafts_from``) that was kept from an earlier run."""
+        owner, _, name = namespace.partition("/")
+        for tenant in tenants:
+            if owner in (tenant, SHARED_TENANT):
+                self._names.setdefault(tenant, set()).add(name)
+
+
+def _tenant_name(digest: bytes) -> str:
+    return "key-" + digest.hex()[:16]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=32, person=b"forerun tenant").digest()
