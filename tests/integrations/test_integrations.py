@@ -17,8 +17,8 @@ from support import recorded_engines
 from support.recorded_engines import Asked, Llama, Runner, vllm_config
 
 import forerun
-from forerun.integrations.drafting import best_branch
-from forerun.integrations.settings import DraftSettings
+from forerun.integrations.branch_drafter import best_branch
+from forerun.integrations.draft_settings import DraftSettings
 from forerun.integrations.vllm import ForerunProposer
 from forerun.trie.trie import Draft
 from forerun.trie.trie_file import TrieFileError
@@ -57,11 +57,11 @@ def served(proposer: ForerunProposer, *requests: Asked) -> Runner:
 
 
 def learned(proposer: ForerunProposer, namespace: str = "") -> list[list[int]]:
-    return sorted(text.tolist() for text in proposer._drafting.trie.snapshot(namespace)[0])
+    return sorted(text.tolist() for text in proposer._drafter.trie.snapshot(namespace)[0])
 
 
 def under_way(proposer: ForerunProposer) -> int:
-    return len(proposer._drafting.texts)
+    return len(proposer._drafter.texts)
 
 
 # --- without what the engines pin
@@ -177,7 +177,7 @@ def test_requests_that_move_between_rows_are_followed_and_never_mixed_up() -> No
         assert under_way(proposer) <= 6
         for request in [request for request in runner.rows if request.done]:
             runner.remove(request)
-    assert proposer._drafting.texts._begun == len(everyone)  # none was taken for a new one
+    assert proposer._drafter.texts._begun == len(everyone)  # none was taken for a new one
     for seed, request in enumerate(everyone):
         assert request.accepted > 0
         assert {token // 100 for draft in request.drafts for token in draft} <= {seed}
@@ -369,7 +369,7 @@ def test_the_next_prompt_of_a_conversation_stays_private(llama: Any) -> None:
     list(Llama(draft).generate(first, answer))
     question = words(28, 12)
     list(Llama(draft).generate(first + answer + question, words(29, 20)))
-    shared = {token for text in draft._drafting.trie.snapshot("")[0] for token in text.tolist()}
+    shared = {token for text in draft._drafter.trie.snapshot("")[0] for token in text.tolist()}
     assert shared >= set(answer[:-1])
     assert not shared & set(question)
 
@@ -389,5 +389,5 @@ def test_settings_of_llama_cpp(llama: Any, tmp_path: Path) -> None:
 
 
 def test_settings_are_what_was_told_over_the_defaults() -> None:
-    assert DraftSettings.told({"vocabulary": "x"}, vocabulary="y").vocabulary == "x"
-    assert DraftSettings.told({}, vocabulary="y").vocabulary == "y"
+    assert DraftSettings.from_values({"vocabulary": "x"}, vocabulary="y").vocabulary == "x"
+    assert DraftSettings.from_values({}, vocabulary="y").vocabulary == "y"

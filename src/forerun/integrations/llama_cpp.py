@@ -12,21 +12,21 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp.llama_speculative import LlamaDraftModel
 
-from forerun.integrations.drafting import Drafting
-from forerun.integrations.settings import DraftSettings
-from forerun.integrations.texts import Shown
+from forerun.integrations.branch_drafter import BranchDrafter
+from forerun.integrations.draft_settings import DraftSettings
+from forerun.integrations.row_texts import RowText
 
 Tokens = npt.NDArray[np.intc]
 
 
 class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be missing where types are checked
-    """Drafts the best branch along one text, and learns from each.
+    """Drafts the best branch for one text, and learns from it.
 
-    A text goes on if it is the last one, then some of the last draft, and one token. Anything else is a new request:
-    all but its last token is its prompt, which no other request is drafted.
+    A text continues the last one if it is that text, some of the last draft, and one token. Any other text is a new
+    request: all but its last token is its prompt, which is private to it.
 
     Args:
-        draft_tokens: most tokens of a draft.
+        draft_tokens: length of a draft.
         settings: see ``DraftSettings``.
 
     Raises:
@@ -37,12 +37,12 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
     def __init__(self, draft_tokens: int = 10, **settings: Any) -> None:
         if not isinstance(draft_tokens, int) or not 1 <= draft_tokens <= 1024:
             raise ValueError(f"draft_tokens is {draft_tokens!r}; allowed: 1 to 1024")
-        self._most = draft_tokens
-        self._drafting = Drafting(DraftSettings.told(settings))
+        self._draft_tokens = draft_tokens
+        self._drafter = BranchDrafter(DraftSettings.from_values(settings))
         self._text = self._draft = np.empty(0, np.intc)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        """What may follow a text.
+        """Draft the next tokens.
 
         Args:
             input_ids: the text, intc ``[n]``, its newest token included.
@@ -57,17 +57,17 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
         text = np.array(input_ids, np.intc)
         if not len(text):
             return np.empty(0, np.intc)
-        shown = Shown(text, self._new(text))
-        draft = np.array(self._drafting.step([shown], [self._most])[0], np.intc)
+        row = RowText(text, self._new(text))
+        draft = np.array(self._drafter.step([row], [self._draft_tokens])[0], np.intc)
         self._text, self._draft = text, draft
         return draft
 
     def close(self) -> None:
         """Save what is new; it is done at the interpreter's end too."""
-        self._drafting.close()
+        self._drafter.close()
 
     def _new(self, text: Tokens) -> int:
-        """How many tokens at the end of a text came since the last one; 1 for a new request."""
+        """Tokens at the end of a text that came since the last one; 1 for a new request."""
         new = len(text) - len(self._text)
         if not 1 <= new <= len(self._draft) + 1:
             return 1

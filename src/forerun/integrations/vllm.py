@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from forerun.integrations.drafting import Drafting
-from forerun.integrations.settings import DraftSettings
-from forerun.integrations.texts import Shown
+from forerun.integrations.branch_drafter import BranchDrafter
+from forerun.integrations.draft_settings import DraftSettings
+from forerun.integrations.row_texts import RowText
 
-SECTION = "forerun"
-"""Where ``additional_config`` has the settings. vLLM's ``speculative_config`` refuses names that it does not know."""
+CONFIG_SECTION = "forerun"
+"""Key of the settings in ``additional_config``; vLLM's ``speculative_config`` refuses unknown names."""
 
 Rows = npt.NDArray[np.integer[Any]]
 
 
 class ForerunProposer:
-    """Drafts the best branch for each row of a batch, and learns from each.
+    """Drafts the best branch for each row of a batch, and learns from all rows.
 
-    A row is known by its text (see ``Texts``). Prompts stay private to their request; what was generated is shared in
-    one namespace by all requests of this engine, unless ``share`` is false.
+    A row is recognised by its text (see ``FollowedTexts``). Prompts stay private to their request; outputs are shared in one
+    namespace by all requests of this engine, unless ``share`` is false.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``. ``speculative_config.num_speculative_tokens`` is the most tokens of a draft;
@@ -42,13 +42,13 @@ class ForerunProposer:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.enable_prompt_embeds:
             raise ValueError("enable_prompt_embeds is true; allowed: false, as rows are known by their prompts' tokens")
-        self._most = _draft_tokens(vllm_config.speculative_config.num_speculative_tokens)
+        self._draft_tokens = _checked_length(vllm_config.speculative_config.num_speculative_tokens)
         self._room, self._vocabulary = int(model.max_model_len), int(model.get_vocab_size())
         extra = vllm_config.additional_config
-        told = extra.get(SECTION, {}) if isinstance(extra, Mapping) else {}
-        settings = DraftSettings.told(told, vocabulary=str(model.tokenizer))
+        values = extra.get(CONFIG_SECTION, {}) if isinstance(extra, Mapping) else {}
+        settings = DraftSettings.from_values(values, vocabulary=str(model.tokenizer))
         first = parallel.rank % parallel.tensor_parallel_size == 0 and parallel.data_parallel_rank == 0
-        self._drafting = Drafting(settings, saves=first)
+        self._drafter = BranchDrafter(settings, saves=first)
 
     def propose(
         self,
@@ -57,7 +57,7 @@ class ForerunProposer:
         token_ids_cpu: Rows,
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """What may follow the text of each row.
+        """Draft the next tokens of each row.
 
         Args:
             sampled_token_ids: by row, the tokens that came at this step; none while its prompt is still being read.
@@ -73,25 +73,26 @@ class ForerunProposer:
         Raises:
             ValueError: if the new tokens are not at the end of their row, or a token is none; nothing is learned then.
         """
-        shown = []
+        rows = []
         for row, sampled in enumerate(sampled_token_ids):
             text = token_ids_cpu[row, : num_tokens_no_spec[row]]
             if list(sampled) != text[len(text) - len(sampled) :].tolist():
                 raise ValueError(f"row {row} ends with other tokens than came, {list(sampled)}; this is not vLLM 0.33")
-            shown.append(Shown(text, len(sampled)))
-        drafts = self._drafting.step(shown, [min(self._most, self._room - len(each.text) - 1) for each in shown])
+            rows.append(RowText(text, len(sampled)))
+        lengths = [min(self._draft_tokens, self._room - len(row.text) - 1) for row in rows]
+        drafts = self._drafter.step(rows, lengths)
         return [self._within(draft) for draft in drafts]
 
     def close(self) -> None:
         """Save what is new. vLLM does not call it; it is done at the interpreter's end too."""
-        self._drafting.close()
+        self._drafter.close()
 
     def _within(self, draft: list[int]) -> list[int]:
         """A draft up to the first token that the model does not have, such as one of a trie file of another model."""
         return draft[: next((at for at, token in enumerate(draft) if token >= self._vocabulary), len(draft))]
 
 
-def _draft_tokens(told: object) -> int:
-    if not isinstance(told, int) or not 1 <= told <= 1024:
-        raise ValueError(f"num_speculative_tokens is {told!r}; allowed: 1 to 1024")
-    return told
+def _checked_length(length: object) -> int:
+    if not isinstance(length, int) or not 1 <= length <= 1024:
+        raise ValueError(f"num_speculative_tokens is {length!r}; allowed: 1 to 1024")
+    return length

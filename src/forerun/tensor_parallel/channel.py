@@ -1,8 +1,8 @@
-"""Messages from rank 0 to all others, and the news that a rank is gone.
+"""Messages from rank 0 to all others, and the detection of a dead rank.
 
 A message is a broadcast over gloo on the CPU, whatever device the model is on. While the others wait for messages, rank
-0 sends an empty one every ``BEAT`` seconds if it has nothing to say. So no rank waits longer than ``PATIENCE`` for one
-that died or hangs; a closed connection is noticed at once.
+0 sends an empty one every ``HEARTBEAT_SECONDS`` if it has no other. So a rank waits at most ``RANK_TIMEOUT_SECONDS`` for
+one that died or hangs; a closed connection is noticed at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-FRAME = 4096
-"""Bytes of a message's first broadcast: enough for a step of a few rows. Longer ones need a second one."""
-HEAD = 8
-"""Bytes of the length before it."""
-PATIENCE = 8.0
-"""Seconds that a rank waits for another one inside a step, so that the death of one ends all within ten."""
-BEAT = 2.0
-"""Seconds between signs of life; several may be late within ``PATIENCE``."""
-ARRIVAL = 600.0
-"""Seconds that ranks may come apart between two calls of an engine, where the program's own work lies."""
+FRAME_BYTES = 4096
+"""Size of a message's first broadcast: enough for a step of a few rows. A longer message takes a second one."""
+LENGTH_BYTES = 8
+"""Size of the message's length, which stands before it."""
+RANK_TIMEOUT_SECONDS = 8.0
+"""Time that a rank waits for another one inside a step: the death of one ends all within ten seconds."""
+HEARTBEAT_SECONDS = 2.0
+"""Time between two messages; several may be late within the timeout."""
+CALL_TIMEOUT_SECONDS = 600.0
+"""Time that a rank waits for the next call of an engine, which depends on the program's own work."""
 
 
 class ParallelError(ConnectionError):
@@ -52,44 +52,44 @@ class Channel:
         self._model = model_group
         self._backend = model_group._get_backend(device)
         self.turn = threading.RLock()
-        """Held while something is told and done, so that all ranks do the same in the same order."""
+        """Locked from a message to the end of its work, so that all ranks work in the same order."""
         self._listeners = 0
         self._last = 0.0
         self._broken: str | None = None
-        self._beating: threading.Thread | None = None
+        self._heartbeat: threading.Thread | None = None
 
     def open(self, message: str) -> None:
-        """Rank 0: begin a time in which the others listen, with a message; times may overlap."""
+        """Rank 0: send the first message of a period in which the others listen; periods may overlap."""
         with self.turn:
-            self._broadcast(message, PATIENCE if self._listeners else ARRIVAL)
+            self._broadcast(message, RANK_TIMEOUT_SECONDS if self._listeners else CALL_TIMEOUT_SECONDS)
             self._listeners += 1
-            if self._beating is None:
-                self._beating = threading.Thread(target=self._beat, name="forerun-beat", daemon=True)
-                self._beating.start()
+            if self._heartbeat is None:
+                self._heartbeat = threading.Thread(target=self._send_heartbeats, name="forerun-beat", daemon=True)
+                self._heartbeat.start()
 
     def close(self, message: str) -> None:
-        """Rank 0: end it, with a message that the others know as the last one."""
+        """Rank 0: end a period, with a message that the others know as its last."""
         with self.turn:
             self._listeners -= 1
             if self._broken is None:
-                self._broadcast(message, PATIENCE)
+                self._broadcast(message, RANK_TIMEOUT_SECONDS)
 
     @contextmanager
     def speaking(self, message: Callable[[], str]) -> Iterator[None]:
-        """Rank 0: send a message, and run with all ranks what it announces. An error there is the end: nobody knows how
-        far the others came."""
+        """Rank 0: a context in which all ranks work on what the message announces. After an error there no pass is
+        possible any more, as the progress of the others is unknown."""
         with self.turn:
             if not self._listeners:
                 raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")
-            self._broadcast(message(), PATIENCE)
+            self._broadcast(message(), RANK_TIMEOUT_SECONDS)
             with self.together():
                 yield
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Operations of the model's processes, none of which waits longer than ``PATIENCE`` for another."""
+        """A context in which the model's processes wait at most ``RANK_TIMEOUT_SECONDS`` for each other."""
         usual = self._backend.options._timeout
-        _set_pg_timeout(timedelta(seconds=PATIENCE), self._model)
+        _set_pg_timeout(timedelta(seconds=RANK_TIMEOUT_SECONDS), self._model)
         try:
             yield
         except BaseException as error:
@@ -104,45 +104,51 @@ class Channel:
         """Another rank: the next message.
 
         Args:
-            first: whether rank 0 may still be busy elsewhere.
+            first: whether a period begins with it; until then rank 0 may be busy elsewhere.
         """
-        patience = ARRIVAL if first else PATIENCE
-        frame = self._move(torch.empty(FRAME, dtype=torch.uint8), patience).numpy()
-        length = int(frame[:HEAD].view(np.int64)[0])
-        text = frame[HEAD : HEAD + length].tobytes()
-        if length > FRAME - HEAD:
-            text += self._move(torch.empty(length + HEAD - FRAME, dtype=torch.uint8), PATIENCE).numpy().tobytes()
+        timeout = CALL_TIMEOUT_SECONDS if first else RANK_TIMEOUT_SECONDS
+        frame = self._broadcast_bytes(torch.empty(FRAME_BYTES, dtype=torch.uint8), timeout).numpy()
+        length = int(frame[:LENGTH_BYTES].view(np.int64)[0])
+        text = frame[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
+        if length > FRAME_BYTES - LENGTH_BYTES:
+            text += (
+                self._broadcast_bytes(
+                    torch.empty(length + LENGTH_BYTES - FRAME_BYTES, dtype=torch.uint8), RANK_TIMEOUT_SECONDS
+                )
+                .numpy()
+                .tobytes()
+            )
         return text.decode()
 
-    def _broadcast(self, message: str, patience: float) -> None:
+    def _broadcast(self, message: str, timeout: float) -> None:
         data = np.frombuffer(message.encode(), np.uint8)
-        frame, cut = np.zeros(FRAME, np.uint8), FRAME - HEAD
-        frame[:HEAD] = np.array([len(data)], np.int64).view(np.uint8)
-        frame[HEAD : HEAD + len(data)] = data[:cut]
-        self._move(torch.from_numpy(frame), patience)
+        frame, cut = np.zeros(FRAME_BYTES, np.uint8), FRAME_BYTES - LENGTH_BYTES
+        frame[:LENGTH_BYTES] = np.array([len(data)], np.int64).view(np.uint8)
+        frame[LENGTH_BYTES : LENGTH_BYTES + len(data)] = data[:cut]
+        self._broadcast_bytes(torch.from_numpy(frame), timeout)
         if len(data) > cut:
-            self._move(torch.from_numpy(data[cut:].copy()), PATIENCE)
+            self._broadcast_bytes(torch.from_numpy(data[cut:].copy()), RANK_TIMEOUT_SECONDS)
 
-    def _move(self, data: torch.Tensor, patience: float) -> torch.Tensor:
+    def _broadcast_bytes(self, data: torch.Tensor, timeout: float) -> torch.Tensor:
         if self._broken is not None:
             raise ParallelError(f"the ranks are out of step: {self._broken}")
         options = dist.BroadcastOptions()
-        options.rootRank, options.timeout = 0, timedelta(seconds=patience)
+        options.rootRank, options.timeout = 0, timedelta(seconds=timeout)
         try:
             self._group.broadcast([data], options).wait()
         except RuntimeError as error:
             whom = "rank 0" if self.rank else "another rank"
-            self._broken = f"{whom} is gone, or did not answer for {patience:.0f} seconds ({error})"
+            self._broken = f"{whom} is gone, or did not answer for {timeout:.0f} seconds ({error})"
             raise ParallelError(f"rank {self.rank}: {self._broken}") from error
         self._last = time.monotonic()
         return data
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while self._broken is None:
-            time.sleep(BEAT / 4)
+            time.sleep(HEARTBEAT_SECONDS / 4)
             with self.turn:
-                if self._listeners and self._broken is None and time.monotonic() - self._last > BEAT:
+                if self._listeners and self._broken is None and time.monotonic() - self._last > HEARTBEAT_SECONDS:
                     try:
-                        self._broadcast("[]", PATIENCE)
+                        self._broadcast("[]", RANK_TIMEOUT_SECONDS)
                     except ParallelError:
                         return  # the next message says it

@@ -1,8 +1,8 @@
-"""What rank 0 does to caches, as a log that the other ranks follow.
+"""A log of rank 0's cache operations, which the other ranks repeat.
 
-Caches are made of the same few operations everywhere (``OPERATIONS``). On rank 0 a cache notes them down; on the other
-ranks a cache of the same kind, with the keys and values of other heads, does the same. A sparse cache chooses for each
-head by itself, so it needs no word from others. A log entry is JSON; what it means is in ``MirroredCache``.
+All caches change by the same few operations (``CACHE_OPERATIONS``). On rank 0 a cache logs them; on the other ranks a
+cache of the same kind, with the keys and values of other heads, repeats them. A sparse cache chooses for each head by
+itself, so its choice needs no message. A log entry is JSON; ``MirroredCaches`` reads it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from forerun.kv.sparse_view import View
 from forerun.kv.streaming import StreamingCache
 from forerun.kv.topk_cache import TopKCache
 
-OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
-"""What changes a cache between passes."""
+CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
+"""Methods that change a cache between passes."""
 
 Entry = list[Any]
-"""A log entry: its name, and what belongs to it."""
+"""A log entry: its name and its arguments."""
 
 
 class RankMirror:
@@ -58,10 +58,10 @@ class RankMirror:
         return f"[{','.join(entries)}]"
 
     def adopt(self, cache: Cache) -> None:
-        """Let the other ranks have this cache, too, and note from now on what is done to it.
+        """Make the same cache on the other ranks, and log its operations from now on.
 
         Raises:
-            ValueError: for a cache of a kind that cannot be, or one that holds tokens already.
+            ValueError: for a kind of cache that cannot be mirrored, or one that holds tokens already.
         """
         if cache in self._numbers:
             return
@@ -71,16 +71,16 @@ class RankMirror:
             raise ValueError(f"this cache holds {cache.length} tokens that other ranks do not know; use an empty one")
         kind = _kind(cache)
         self.note("make", self._number(cache), kind, _parts(cache))
-        cache.__class__ = _noting(type(cache))
+        cache.__class__ = _logging_class(type(cache))
         cache.__dict__["_mirror"] = self
 
     def done(self, cache: Cache, operation: str, arguments: tuple[Any, ...], result: object) -> None:
-        """Note what was done to a cache."""
+        """Log an operation of a cache."""
         number = self._number(result) if isinstance(result, SharedPrefix) else None
         self.note("do", self._number(cache), operation, arguments, number)
 
     def _number(self, thing: Cache | SharedPrefix) -> int:
-        """By which the other ranks know it, until it is gone here."""
+        """The number of a cache or prefix on all ranks, until it is deleted here."""
         if thing not in self._numbers:
             self._numbers[thing] = self._next
             weakref.finalize(thing, self._entries.append, f'["drop",{self._next}]').atexit = False
@@ -96,8 +96,8 @@ class RankMirror:
         return value.item() if isinstance(value, np.generic) else list(value)
 
 
-class MirroredCache:
-    """Another rank's caches."""
+class MirroredCaches:
+    """The caches of another rank, which repeats rank 0's operations."""
 
     def __init__(self) -> None:
         self._things: dict[int, Any] = {}
@@ -108,23 +108,23 @@ class MirroredCache:
         return entries
 
     def make(self, number: int, kind: str, parts: list[Any], rotation: Rotation | None) -> None:
-        """A cache as rank 0 made one."""
+        """Make a cache as rank 0 did."""
         self._things[number] = _MAKE[kind]([self.value(part) for part in parts], rotation)
 
     def do(self, number: int, operation: str, arguments: list[Any], result: int | None) -> None:
-        """What rank 0 did to a cache."""
-        if operation not in OPERATIONS:
-            raise ValueError(f"operation is {operation!r}; allowed are {', '.join(OPERATIONS)}")
-        found = getattr(self._things[number], operation)(*(self.value(each) for each in arguments))
+        """Repeat an operation of rank 0."""
+        if operation not in CACHE_OPERATIONS:
+            raise ValueError(f"operation is {operation!r}; allowed are {', '.join(CACHE_OPERATIONS)}")
+        made = getattr(self._things[number], operation)(*(self.value(each) for each in arguments))
         if result is not None:
-            self._things[result] = found
+            self._things[result] = made
 
     def drop(self, number: int) -> None:
-        """Rank 0 has it no more."""
+        """Delete a cache or prefix that rank 0 has deleted."""
         del self._things[number]
 
     def value(self, plain: Any) -> Any:
-        """What a part of an entry stands for."""
+        """The argument that a part of an entry describes."""
         if isinstance(plain, dict) and "block" in plain:
             pending, tokens, parents, start = plain["block"]
             tree = DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
@@ -140,7 +140,7 @@ def _kind(cache: Cache) -> str:
 
 
 def _parts(cache: Any) -> list[Any]:
-    """What ``_MAKE`` makes the same cache of."""
+    """The arguments with which ``_MAKE`` makes the same cache."""
     match cache:
         case RetrievalCache() | LowRankCache():
             return [cache.source, *astuple(cache.config)]
@@ -175,19 +175,19 @@ _MAKE: dict[str, Callable[[list[Any], Rotation | None], Cache]] = {
 def _streaming(parts: list[Any], rotation: Rotation | None) -> StreamingCache:
     window, sinks, slack, rotated = parts
     if rotated and rotation is None:
-        raise ValueError("rank 0 found how the model's keys rotate, and this rank did not")
+        raise ValueError("rank 0 knows the rotation of the model's keys, and this rank does not")
     return StreamingCache(window, sinks, slack, rotation if rotated else None)
 
 
 @functools.cache
-def _noting(kind: type[Cache]) -> type[Cache]:
-    """The same class, with operations that note themselves down."""
-    noted = {name: _noted(getattr(kind, name)) for name in OPERATIONS if hasattr(kind, name)}
-    return cast(type[Cache], ABCMeta(kind.__name__, (kind,), noted))
+def _logging_class(kind: type[Cache]) -> type[Cache]:
+    """The same class, with operations that are logged."""
+    logged = {name: _logged(getattr(kind, name)) for name in CACHE_OPERATIONS if hasattr(kind, name)}
+    return cast(type[Cache], ABCMeta(kind.__name__, (kind,), logged))
 
 
-def _noted(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation that is noted once it succeeded; those that it consists of are not."""
+def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """The operation, which is logged once it has succeeded; operations inside it are not."""
 
     @functools.wraps(operation)
     def run(self: Any, *arguments: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The scorers of a model in several processes: rank 0's leads, those of the other ranks follow.
+"""The scorers of a model in several processes: rank 0's leads, and those of the other ranks follow.
 
-Who uses the leader's need not know: a pass is a pass. What the followers' engines do is to run through ``follow``.
+The leader is used as any scorer. A follower's engine runs ``follow`` in place of steps.
 """
 
 from __future__ import annotations
@@ -21,64 +21,59 @@ from forerun.models.forward import gate
 from forerun.models.forward.scorer import Scorer, SelfTest
 from forerun.models.forward.sharded import group_of, is_sharded
 from forerun.tensor_parallel.channel import Channel, LeaderError, ParallelError
-from forerun.tensor_parallel.rank_mirror import Entry, MirroredCache, RankMirror
+from forerun.tensor_parallel.rank_mirror import Entry, MirroredCaches, RankMirror
 
-T = TypeVar("T")
-C = TypeVar("C", bound=Cache)
-BEGIN, END = "begin", "end"
-"""Entries around a time in which rank 0 leads; such times may lie within each other."""
-INTERRUPTED = "interrupted"
-"""What the last of them says after Ctrl-C."""
-NAME = "_forerun_parallel"
-"""Where a model keeps its scorer: all its engines have one, so that all passes are told in one order."""
+ResultT = TypeVar("ResultT")
+CacheT = TypeVar("CacheT", bound=Cache)
+LEAD_BEGIN, LEAD_END = "begin", "end"
+"""Entries around a period in which rank 0 leads; periods may be nested."""
+LEADER_INTERRUPTED = "interrupted"
+"""The reason in the last entry after Ctrl-C."""
+SCORER_ATTRIBUTE = "_forerun_parallel"
+"""Where a model keeps its scorer. All its engines share one, so all passes have one order."""
 
 
 class Leader(Scorer):
-    """Rank 0's scorer: each pass is announced to the other ranks, with what was done to caches before it."""
+    """Rank 0's scorer: it announces each pass to the other ranks, with the cache operations before it."""
 
     def __init__(self, model: PreTrainedModel, channel: Channel) -> None:
         super().__init__(model)
         self._channel = channel
         self._mirror = RankMirror()
 
-    def adopt(self, cache: C) -> C:
-        """See ``Scorer.adopt``."""
+    def adopt(self, cache: CacheT) -> CacheT:
         with self._channel.turn:
             self._mirror.adopt(cache)
         return cache
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """See ``Scorer.score``."""
         for cache in caches:
             self.adopt(cache)
         with self._announced("pass", blocks, caches):
             return super().score(blocks, caches)
 
     def rotation(self) -> Rotation | None:
-        """See ``Scorer.rotation``: every rank finds the same, by its own heads."""
         with self._announced("rotation"):
             return super().rotation()
 
-    def led(self, work: Callable[[], T]) -> T:
-        """See ``Scorer.led``."""
-        found: Any = None
+    def led(self, work: Callable[[], ResultT]) -> ResultT:
         with self.leading() as end:
-            found = work()
-            end.append(found)
-        return cast(T, found)
+            result = work()
+            end.append(result)
+        return result
 
     @contextmanager
     def leading(self) -> Iterator[Entry]:
-        """A time in which the other ranks follow; what is put into the list reaches them when it ends."""
+        """A context in which the other ranks follow. They get the list's entries at its end."""
         with self._channel.turn:
-            self.tell(BEGIN)
+            self.tell(LEAD_BEGIN)
             self._channel.open(self._mirror.message())
-        told: Entry = []
+        last: Entry = []
         failed: str | None = None
         try:
-            yield told
+            yield last
         except KeyboardInterrupt:
-            failed = INTERRUPTED
+            failed = LEADER_INTERRUPTED
             raise
         except Exception as error:
             failed = f"{type(error).__name__}: {error}"
@@ -86,15 +81,15 @@ class Leader(Scorer):
         finally:
             with self._channel.turn:
                 try:
-                    self.tell(END, failed, told)
-                except TypeError as error:  # the others may not wait for ever for what no message can hold
-                    self.tell(END, f"{type(error).__name__}: {error}", [])
+                    self.tell(LEAD_END, failed, last)
+                except TypeError as error:  # no message can hold the list, and the others must not wait for it
+                    self.tell(LEAD_END, f"{type(error).__name__}: {error}", [])
                     raise
                 finally:
                     self._channel.close(self._mirror.message())
 
     def tell(self, *entry: Any) -> None:
-        """Let the followers know, with the next message."""
+        """Send an entry to the followers with the next message."""
         self._mirror.note(*entry)
 
     @contextmanager
@@ -113,30 +108,29 @@ class Follower(Scorer):
     def __init__(self, model: PreTrainedModel, channel: Channel) -> None:
         super().__init__(model)
         self._channel = channel
-        self._replica = MirroredCache()
+        self._caches = MirroredCaches()
         self._entries: deque[Entry] = deque()
         self._rotation: Rotation | None = None
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """Nothing that a follower does by itself.
+        """Fail: a follower makes no passes of its own.
 
         Raises:
             ParallelError: always.
         """
         raise ParallelError(f"rank {self._channel.rank} makes no passes of its own; it follows rank 0")
 
-    def led(self, work: Callable[[], T]) -> T:
-        """See ``Scorer.led``."""
-        told: Entry = []
-        for _ in self.follow(told):
+    def led(self, work: Callable[[], ResultT]) -> ResultT:
+        last: Entry = []
+        for _ in self.follow(last):
             pass
-        return cast(T, told[0])
+        return cast(ResultT, last[0])
 
-    def follow(self, told: Entry) -> Iterator[Entry]:
-        """Do what rank 0 does for as long as it leads, yielding what else it tells.
+    def follow(self, last: Entry) -> Iterator[Entry]:
+        """Repeat rank 0's operations while it leads, and yield its other entries.
 
         Args:
-            told: takes what rank 0 says at the end.
+            last: takes the entries that rank 0 sends at the end.
 
         Raises:
             KeyboardInterrupt: if rank 0 was interrupted.
@@ -146,14 +140,14 @@ class Follower(Scorer):
         depth = 0
         while True:
             if not self._entries:
-                self._entries.extend(self._replica.read(self._channel.receive(not depth)))
+                self._entries.extend(self._caches.read(self._channel.receive(not depth)))
                 continue
             name, *parts = self._entries.popleft()
-            if name in (BEGIN, END):
-                depth += 1 if name == BEGIN else -1
+            if name in (LEAD_BEGIN, LEAD_END):
+                depth += 1 if name == LEAD_BEGIN else -1
                 if not depth:
-                    failed, said = parts
-                    told += said
+                    failed, entries = parts
+                    last += entries
                     _check(failed)
                     return
             elif not self._do(name, parts):
@@ -161,10 +155,10 @@ class Follower(Scorer):
 
     @torch.inference_mode()
     def _do(self, name: str, parts: list[Any]) -> bool:
-        """Whether this was one of the things that are done here."""
+        """Execute an entry; return False if it is the caller's to handle."""
         match name:
             case "pass":
-                blocks, caches = ([self._replica.value(each) for each in part] for part in parts)
+                blocks, caches = ([self._caches.value(each) for each in part] for part in parts)
                 with self._channel.together():
                     super().score(blocks, caches)
             case "rotation":
@@ -172,11 +166,11 @@ class Follower(Scorer):
                     self._rotation = self.rotation()
             case "make":
                 number, kind, made_of = parts
-                self._replica.make(number, kind, made_of, self._rotation)
+                self._caches.make(number, kind, made_of, self._rotation)
             case "do":
-                self._replica.do(*parts)
+                self._caches.do(*parts)
             case "drop":
-                self._replica.drop(*parts)
+                self._caches.drop(*parts)
             case _:
                 return False
         return True
@@ -205,16 +199,16 @@ def admit(model: PreTrainedModel, self_test: SelfTest, **whole: object) -> Score
             "tensor parallelism has to take all of them"
         )
     known: dict[str, Scorer] = model.__dict__
-    if NAME not in known:
+    if SCORER_ATTRIBUTE not in known:
         gate.admit(model)
         channel = Channel(group_of(model), model.device)
-        known[NAME] = Follower(model, channel) if channel.rank else Leader(model, channel)
-    return known[NAME]
+        known[SCORER_ATTRIBUTE] = Follower(model, channel) if channel.rank else Leader(model, channel)
+    return known[SCORER_ATTRIBUTE]
 
 
 def _check(failed: str | None) -> None:
     """Fail as rank 0 did."""
-    if failed == INTERRUPTED:
+    if failed == LEADER_INTERRUPTED:
         raise KeyboardInterrupt
     if failed is not None:
         raise LeaderError(f"rank 0 failed: {failed}")

@@ -1,4 +1,4 @@
-"""Drafts for an engine that takes one branch of a tree: the best one."""
+"""Drafts for engines that take one branch of a tree: the best one."""
 
 from __future__ import annotations
 
@@ -9,25 +9,24 @@ from pathlib import Path
 
 import numpy as np
 
-from forerun.integrations.settings import DraftSettings
-from forerun.integrations.texts import Shown, Texts
+from forerun.integrations.draft_settings import DraftSettings
+from forerun.integrations.row_texts import FollowedTexts, RowText
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.trie import Draft, Trie, TrieConfig
 from forerun.trie.trie_store import TrieStore
 
-BREADTH = 2
-"""Nodes of the tree for each token of the branch that is taken out of it. More changed nothing in replays."""
-
-PRIVATE_BYTES = 1 << 16
-"""Of a namespace that only one request writes to; its own text is in an index of its own anyway."""
+TREE_NODES_PER_TOKEN = 2
+"""Size of the tree for each token of its best branch. More changed nothing in replays."""
+PRIVATE_NAMESPACE_BYTES = 1 << 16
+"""Capacity of a namespace with one request, whose own text has an index of its own anyway."""
 
 
 @dataclass(frozen=True)
 class TrieFile:
-    """One file that an index is saved to.
+    """The file that an index is saved to.
 
     Attributes:
-        path: of the file; it is replaced as a whole or not at all.
+        path: the file is replaced as a whole or not at all.
         vocabulary: a name for what the token ids mean.
     """
 
@@ -39,15 +38,15 @@ class TrieFile:
         store.save(self.path, self.vocabulary)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file is open."""
 
 
-class Drafting:
-    """An index that follows an engine's texts and drafts them on.
+class BranchDrafter:
+    """An index that learns an engine's texts and drafts their continuations.
 
     Args:
         settings: see ``DraftSettings``.
-        saves: whether this process is the one that writes the trie file.
+        saves: whether this process writes the trie file.
 
     Raises:
         ValueError: if the trie file is damaged or of another vocabulary.
@@ -56,35 +55,39 @@ class Drafting:
 
     def __init__(self, settings: DraftSettings, saves: bool = True) -> None:
         self.settings = settings
-        config = TrieConfig(capacity=settings.capacity) if settings.share else TrieConfig(PRIVATE_BYTES, namespaces=1)
+        config = (
+            TrieConfig(capacity=settings.capacity)
+            if settings.share
+            else TrieConfig(PRIVATE_NAMESPACE_BYTES, namespaces=1)
+        )
         self.trie = Trie(config)
         if settings.trie is not None and settings.trie.exists():
             self.trie.load(settings.trie, settings.vocabulary)
         self.trie.warm_up()
-        self.texts = Texts(self.trie, settings.namespace, settings.share)
-        self._saving: weakref.finalize[[], Drafting] | None = None
+        self.texts = FollowedTexts(self.trie, settings.namespace, settings.share)
+        self._saving: weakref.finalize[[], BranchDrafter] | None = None
         if settings.trie is not None and settings.save_seconds and saves:
             keeper = AutoSaver(self.trie, TrieFile(settings.trie, settings.vocabulary), settings.save_seconds)
             keeper.start()
             self._saving = weakref.finalize(self, keeper.close)  # at the interpreter's end too
 
-    def step(self, shown: Sequence[Shown], most: Sequence[int]) -> list[list[int]]:
-        """Learn what came, and draft what may follow.
+    def step(self, rows: Sequence[RowText], lengths: Sequence[int]) -> list[list[int]]:
+        """Learn the new tokens, and draft the next ones.
 
         Args:
-            shown: all rows of the step.
-            most: tokens to draft for each, at most.
+            rows: all rows of the step.
+            lengths: the longest draft for each.
 
         Returns:
             Token ids by row.
 
         Raises:
-            ValueError: see ``Texts.follow``.
+            ValueError: see ``FollowedTexts.follow``.
         """
-        requests = self.texts.follow(shown)
+        requests = self.texts.follow(rows)
         return [
-            [] if request is None or not each.new else self._draft(request, length)
-            for request, each, length in zip(requests, shown, most, strict=True)
+            [] if request is None or not row.new else self._draft(request, length)
+            for request, row, length in zip(requests, rows, lengths, strict=True)
         ]
 
     def close(self) -> None:
@@ -96,15 +99,17 @@ class Drafting:
     def _draft(self, request: int, length: int) -> list[int]:
         if length < 1:
             return []
-        return best_branch(self.trie.retrieve(request, BREADTH * length, length), self.settings.least_probability)
+        return best_branch(
+            self.trie.retrieve(request, TREE_NODES_PER_TOKEN * length, length), self.settings.least_probability
+        )
 
 
 def best_branch(draft: Draft, least: float) -> list[int]:
-    """The branch of which most tokens are expected to be accepted, as far as they are likely enough.
+    """The branch with the most expected accepted tokens, up to where they become too unlikely.
 
     Args:
         draft: nodes of a tree, parents first; none is likelier than its parent.
-        least: probability of a node that is worth drafting.
+        least: the lowest probability of a drafted node.
     """
     size = int(np.count_nonzero(draft.probability >= least))  # likeliest first
     expected, parents = draft.probability[:size].tolist(), draft.parents[:size].tolist()

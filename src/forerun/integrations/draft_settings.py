@@ -1,0 +1,82 @@
+"""Settings of the drafts for other engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """What drafts are learned from, who shares them, and how likely a token must be.
+
+    Attributes:
+        namespace: whose outputs are drafted from and added to, as the trie file names it.
+        share: whether requests are drafted from each other's outputs. Without it, each is drafted from its own text.
+        trie: a file to start from, if it exists, and to save to; None keeps nothing.
+        save_seconds: from a change to its save; 0 only reads the file.
+        vocabulary: a name for what the token ids mean. A file saved under another name is refused; an empty one, on
+            either side, fits any.
+        capacity: bytes for the shared outputs; when they are full, the oldest are dropped.
+        least_probability: of the last drafted token, as the index estimates it from the whole text before.
+
+    Raises:
+        ValueError: for a value that is not allowed.
+    """
+
+    namespace: str = ""
+    share: bool = True
+    trie: Path | None = None
+    save_seconds: float = 60.0
+    vocabulary: str = ""
+    capacity: int = 1 << 26
+    least_probability: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("namespace", "vocabulary"):
+            _require(name, getattr(self, name), isinstance(getattr(self, name), str), "a string")
+        _require("share", self.share, isinstance(self.share, bool), "true or false")
+        _require("save_seconds", self.save_seconds, _between(self.save_seconds, 0, 1e6), "0 to 1e6 seconds")
+        whole = isinstance(self.capacity, int)
+        _require("capacity", self.capacity, whole and _between(self.capacity, 1 << 16, 1 << 36), "2**16 to 2**36 bytes")
+        _require("least_probability", self.least_probability, _between(self.least_probability, 0, 1), "0 to 1")
+        if self.trie is not None:
+            _require("trie", self.trie, isinstance(self.trie, str | os.PathLike) and bool(str(self.trie)), "a path")
+            object.__setattr__(self, "trie", Path(self.trie))
+            self._check_file(Path(self.trie))
+
+    def _check_file(self, file: Path) -> None:
+        _require("share", self.share, self.share, "true, where a trie file keeps what is shared")
+        _require("trie", str(file), not file.is_dir(), "a file, and this is a folder")
+        if self.save_seconds:
+            writable = os.access(file.absolute().parent, os.W_OK | os.X_OK)
+            _require("trie", str(file), writable, "a file in a folder that exists and can be written")
+        else:
+            _require("trie", str(file), file.exists(), "a file that exists, as save_seconds is 0")
+
+    @classmethod
+    def from_values(cls, values: object, **defaults: Any) -> DraftSettings:
+        """From a user's values, such as an object of JSON.
+
+        Raises:
+            ValueError: for anything but an object, an unknown name, or a value that is not allowed.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"Forerun's settings are {values!r}; allowed: an object of names and values")
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(f"Forerun has no setting {name!r}; allowed: {', '.join(known)}")
+        return cls(**(defaults | dict(values)))
+
+
+def _between(value: object, low: float, high: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _require(name: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
