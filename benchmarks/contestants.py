@@ -18,12 +18,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.journal import Journal
+from benchmarks.papers.recipes import build_drafter
 from benchmarks.speed import BASELINE, Contestant, Job, Rows, Run, Series, Tokens, measure
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import build_drafter
 from forerun.engine.engine import Engine
 
 PADDED = "transformers padded"
@@ -56,7 +56,7 @@ class Bench:
 
     Args:
         model: the target, in the dtype to measure in.
-        drafters: names from ``forerun.drafting.recipes``; each runs cold, and those with a memory also warm.
+        drafters: names from ``benchmarks.papers.recipes``; each runs cold, and those with a memory also warm.
         draft: a small model with the same tokenizer for transformers' assisted generation, or None.
         tokenizer: of the models, or None; drafters take the spelling of words from it.
         others: further contestants, by name.
@@ -170,7 +170,7 @@ class Bench:
 
     def _engine(self, name: str) -> Engine:
         if name not in self._engines:
-            self._engines[name] = Engine(self.model, name, settings=self.settings, tokenizer=self._tokenizer)
+            self._engines[name] = Engine(self.model, build_drafter(name, self.settings), tokenizer=self._tokenizer)
         return self._engines[name]
 
 

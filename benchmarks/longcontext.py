@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.papers.recipes import build_drafter
 from benchmarks.telling import Say, quietly, telling
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.stats import Stats
-from forerun.drafting.recipes import build_drafter
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.level import read
@@ -206,7 +206,7 @@ class LongBench:
 
         Args:
             prompts: each is a row or a batch of rows.
-            contestants: names from ``forerun.drafting.recipes``.
+            contestants: names from ``benchmarks.papers.recipes``.
             settings: of the drafters.
             make: makes the requests.
         """

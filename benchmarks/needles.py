@@ -17,13 +17,13 @@ import torch
 
 from benchmarks.longcontext import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled
 from benchmarks.longrows import Row, summarise
+from benchmarks.papers.recipes import SPARSE
 from benchmarks.reference import tasks
 from benchmarks.telling import Say, quietly
 from benchmarks.texts import Texts
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
-from forerun.drafting.recipes import SPARSE
 from forerun.engine.engine import Engine
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
@@ -84,7 +84,7 @@ class Alone:
 
     Args:
         scorer: the target.
-        name: a cache of ``forerun.drafting.recipes.SPARSE``.
+        name: a cache of ``benchmarks.papers.recipes.SPARSE``.
         settings: of the cache.
         full: holds the text; views of it choose chunks after the question has been read.
         text: token ids; caches that are not views read it here, once.
@@ -142,7 +142,7 @@ def run(
         bench: its engine has read the text.
         haystack: text and questions.
         prefilled: the text.
-        lossless: names from ``forerun.drafting.recipes``.
+        lossless: names from ``benchmarks.papers.recipes``.
         settings: of drafters and caches.
         tokens: tokens generated per question; they should begin with the answer.
     """

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from benchmarks.contestants import WrongDrafter
+from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
 from benchmarks.speed import Tokens
 from benchmarks.variants import Variant
 from forerun.drafting.drafter import NoDrafter
-from forerun.drafting.jacobi import JacobiDrafter
 from forerun.drafting.lookup import LookupConfig, LookupDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.trie.trie import Form, TrieConfig
@@ -94,7 +94,7 @@ def methods(lengths: Lengths, known: Known) -> dict[str, Variant]:
     return {
         PLAIN: plain(),
         "forerun lookup (LLMA)": llma(lengths.decoding),
-        "forerun jacobi (LookaheadDecoding)": Variant(JacobiDrafter),
+        "forerun jacobi (LookaheadDecoding)": Variant(JacobiDrafter, JacobiConfig().nodes),
         **{f"forerun {form}": published(form, lengths, known.answers) for form in FORMS},
         "forerun trie, the default": default(known.answers),
         "forerun, wrong drafts, all scored": Variant(WrongDrafter, lengths.decoding, planned=False),

@@ -16,16 +16,17 @@ import numpy as np
 import torch
 
 from benchmarks.longcontext import Prefilled
+from benchmarks.papers.h2o import HeavyHitterCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.attention.short_key_scan import CHUNK
 from forerun.kernels.attention.topk_attention import MARGIN
-from forerun.kv.bounded import BoundedCache
 from forerun.kv.cache import Cache
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
 from forerun.kv.sparse_view import View
+from forerun.kv.streaming import StreamingCache
 from forerun.models.forward.level import CacheFactory, read
 from forerun.models.forward.scorer import Scorer
 
@@ -136,7 +137,7 @@ def index_read(cache: Cache, layer: int, spec: AttentionSpec) -> int:
 
 def _held(cache: Cache) -> int:
     """Tokens that a pass sees if it chooses nothing."""
-    return cache.held if isinstance(cache, BoundedCache | RetrievalCache) else cache.length
+    return cache.held if isinstance(cache, StreamingCache | HeavyHitterCache | RetrievalCache) else cache.length
 
 
 @torch.inference_mode()

@@ -10,12 +10,13 @@ from benchmarks.analysis import Reader, Readers, on_needles, on_prose
 from benchmarks.longcontext import Prefilled, sampled
 from benchmarks.longrows import Row
 from benchmarks.needles import Haystack
+from benchmarks.papers.recipes import SPARSE
 from benchmarks.recovery import locality_rows, top_rows, watch
 from benchmarks.tables import Report
 from benchmarks.telling import Say
 from benchmarks.trees import tree_rows
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import SPARSE, small_cache, small_model
+from forerun.drafting.recipes import small_cache, small_model
 from forerun.engine.engine import Engine
 from forerun.models.forward.scorer import Scorer
 
@@ -54,7 +55,7 @@ class Analysis:
         prompts: of the longest context, already read.
         report: is filled.
         say: told the progress.
-        caches: names from ``forerun.drafting.recipes.SPARSE`` to compare.
+        caches: names from ``benchmarks.papers.recipes.SPARSE`` to compare.
         save: called when the report has new rows of a part, to save them.
         part: called when a part is complete.
     """

@@ -12,12 +12,11 @@ import torch
 
 from benchmarks.longcontext import Prefilled, RequestMaker
 from benchmarks.longrows import Row
+from benchmarks.papers.sequoia import Shape, ShapedDrafter
 from benchmarks.telling import Say, quietly
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
-from forerun.core.shape import Shape
 from forerun.core.tree import DraftTree
-from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.recipes import sparse_cache
 from forerun.engine.engine import Engine
 from forerun.kv.sparse_view import View
@@ -99,7 +98,7 @@ def _run(
     engine: Engine, prompt: Prefilled, shape: Shape, settings: LongContextConfig, make: RequestMaker
 ) -> tuple[int, int]:
     """Tokens and steps, without the first step, in which a new cache cannot draft."""
-    engine.set_drafter(ModelDrafter(sparse_cache(settings), 1, shape=shape))
+    engine.set_drafter(ShapedDrafter(sparse_cache(settings), shape))
     prompt.rewind()
     request = make(engine, prompt.tokens, "")
     for _ in engine.run([request], caches=[prompt.cache]):

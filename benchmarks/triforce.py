@@ -13,6 +13,7 @@ from benchmarks.costs import Costs, measure, speed_up_limit
 from benchmarks.longcontext import PLAIN, LongBench, Prefilled, RequestMaker, Series, combine, shortened
 from benchmarks.longrows import Row, summarise
 from benchmarks.needles import Haystack
+from benchmarks.papers.recipes import RECIPES
 from benchmarks.reading import at_end
 from benchmarks.tables import Report
 from benchmarks.telling import Say
@@ -24,7 +25,6 @@ from benchmarks.triforce_report import (
     report_temperatures,
 )
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import RECIPES
 
 MakerAt = Callable[[float], RequestMaker]
 """From a temperature to a maker of requests."""
@@ -39,7 +39,7 @@ class Sizes:
     Attributes:
         contexts: tokens of a prompt, ascending; the first parts use the longest.
         temperatures: of the first part.
-        drafters: names from ``forerun.drafting.recipes``.
+        drafters: names from ``benchmarks.papers.recipes``.
         prompts: per context.
         batches: batch sizes.
         batch_context: tokens of each row of a batch; None for ragged rows that share the longest context's tokens.

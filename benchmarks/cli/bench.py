@@ -17,6 +17,7 @@ from benchmarks.cli.bench_options import DRAFTERS, PROMPTS, BenchOptions
 from benchmarks.cli.long_options import plain
 from benchmarks.contestants import PADDED, Bench
 from benchmarks.journal import Journal, about
+from benchmarks.papers.recipes import check_drafter
 from benchmarks.peers.known import Loaded, Subject, check, loaded
 from benchmarks.prompts import Counts, build_jobs, own_jobs, positions_of
 from benchmarks.questions import Files
@@ -24,7 +25,6 @@ from benchmarks.report import Result, Row
 from benchmarks.speed import Decode, Job, Tokens
 from benchmarks.tasksets import tasks_for
 from forerun.cli.terminal import measuring, stderr, stdout, working
-from forerun.drafting.recipes import check_drafter
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load
 from forerun.models.loading.stored_weights import dtype_name
 

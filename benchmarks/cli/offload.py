@@ -8,12 +8,12 @@ from benchmarks.cli.long_options import check_positions, numbers, plain
 from benchmarks.cli.offload_options import OffloadOptions
 from benchmarks.longcontext import sampled
 from benchmarks.offload import OffloadBench, slow_link
+from benchmarks.papers.recipes import RECIPES, check_drafter
 from benchmarks.tables import Report
 from benchmarks.texts import Texts
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import say, stderr, working
-from forerun.drafting.recipes import check_drafter
 from forerun.engine.engine import Engine
 from forerun.kv.kv_tiers import KVMemory, least
 from forerun.models.forward import gate
@@ -37,7 +37,7 @@ def run(options: OffloadOptions) -> None:
         check_positions(contexts[-1], _room(options), position_limit(model))
         texts = Texts.read(options.text or (), encoder(tokenizer))
         texts.check(1, contexts[-1])
-        settings = settings_for(options, options.model, drafters, model, tokenizer, options.trust_remote_code)
+        settings = settings_for(options, options.model, drafters, model, tokenizer, options.trust_remote_code, RECIPES)
         shape = gate.admit(model).kv
         sizes = options.sizes()
         bandwidth = sizes.get("simulate_bandwidth") or slow_link(model.device)

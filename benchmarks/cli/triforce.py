@@ -13,6 +13,7 @@ from benchmarks.capacity.simulate import SIMULATED, check_simulated, random_mode
 from benchmarks.cli.deliver import Delivery
 from benchmarks.cli.long_options import TRIFORCE_PARTS, TriforceOptions, check_positions, names, numbers, plain
 from benchmarks.longcontext import LongBench, Prefilled, RequestMaker, prefill, sampled
+from benchmarks.papers.recipes import RECIPES, buildable, check_drafter
 from benchmarks.tables import Report
 from benchmarks.texts import Texts
 from benchmarks.triforce import MakerAt, ReadPrompt, Sizes, TriforceBench
@@ -20,7 +21,6 @@ from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import say, stderr, working
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import buildable, check_drafter
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import load
@@ -127,7 +127,8 @@ def _real(options: TriforceOptions, named: list[str]) -> Subject:
     longest = max(*numbers("--contexts", options.contexts, int, 1), options.batch_context or 0)
     check_positions(longest, _room(options), position_limit(model))
     texts = Texts.read(options.text or (), encoder(tokenizer))
-    settings = settings_for(options, options.model, named or DRAFTERS, model, tokenizer, options.trust_remote_code)
+    trust = options.trust_remote_code
+    settings = settings_for(options, options.model, named or DRAFTERS, model, tokenizer, trust, RECIPES)
     drafters = named or [name for name in DRAFTERS if name in buildable(settings)]
     engine = Engine(model, "none", tokenizer=tokenizer)
 

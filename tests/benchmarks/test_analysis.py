@@ -18,6 +18,7 @@ from benchmarks.__main__ import app
 from benchmarks.analysis import Follower, Reader, on_prose, overlap
 from benchmarks.longcontext import LongBench, Prefilled, prefill, sampled
 from benchmarks.needles import Alone, Haystack, Question
+from benchmarks.papers.recipes import SPARSE
 from benchmarks.reading import at_end
 from benchmarks.recovery import locality_rows, top_rows, watch
 from benchmarks.texts import Texts
@@ -25,7 +26,6 @@ from benchmarks.trees import rank_rates, shapes, tree_rows
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
-from forerun.drafting.recipes import SPARSE
 from forerun.engine.engine import Engine
 from forerun.kv.retrieval import RetrievalConfig
 

@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 from benchmarks.__main__ import app
 from benchmarks.cli.long_options import CACHES
 from benchmarks.longcontext import Prefilled
+from benchmarks.papers.recipes import SPARSE
 from benchmarks.telling import telling
 from benchmarks.triforce import TriforceBench
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import SPARSE
 from forerun.models.loading.load import load
 from forerun.models.loading.yarn import stretch
 

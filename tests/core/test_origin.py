@@ -26,11 +26,10 @@ ON = {"max_new_tokens": NEW, "eos_token_id": 47}
 SETTINGS = LongContextConfig(
     copy.deepcopy(tiny("llama")), cache_budget=16, chunk=4, gamma1=2, gamma2=4, paced=False, window=12
 )
-TEXT, EARLIER, MODEL, SELF, JACOBI = Origin.TEXT, Origin.EARLIER, Origin.MODEL, Origin.SELF, Origin.JACOBI
+TEXT, EARLIER, MODEL, SELF = Origin.TEXT, Origin.EARLIER, Origin.MODEL, Origin.SELF
 SOURCES: dict[str, set[Origin]] = {
     "none": set(),
     "lookup": {TEXT},
-    "jacobi": {JACOBI},
     "trie": {TEXT},
     "trie-hierarchical": {TEXT},
     "trie-single": {TEXT},
@@ -42,10 +41,6 @@ SOURCES: dict[str, set[Origin]] = {
     "retrieval": {SELF},
     "low-rank": {SELF},
     "streaming": {MODEL},
-    "streaming-hierarchy": {MODEL, SELF},
-    "streaming-self": {SELF},
-    "h2o": {SELF},
-    "topk": {SELF},
 }
 MAY_BE_MISSING = {"triforce-auto": {TEXT, SELF}, "auto": {MODEL, SELF}}
 """Where the drafter chooses between its sources."""
@@ -160,7 +155,7 @@ def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of() -
     ("drafter", "sampled"),
     [
         pytest.param(drafter, sampled, marks=[pytest.mark.matrix] * ((i + sampled) % 2))
-        for i, drafter in enumerate(("trie", "jacobi", "triforce-trie", "triforce-auto", "low-rank", "auto"))
+        for i, drafter in enumerate(("trie", "lookup", "triforce-trie", "triforce-auto", "low-rank", "auto"))
         for sampled in (False, True)
     ],
 )

@@ -200,9 +200,6 @@ def test_rows_are_chosen_from_as_each_by_itself(method: Any) -> None:
         for salt in (Salt.TARGET, Salt.DRAFT):
             expected = [sampler.choose(row, place, salt) for row, place in zip(scores, positions, strict=True)]
             assert sampler.choices(scores, positions, salt).tolist() == expected
-        for row in (0, 1, 3):
-            found = sampler.candidate_rows(scores[row], 5, 30).tolist()
-            assert len(found) == 30 and [t for t in found if t >= 0] == sampler.candidates(scores[row], 5, 30)
 
 
 @pytest.mark.parametrize("name", sorted(ROWWISE))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.generation.logits_process as theirs
-from support.away import PLACE, AwayScorer, Device, there, tokens_of
+from support.away import PLACE, AwayScorer, Device, tokens_of
 from support.mocks import PROMPT, MockScorer, MockTarget, TokenCache, ban_repeats
 from support.tiny import PROMPTS, tiny
 
@@ -17,13 +17,10 @@ import forerun
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
-from forerun.core.shape import Shape
 from forerun.core.transfers import carried, foresee, settle
 from forerun.core.tree import DraftTree
-from forerun.core.verify import Outcome, verify
 from forerun.drafting.drafter import NoDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
-from forerun.drafting.jacobi import JacobiConfig, JacobiDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.engine.row import Row
 from forerun.engine.step import Step
@@ -40,11 +37,11 @@ def mixed(method: str) -> list[Sampler]:
 
 
 def drafting(
-    scorer: type[MockScorer], samplers: list[Sampler], shape: Shape | None, enough: Any, eos: frozenset[int]
+    scorer: type[MockScorer], samplers: list[Sampler], enough: Any, eos: frozenset[int]
 ) -> tuple[list[DraftTree], int]:
     """Drafts for one row of each sampler, and passes made for them."""
     small = scorer(MockTarget(6, peak=2.0, seed=3))
-    drafter = ModelDrafter(lambda *_: TokenCache(), 4, small, shape)  # type: ignore[arg-type]
+    drafter = ModelDrafter(lambda *_: TokenCache(), 4, small)  # type: ignore[arg-type]
     drafter.enough = enough
     drafter.bind(MockScorer(MockTarget(6)), default_runtime())  # type: ignore[arg-type]
     requests = [
@@ -57,16 +54,13 @@ def drafting(
     return drafter.propose_batch(requests, 30), small.passes
 
 
-@pytest.mark.parametrize("shape", [None, Shape.sequoia(12, 4, (0.6, 0.3, 0.1)), Shape.independent(3, 3)])
 @pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("enough", [None, lambda request, chance: chance < 0.4])
 @pytest.mark.parametrize("eos", [frozenset[int](), frozenset({0, 4})])
-def test_a_drafting_pass_takes_one_transfer_for_all_rows(
-    method: str, shape: Shape | None, enough: Any, eos: frozenset[int]
-) -> None:
-    here, passes = drafting(MockScorer, mixed(method), shape, enough, eos)
+def test_a_drafting_pass_takes_one_transfer_for_all_rows(method: str, enough: Any, eos: frozenset[int]) -> None:
+    here, passes = drafting(MockScorer, mixed(method), enough, eos)
     with Device() as device:
-        away, _ = drafting(AwayScorer, mixed(method), shape, enough, eos)
+        away, _ = drafting(AwayScorer, mixed(method), enough, eos)
     assert device.reads == ["cpu"] * passes and passes > 1
     for mine, own in zip(here, away, strict=True):
         assert tokens_of(mine) == tokens_of(own) and len(mine)
@@ -84,26 +78,8 @@ def test_a_chance_is_asked_for_with_the_token_it_belongs_to() -> None:
             return False
 
         with Device():
-            drafting(kind, mixed("coupled"), None, enough, frozenset())
+            drafting(kind, mixed("coupled"), enough, frozenset())
     assert seen[MockScorer] == seen[AwayScorer] and len({chance for _, chance in seen[MockScorer]}) > 5
-
-
-def test_the_windows_predictions_take_one_transfer() -> None:
-    target, windows = MockTarget(6, peak=2.0, seed=3), []
-    for wrap in (lambda logits: logits, there):
-        drafter, request = JacobiDrafter(JacobiConfig(4, 3, 4)), Request(PROMPT, 30)
-        drafter.begin(request)
-        found = []
-        for _ in range(5):
-            tree = drafter.propose(request, 16)
-            with Device() as device:
-                logits = wrap(target.score(request.tokens.tolist(), tree))
-                outcome = Outcome(tree, verify(tree, logits, request), logits)
-                device.reads.clear()
-                drafter.observe(request, outcome)
-                found.append(drafter._states[request.id].levels.tolist())
-        windows.append(found)
-    assert windows[0] == windows[1] and len(windows[0][-1]) > 1 and device.reads == ["tolist"]
 
 
 # Steps
@@ -203,7 +179,7 @@ def test_only_the_present_stream_is_waited_for_and_nothing_on_a_cpu(monkeypatch:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("drafter", ["lookup", "triforce", "triforce-trie", "low-rank", "jacobi"])
+@pytest.mark.parametrize("drafter", ["lookup", "triforce", "triforce-trie", "low-rank"])
 @pytest.mark.parametrize("verification", ["greedy", "coupled", "rejection"])
 def test_an_engine_gives_the_same_text_either_way(
     monkeypatch: pytest.MonkeyPatch, drafter: str, verification: str

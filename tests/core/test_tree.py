@@ -16,7 +16,7 @@ from forerun.core.tree import ROOT, DraftTree
 
 @st.composite
 def trees(draw: st.DrawFn, max_size: int = 12) -> DraftTree:
-    """Any tree over four tokens, with ``q``, ``probe`` and so on that tell its nodes apart, or without."""
+    """Any tree over four tokens, with ``q`` and so on that tell its nodes apart, or without."""
     n = draw(st.integers(0, max_size))
     parents = [draw(st.integers(ROOT, i - 1)) for i in range(n)]
     tokens = draw(st.lists(st.integers(0, 3), min_size=n, max_size=n))
@@ -26,9 +26,8 @@ def trees(draw: st.DrawFn, max_size: int = 12) -> DraftTree:
         np.array(tokens, np.int64),
         np.array(parents, np.int64),
         q=torch.arange(4 * n, dtype=torch.float64).reshape(n, 4),
-        probe=np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)), np.bool_),
         probability=np.arange(n) / 16,
-        origins=np.arange(n, dtype=np.int8) % 7,
+        origins=np.arange(n, dtype=np.int8) % 6,
     )
 
 
@@ -41,15 +40,11 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
     return path[::-1]
 
 
-def is_probe(tree: DraftTree, node: int) -> bool:
-    return tree.probe is not None and bool(tree.probe[node])
-
-
 def assert_same_nodes(part: DraftTree, whole: DraftTree, nodes: list[int]) -> None:
     """``part`` consists of the ``nodes`` of ``whole``, in order, with everything known of them."""
     assert part.tokens.tolist() == [whole.tokens[i] for i in nodes]
     assert [path_to(part, i) for i in range(len(part))] == [[nodes.index(j) for j in path_to(whole, i)] for i in nodes]
-    for name in ("q", "probe", "probability", "origins"):
+    for name in ("q", "probability", "origins"):
         value, all_values = getattr(part, name), getattr(whole, name)
         assert (value is None) == (all_values is None)
         if all_values is not None:
@@ -70,18 +65,8 @@ def test_depths_and_ancestors_follow_the_parents(tree: DraftTree) -> None:
 def test_children_are_the_first_verifiable_nodes_with_their_token(tree: DraftTree) -> None:
     for node in range(ROOT, len(tree)):
         for token in range(5):
-            found = [
-                i
-                for i in range(len(tree))
-                if tree.parents[i] == node and tree.tokens[i] == token and not is_probe(tree, i)
-            ]
+            found = [i for i in range(len(tree)) if tree.parents[i] == node and tree.tokens[i] == token]
             assert tree.children.get((node, token)) == (found[0] if found else None)
-
-
-@settings(deadline=None)
-@given(trees())
-def test_drafted_counts_what_is_not_a_probe(tree: DraftTree) -> None:
-    assert tree.drafted == sum(not is_probe(tree, i) for i in range(len(tree)))
 
 
 @settings(deadline=None)
@@ -123,10 +108,8 @@ def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -
 
 @settings(deadline=None)
 @given(trees(), st.integers(0, 6))
-def test_the_first_nodes_are_those_that_may_be_accepted_with_the_probes_under_them(tree: DraftTree, count: int) -> None:
-    counted = [i for i in range(len(tree)) if not is_probe(tree, i)]
-    gone = set(counted[count:])
-    assert_same_nodes(tree.first(count), tree, [i for i in range(len(tree)) if not gone & set(path_to(tree, i))])
+def test_the_first_nodes_are_a_tree(tree: DraftTree, count: int) -> None:
+    assert_same_nodes(tree.first(count), tree, list(range(len(tree)))[:count])
 
 
 def test_merged_trees_keep_the_origins_of_both() -> None:
@@ -148,7 +131,7 @@ def test_from_branches_shares_prefixes_until_the_budget_is_used(branches: list[l
             expected.append(prefix)
     tree = DraftTree.from_branches(branches, budget)
     assert [tuple(tree.tokens[path_to(tree, i)].tolist()) for i in range(len(tree))] == expected
-    assert tree.q is None and tree.probe is None and tree.probability is None
+    assert tree.q is None and tree.probability is None
 
 
 def test_from_branches_takes_a_generator_and_numpy_branches() -> None:
@@ -159,7 +142,7 @@ def test_from_branches_takes_a_generator_and_numpy_branches() -> None:
 
 def test_an_empty_tree_is_plain_autoregression() -> None:
     for tree in (DraftTree.empty(), DraftTree.chain([]), DraftTree.from_branches([[1]], 0)):
-        assert len(tree) == tree.drafted == 0
+        assert len(tree) == 0
         assert tree.is_chain
         assert tree.depths.shape == (0,) and tree.ancestors.shape == (0, 0) and not tree.children
         assert tree.trim(0, 1 << 31) is tree
@@ -193,14 +176,13 @@ def test_malformed_parents_are_refused(tokens: list[int], parents: list[int], me
         DraftTree(np.array(tokens), np.array(parents))
 
 
-KINDS = {"probe": np.bool_, "probability": np.float64, "origins": np.int8}
+KINDS = {"probability": np.float64, "origins": np.int8}
 
 
 @pytest.mark.parametrize("name", ["q", *KINDS])
 def test_per_node_values_must_match_the_nodes(name: str) -> None:
     values = {
         "q": torch.ones(3, 5),
-        "probe": np.zeros(3, np.bool_),
         "probability": np.zeros(3),
         "origins": np.zeros(3, np.int8),
     }

@@ -32,15 +32,13 @@ class Prophet(Drafter):
     text: Sequence[int]
     spoilt: Callable[[int], bool] = lambda position: False
     depth: int = 4
-    probe: bool = False
 
     def propose(self, request: Request, budget: int) -> DraftTree:
         start = len(request.generated)
         depth = min(self.depth, budget, request.max_draft_depth)
         after = [*self.text, *[0] * depth][start : start + depth]  # drafts go on behind the end of the text
         tokens = np.array([(t + 1) % 5 if self.spoilt(start + i) else t for i, t in enumerate(after)], np.int64)
-        tree = DraftTree.chain(tokens)
-        return DraftTree(tree.tokens, tree.parents, probe=np.full(len(tree), self.probe))
+        return DraftTree.chain(tokens)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -72,16 +70,6 @@ def test_the_text_is_the_oracles_without_drafts(name: str) -> None:
     request = Request(PROMPT, 20, sampler=SAMPLERS[name])
     assert generate(target, NoDrafter(), request) == oracle(target, PROMPT, 20, SAMPLERS[name])
     assert request.stats.emitted == [1] * 20
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_probes_are_never_accepted_however_right_they_are(name: str) -> None:
-    target = MockTarget(seed=2)
-    text = oracle(target, PROMPT, 12, SAMPLERS[name])
-    request = Request(PROMPT, 12, sampler=SAMPLERS[name])
-    assert generate(target, Prophet(text, probe=True), request) == text
-    assert request.stats.emitted == [1] * 12
-    assert request.stats.drafted == [0] * 12
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -118,8 +106,7 @@ def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> 
             n = data.draw(st.integers(0, budget))
             parents = [data.draw(st.integers(ROOT, i - 1)) for i in range(n)]
             tokens = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
-            probe = data.draw(st.lists(st.sampled_from([False, False, True]), min_size=n, max_size=n))
-            tree = DraftTree(np.array(tokens), np.array(parents), probe=np.array(probe, np.bool_))
+            tree = DraftTree(np.array(tokens), np.array(parents))
             return tree.trim(request.max_draft_depth, 1 << 31)
 
     target = MockTarget(vocabulary=3, seed=4)

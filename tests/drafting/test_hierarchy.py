@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -24,7 +22,6 @@ from support.mocks import PROMPT, SAMPLERS, MockScorer, MockTarget, TokenCache, 
 
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
-from forerun.core.shape import Shape
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
 from forerun.drafting.drafter import Drafter, NoDrafter
@@ -267,80 +264,6 @@ def test_merging_keeps_both_trees_within_the_budget() -> None:
     }  # fmt: skip
     assert chain.merged(branches, 4).tokens.tolist() == [1, 2, 3, 4]
     assert chain.merged(branches, 2).tokens.tolist() == [1, 2]
-
-
-RATES = (0.6, 0.2, 0.1)
-SHAPES = {
-    "chain": Shape.chain(4),
-    "independent": Shape.independent(3, 3),
-    "sequoia": Shape.sequoia(12, 4, RATES),
-}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("sampler", [name for name in SAMPLERS if name != "rejection without q"])
-def test_a_tree_of_any_shape_gives_the_oracles_text(sampler: str, shape: str) -> None:
-    target, small = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
-    small.table = 0.6 * target.table + 0.4 * small.table
-    drafter = ModelDrafter(token_cache, 1, MockScorer(small), SHAPES[shape])
-    request = Request(PROMPT, 60, sampler=SAMPLERS[sampler])
-    start(drafter, request, target)
-    while request.finish_reason is None:
-        one_step(drafter, request, target)
-    assert request.generated.tolist() == oracle(target, PROMPT, 60, SAMPLERS[sampler])
-
-
-@pytest.mark.parametrize("sampler", ["coupled", "coupled with a processor"])
-def test_a_wider_tree_is_accepted_deeper(sampler: str) -> None:
-    target, small = MockTarget(peak=2.0, seed=1), MockTarget(peak=2.0, seed=2)
-    small.table = 0.6 * target.table + 0.4 * small.table
-    steps = {}
-    for name, shape in SHAPES.items():
-        drafter = ModelDrafter(token_cache, 1, MockScorer(small), shape)
-        request = Request(PROMPT, 300, sampler=SAMPLERS[sampler])
-        start(drafter, request, target)
-        steps[name] = 0
-        while request.finish_reason is None:
-            one_step(drafter, request, target)
-            steps[name] += 1
-    assert steps["sequoia"] < steps["chain"]
-
-
-def test_under_rejection_sampling_a_tree_becomes_a_chain() -> None:
-    drafter = ModelDrafter(token_cache, 1, MockScorer(MockTarget()), SHAPES["sequoia"])
-    request = Request(PROMPT, 20, sampler=Sampler("rejection"))
-    start(drafter, request, MockTarget())
-    tree = drafter.propose(request, 64)
-    assert tree.is_chain and len(tree) == 4 and tree.q is not None and tree.q.shape == (4, 5)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_sequoias_tree_expects_the_most_accepted_tokens(size: int, depth: int) -> None:
-    """Against every tree of that size, by brute force."""
-
-    def chance(node: tuple[int, ...]) -> float:
-        return math.prod(RATES[rank] for rank in node)
-
-    nodes = [node for level in range(1, depth + 1) for node in itertools.product(range(3), repeat=level)]
-    best = max(
-        sum(map(chance, chosen))
-        for chosen in itertools.combinations(nodes, min(size, len(nodes)))
-        if all(len(node) == 1 or node[:-1] in chosen for node in chosen)
-    )
-    shape = Shape.sequoia(size, depth, RATES)
-    assert len(shape.levels) <= depth and len(shape) == min(size, len(nodes))
-    paths: list[tuple[int, ...]] = []
-    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
-        paths.append((*(() if parent < 0 else paths[parent]), rank))
-    assert len(set(paths)) == len(paths)
-    assert sum(map(chance, paths)) == pytest.approx(best)
-
-
-def test_shapes_say_what_is_wrong_with_rates() -> None:
-    for rates in ((0.2, 0.6), (0.9, 0.2)):
-        with pytest.raises(ValueError, match=r"^rates are .*; they must fall and sum up to at most 1$"):
-            Shape.sequoia(4, 2, rates)
 
 
 @pytest.mark.parametrize(("seconds", "tokens", "asked"), [((3.0, 1.0), (2, 1), False), ((1.2, 1.0), (3, 1), True)])

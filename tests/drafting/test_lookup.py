@@ -54,7 +54,7 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(
         drafter.observe(request, committed(request, tokens))
         tree = drafter.propose(request, budget)
         length = min(branch_length, budget, request.max_draft_depth)
-        assert tree.is_chain and tree.q is None and tree.probe is None
+        assert tree.is_chain and tree.q is None
         assert tree.tokens.tolist() == scan(request.tokens.tolist(), config, length)
 
 

@@ -532,7 +532,7 @@ def _private() -> int:
         return sum(int(line.split()[1]) * 1024 for line in smaps if line.startswith(("Private_Dirty", "Anonymous")))
 
 
-@pytest.mark.parametrize("drafter", ["triforce", "streaming", "h2o", "low-rank"])
+@pytest.mark.parametrize("drafter", ["triforce", "streaming", "low-rank"])
 def test_draft_levels_read_a_prompt_in_pieces(drafter: str) -> None:
     one = engine(drafter)
     pieces: list[int] = []
@@ -546,7 +546,6 @@ def test_draft_levels_read_a_prompt_in_pieces(drafter: str) -> None:
     request = sampled(one, prompt(60), 0, 12)
     finish_all(one, [request], limit=CHUNK)
     assert set(pieces) == {CHUNK} and READ_BLOCK > CHUNK
-    assert len(pieces) > 1 or drafter != "h2o"
     assert sum(request.stats.drafted) > 0
     assert request.generated.tolist() == engine("none").generate([prompt(60)], max_new_tokens=12).generated[0]
 
@@ -558,7 +557,7 @@ def levels(drafter: Any, request: Request) -> int:
     return sum(inner) + (level.nbytes(request) if level and request.id in level._readers else 0)
 
 
-RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "h2o", "topk", "low-rank", "retrieval"]
+RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "low-rank", "retrieval"]
 
 
 @pytest.mark.one_in(3)
@@ -578,4 +577,4 @@ def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
                 assert row.cache.nbytes == full
                 most = max(most, levels(one.drafter, request))
     assert (stated > full) == (most > 0)
-    assert most <= stated - full <= 3 * most or drafter == "topk"  # its few tokens on trial
+    assert most <= stated - full <= 3 * most

@@ -26,7 +26,7 @@ from forerun.core.request import Request
 from forerun.drafting.recipes import RECIPES
 
 NEW_TOKENS = 24
-LONGER = {"lookup": 36, "jacobi": 36}
+LONGER = {"lookup": 36}
 """For drafters that know nothing but the text itself, which has to repeat itself."""
 DTYPES = ("float64", "float32", "bfloat16")
 SAMPLING = {"greedy": {"do_sample": False}, "coupled": {"do_sample": True, "temperature": 0.3, "top_k": 12, "seed": 11}}
@@ -34,7 +34,7 @@ TOGETHER = ("alone", "batch")
 LEVELS = ("triforce", "triforce-trie", "triforce-auto")
 """Drafters with a middle level, which has either sparse cache."""
 LONG = ("low-rank", "retrieval", *LEVELS)
-BUDGETED = (*LONG, "auto", "streaming-hierarchy", "streaming-self", "h2o", "topk")
+BUDGETED = (*LONG, "auto")
 """Drafters with a cache of the target that has a budget."""
 BUDGETS = (1, 2, 10, 16, 1000)
 POLICIES = ("stride", "acceptance", "verify")

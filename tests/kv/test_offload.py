@@ -21,6 +21,7 @@ from support.tiny import build as tiny_of
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
+from benchmarks.papers.topk import TopKCache
 from forerun.cli import app
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -92,7 +93,7 @@ def test_every_bit_is_that_of_a_text_on_the_device(dtype: torch.dtype, place: st
     assert isinstance(away.target, CompiledScorer)
     for how in ({"do_sample": False}, {"do_sample": True, "seed": 3, "temperature": 0.8}):
         wanted = texts(plain, "none", PROMPTS, **how)
-        for drafter in ("none", "trie", "retrieval", "low-rank", "triforce-trie", "streaming-self"):
+        for drafter in ("none", "trie", "retrieval", "low-rank", "triforce-trie"):
             assert texts(away, drafter, PROMPTS, **how) == wanted, (drafter, how)
     assert away.tiers is not None and away.tiers.link.fetched > 0
     gc.collect()
@@ -274,15 +275,6 @@ def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
 
 
 @NATIVE
-def test_probes_of_a_window_find_room_in_a_cache_of_a_fixed_size() -> None:
-    options: dict[str, Any] = {"max_new_tokens": 52, "do_sample": False, "eos_token_id": None}
-    wanted = Engine(model(), "none").generate([prompt(200)], **options).generated
-    kv = Engine(model(), "none").target.kv
-    away = Engine(model(), "jacobi", budget=4, prune_drafts=False, kv_memory=KVMemory(least(kv, 256)))
-    assert away.generate([prompt(200)], **options).generated == wanted
-
-
-@NATIVE
 def test_what_was_expected_in_vain_is_forgotten() -> None:
     kv = Engine(model(), "none").target.kv
     away = Engine(model(), "none", kv_memory=KVMemory(kv.nbytes * 512, host=0))
@@ -303,8 +295,15 @@ def test_what_fits_nowhere_is_said_with_the_numbers() -> None:
     for wrong in ({"device": -1}, {"device": 1, "host": -1}, {"device": 1, "bandwidth": 0.0}):
         with pytest.raises(ValueError, match="must be"):
             KVMemory(**wrong)
+
+
+@NATIVE
+def test_a_view_that_reads_the_texts_keys_in_each_pass_is_refused() -> None:
+    _, away = engines(model(), lengths=(500,))
+    assert away.tiers is not None
+    cache = away.tiers.cache(500 + ROOM)
     with pytest.raises(ValueError, match="a TopKCache reads all keys in each of its passes"):
-        texts(engines(one, lengths=(500,))[1], "topk", (500,))
+        TopKCache(cache, 16)
 
 
 @NATIVE

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels.attention.attention import AttentionSpec, attend
+from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.sparse_view import View
-from forerun.kv.topk_cache import TopKCache
 
 SPEC = AttentionSpec(scaling=0.35)
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
@@ -75,7 +74,7 @@ def view_of(row: Row, kind: str, budget: int = 1000) -> View:
     """With a budget for all of the text, if none is given."""
     if kind == "low-rank":
         return LowRankCache(row.full, LowRankConfig(budget, window=8))
-    return RetrievalCache(row.full, RetrievalConfig(budget, 4)) if kind == "retrieval" else TopKCache(row.full, budget)
+    return RetrievalCache(row.full, RetrievalConfig(budget, 4))
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,7 +109,7 @@ def test_it_holds_the_chunks_of_its_definition_whole(
 @given(length=st.integers(1, 60), extra=st.integers(0, 5), seed=st.integers(0, 99))
 def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length: int, extra: int, seed: int) -> None:
     row = Row.of(length, seed)
-    for kind in ("retrieval", "topk", "low-rank"):
+    for kind in ("retrieval", "low-rank"):
         view = view_of(row, kind)
         view.sync()
         tree = DraftTree.from_branches([[1, 2, 3], [1, 4], [5]][: extra // 2 + 1], extra)
@@ -119,7 +118,7 @@ def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length: int,
         assert torch.allclose(view.attend(0, *qkv, block, SPEC), row.full.attend(0, *qkv, block, SPEC), atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "topk", "low-rank"])
+@pytest.mark.parametrize("kind", ["retrieval", "low-rank"])
 @pytest.mark.parametrize("window", [None, 5, 17])
 def test_tokens_on_trial_are_seen_and_forgotten(kind: str, window: int | None) -> None:
     """Accepting a branch on trial and reading on equals the full cache's doing so; ``sync`` takes it back."""
@@ -159,21 +158,6 @@ def test_a_layer_with_a_sliding_window_sees_its_window_whatever_the_budget(kind:
     block = Block(np.zeros(1, np.int64), DraftTree.chain([1, 2]), 80)
     qkv = row.qkv(3)
     assert torch.allclose(cache.attend(0, *qkv, block, spec), row.full.attend(0, *qkv, block, spec), atol=1e-12)
-
-
-def test_the_topk_oracle_sees_the_best_keys_of_each_query() -> None:
-    row = Row.of(50)
-    cache = TopKCache(row.full, 7)
-    cache.sync()
-    q, k, v = row.qkv(1)
-    out = cache.attend(0, q, k, v, Block(np.zeros(1, np.int64), DraftTree.empty(), 50), SPEC)
-    keys, values = row.full.read(0, 0, 50)
-    for head in range(HEADS):
-        group = head // (HEADS // KV_HEADS)
-        best = (keys[0, group] @ q[0, head, 0]).topk(7).indices
-        mine = [torch.cat((t[:, group : group + 1][:, :, best], new[:, group : group + 1]), 2) for t, new in
-                ((keys, k), (values, v))]  # fmt: skip
-        assert torch.allclose(attend(q[:, head : head + 1], *mine, SPEC).out[0, 0], out[0, head], atol=1e-12)
 
 
 def read_on(row: Row, cache: RetrievalCache, drafted: int, accepted: int) -> None:
@@ -246,5 +230,3 @@ def test_a_budget_of_a_token_at_a_time_works() -> None:
     cache = RetrievalCache(row.full, RetrievalConfig(budget=1, chunk=1))
     cache.sync()
     assert cache._chunks == 1 and cache._place(cache.length) <= 3
-    with pytest.raises(ValueError, match=r"^budget is 0; it must be at least 1$"):
-        TopKCache(row.full, 0)

@@ -344,11 +344,10 @@ def test_wrong_values_are_refused(arguments: dict[str, int], message: str) -> No
         StreamingCache(4).skip(-1)
 
 
-@pytest.mark.parametrize("name", ["streaming", "streaming-self", "h2o"])
 @torch.inference_mode()
-def test_drafts_longer_than_the_window_can_be_rejected(name: str) -> None:
+def test_drafts_longer_than_the_window_can_be_rejected() -> None:
     options = DraftSettings(tiny("llama"), gamma2=200, paced=False, cache_budget=8, window=4)
-    drafter, request = build_drafter(name, options), Request(list(range(6, 18)), 300)
+    drafter, request = build_drafter("streaming", options), Request(list(range(6, 18)), 300)
     drafter.bind(Scorer(tiny("llama")), default_runtime())
     drafter.begin(request)
     drafter.prefilled(request, FullCache())

@@ -21,12 +21,10 @@ from forerun.drafting.recipes import RECIPES
 from forerun.kernels.attention.attention import AttentionSpec, attend, merge
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
-from forerun.kv.heavy_hitter import HeavyHitterCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.sparse_view import View
 from forerun.kv.streaming import StreamingCache
-from forerun.kv.topk_cache import TopKCache
 from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.implementations import switched
@@ -121,8 +119,6 @@ def test_attention_with_a_sink_is_softmax_with_one_more_score() -> None:
 CACHES: dict[str, Callable[[FullCache], Cache]] = {
     "full": lambda source: FullCache(),
     "streaming": lambda source: StreamingCache(80, 4),
-    "heavy hitters": lambda source: HeavyHitterCache(40, 40),
-    "top k": lambda source: TopKCache(source, 80),
     "retrieval": lambda source: RetrievalCache(source, RetrievalConfig(80)),
     "low rank": lambda source: LowRankCache(source, LowRankConfig(80)),
 }

@@ -12,13 +12,13 @@ import torch
 from models.test_native import DTYPES, MODELS, TEXT, kept
 from transformers import PreTrainedModel
 
+from benchmarks.papers.h2o import HeavyHitterCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention import topk_rank
 from forerun.kernels.runtime import vector_ir
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
-from forerun.kv.heavy_hitter import HeavyHitterCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.sparse_view import View
@@ -193,10 +193,10 @@ def test_an_index_that_moved_unused_is_found() -> None:
 @torch.inference_mode()
 def test_other_caches_take_the_flat_pass() -> None:
     target = admit(kept("llama", torch.float32))
-    own, cache = inner(target), HeavyHitterCache(64, 32)
+    own, cache = inner(target), HeavyHitterCache(64, 32, 64)
     assert isinstance(own, CompiledScorer)
     read(own, cache, TEXT[:200], 50)
-    expected = HeavyHitterCache(64, 32)
+    expected = HeavyHitterCache(64, 32, 64)
     modules = Scorer(target.model)
     read(modules, expected, TEXT[:200], 50)
     block = Block(np.array([7]), TREES[2], 200)

@@ -29,7 +29,7 @@ LENGTH = {"max_new_tokens": 24, "eos_token_id": None}
 SETTINGS = LongContextConfig(
     tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
 )
-DRAFTERS = ["none", "lookup", "trie", "auto", "jacobi", "triforce", "triforce-trie", "retrieval", "streaming", "oracle"]
+DRAFTERS = ["none", "lookup", "trie", "auto", "triforce", "triforce-trie", "retrieval", "streaming", "oracle"]
 
 
 class Counting(LogitsProcessor):
@@ -255,7 +255,7 @@ def test_top_p_takes_scores_of_any_type() -> None:
         assert torch.equal(Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores))
 
 
-@pytest.mark.parametrize("drafter", ["retrieval", "streaming-self", "triforce"])
+@pytest.mark.parametrize("drafter", ["retrieval", "low-rank", "triforce"])
 def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
     options = {"do_sample": True, "temperature": 2.0, "seed": 5, **LENGTH}
     plain = forerun.Engine(MODEL, "none")

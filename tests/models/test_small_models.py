@@ -14,7 +14,7 @@ import forerun
 from forerun.core.long_context import LongContextConfig
 
 TARGET = tiny("llama")
-DRAFTERS = ["streaming", "triforce", "triforce-auto", "streaming-hierarchy"]
+DRAFTERS = ["streaming", "triforce", "triforce-auto"]
 KNOWN = 30
 POSITIONS = 24
 SMALL = {

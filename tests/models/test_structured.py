@@ -231,7 +231,7 @@ def test_a_text_that_leaves_its_grammar_ends_alone(plain: Engine, drafter: str) 
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("trie", {}), ("lookup", sampled(1)), ("jacobi", {}), ("auto", sampled(1)), ("triforce", sampled(1)),
+        ("trie", {}), ("lookup", sampled(1)), ("auto", sampled(1)), ("triforce", sampled(1)),
         ("triforce-trie", {}), ("retrieval", sampled(1)), ("streaming", {}),
     ],
 )  # fmt: skip
@@ -472,13 +472,11 @@ def test_wrong_numbers_of_logprobs_are_refused(server: LiveServer, change: Json,
 
 def test_a_tree_hangs_under_what_is_certain_and_comes_back() -> None:
     tree = DraftTree(
-        torch.tensor([4, 5, 6]).numpy(), torch.tensor([-1, 0, -1]).numpy(), q=torch.full((3, 8), 0.125),
-        probe=torch.tensor([False, False, True]).numpy(),
+        torch.tensor([4, 5, 6]).numpy(), torch.tensor([-1, 0, -1]).numpy(), q=torch.full((3, 8), 0.125)
     )  # fmt: skip
     whole = tree.under([1, 2])
     assert whole.tokens.tolist() == [1, 2, 4, 5, 6] and whole.parents.tolist() == [-1, 0, 1, 2, 1]
     assert whole.q is not None and whole.q[:2].argmax(-1).tolist() == [1, 2] and whole.q.sum(-1).tolist() == [1.0] * 5
     back = whole.behind(2)
     assert back.tokens.tolist() == [4, 5, 6] and back.parents.tolist() == [-1, 0, -1]
-    assert back.probe is not None and back.probe.tolist() == [False, False, True]
     assert tree.under([]) is tree and DraftTree.empty().under([3]).tokens.tolist() == [3]

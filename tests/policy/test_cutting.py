@@ -187,9 +187,3 @@ def test_a_drawn_node_that_was_not_scored_teaches_nothing() -> None:
         (kept,) = cut(cutter, [tree]).trees
         assert len(kept) == 2
         assert cutter.learn(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn) == shown
-
-
-def test_trees_with_probes_are_left_as_they_are() -> None:
-    probing = DraftTree(np.arange(4), np.arange(-1, 3), probe=np.array([False, False, True, True]))
-    found = cut(TreePruner(CURVE), [probing, chain(chance=0.01)])
-    assert found.trees[0] is probing and not len(found.trees[1])

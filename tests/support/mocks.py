@@ -132,22 +132,21 @@ def step(target: MockTarget, drafter: Drafter, request: Request, budget: int = 8
     """Propose, score, verify, observe."""
     before = request.tokens.tolist()
     tree = drafter.propose(request, budget)
-    assert tree.drafted <= budget and (tree.depths <= request.max_draft_depth).all()
+    assert len(tree) <= budget and (tree.depths <= request.max_draft_depth).all()
     logits = target.score(before, tree)
     outcome = Outcome(tree, verify(tree, logits, request), logits)
     assert request.tokens.tolist() == before + outcome.verdict.tokens
     assert_consistent(outcome, request)
-    request.stats.record(tree.drafted, len(outcome.verdict.path), len(outcome.verdict.tokens))
+    request.stats.record(len(tree), len(outcome.verdict.path), len(outcome.verdict.tokens))
     drafter.observe(request, outcome)
     return outcome
 
 
 def assert_consistent(outcome: Outcome, request: Request) -> None:
-    """The accepted path leads down from the root over verifiable nodes; one token follows unless the text ended."""
+    """The accepted path leads down from the root; one token follows unless the text ended."""
     tree, path, tokens = outcome.tree, outcome.verdict.path, outcome.verdict.tokens
     assert tree.parents[path].tolist() == [ROOT, *path][: len(path)]
     assert tree.tokens[path].tolist() == tokens[: len(path)]
-    assert tree.probe is None or not tree.probe[path].any()
     assert len(tokens) == len(path) + 1 or (request.finish_reason is not None and len(tokens) == len(path) > 0)
 
 

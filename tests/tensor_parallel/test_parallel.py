@@ -19,11 +19,11 @@ from forerun.drafting.recipes import RECIPES
 
 pytestmark = pytest.mark.alone  # two processes, each of which has to answer in time
 
-QUICK = ["auto", "triforce", "retrieval", "low-rank:coupled", "streaming-self", "h2o:rejection", "topk"]
+QUICK = ["auto", "triforce", "retrieval", "low-rank:coupled", "retrieval:rejection", "streaming"]
 """Drafters of every cache, and of a small model that rank 0 has alone."""
 EVENTS = ["rank 0 dies", "rank 1 dies"]
 LATER = ["rank 1 hangs", "rank 1 fails", "rank 0 fails"]
-MODELS = ["triforce", "retrieval", "low-rank", "streaming", "streaming-hierarchy", "streaming-self", "h2o", "topk"]
+MODELS = ["triforce", "retrieval", "low-rank", "streaming"]
 """Drafters whose drafts depend on nothing but logits, of a small model or over the target's own cache."""
 METHODS = ["", ":coupled", ":rejection"]
 Found = dict[str, list[dict[str, Any]]]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.cli.memory_options import MemoryOptions
 from forerun.cli.options import LongOptions
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import RECIPES
+from forerun.drafting.recipes import RECIPES, Recipe
 from forerun.kv.kv_tiers import KVMemory
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 
@@ -38,15 +38,17 @@ def settings(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trust_remote_code: bool,
+    recipes: Mapping[str, Recipe] = RECIPES,
 ) -> LongContextConfig:
     """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named.
 
     Args:
         model: the target's name; the bundled target has its own small model.
+        recipes: by name.
     """
     name = options.draft_model or (BUNDLED_DRAFT if model == BUNDLED else None)
     needed = options.draft_model is not None or any(
-        RECIPES[drafter].small for drafter in drafters if drafter in RECIPES
+        recipes[drafter].small for drafter in drafters if drafter in recipes
     )
     if name is None or not needed:
         return options.settings()

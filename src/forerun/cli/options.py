@@ -15,8 +15,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 
 _MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
 _DRAFTER = (
-    "How to draft: auto, trie, lookup, jacobi, none; for long contexts low-rank, triforce-trie, triforce; see "
-    "docs/usage.md."
+    "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; see docs/usage.md."
 )
 _LONG = "Long contexts"
 _SOURCE = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
@@ -233,10 +232,6 @@ class ReplayOptions:
     ] = None
     json: Json = False
     debug: Debug = False
-
-    def __post_init__(self) -> None:
-        if self.drafter == "jacobi":
-            raise ValueError("--drafter is 'jacobi', which drafts from a model's logits; replay has no model")
 
 
 def check_sampling(options: Any) -> None:

@@ -14,8 +14,7 @@ class LongContextConfig:
     """Parameters of TriForce and its baselines; other drafters ignore them.
 
     Attributes:
-        draft_model: the small model, a transformers decoder; for ``triforce``, ``triforce-auto``, ``streaming`` and
-            ``streaming-hierarchy``.
+        draft_model: the small model, a transformers decoder; for ``triforce``, ``triforce-auto`` and ``streaming``.
         gamma1: tokens that the small model drafts at a time.
         gamma2: tokens that the target verifies at a time, at most.
         cache_budget: tokens that a sparse cache of the target holds, per layer and KV head. For the low-rank cache: the

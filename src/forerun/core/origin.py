@@ -18,11 +18,9 @@ class Origin(IntEnum):
     """Drafted by a small model."""
     SELF = 4
     """Drafted by the target over a sparse cache."""
-    JACOBI = 5
-    """Found by iteration on guesses."""
-    DRAFTER = 6
+    DRAFTER = 5
     """Drafted by one that does not say how."""
-    FORCED = 7
+    FORCED = 6
     """The only token that a grammar allows."""
 
     @property

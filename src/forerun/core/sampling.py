@@ -158,19 +158,6 @@ class Sampler:
             return scores.argmax(-1)
         return highest_of_rows(scores, self.seed, positions, salt)
 
-    def candidate_rows(self, scores: torch.Tensor, position: int, count: int) -> torch.Tensor:
-        """``candidates`` for scores ``[V]``, on their device: int64 ``[min(count, V)]``, with -1 behind the last."""
-        if self.method == "greedy":
-            return _top(scores, count)
-        noise = gumbel(self.seed, position, scores.shape[-1], Salt.TARGET, scores.device)
-        return _top(scores.double() + noise, count)
-
-    def candidates(self, scores: torch.Tensor, position: int, count: int) -> list[int]:
-        """The ``count`` best tokens, best first, or as many as can come; the first is the one that ``choose`` takes."""
-        if self.method == "greedy":
-            return _highest(scores, count)
-        return _best(scores, self.seed, position, Salt.TARGET, count)
-
     def inner(self) -> Sampler:
         """The sampler for speculative tokens in a drafter.
 

@@ -90,12 +90,12 @@ def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
     """The ``q`` of a chain that is tested by rejection.
 
     Raises:
-        ValueError: if ``q`` comes with a tree that is not a chain, or has probes, under rejection sampling.
+        ValueError: if ``q`` comes with a tree that is not a chain under rejection sampling.
     """
     if request.sampler.method != "rejection" or tree.q is None:
         return None
-    if not tree.is_chain or tree.drafted < len(tree):
-        raise ValueError("rejection sampling with q needs a chain; it branches or has probes")
+    if not tree.is_chain:
+        raise ValueError("rejection sampling with q needs a chain, and this tree branches")
     return tree.q
 
 

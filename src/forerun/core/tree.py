@@ -37,7 +37,6 @@ class DraftTree:
         tokens: token ids, int64 ``[n]``.
         parents: index of each node's parent, or ``ROOT``; int64 ``[n]``, ``parents[i] < i``.
         q: distribution that each node was drawn from, ``[n, vocabulary]``; only rejection sampling reads it.
-        probe: bool ``[n]``; verification skips these nodes. Only ``Drafter.observe`` gets their logits.
         probability: the drafter's estimate that a node will be accepted, float64 ``[n]``.
         origins: the ``Origin`` of each node, int8 ``[n]``; None if the drafter does not say.
     """
@@ -45,7 +44,6 @@ class DraftTree:
     tokens: IntArray
     parents: IntArray
     q: torch.Tensor | None = None
-    probe: BoolArray | None = None
     probability: npt.NDArray[np.float64] | None = None
     origins: Int8Array | None = None
 
@@ -86,13 +84,7 @@ class DraftTree:
         return cls(np.array(tokens, np.int64), np.array(parents, np.int64))
 
     def merged(self, other: DraftTree, budget: int) -> DraftTree:
-        """This tree with the nodes that ``other`` adds, at most ``budget`` in all; ``q`` and estimates are lost.
-
-        Raises:
-            ValueError: for trees with probes.
-        """
-        if self.probe is not None or other.probe is not None:
-            raise ValueError("trees with probes cannot be merged")
+        """This tree with the nodes that ``other`` adds, at most ``budget`` in all; ``q`` and estimates are lost."""
         tokens, parents, origins = self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
         index = {ROOT: ROOT}
         for node, (parent, token) in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True)):
@@ -126,7 +118,6 @@ class DraftTree:
             np.concatenate([chain.tokens, self.tokens]),
             np.concatenate([chain.parents, self.parents + len(chain)]),
             q=None if self.q is None else _under_certain(tokens, self.q),
-            probe=None if self.probe is None else np.concatenate([np.zeros(len(chain), np.bool_), self.probe]),
             probability=None if self.probability is None else np.concatenate([np.ones(len(chain)), self.probability]),
             origins=np.concatenate([chain.sources, self.sources]),
         )
@@ -137,7 +128,6 @@ class DraftTree:
             self.tokens[count:],
             self.parents[count:] - count,
             q=None if self.q is None else self.q[count:],
-            probe=None if self.probe is None else self.probe[count:],
             probability=None if self.probability is None else self.probability[count:],
             origins=None if self.origins is None else self.origins[count:],
         )
@@ -168,19 +158,13 @@ class DraftTree:
         """``origins``, or ``Origin.DRAFTER`` for each node of a drafter that does not say; int8 ``[n]``."""
         return np.full(len(self), Origin.DRAFTER, np.int8) if self.origins is None else self.origins
 
-    @property
-    def drafted(self) -> int:
-        """Number of nodes that may be accepted."""
-        return len(self) if self.probe is None else int(len(self) - self.probe.sum())
-
     @cached_property
     def children(self) -> Mapping[tuple[int, int], int]:
-        """Node index by (parent index, token id), without probes. Of two equal siblings the first counts."""
-        found: dict[tuple[int, int], int] = {}
+        """Node index by (parent index, token id). Of two equal siblings the first counts."""
+        index: dict[tuple[int, int], int] = {}
         for i, key in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
-            if self.probe is None or not self.probe[i]:
-                found.setdefault(key, i)
-        return found
+            index.setdefault(key, i)
+        return index
 
     @cached_property
     def ancestors(self) -> BoolArray:
@@ -208,19 +192,13 @@ class DraftTree:
             self.tokens[keep],
             parents,
             q=None if self.q is None else self.q[np.flatnonzero(keep).tolist()],
-            probe=None if self.probe is None else self.probe[keep],
             probability=None if self.probability is None else self.probability[keep],
             origins=None if self.origins is None else self.origins[keep],
         )
 
     def first(self, count: int) -> DraftTree:
-        """The tree of the first ``count`` nodes that may be accepted, and of the probes that hang under none else."""
-        if self.drafted <= count:
-            return self
-        free = np.ones(len(self), np.bool_) if self.probe is None else ~self.probe
-        gone = free & (np.cumsum(free) > count)
-        keep: BoolArray = ~np.any(self.ancestors & gone, axis=1)
-        return self.select(keep)
+        """The tree of the first ``count`` nodes."""
+        return self if len(self) <= count else self.select(np.arange(len(self)) < count)
 
     def trim(self, max_depth: int, vocabulary: int) -> DraftTree:
         """The tree without nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and nodes under these."""
@@ -247,7 +225,7 @@ def _check(tree: DraftTree) -> None:
         raise ValueError(f"tokens {tree.tokens.shape} and parents {tree.parents.shape} must be equally long vectors")
     if np.count_nonzero((tree.parents - ROOT).view(np.uint64) > np.arange(n, dtype=np.uint64)):
         raise ValueError("parents must be ROOT (-1) or the index of an earlier node")
-    for name in ("q", "probe", "probability", "origins"):
+    for name in ("q", "probability", "origins"):
         value = getattr(tree, name)
         if value is not None and len(value) != n:
             raise ValueError(f"{name} has {len(value)} rows for {n} nodes")

@@ -66,7 +66,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, told: IntArr
         told: what ``transfers.foresee`` said of these logits; it is asked here if it was not.
 
     Raises:
-        ValueError: if ``q`` comes with a tree that is not a chain, or has probes, under rejection sampling.
+        ValueError: if ``q`` comes with a tree that is not a chain under rejection sampling.
     """
     q = tested(tree, request)
     if elsewhere(logits):

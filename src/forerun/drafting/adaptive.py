@@ -251,7 +251,7 @@ class AdaptiveDrafter(OuterDrafter):
         step.seen += 1
         step.tokens += len(outcome.verdict.tokens)
         if chain:
-            self._grown.count(request, len(outcome.verdict.path), outcome.tree.drafted)
+            self._grown.count(request, len(outcome.verdict.path), len(outcome.tree))
         if not (chain and step.drawn[row]):
             self._cutter.learn(row, outcome, step.drawn[row])
 

@@ -76,7 +76,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, request: Request, budget: int) -> DraftTree:
-        """A tree that follows ``request.tokens``: at most ``budget`` nodes, not counting probes, and at most
+        """A tree that follows ``request.tokens``: at most ``budget`` nodes, and at most
         ``request.max_draft_depth`` deep."""
 
     def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:

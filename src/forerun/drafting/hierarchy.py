@@ -235,7 +235,7 @@ class _Draft:
         verdict = verify(tree, logits, self.twin)
         if before is not None:
             self._q += distributions(verdict, logits, before)
-        self.twin.stats.record(tree.drafted, len(verdict.path), len(verdict.tokens))
+        self.twin.stats.record(len(tree), len(verdict.path), len(verdict.tokens))
         self._tokens += verdict.tokens
         self._origins += Outcome(tree, verdict, logits).origins
         if self.twin.finish_reason is not None:

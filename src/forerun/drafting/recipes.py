@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
-from forerun.drafting.jacobi import JacobiDrafter
 from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.bounded import SLACK
 from forerun.kv.full_cache import FullCache
-from forerun.kv.heavy_hitter import HeavyHitterCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.rerotation import Rotation
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import StreamingCache
-from forerun.kv.topk_cache import TopKCache
 from forerun.models.forward import gate
 from forerun.models.forward.level import CacheFactory
 from forerun.models.forward.scorer import Scorer
@@ -65,40 +62,31 @@ def small_model(settings: LongContextConfig) -> Scorer:
     return Scorer(settings.draft_model)
 
 
-def _small(settings: LongContextConfig, gamma: int) -> ModelDrafter:
-    """The small model over the first and last tokens."""
+def small_drafter(settings: LongContextConfig, gamma: int) -> ModelDrafter:
+    """The small model over the first and last tokens, with chains of ``gamma`` tokens."""
     return ModelDrafter(small_cache(settings), gamma, small_model(settings))
 
 
 def small_cache(settings: LongContextConfig) -> CacheFactory:
     """The small model's cache: StreamingLLM's, of ``LongContextConfig.window`` tokens."""
-    return _streaming(settings, settings.window)
+    return streaming_cache(settings, settings.window)
 
 
-def _slack(settings: LongContextConfig) -> int:
-    """Tokens that a level's cache can take back: what both levels draft in a step, at least."""
+def rollback_tokens(settings: LongContextConfig) -> int:
+    """Tokens that a level's cache must be able to take back: those that both levels draft in a step."""
     return max(SLACK, settings.gamma1 + settings.gamma2)
 
 
-def _streaming(settings: LongContextConfig, window: int) -> CacheFactory:
+def streaming_cache(settings: LongContextConfig, window: int) -> CacheFactory:
+    """StreamingLLM's cache: ``LongContextConfig.sinks`` first tokens, and the last ``window``."""
     rotations: dict[Scorer, Rotation | None] = {}
 
     def make(scorer: Scorer, source: FullCache) -> StreamingCache:
         if scorer not in rotations:
             rotations[scorer] = scorer.rotation()
-        return StreamingCache(window, settings.sinks, _slack(settings), rotations[scorer])
+        return StreamingCache(window, settings.sinks, rollback_tokens(settings), rotations[scorer])
 
     return make
-
-
-def _heavy_hitter(settings: LongContextConfig) -> CacheFactory:
-    """Half of the budget for heavy hitters, half for recent tokens, as in H2O's experiments."""
-    recent = max(1, settings.cache_budget // 2)
-    return lambda scorer, source: HeavyHitterCache(settings.cache_budget - recent, recent, _slack(settings))
-
-
-def _self_streaming(settings: LongContextConfig) -> CacheFactory:
-    return _streaming(settings, max(1, settings.cache_budget - settings.sinks))
 
 
 def _retrieval(settings: LongContextConfig) -> CacheFactory:
@@ -111,18 +99,11 @@ def _low_rank(settings: LongContextConfig) -> CacheFactory:
     return lambda scorer, source: LowRankCache(source, config)
 
 
-def _topk(settings: LongContextConfig) -> CacheFactory:
-    return lambda scorer, source: TopKCache(source, settings.cache_budget)
-
-
 SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
-    "topk": _topk,
-    "streaming": _self_streaming,
-    "h2o": _heavy_hitter,
     "retrieval": _retrieval,
     "low-rank": _low_rank,
 }
-"""The target's sparse caches, of ``LongContextConfig.cache_budget`` tokens; ``topk`` is the oracle that they are measured by."""
+"""The target's sparse caches, of ``LongContextConfig.cache_budget`` tokens."""
 
 
 def sparse_cache(settings: LongContextConfig) -> CacheFactory:
@@ -138,14 +119,14 @@ def _auto(settings: LongContextConfig) -> Drafter:
     """All sources: a trie, and the target over a sparse cache, which the trie and a small model draft for."""
     trie = TrieDrafter()
     small = settings.draft_model is not None
-    inner = MergedDrafter(trie, _small(settings, settings.gamma1), settings.gamma1) if small else trie
+    inner = MergedDrafter(trie, small_drafter(settings, settings.gamma1), settings.gamma1) if small else trie
     levels = _triforce(settings, inner, TRIE_NODES)
     budget = settings.cache_budget
     beyond = 0 if small else budget
     return AdaptiveDrafter(levels, trees=trie, chains=levels, most=settings.gamma2, reach=budget, beyond=beyond)
 
 
-def _long(
+def long_context(
     build: Callable[[LongContextConfig], Drafter],
     sparse: Callable[[LongContextConfig], CacheFactory] | None = None,
     small: bool = False,
@@ -165,9 +146,9 @@ def _long(
     return Recipe(paced, small, sparse)
 
 
-def _self_drafting(sparse: Callable[[LongContextConfig], CacheFactory]) -> Recipe:
+def self_drafting(sparse: Callable[[LongContextConfig], CacheFactory]) -> Recipe:
     """The target alone, over this cache."""
-    return _long(lambda s: ModelDrafter(sparse(s), s.gamma2), sparse)
+    return long_context(lambda s: ModelDrafter(sparse(s), s.gamma2), sparse)
 
 
 def _trie(form: Form) -> Recipe:
@@ -177,37 +158,27 @@ def _trie(form: Form) -> Recipe:
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(lambda s: NoDrafter()),
     "lookup": Recipe(lambda s: LookupDrafter()),
-    "jacobi": Recipe(lambda s: JacobiDrafter()),
     "trie": Recipe(lambda s: TrieDrafter()),
     "trie-hierarchical": _trie("hierarchical"),
     "trie-single": _trie("single"),
     "trie-parallel": _trie("parallel"),
     "auto": Recipe(_auto, sparse=sparse_cache),
-    "triforce": _long(lambda s: _triforce(s, _small(s, s.gamma1), s.gamma1), sparse_cache, small=True),
-    "triforce-trie": _long(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES), sparse_cache),
-    "triforce-auto": _long(
-        lambda s: _triforce(s, MergedDrafter(TrieDrafter(), _small(s, s.gamma1), s.gamma1), TRIE_NODES),
+    "triforce": long_context(lambda s: _triforce(s, small_drafter(s, s.gamma1), s.gamma1), sparse_cache, small=True),
+    "triforce-trie": long_context(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES), sparse_cache),
+    "triforce-auto": long_context(
+        lambda s: _triforce(s, MergedDrafter(TrieDrafter(), small_drafter(s, s.gamma1), s.gamma1), TRIE_NODES),
         sparse_cache,
         small=True,
     ),
-    "retrieval": _self_drafting(_retrieval),
-    "low-rank": _self_drafting(_low_rank),
-    "streaming": _long(lambda s: _small(s, s.gamma2), small=True),
-    "streaming-hierarchy": _long(
-        lambda s: HierarchyDrafter(_small(s, s.gamma1), _self_streaming(s), s.gamma1, s.gamma2),
-        _self_streaming,
-        small=True,
-    ),
-    "streaming-self": _self_drafting(_self_streaming),
-    "h2o": _self_drafting(_heavy_hitter),
-    "topk": _self_drafting(_topk),
+    "retrieval": self_drafting(_retrieval),
+    "low-rank": self_drafting(_low_rank),
+    "streaming": long_context(lambda s: small_drafter(s, s.gamma2), small=True),
 }
 """``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` is plain.
 
 For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a trie in the small model's place, and
-``triforce-auto`` both; ``low-rank`` is the target alone over their middle cache. The paper's baselines: ``retrieval``
-is TriForce without hierarchy, ``streaming`` the naive policy (the small model alone), ``streaming-hierarchy`` has a
-streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone.
+``triforce-auto`` both; ``low-rank`` is the target alone over their middle cache. From the paper: ``retrieval`` is
+TriForce without hierarchy, ``streaming`` the small model alone.
 """
 
 
@@ -226,27 +197,29 @@ def trie_of(drafter: Drafter) -> Trie:
     raise ValueError(f"{type(drafter).__name__} has no trie")
 
 
-def buildable(settings: LongContextConfig) -> list[str]:
+def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIPES) -> list[str]:
     """Names of the drafters that these settings suffice for, without ``none``."""
     have = settings.draft_model is not None
-    return [name for name, recipe in RECIPES.items() if name != "none" and (have or not recipe.small)]
+    return [name for name, recipe in recipes.items() if name != "none" and (have or not recipe.small)]
 
 
-def check_drafter(name: str) -> None:
+def check_drafter(name: str, recipes: Mapping[str, Recipe] = RECIPES) -> None:
     """Refuse an unknown name.
 
     Raises:
         ValueError: listing the known ones.
     """
-    if name not in RECIPES:
-        raise ValueError(f"drafter is {name!r}; known are {', '.join(RECIPES)}")
+    if name not in recipes:
+        raise ValueError(f"drafter is {name!r}; known are {', '.join(recipes)}")
 
 
-def build_drafter(name: str, settings: LongContextConfig | None = None) -> Drafter:
+def build_drafter(
+    name: str, settings: LongContextConfig | None = None, recipes: Mapping[str, Recipe] = RECIPES
+) -> Drafter:
     """A drafter of this name.
 
     Raises:
         ValueError: for an unknown name, listing the known ones, or settings that lack what it needs.
     """
-    check_drafter(name)
-    return RECIPES[name].build(settings or LongContextConfig())
+    check_drafter(name, recipes)
+    return recipes[name].build(settings or LongContextConfig())

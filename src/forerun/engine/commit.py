@@ -44,7 +44,7 @@ def committed(request: Request, length: int, outcome: Outcome | None, seconds: f
         return Commit(request, tokens, 0)
     first = request.stats.steps == 1
     took = request.stats.prefill_seconds if first else seconds
-    return Commit(request, tokens, len(outcome.verdict.path), outcome.tree.drafted, outcome.origins, took)
+    return Commit(request, tokens, len(outcome.verdict.path), len(outcome.tree), outcome.origins, took)
 
 
 def feed(

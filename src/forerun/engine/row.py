@@ -102,7 +102,7 @@ class Row:
         """Keep of a block what its verdict, which the request has taken in, accepted."""
         self.cache.commit(block, verdict.path)
         self.pending = self.request.tokens[-1:].copy()
-        self.request.stats.record(block.tree.drafted, len(verdict.path), len(verdict.tokens))
+        self.request.stats.record(len(block.tree), len(verdict.path), len(verdict.tokens))
 
     def record_times(self, drafting: float, scoring: float, verifying: float) -> None:
         """Seconds of the parts of its last step; the first step ends the reading of the prompt."""

@@ -80,18 +80,14 @@ class Step:
         return [commit for commit in commits if commit.tokens or commit.request.error is not None]
 
     def _propose(self, rows: Sequence[Row], reading: Sequence[Row]) -> list[DraftTree]:
-        """The trees to score. Probes are left out where their places are taken: near the end of a text."""
+        """The trees to score."""
         requests = [row.request for row in rows]
         for row in rows:
             row.request.unread = len(row.pending)
         self.drafter.beside = sum(row.next_chunk for row in reading)
         proposed = self.drafter.propose_batch(requests, self.budget)
         known = self.target.vocabulary
-        trees = [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
-        return [
-            tree.select(~tree.probe) if tree.probe is not None and len(tree) > request.remaining + self.budget else tree
-            for tree, request in zip(trees, requests, strict=True)
-        ]
+        return [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
         """Logits of each row, once they are there. A pass that fails leaves no trace; then each row has a pass of its

@@ -110,7 +110,7 @@ class TreePruner:
     def cut(
         self, requests: Sequence[Request], trees: Sequence[DraftTree], load: Load, sunk: float = 0.0
     ) -> PrunedTrees:
-        """What is worth scoring of each row's tree; trees with probes are left as they are.
+        """What is worth scoring of each row's tree.
 
         Args:
             requests: the rows.
@@ -135,13 +135,13 @@ class TreePruner:
         return PrunedTrees(parts, kept, load.rows + tokens, plain, added, self._raised(plain, added, kept), load)
 
     def _enter(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> int:
-        """Enter the trees without probes."""
+        """Enter the trees."""
         size = sum(map(len, trees))
         if size > len(self._sheet.tokens):
             self._sheet = NodeTable.allocate(2 * size)
         self._places, begin = [], 0
         for row, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-            end = begin if tree.probe is not None else begin + len(tree)
+            end = begin + len(tree)
             if end > begin:
                 said = _UNSAID if tree.probability is None or tree.q is not None else tree.probability
                 deepest = request.max_draft_depth

@@ -22,14 +22,12 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
-from forerun.kv.heavy_hitter import HeavyHitterCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.rerotation import Rotation
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.shared_prefix import SharedPrefix
 from forerun.kv.sparse_view import View
 from forerun.kv.streaming import StreamingCache
-from forerun.kv.topk_cache import TopKCache
 
 CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
 """Methods that change a cache between passes."""
@@ -144,12 +142,8 @@ def _parts(cache: Any) -> list[Any]:
     match cache:
         case RetrievalCache() | LowRankCache():
             return [cache.source, *astuple(cache.config)]
-        case TopKCache():
-            return [cache.source, cache.budget]
         case StreamingCache():
             return [cache.window, cache.sinks, cache.slack, cache.rotation is not None]
-        case HeavyHitterCache():
-            return [cache.heavy, cache.recent, cache.slack]
     return [cache.capacity]
 
 
@@ -157,18 +151,14 @@ _KINDS: dict[str, type[Cache]] = {
     "full": FullCache,
     "retrieval": RetrievalCache,
     "low-rank": LowRankCache,
-    "topk": TopKCache,
     "streaming": StreamingCache,
-    "h2o": HeavyHitterCache,
 }
 
 _MAKE: dict[str, Callable[[list[Any], Rotation | None], Cache]] = {
     "full": lambda parts, rotation: FullCache(*parts),
     "retrieval": lambda parts, rotation: RetrievalCache(parts[0], RetrievalConfig(*parts[1:])),
     "low-rank": lambda parts, rotation: LowRankCache(parts[0], LowRankConfig(*parts[1:])),
-    "topk": lambda parts, rotation: TopKCache(*parts),
     "streaming": lambda parts, rotation: _streaming(parts, rotation),
-    "h2o": lambda parts, rotation: HeavyHitterCache(*parts),
 }
 
 

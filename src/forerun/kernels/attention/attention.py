@@ -137,14 +137,6 @@ def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.T
     return (out * left).to(out.dtype)
 
 
-def weigh(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-    """Softmax weights ``[1, H, n, m]`` of scores, reduced by what the layer's sinks take."""
-    if spec.sinks is None:
-        return scores.softmax(-1)
-    sinks = spec.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
-    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
-
-
 def select_backend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> str:

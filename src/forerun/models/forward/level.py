@@ -193,7 +193,7 @@ class Level:
         if len(outcome.tree):
             nodes = len(outcome.logits)  # the root and the tree's nodes are the pass's last rows
             rows = [-nodes, *(node + 1 - nodes for node in outcome.verdict.path)]
-            cache.verified(rows, outcome.tree.drafted, len(outcome.verdict.path))
+            cache.verified(rows, len(outcome.tree), len(outcome.verdict.path))
         self._prepare(request, cache, READ_BLOCK)
 
     def _prepare(self, request: Request, cache: View, tokens: int) -> bool:

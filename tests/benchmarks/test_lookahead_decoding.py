@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mocks import PROMPT, SAMPLERS, MockTarget, generate, oracle, paths, step
 
+from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter, best_config, expected_tokens
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.drafting.jacobi import JacobiConfig, JacobiDrafter, best_config, expected_tokens
 from forerun.policy.cost_curve import CostCurve
+
+pytestmark = pytest.mark.matrix
 
 
 class WholeContextTarget(MockTarget):
@@ -78,13 +80,18 @@ CONFIGS = [
 ]
 
 
-def window_of(tree: DraftTree) -> list[int]:
-    return [] if tree.probe is None else tree.tokens[tree.probe].tolist()
+ROOM = 100
+"""A budget for the window and all n-grams."""
+
+
+def window_of(drafter: JacobiDrafter, request: Request, tree: DraftTree) -> list[int]:
+    state = drafter._states[request.id]
+    return tree.tokens[len(tree) - state.levels.size + 1 :].tolist() if state.sent else []
 
 
 def initial_guesses(drafter: JacobiDrafter, request: Request) -> list[int]:
     drafter.begin(request)
-    return window_of(drafter.propose(request, 4))
+    return window_of(drafter, request, drafter.propose(request, ROOM))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -97,11 +104,12 @@ def test_window_and_pool_are_the_papers_at_every_step(config: JacobiConfig) -> N
     while request.remaining > config.window + config.ngram + 1:
         text = request.tokens.tolist()
         tree = drafter.propose(request, 100)
-        assert window_of(tree) == [token for level in paper.levels for token in level]
+        window = [token for level in paper.levels for token in level]
+        assert window_of(drafter, request, tree) == window
         branches = [branch[: request.max_draft_depth] for branch in reversed(paper.pool.get(text[-1], []))]
         expected = DraftTree.from_branches(branches, 100)
-        assert tree.tokens[: tree.drafted].tolist() == expected.tokens.tolist()
-        assert tree.parents[: tree.drafted].tolist() == expected.parents.tolist()
+        assert tree.tokens[: -len(window) or None].tolist() == expected.tokens.tolist()
+        assert tree.parents[: -len(window) or None].tolist() == expected.parents.tolist()
         paper.step(target, text)
         step(target, drafter, request, 100)
         drafted += len(branches)
@@ -115,18 +123,18 @@ def test_a_column_hangs_under_the_column_above_and_level_0_is_a_chain(config: Ja
     for steps in range(12):
         levels = min(steps + 1, config.ngram - 1)
         columns = config.window + config.ngram - 1 - levels
-        outcome = step(target, drafter, request)
-        tree, first = outcome.tree, outcome.tree.drafted
+        size = levels * columns - 1
+        tree = step(target, drafter, request, ROOM).tree
+        first = len(tree) - size
         node = {(0, 0): ROOT}
         node |= {(i // columns, i % columns): first + i - 1 for i in range(1, levels * columns)}
-        assert len(tree) - first == len(node) - 1 == levels * columns - 1
+        assert len(node) - 1 == size
         for (level, column), index in node.items():
             if index == ROOT:
                 continue
             above = node[level - 1, column] if level else node[0, column - 1]
             assert tree.parents[index] == above
             assert tree.depths[index] == level + column
-            assert tree.probe is not None and tree.probe[index]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -135,7 +143,7 @@ def test_the_text_is_the_oracles(name: str, config: JacobiConfig) -> None:
     for seed, budget, eos in ((0, 8, frozenset[int]()), (1, 3, frozenset({3})), (2, 0, frozenset[int]())):
         target = MockTarget(peak=2, seed=seed)
         request = Request(PROMPT, 30, sampler=SAMPLERS[name], eos_token_ids=eos)
-        text = generate(target, JacobiDrafter(config), request, budget)
+        text = generate(target, JacobiDrafter(config), request, 8 * budget)
         assert text == oracle(target, PROMPT, 30, SAMPLERS[name], eos)
 
 
@@ -146,7 +154,7 @@ def test_the_text_is_the_oracles(name: str, config: JacobiConfig) -> None:
     st.integers(1, 4),
     st.lists(st.integers(0, 4), min_size=2, max_size=9),
     st.integers(1, 25),
-    st.integers(0, 12),
+    st.integers(0, 60),
     st.integers(0, 99),
 )
 def test_any_configuration_gives_the_oracles_text(
@@ -162,7 +170,7 @@ def test_any_configuration_gives_the_oracles_text(
 def test_a_predictable_text_takes_few_steps() -> None:
     target = MockTarget(vocabulary=50, order=1, peak=3, seed=1)
     request = Request([1, 2, 3], 100)
-    generate(target, JacobiDrafter(JacobiConfig(window=5, ngram=4, guesses=3)), request)
+    generate(target, JacobiDrafter(JacobiConfig(window=5, ngram=4, guesses=3)), request, 24)
     assert request.stats.tokens_per_step > 2
     assert max(request.stats.emitted) == 4
 
@@ -182,14 +190,15 @@ def test_the_window_is_left_out_exactly_when_the_text_ends_before_it(config: Jac
     for limit in range(1, deepest + 4):
         drafter, request = JacobiDrafter(config), Request(PROMPT, limit)
         drafter.begin(request)
-        assert (drafter.propose(request, 8).probe is not None) == (request.max_draft_depth >= deepest)
+        drafter.propose(request, ROOM)
+        assert drafter._states[request.id].sent == (request.max_draft_depth >= deepest)
 
 
 def test_nothing_is_sent_without_budget_and_the_window_waits() -> None:
     target, drafter, request = MockTarget(seed=1), JacobiDrafter(JacobiConfig(4, 3, 2)), Request(PROMPT, 60)
     before = initial_guesses(drafter, request)
-    assert step(target, drafter, request, 0).tree is DraftTree.empty()
-    assert window_of(drafter.propose(request, 1)) == before
+    assert not len(step(target, drafter, request, 0).tree)
+    assert window_of(drafter, request, drafter.propose(request, ROOM)) == before
 
 
 def test_a_window_that_did_not_come_back_whole_is_not_used() -> None:
@@ -197,28 +206,28 @@ def test_a_window_that_did_not_come_back_whole_is_not_used() -> None:
     drafter.begin(request)
     for _ in range(5):
         step(target, drafter, request)
-    tree = drafter.propose(request, 8)
-    window = window_of(tree)
+    tree = drafter.propose(request, ROOM)
+    window = window_of(drafter, request, tree)
     for cut in (tree.trim(3, 1 << 31), DraftTree.empty()):
         logits = target.score(request.tokens.tolist(), cut)
         drafter.observe(request, Outcome(cut, verify(cut, logits, request), logits))
-        tree = drafter.propose(request, 8)
-        assert window_of(tree) == window
+        tree = drafter.propose(request, ROOM)
+        assert window_of(drafter, request, tree) == window
 
 
 def test_branches_cut_from_the_tree_do_not_shift_the_windows_logits() -> None:
     target, drafter = WholeContextTarget(vocabulary=2), JacobiDrafter(JacobiConfig(4, 3, 2))
     request = Request([0, 1], 90)
     drafter.begin(request)
-    while drafter.propose(request, 8).drafted == 0:
-        step(target, drafter, request)
-    tree = drafter.propose(request, 8)
+    while len(drafter.propose(request, ROOM)) < drafter._states[request.id].levels.size:
+        step(target, drafter, request, ROOM)
+    tree = drafter.propose(request, ROOM)
     text, assumed = request.tokens.tolist(), list(paths(tree))
-    kept = tree.select(np.asarray(tree.probe))
+    kept = tree.select(np.arange(len(tree)) >= len(tree) - drafter._states[request.id].levels.size + 1)
     logits = target.score(text, kept)
     drafter.observe(request, Outcome(kept, verify(kept, logits, request), logits))
     last_level = [target.best([*text, *path]) for path in assumed[-4:]]
-    assert window_of(drafter.propose(request, 8))[-4:] == last_level
+    assert window_of(drafter, request, drafter.propose(request, ROOM))[-4:] == last_level
 
 
 def test_the_first_step_of_an_engine_observes_what_was_not_proposed() -> None:
@@ -236,7 +245,7 @@ def test_the_pool_keeps_the_most_recent_ngrams_of_each_first_token(guesses: int)
     request = Request(PROMPT[:1], 80)
     drafter.begin(request)
     while request.remaining > 9:
-        step(target, drafter, request)
+        step(target, drafter, request, ROOM)
     pool = drafter._states[request.id].pool._rests
     assert max(map(len, pool.values())) == guesses
     assert all(len(rest) == 3 for rests in pool.values() for rest in rests)
@@ -247,10 +256,10 @@ def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
     alone, one, other = Request([1, 2], 60), Request([1, 2], 60), Request([2, 0], 60)
     for request in (alone, one, other):
         drafter.begin(request)
-    trees = [step(target, drafter, alone).tree for _ in range(10)]
+    trees = [step(target, drafter, alone, ROOM).tree for _ in range(10)]
     for tree in trees:
-        assert step(target, drafter, one).tree.tokens.tolist() == tree.tokens.tolist()
-        step(target, drafter, other)
+        assert step(target, drafter, one, ROOM).tree.tokens.tolist() == tree.tokens.tolist()
+        step(target, drafter, other, ROOM)
     for request in (alone, one, other, Request([1], 1)):  # the last one never began
         drafter.finish(request)
     assert not drafter._states
@@ -264,9 +273,9 @@ def test_a_configuration_out_of_range_is_refused(name: str, least: int) -> None:
 
 
 def test_a_cheap_pass_looks_further_ahead() -> None:
-    probes = [(c.ngram - 1) * c.window for c in map(best_config, map(CostCurve.linear, (8, 32, 128, 512, 4096)))]
-    assert probes == sorted(probes)
-    assert (probes[0], probes[-1]) == (2, 80)
+    guesses = [(c.ngram - 1) * c.window for c in map(best_config, map(CostCurve.linear, (8, 32, 128, 512, 4096)))]
+    assert guesses == sorted(guesses)
+    assert (guesses[0], guesses[-1]) == (2, 60)
 
 
 def test_the_expected_tokens_rise_with_every_size() -> None:

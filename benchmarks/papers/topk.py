@@ -10,12 +10,20 @@ from collections.abc import Sequence
 import torch
 
 from forerun.core.block import Block
-from forerun.kernels.attention.attention import AttentionSpec, weigh
-from forerun.kv.bounded import SLACK
+from forerun.core.long_context import LongContextConfig
+from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import KVShape
 from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_rows import Rows, append, compact
 from forerun.kv.sparse_view import View
+from forerun.models.forward.level import CacheFactory
+
+SPECULATIVE_TOKENS = 64
+"""Tokens on trial that ``TopKCache.needs`` counts."""
+
+
+def target_cache(settings: LongContextConfig) -> CacheFactory:
+    """The oracle, of ``LongContextConfig.cache_budget`` tokens."""
+    return lambda scorer, source: TopKCache(source, settings.cache_budget)
 
 
 class TopKCache(View):
@@ -34,39 +42,46 @@ class TopKCache(View):
         if budget < 1:
             raise ValueError(f"budget is {budget}; it must be at least 1")
         self.budget = budget
-        self._trial: dict[int, Rows] = {}
+        self._trial: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def sync(self) -> None:
-        """See ``View.sync``."""
         self.length = self.settled = self.source.length
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``."""
         tried = self.length - self.settled
-        end = tried + len(block)
-        own = self._trial[layer] = append(self._trial.get(layer), (k, v), tried, end)
-        far, near = self.source.read(layer, 0, self.settled), (own[0][:, :, :end], own[1][:, :, :end])
+        if tried:
+            k, v = (torch.cat((old[:, :, :tried], new), 2) for old, new in zip(self._trial[layer], (k, v), strict=True))
+        self._trial[layer] = near = k, v
+        far = self.source.read(layer, 0, self.settled)
         scores = torch.cat([_scores(q, keys, spec) for keys, _ in (far, near)], -1)
         bias = block.bias(spec.window, range(self.length), q)
         scores = scores if bias is None else scores + bias
         scores[..., : self.settled] = _best(scores[..., : self.settled], self.budget)
-        weights = weigh(scores, spec).to(q.dtype).tensor_split([self.settled], -1)
+        weights = softmax_weights(scores, spec).to(q.dtype).tensor_split([self.settled], -1)
         return torch.stack([_mix(w, pair[1]) for w, pair in zip(weights, (far, near), strict=True)]).sum(0)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
-        for rows in self._trial.values():
-            compact(rows, start - self.settled, path)
+        first = start - self.settled
+        places = [*range(first), *(first + node for node in path)]
+        self._trial = {layer: (k[:, :, places], v[:, :, places]) for layer, (k, v) in self._trial.items()}
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """See ``Cache.needs``."""
-        return shape.nbytes * SLACK
+        return shape.nbytes * SPECULATIVE_TOKENS
 
     @property
     def nbytes(self) -> int:
         """Bytes of the speculative tokens."""
         return sum(t.nbytes for rows in self._trial.values() for t in rows)
+
+
+def softmax_weights(scores: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """Softmax weights ``[1, H, n, m]`` of scores, reduced by what the layer's sinks take."""
+    if spec.sinks is None:
+        return scores.softmax(-1)
+    sinks = spec.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:

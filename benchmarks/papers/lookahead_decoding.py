@@ -6,7 +6,8 @@ are positions, ``ngram - 1`` levels are iterations. Every step predicts one more
 one n-gram per column; the n-grams that begin with the last committed token are what is verified.
 
 Level 0 is a chain whose column 0 is the root itself. Level l, column i hangs under level l-1, column i, hence at depth
-l + i, where it stands for the token l + i positions after the root. The window's nodes are probes.
+l + i, where it stands for the token l + i positions after the root. The window's nodes are ordinary nodes of the
+tree: a guess that the target accepts by chance is right all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree, IntArray
@@ -30,7 +30,8 @@ from forerun.policy.cost_curve import CostCurve
 class JacobiConfig:
     """The window's size and the pool's; the paper's W, N and G, by default its values for a 7B model on one A100.
 
-    A pass scores ``(ngram - 1) * window - 1`` probes besides what it verifies, a few more while the window fills.
+    A pass scores ``(ngram - 1) * window - 1`` guesses besides the n-grams, so the two take
+    ``(ngram - 1) * (window + guesses)`` nodes of the budget. If the window does not fit into it, there is none.
 
     Attributes:
         window: positions guessed at once, the root included.
@@ -50,13 +51,18 @@ class JacobiConfig:
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
 
+    @property
+    def nodes(self) -> int:
+        """A budget that holds both."""
+        return (self.ngram - 1) * (self.window + self.guesses)
+
 
 LIKELY, SPEED_UP = 0.425, 3.106
 """The paper's fit for LLaMA-2-7B-Chat: chance that a guessed token is right, and steps by steps with a good guess."""
 
 CHOICES = (
     *(JacobiConfig(window, ngram, window) for ngram in (2, 3, 4) for window in (2, 3, 5, 7)),
-    *(JacobiConfig(window, 5, window) for window in (7, 10, 15, 20)),
+    *(JacobiConfig(window, 5, window) for window in (7, 10, 15)),
 )
 """What a drafter chooses from by the cost of passes."""
 
@@ -72,14 +78,14 @@ def best_config(costs: CostCurve) -> JacobiConfig:
     """The one that gives the most tokens by cost, as far as the law knows."""
 
     def speed(config: JacobiConfig) -> float:
-        scored = (config.ngram - 1) * config.window + config.ngram - 1  # the root, the probes and one guess
+        scored = (config.ngram - 1) * config.window + config.ngram - 1  # the root, the window and one n-gram
         return expected_tokens(config) / float(costs.passes(scored))
 
     return max(CHOICES, key=speed)
 
 
 class JacobiDrafter(Drafter):
-    """Drafts the pool's n-grams that begin with the last token, and sends the window along as probes.
+    """Drafts the pool's n-grams that begin with the last token, and sends the window along.
 
     The window moves on by one position a step, however many tokens were accepted, as the authors' code does by default:
     its n-grams are found by their first token, wherever in the window they arose.
@@ -87,6 +93,9 @@ class JacobiDrafter(Drafter):
     Args:
         config: the sizes; by default chosen by what passes cost (``fit``), and the paper's where that is not known.
     """
+
+    sized = True
+    weighs = True
 
     def __init__(self, config: JacobiConfig | None = None) -> None:
         self.config = config or JacobiConfig()
@@ -104,21 +113,15 @@ class JacobiDrafter(Drafter):
         self._states[request.id] = _State(_random_tokens(request, columns)[None], _Pool(self.config.guesses))
 
     def propose(self, request: Request, budget: int) -> DraftTree:
-        """The pool's branches, then the window as probes if it fits under ``request.max_draft_depth``.
-
-        With no budget there is nothing to look ahead for, and the tree is empty.
-        """
+        """The pool's n-grams, then the window if it fits into the budget and under ``request.max_draft_depth``."""
         state = self._states[request.id]
-        state.sent = False
-        if budget < 1:
-            return DraftTree.empty()
-        branches = state.pool.branches(int(request.tokens[-1]), request.max_draft_depth)
-        tree = DraftTree.from_branches(branches, budget).by(Origin.JACOBI)
-        if sum(state.levels.shape) - 2 > request.max_draft_depth:
-            return tree
-        state.sent = True
-        state.levels[0, 0] = request.tokens[-1]
-        return _join(tree, state.levels)
+        levels, depth = state.levels, request.max_draft_depth
+        n_grams = state.pool.branches(int(request.tokens[-1]), depth)
+        state.sent = levels.size - 1 <= budget and sum(levels.shape) - 2 <= depth
+        if not state.sent:
+            return DraftTree.from_branches(n_grams, budget)
+        levels[0, 0] = request.tokens[-1]
+        return _join(DraftTree.from_branches(n_grams, budget - levels.size + 1), levels)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Advance the window by the new level, unless it did not come back whole."""
@@ -176,27 +179,24 @@ class _State:
 
 
 def _join(branches: DraftTree, levels: IntArray) -> DraftTree:
-    """Branches and, as probes, a window ``[level, column]`` without its first token, which is the root."""
+    """Branches, and after them a window ``[level, column]`` without its first token, which is the root."""
     columns = levels.shape[1]
     tokens = levels.ravel()[1:]
     parents = np.arange(len(tokens)) - columns
     parents[: columns - 1] = np.arange(-1, columns - 2)
     parents[parents >= 0] += len(branches)
-    return DraftTree(
-        np.concatenate([branches.tokens, tokens]),
-        np.concatenate([branches.parents, parents]),
-        probe=np.arange(len(branches) + len(tokens)) >= len(branches),
-        origins=np.full(len(branches) + len(tokens), Origin.JACOBI, np.int8),
-    )
+    return DraftTree(np.concatenate([branches.tokens, tokens]), np.concatenate([branches.parents, parents]))
 
 
 def _new_level(levels: IntArray, outcome: Outcome) -> IntArray | None:
     """What the target predicts after each column of the last level ``[column]``; None if the window was cut."""
-    probe = outcome.tree.probe
-    nodes = np.flatnonzero(probe) if probe is not None else np.empty(0, np.int64)
-    if len(nodes) != levels.size - 1:
+    window, columns = levels.size - 1, levels.shape[1]
+    tree = outcome.tree
+    if len(tree) < window or not np.array_equal(tree.tokens[len(tree) - window :], levels.ravel()[1:]):
         return None
-    rows = np.concatenate([[0], nodes + 1])[-levels.shape[1] :]
+    rows = np.arange(len(tree) + 1 - columns, len(tree) + 1)
+    if len(levels) == 1:
+        rows[0] = 0  # level 0 begins with the root
     best = outcome.logits[torch.from_numpy(rows).to(outcome.logits.device, non_blocking=True)].argmax(-1)
     return np.asarray(best.tolist(), np.int64)
 
