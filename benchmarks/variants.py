@@ -48,7 +48,7 @@ class Track:
         """Greedy generation with a fresh drafter in each turn."""
 
         def prepare() -> None:
-            self.engine.cut, self.engine.budget = variant.planned, variant.budget
+            self.engine.prune_drafts, self.engine.budget = variant.planned, variant.budget
             self.engine.set_drafter(variant.make())
 
         return Contestant(self._run, prepare)

@@ -25,6 +25,7 @@ from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
 from forerun.kv.sparse_view import View
 from forerun.models.forward.level import read
+from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 
 BASELINES = [name for name in RECIPES if name not in recipes.RECIPES]
@@ -47,9 +48,9 @@ def settings(**changed: Any) -> LongContextConfig:
 def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, how: str, dtype: str) -> None:
     model = copy.deepcopy(tiny("llama")).to(getattr(torch, dtype))
     options = {"max_new_tokens": 60, "eos_token_id": None, **HOW[how]}
-    engine = Engine(model, "none", cut=False)
+    engine = Engine(model, "none", prune_drafts=False)
     wanted = engine.generate([*PROMPTS], **options).generated
-    engine.use(build_drafter(name, settings(draft_model=copy.deepcopy(model))))
+    engine.set_drafter(build_drafter(name, settings(draft_model=copy.deepcopy(model))))
     result = engine.generate([*PROMPTS], **options)
     assert result.generated == wanted
     assert sum(sum(stats.accepted) for stats in result.stats) > 0
@@ -70,7 +71,7 @@ def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
 def test_drafts_longer_than_the_recent_tokens_can_be_rejected(name: str) -> None:
     drafter = build_drafter(name, settings(gamma2=200, cache_budget=8))
     request = Request(list(range(6, 18)), 300)
-    drafter.bind(Scorer(tiny("llama")))
+    drafter.bind(Scorer(tiny("llama")), default_runtime())
     drafter.begin(request)
     drafter.prefilled(request, FullCache())
     assert drafter.catch_up(request, len(request))

@@ -12,6 +12,7 @@ from benchmarks.papers.sequoia import Shape, ShapedDrafter
 from forerun.core.request import Request
 from forerun.drafting.drafter import Drafter
 from forerun.kv.full_cache import FullCache
+from forerun.models.forward.runtime import default_runtime
 
 pytestmark = pytest.mark.matrix
 
@@ -21,7 +22,7 @@ def token_cache(*_: object) -> TokenCache:
 
 
 def start(drafter: Drafter, request: Request, target: MockTarget) -> None:
-    drafter.bind(MockScorer(target))  # type: ignore[arg-type]
+    drafter.bind(MockScorer(target), default_runtime())  # type: ignore[arg-type]
     drafter.prefilled(request, FullCache())
     assert drafter.catch_up(request, len(request))
 
