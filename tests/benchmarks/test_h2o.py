@@ -225,9 +225,9 @@ def test_only_as_much_as_the_slack_can_be_taken_back() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((-1, 1, 0), "heavy is -1; it must be 0 or more"),
+        ((-1, 1, 0), "heavy is -1; it must be at least 0"),
         ((1, 0, 0), "recent is 0; it must be at least 1"),
-        ((1, 1, -1), "slack is -1; it must be 0 or more"),
+        ((1, 1, -1), "slack is -1; it must be at least 0"),
     ],
 )
 def test_wrong_values_are_refused(sizes: tuple[int, int, int], message: str) -> None:
