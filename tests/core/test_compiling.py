@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from forerun.core import compiling
+from forerun.core import compiling, machine_code
 from forerun.core.compiling import sources, stamp_of
+from forerun.core.machine_code import MachineCodeFile
 
 CONSTANT = "SCALE = 10\n"
 INNER = "from forerun.core.compiling import compiled\n@compiled\ndef inner(x):\n    return x + 1\n"
@@ -42,7 +43,8 @@ def package(tmp_path: Path) -> Path:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "core").mkdir()
-    shutil.copy(compiling.__file__, root / "core")
+    for module in (compiling, machine_code):
+        shutil.copy(module.__file__, root / "core")
     return root
 
 
@@ -103,3 +105,50 @@ def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package:
     assert [run(SCRIPT, package.parent) for _ in range(2)] == ["33 0\n", "33 1\n"]
     (package / "top.py").write_text("")
     assert run(SCRIPT, package.parent) == "33 1\n"
+
+
+ROW = "from typing import NamedTuple\nclass Row(NamedTuple):\n    a: int\n"
+TAKES_ROW = """from forerun.core.compiling import compiled
+from forerun.low.row import Row
+@compiled
+def first(row):
+    return row.a
+"""
+
+
+def test_code_for_a_class_that_was_renamed_is_compiled_anew(package: Path) -> None:
+    row, user = package / "low/row.py", package / "high/first.py"
+    row.write_text(ROW)
+    user.write_text(TAKES_ROW)
+    script = "from forerun.high.first import first; from forerun.low.row import {0}; print(first({0}(3)))"
+    assert run(script.format("Row"), package.parent) == "3\n"
+    row.write_text(ROW.replace("Row", "Line"))
+    user.write_text(TAKES_ROW.replace("Row", "Line"))
+    assert run(script.format("Line"), package.parent) == "3\n"
+
+
+class Late(MachineCodeFile):
+    """Of a process that read the index before others wrote theirs."""
+
+    def _load_index(self) -> dict[object, str]:
+        return {}
+
+
+def test_processes_that_compile_at_once_never_read_each_others_code(tmp_path: Path) -> None:
+    files = [Late(str(tmp_path), "f", "stamp") for _ in range(2)]
+    files[0].save("one", 1)
+    files[1].save("two", 2)
+    read = MachineCodeFile(str(tmp_path), "f", "stamp")
+    assert (read.load("one"), read.load("two")) == (None, 2)
+    read.save("one", 1)
+    assert (read.load("one"), read.load("two")) == (1, 2)
+
+
+def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
+    MachineCodeFile(str(tmp_path), "f", "before").save("one", 1)
+    MachineCodeFile(str(tmp_path), "other", "before").save("one", 1)
+    after = MachineCodeFile(str(tmp_path), "f", "after")
+    assert after.load("one") is None
+    after.save("one", 2)
+    assert after.load("one") == 2
+    assert sorted(file.name.partition(".")[0] for file in tmp_path.glob("*.nbc")) == ["f", "other"]

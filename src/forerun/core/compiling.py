@@ -19,6 +19,8 @@ import llvmlite
 import numba
 import numpy as np
 
+from forerun.core.machine_code import MachineCodeFile
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 COMPILES = not numba.config.DISABLE_JIT
@@ -43,7 +45,8 @@ def compiled(function: F) -> F:
         except RuntimeError:  # no folder for the cache can be written
             pass
         else:
-            dispatcher._cache._cache_file._source_stamp = stamp_of(PACKAGE, module.partition(".")[0])
+            kept, stamp = dispatcher._cache, stamp_of(PACKAGE, module.partition(".")[0])
+            kept._cache_file = MachineCodeFile(kept.cache_path, kept._impl.filename_base, stamp)
             return cast(F, dispatcher)
     return cast(F, numba.njit(function, _nrt=False, error_model="numpy"))
 
