@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forerun.api import custom_generate, generate
     from forerun.core.long_context import LongContextConfig
+    from forerun.core.origin import Origin
+    from forerun.core.request import Request
     from forerun.core.stats import Stats
     from forerun.core.tree import DraftTree
     from forerun.drafting.drafter import Drafter, NoDrafter
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from forerun.engine.engine import Engine
     from forerun.engine.result import GenerationInterrupted, GenerationResult
     from forerun.models.forward.gate import UnsupportedModelError
+    from forerun.models.text.generation_options import GenerationOptions
     from forerun.models.text.grammar import SchemaError
     from forerun.tensor_parallel.channel import ParallelError
 
@@ -36,7 +39,10 @@ _HOMES = {
     "Engine": "engine.engine",
     "GenerationInterrupted": "engine.result",
     "GenerationResult": "engine.result",
+    "GenerationOptions": "models.text.generation_options",
     "NoDrafter": "drafting.drafter",
+    "Origin": "core.origin",
+    "Request": "core.request",
     "ParallelError": "tensor_parallel.channel",
     "SchemaError": "models.text.grammar",
     "LongContextConfig": "core.long_context",
@@ -54,10 +60,13 @@ __all__ = [
     "Drafter",
     "Engine",
     "GenerationInterrupted",
+    "GenerationOptions",
     "GenerationResult",
     "LongContextConfig",
     "NoDrafter",
+    "Origin",
     "ParallelError",
+    "Request",
     "SchemaError",
     "Stats",
     "UnsupportedModelError",

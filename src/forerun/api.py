@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from transformers import (
@@ -27,9 +28,11 @@ from forerun.core.stats import Stats
 from forerun.core.turns import Turns, in_turn
 from forerun.drafting.drafter import Drafter
 from forerun.engine.commit import feed
-from forerun.engine.engine import BUDGET, Engine
+from forerun.engine.engine import BUDGET, PREFILL_BLOCK, Engine
 from forerun.engine.result import GenerationResult
+from forerun.kv.kv_tiers import KVMemory
 from forerun.models.forward.inputs import check_inputs, check_prompt
+from forerun.models.text.generation_options import GenerationOptions
 from forerun.models.text.prompts import Prompts
 from forerun.models.text.requests import Place, Prepared, RowOptions, draw_seed, make_request
 
@@ -37,17 +40,26 @@ ENGINES = 8
 """The most engines kept for one model: enough for every drafter that a program is likely to compare. Each holds what
 its drafter learned, and its draft model if it has one."""
 
+DEFAULTS = {name: each.default for name, each in inspect.signature(Engine).parameters.items()}
+"""The arguments of an engine that is given none."""
+
 
 def generate(
     model: PreTrainedModel,
     prompts: Prompts,
     *,
     drafter: Drafter | str = "auto",
-    settings: LongContextConfig | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    streamer: BaseStreamer | None = None,
+    settings: LongContextConfig | None = None,
     budget: int = BUDGET,
+    prune_drafts: bool = True,
+    prefill_block: int = PREFILL_BLOCK,
+    prefix_cache: int = 0,
     kv_store: str | Path | None = None,
-    **options: Any,
+    kv_store_limit: int | None = None,
+    kv_memory: int | KVMemory | None = None,
+    **options: Unpack[GenerationOptions],
 ) -> GenerationResult:
     """Continue prompts with ``model``: the text of ``model.generate``, faster.
 
@@ -59,14 +71,18 @@ def generate(
         prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
             dicts with ``role`` and ``content``; the tokenizer's chat template turns them into text.
         drafter: a name from ``forerun.drafting.recipes``, or an object.
-        settings: for a drafter given by name.
-        tokenizer: for prompts and results as text, and for ``stop_strings``.
-        budget, kv_store: see ``Engine``.
-        options: as for ``Engine.generate``.
+        tokenizer: for prompts and results as text, and for ``stop_strings``; of this call alone.
+        streamer: a transformers streamer; for one sequence only.
+        settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_memory: see
+            ``Engine``.
+        options: see ``GenerationOptions``.
     """
-    engine = engine_of(model, drafter, budget, settings, kv_store)
-    engine.tokenizer = tokenizer
-    return engine.generate(prompts, **options)
+    engine = engine_of(
+        model, drafter, settings=settings, budget=budget, prune_drafts=prune_drafts, prefill_block=prefill_block,
+        prefix_cache=prefix_cache, kv_store=None if kv_store is None else Path(kv_store),
+        kv_store_limit=kv_store_limit, kv_memory=kv_memory,
+    )  # fmt: skip
+    return engine.generate(prompts, streamer=streamer, tokenizer=tokenizer, **options)
 
 
 @dataclass
@@ -109,7 +125,7 @@ def custom_generate(
     Raises:
         NotImplementedError: for inputs of the model other than ids and their mask, such as ``inputs_embeds``.
     """
-    engine = engine_of(model, forerun_drafter, forerun_budget, forerun_settings)
+    engine = engine_of(model, forerun_drafter, budget=forerun_budget, settings=forerun_settings)
     prepared = Prepared(generation_config, logits_processor, stopping_criteria)
     options = RowOptions(forerun_seed, forerun_verification, forerun_namespace)
     requests = _rows(model, input_ids, check_inputs(input_ids, model_kwargs), prepared, options)
@@ -142,17 +158,13 @@ class _Engines(OrderedDict[Any, Engine]):
         return self[key]
 
 
-def engine_of(
-    model: PreTrainedModel,
-    drafter: Drafter | str,
-    budget: int,
-    settings: LongContextConfig | None = None,
-    kv_store: str | Path | None = None,
-) -> Engine:
-    """The model's engine for this drafter, made at first use. It lives as long as the model."""
+def engine_of(model: PreTrainedModel, drafter: Drafter | str, **settings: Any) -> Engine:
+    """The model's engine for this drafter and these arguments of ``Engine``, made at first use. It lives as long as the
+    model."""
     engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())
-    key = (drafter, settings, budget, model.dtype, model.device, None if kv_store is None else Path(kv_store))
-    return engines.get_or_make(key, lambda: Engine(model, drafter, settings=settings, budget=budget, kv_store=kv_store))
+    given = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+    key = (drafter, model.dtype, model.device, *sorted(given.items()))
+    return engines.get_or_make(key, lambda: Engine(model, drafter, **given))
 
 
 def _rows(

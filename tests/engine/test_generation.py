@@ -458,13 +458,13 @@ def measuring() -> Iterator[None]:
 def test_engines_beside_a_model_are_few_and_go_when_the_model_does() -> None:
     model = copy.deepcopy(MODEL)
     options = {"max_new_tokens": 2, "do_sample": False}
-    first = weakref.ref(engine_of(model, "none", 8))
-    drafters = [weakref.ref(engine_of(model, NoDrafter(), 8).drafter) for _ in range(ENGINES - 1)]
+    first = weakref.ref(engine_of(model, "none", budget=8))
+    drafters = [weakref.ref(engine_of(model, NoDrafter(), budget=8).drafter) for _ in range(ENGINES - 1)]
     forerun.generate(model, PROMPT, drafter="none", budget=8, **options)
-    drafters += [weakref.ref(engine_of(model, NoDrafter(), 8).drafter) for _ in range(2)]
+    drafters += [weakref.ref(engine_of(model, NoDrafter(), budget=8).drafter) for _ in range(2)]
     gc.collect()
     assert [each() is None for each in drafters] == [True] * 2 + [False] * (ENGINES - 1)
-    assert first() is engine_of(model, "none", 8)
+    assert first() is engine_of(model, "none", budget=8)
     assert copy.deepcopy(model)._forerun_engines == {}
     gone = weakref.ref(model)
     del model

@@ -21,13 +21,12 @@ from forerun.cli.sizes import size_of
 from forerun.cli.tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.core.request import Request
-from forerun.drafting.recipes import check_drafter, trie_of
+from forerun.drafting.recipes import check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.loading.load import load, quiet
 from forerun.models.text.chat_template import has_template
 from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.prompts import Prompts, encode
-from forerun.models.text.vocabulary import fingerprint
 
 Options = TypeVar("Options", GenerateOptions, ChatOptions)
 
@@ -164,13 +163,12 @@ def _trie_kept(options: GenerateOptions, engine: Engine) -> Iterator[None]:
     if path is None:
         yield
         return
-    trie, vocabulary = trie_of(engine.drafter), fingerprint(engine.tokenizer)
     if path.exists():
-        trie.load(path, vocabulary)
+        engine.load_trie(path)
     try:
         yield
     finally:
-        trie.save(path, vocabulary)
+        engine.save_trie(path)
 
 
 def _stream(engine: Engine, request: Request, output: Output) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.level import Progress
 from forerun.models.text.chat_template import apply_template, has_template
+from forerun.models.text.generation_options import GenerationOptions
 
 
 class Conversation:
@@ -35,7 +36,7 @@ class Conversation:
         ValueError: without a tokenizer or a chat template.
     """
 
-    def __init__(self, engine: Engine, system: str | None = None, **options: Any) -> None:
+    def __init__(self, engine: Engine, system: str | None = None, **options: Unpack[GenerationOptions]) -> None:
         if engine.tokenizer is None:
             raise ValueError("the engine has no tokenizer; a conversation needs one with a chat template")
         if not has_template(engine.tokenizer):

@@ -4,40 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
-from forerun.core.sampling import Method
 from forerun.core.turns import Turns
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import build_drafter
+from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.batch import Batch
 from forerun.engine.commit import Commit, feed
 from forerun.engine.kv_store import KVStore
 from forerun.engine.prefix_sharing import CHUNK, PrefixSharing
 from forerun.engine.prefixes import PrefixCache
-from forerun.engine.rank_sync import together
 from forerun.engine.result import GenerationInterrupted, GenerationResult, ends, padding
 from forerun.engine.step import Step, by_request
 from forerun.kernels.runtime.warm_up import warm_up
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import KVMemory, Tiers
 from forerun.models.forward.fingerprint import fingerprint
+from forerun.models.forward.gate import admit
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
 from forerun.models.forward.runtime import Runtime, default_runtime
-from forerun.models.text.grammar import Grammars, ResponseFormat
+from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.sharded import is_sharded
+from forerun.models.loading.stored_weights import dtype_name
+from forerun.models.text.generation_options import GenerationOptions, check_options, own_options
 from forerun.models.text.prompts import Prompts, encode
 from forerun.models.text.requests import RowOptions, build_requests
-from forerun.tensor_parallel.ranks import admit
+from forerun.models.text.vocabulary import fingerprint as vocabulary_of
+
+if TYPE_CHECKING:
+    from forerun.models.text.grammar import Grammars
 
 BUDGET = 64
 """Nodes of a tree, at most."""
@@ -71,6 +76,7 @@ class Engine:
         UnsupportedModelError: if the model's output could change.
         ValueError: for a wrong setting, a tokenizer with more tokens than the model, or a model whose keys and values
             cannot be kept on disk.
+        TypeError: for a model that is not loaded, or a drafter that is none.
         OSError: if the store's folder cannot be made or written.
     """
 
@@ -93,10 +99,12 @@ class Engine:
         for name, value in (("budget", budget), ("prefill_block", prefill_block)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        _check_model(model)
+        _check_drafter(drafter)
         self.prefixes = PrefixCache(prefix_cache)
         """What is kept of prompts for later ones."""
         self._runtime = _runtime or default_runtime()
-        self.target = admit(model, self._runtime.self_test, kv_store=kv_store, kv_memory=kv_memory)
+        self.target = self._admit(model, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
         """``level`` is ``bitwise`` if every text is bit for bit the one without drafts, in batches too; else it is
         ``rounding``, and ``reason`` says why."""
@@ -112,16 +120,34 @@ class Engine:
         self._make: Callable[[int], FullCache] = lambda tokens: self.target.adopt(make(tokens))
         self._tokenizer, self._turns = tokenizer, Turns()
         self._grammars: Grammars | None = None
+        self._speller: PreTrainedTokenizerBase | None = tokenizer
         warm_up(self.target.device, self.target.model.dtype)
         self.budget, self.prune_drafts, self.prefill_block = budget, prune_drafts, prefill_block
         self.set_drafter(build_drafter(drafter, settings) if isinstance(drafter, str) else drafter)
+
+    def __repr__(self) -> str:
+        model = self.target.model
+        return (
+            f"Engine({type(model).__name__}, {model.num_parameters():,} parameters, {dtype_name(model)} on "
+            f"{model.device}, drafter={type(self.drafter).__name__}, budget={self.budget}, "
+            f"exactness={self.exactness.level!r})"
+        )
+
+    def _admit(self, model: PreTrainedModel, **whole: object) -> Scorer:
+        if not is_sharded(model):
+            return admit(model, self._runtime.self_test)
+        from forerun.tensor_parallel import ranks  # only a model in several processes needs it
+
+        return ranks.admit(model, **whole)
 
     def set_drafter(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on.
 
         Raises:
             ValueError: if it does not fit the target.
+            TypeError: if it is no drafter.
         """
+        _check_drafter(drafter)
         if self.prune_drafts and not drafter.sized:
             drafter = AdaptiveDrafter(drafter, trees=drafter)
         self.target.led(lambda: self._bind(drafter))
@@ -136,43 +162,59 @@ class Engine:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """For prompts and results as text; the drafter is told of it."""
+        """For prompts and results as text, where a call gives none of its own."""
         return self._tokenizer
 
     @tokenizer.setter
     def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         if tokenizer is not self._tokenizer:
-            self._tokenizer, self._grammars = tokenizer, None
+            self._tokenizer = self._speller = tokenizer
             self._spell()
 
     @property
     def grammars(self) -> Grammars:
-        """What ``response_format`` is made of; made at first use."""
-        if self._grammars is None:
+        """Compiles ``response_format`` for the engine's tokenizer; made at first use."""
+        return self._grammars_of(self._tokenizer)
+
+    def _grammars_of(self, tokenizer: PreTrainedTokenizerBase | None) -> Grammars:
+        grammars = self._grammars
+        if grammars is None or grammars.tokenizer is not tokenizer:
+            from forerun.models.text.grammar import Grammars  # most texts follow no grammar
+
             end = ends(self.target.model.generation_config)
-            self._grammars = Grammars(self._tokenizer, self.target.vocabulary, end)
-        return self._grammars
+            grammars = self._grammars = Grammars(tokenizer, self.target.vocabulary, end)
+        return grammars
 
     def _spell(self) -> None:
-        if isinstance(self._tokenizer, PreTrainedTokenizerFast):
-            self.drafter.spell(self._tokenizer.backend_tokenizer)
+        if isinstance(self._speller, PreTrainedTokenizerFast):
+            self.drafter.spell(self._speller.backend_tokenizer)
 
-    def generate(self, prompts: Prompts, *, streamer: BaseStreamer | None = None, **options: Any) -> GenerationResult:
+    def generate(
+        self,
+        prompts: Prompts,
+        *,
+        streamer: BaseStreamer | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        budget: int | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> GenerationResult:
         """Continue one prompt or several, as one batch of ragged rows.
 
         Args:
             prompts: text, token ids, messages (dicts with ``role`` and ``content``, for the tokenizer's chat template),
                 or a list of any of them; or a tensor ``[B, t]`` with ``attention_mask``.
             streamer: a transformers streamer; for one sequence only.
-            options: ``seed``, ``verification``, ``namespace``, ``drafts_from``, ``budget`` and ``logprobs`` (see
-                ``RowOptions``), ``response_format`` (see ``Grammars``), and everything that ``model.generate`` takes:
-                ``max_new_tokens``, ``do_sample``, ``temperature``, ``logits_processor``, ...
+            tokenizer: for this call; by default the engine's.
+            budget: the most nodes of a draft, if that is less than the engine's; 0 for no drafts.
+            options: see ``GenerationOptions``: everything that ``model.generate`` takes, and Forerun's own.
 
         Raises:
+            ValueError: for a wrong option.
             GenerationInterrupted: on Ctrl-C, with the result so far.
         """
-        requests = self.requests(prompts, **options)
-        result = GenerationResult(requests, padding(self.target.model.generation_config), self.tokenizer)
+        tokenizer = self._tokenizer if tokenizer is None else tokenizer
+        requests = self.requests(prompts, tokenizer=tokenizer, budget=budget, **options)
+        result = GenerationResult(requests, padding(self.target.model.generation_config), tokenizer)
         try:
             with closing(self.run(requests)) as commits:
                 feed(streamer, requests, commits)
@@ -180,9 +222,17 @@ class Engine:
             raise GenerationInterrupted(result) from None
         return result
 
-    def stream(self, prompt: Prompts, on_prefill: Progress | None = None, **options: Any) -> Iterator[Commit]:
+    def stream(
+        self,
+        prompt: Prompts,
+        on_prefill: Progress | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        budget: int | None = None,
+        **options: Unpack[GenerationOptions],
+    ) -> Iterator[Commit]:
         """Like ``generate``, yielding what each step commits; closing the iterator cancels."""
-        yield from self.run(self.requests(prompt, **options), on_prefill)
+        yield from self.run(self.requests(prompt, tokenizer=tokenizer, budget=budget, **options), on_prefill)
 
     def warm(self, texts: Sequence[Prompts], namespace: str = "default") -> None:
         """Let the drafter learn from texts as if the model had generated them in ``namespace``.
@@ -199,22 +249,25 @@ class Engine:
         self,
         prompts: Prompts,
         *,
-        attention_mask: torch.Tensor | None = None,
-        seed: int | None = None,
-        verification: Method = "coupled",
-        namespace: str = "default",
-        drafts_from: str | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         budget: int | None = None,
-        logprobs: int | None = None,
-        response_format: ResponseFormat | None = None,
-        **options: Any,
+        **options: Unpack[GenerationOptions],
     ) -> list[Request]:
         """The checked requests that ``generate`` runs; options as there."""
-        grammar = None if response_format is None else self.grammars.of(response_format, namespace)
-        row_options = RowOptions(seed, verification, namespace, budget, logprobs, grammar, drafts_from)
-        rows = encode(prompts, self.tokenizer, attention_mask)
+        check_options(options, self.target.model)
+        tokenizer = self._tokenizer if tokenizer is None else tokenizer
+        response_format, mask = options.pop("response_format", None), options.pop("attention_mask", None)
+        own, others = own_options(options)
+        row_options = RowOptions(**own, budget=budget)
+        if response_format is not None:
+            grammar = self._grammars_of(tokenizer).of(response_format, row_options.namespace)
+            row_options = replace(row_options, grammar=grammar)
+        rows = encode(prompts, tokenizer, mask)
+        if self._speller is None and tokenizer is not None:  # spelling changes what is drafted, never the text
+            self._speller = tokenizer
+            self._spell()
         built = [
-            build_requests(self.target.model, prompt, row_options, self.tokenizer, row, len(rows), **options)
+            build_requests(self.target.model, prompt, row_options, tokenizer, row, len(rows), **others)
             for row, prompt in enumerate(rows)
         ]
         return [request for group in built for request in group]
@@ -232,7 +285,6 @@ class Engine:
         read(self.target, cache, text, self.prefill_block, counting(len(text), on_prefill))
         return cache
 
-    @together
     def run(
         self,
         requests: Sequence[Request],
@@ -254,6 +306,15 @@ class Engine:
             ValueError: if a cache holds as many tokens as the prompt has, or more.
             Exception: a request's own error, once the others have ended; it is ``Request.error``, too.
         """
+        if not is_sharded(self.target.model):
+            return self._run(requests, on_prefill, caches)
+        from forerun.engine.rank_sync import together  # only a model in several processes needs it
+
+        return together(Engine._run)(self, requests, on_prefill, caches)
+
+    def _run(
+        self, requests: Sequence[Request], on_prefill: Progress | None, caches: Sequence[FullCache] | None
+    ) -> Generator[Commit, None, None]:
         held = [None] * len(requests) if caches is None else caches
         with self.batch() as batch:
             texts = [batch.tokens(each) for each, cache in zip(requests, held, strict=True) if not cache]
@@ -288,6 +349,30 @@ class Engine:
         )
         return Batch(step, self._turns, chunk, limit, kept, self._make, None if self.tiers is None else self.tiers.free)
 
+    def save_trie(self, path: str | Path) -> None:
+        """Write what the drafter learned from texts to a file, which replaces one that is there.
+
+        Raises:
+            ValueError: for a drafter that learns nothing, or an engine without a tokenizer.
+            OSError: if the file cannot be written.
+        """
+        trie_of(self.drafter).save(Path(path), self._vocabulary())
+
+    def load_trie(self, path: str | Path) -> None:
+        """Learn what ``save_trie`` wrote, in addition to what is known.
+
+        Raises:
+            ValueError: for a drafter that learns nothing, an engine without a tokenizer, or a file that is damaged or
+                of another tokenizer.
+            OSError: if the file cannot be read.
+        """
+        trie_of(self.drafter).load(Path(path), self._vocabulary())
+
+    def _vocabulary(self) -> str:
+        if self._tokenizer is None:
+            raise ValueError("the engine has no tokenizer, by which a trie's file knows its tokens; give Engine one")
+        return vocabulary_of(self._tokenizer)
+
     def flush(self) -> None:
         """Wait until the store has all that it is to keep."""
         if self.store is not None:
@@ -298,3 +383,20 @@ class Engine:
         for each in (self.store, self.tiers):
             if each is not None:
                 each.close()
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, str | Path):
+        raise TypeError(
+            f"model is {str(model)!r}; it must be a loaded model, such as "
+            f"AutoModelForCausalLM.from_pretrained({str(model)!r}).eval()"
+        )
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model is a {type(model).__name__}; it must be a transformers decoder (PreTrainedModel)")
+
+
+def _check_drafter(drafter: object) -> None:
+    if isinstance(drafter, type):
+        raise TypeError(f"drafter is the class {drafter.__name__}; it must be an object, such as {drafter.__name__}()")
+    if not isinstance(drafter, Drafter | str):
+        raise TypeError(f"drafter is a {type(drafter).__name__}; it must be a name, or derive from forerun.Drafter")

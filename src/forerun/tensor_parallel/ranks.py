@@ -18,8 +18,8 @@ from forerun.core.block import Block
 from forerun.kv.cache import Cache
 from forerun.kv.rerotation import Rotation
 from forerun.models.forward import gate
-from forerun.models.forward.scorer import Scorer, SelfTest
-from forerun.models.forward.sharded import group_of, is_sharded
+from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.sharded import group_of
 from forerun.tensor_parallel.channel import Channel, LeaderError, ParallelError
 from forerun.tensor_parallel.rank_mirror import Entry, MirroredCaches, RankMirror
 
@@ -176,20 +176,17 @@ class Follower(Scorer):
         return True
 
 
-def admit(model: PreTrainedModel, self_test: SelfTest, **whole: object) -> Scorer:
-    """The fastest scorer whose logits are the model's own; for a model in several processes, this rank's part of it.
+def admit(model: PreTrainedModel, **whole: object) -> Scorer:
+    """This rank's scorer of a model in several processes.
 
     Args:
         model: loaded on all ranks in the same way.
-        self_test: see ``gate.admit``; for a model in one process.
         whole: settings, by name, that only a model in one process takes.
 
     Raises:
         UnsupportedModelError: as ``gate.admit``, or if the model's processes do more than tensor parallelism.
         ValueError: for a setting that it does not take.
     """
-    if not is_sharded(model):
-        return gate.admit(model, self_test)
     for name, value in whole.items():
         if value is not None:
             raise ValueError(f"{name} is {value!r}; a model in {model.tp_size} processes does without")

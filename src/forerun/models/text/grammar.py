@@ -79,7 +79,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:
-        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+        self.tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
         self._known: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
         self._made: LLTokenizer | None = None
         self._making, self._keeping = threading.Lock(), threading.Lock()
@@ -123,7 +123,7 @@ class Grammars:
         """
         with self._making:
             if self._made is None:
-                self._made = _of_tokenizer(self._tokenizer, self._vocabulary, self._ends)
+                self._made = _of_tokenizer(self.tokenizer, self._vocabulary, self._ends)
             return self._made
 
 

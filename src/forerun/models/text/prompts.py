@@ -23,6 +23,9 @@ Prompts = (
 """Text, token ids, messages, several of any of them, a tensor ``[t]`` or ``[B, t]``, or a tokenizer's output."""
 
 
+KINDS = "text, token ids, messages, a list of one of them, a tensor, or a tokenizer's output"
+
+
 def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attention_mask: Any = None) -> list[list[int]]:
     """Token ids of each prompt, without padding.
 
@@ -40,6 +43,8 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
         return encode(prompts["input_ids"], tokenizer, prompts.get("attention_mask", attention_mask))
     if isinstance(prompts, torch.Tensor):
         return _from_tensor(prompts, attention_mask)
+    if not hasattr(prompts, "__getitem__"):
+        raise TypeError(f"the prompt is {prompts!r}; it must be {KINDS}")
     if attention_mask is not None:
         return _from_lists(prompts, attention_mask)
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):

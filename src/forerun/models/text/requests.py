@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -30,8 +30,10 @@ from transformers.generation import (
 from forerun.core.request import Request, Stopping
 from forerun.core.sampling import Method, Sampler
 from forerun.models.forward.inputs import check_inputs, check_length, check_prompt
-from forerun.models.text.grammar import Grammar
 from forerun.models.text.processors import of_row
+
+if TYPE_CHECKING:  # grammars are imported where one is asked for
+    from forerun.models.text.grammar import Grammar
 
 SUPPORTED_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 UNSUPPORTED_OPTIONS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "token_healing")

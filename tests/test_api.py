@@ -1,0 +1,149 @@
+"""The faces of the engine for people who write Python: typed options, plain errors, and a shared engine per model."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+import forerun
+from forerun.api import DEFAULTS, engine_of
+from forerun.drafting.recipes import trie_of
+from forerun.models.text.generation_options import GenerationOptions
+from forerun.models.text.requests import UNSUPPORTED_OPTIONS
+from forerun.reference import bundled
+from tests.support.tiny import tiny
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    loaded = AutoTokenizer.from_pretrained(bundled("target"))
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    large = copy.deepcopy(tiny("llama"))
+    large.resize_token_embeddings(len(tokenizer))
+    return large.eval()
+
+
+def test_a_path_in_place_of_a_model_is_refused_with_how_to_load_it() -> None:
+    with pytest.raises(
+        TypeError, match=r"model is 'runs/real'; it must be a loaded model.*from_pretrained\('runs/real'"
+    ):
+        forerun.Engine("runs/real")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model is a int; it must be a transformers decoder"):
+        forerun.Engine(5)  # type: ignore[arg-type]
+
+
+def test_what_is_no_drafter_is_refused() -> None:
+    with pytest.raises(TypeError, match="drafter is a list; it must be a name, or derive"):
+        forerun.Engine(tiny("llama"), [1, 2])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"drafter is the class NoDrafter; it must be an object, such as NoDrafter\(\)"):
+        forerun.Engine(tiny("llama"), forerun.NoDrafter)  # type: ignore[arg-type]
+    engine = forerun.Engine(tiny("llama"), "none")
+    with pytest.raises(TypeError, match="drafter is a NoneType"):
+        engine.set_drafter(None)  # type: ignore[arg-type]
+
+
+def test_a_number_in_place_of_a_prompt_is_refused() -> None:
+    with pytest.raises(TypeError, match="the prompt is 5; it must be text, token ids, messages"):
+        forerun.Engine(tiny("llama"), "none").generate(5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("max_tokens", "max_new_tokens"), ("temprature", "temperature"), ("stop", "stop_strings"), ("qqq", None)],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_name(name: str, meant: str | None) -> None:
+    with pytest.raises(ValueError, match=f"{name} is no option of generate") as caught:
+        forerun.Engine(tiny("llama"), "none").generate([1, 2], **{name: 3})  # type: ignore[arg-type]
+    assert (f"did you mean {meant}?" in str(caught.value)) is (meant is not None)
+
+
+def test_options_have_types_for_everything_that_transformers_takes_and_forerun_supports() -> None:
+    config = set(vars(GenerationConfig())) - {*UNSUPPORTED_OPTIONS, "_from_model_config"}
+    own = {"seed", "verification", "namespace", "drafts_from", "logprobs", "response_format", "attention_mask"}
+    inputs = {"generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
+    assert set(GenerationOptions.__annotations__) - own - inputs <= config
+
+
+def test_generate_takes_all_that_an_engine_takes() -> None:
+    import inspect
+
+    engine = set(inspect.signature(forerun.Engine).parameters) - {"_runtime"}
+    call = set(inspect.signature(forerun.Engine.generate).parameters) - {"self", "prompts", "options"}
+    assert engine | call <= set(inspect.signature(forerun.generate).parameters)
+
+
+def test_calls_share_an_engine_unless_an_argument_of_it_differs(model: Any) -> None:
+    first = engine_of(model, "trie", budget=DEFAULTS["budget"])
+    assert engine_of(model, "trie") is first
+    assert engine_of(model, "trie", prefix_cache=1 << 20) is not first
+
+
+def test_two_threads_with_two_tokenizers_get_texts_of_their_own(model: Any, tokenizer: Any) -> None:
+    other = copy.deepcopy(tokenizer)
+    decode = other.decode
+    other.decode = lambda *given, **options: decode(*given, **options).upper()
+    expected = forerun.Engine(model, "none", tokenizer=tokenizer).generate("def add", max_new_tokens=8).text
+    texts: dict[int, list[str]] = {0: [], 1: []}
+    together = threading.Barrier(2)
+
+    def call(thread: int, own: Any) -> None:
+        for _ in range(5):
+            together.wait()
+            texts[thread].append(forerun.generate(model, "def add", tokenizer=own, max_new_tokens=8).text)
+
+    threads = [threading.Thread(target=call, args=(i, own)) for i, own in enumerate((tokenizer, other))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == {0: [expected] * 5, 1: [expected.upper()] * 5}
+    assert engine_of(model, "auto").tokenizer is None
+    with pytest.raises(ValueError, match="there is no tokenizer"):
+        forerun.generate(model, "def add", max_new_tokens=8)
+
+
+def test_a_calls_tokenizer_goes_before_the_engines(model: Any, tokenizer: Any) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.decode = lambda *given, **options: "other"
+    engine = forerun.Engine(model, "none", tokenizer=tokenizer)
+    assert engine.generate("def", tokenizer=other, max_new_tokens=4).text == "other"
+    assert engine.generate("def", max_new_tokens=4).text != "other"
+    assert engine.tokenizer is tokenizer
+
+
+def test_a_trie_is_saved_and_loaded_by_its_engine(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    engine = forerun.Engine(model, "trie", tokenizer=tokenizer)
+    engine.warm(["one two three four five six"])
+    engine.save_trie(tmp_path / "trie")
+    other = forerun.Engine(model, "trie", tokenizer=tokenizer)
+    other.load_trie(str(tmp_path / "trie"))
+    assert len(trie_of(other.drafter).snapshot("default")) == len(trie_of(engine.drafter).snapshot("default"))
+    with pytest.raises(ValueError, match="the engine has no tokenizer"):
+        forerun.Engine(model, "trie").save_trie(tmp_path / "trie")
+    with pytest.raises(ValueError, match="NoDrafter has no trie"):
+        forerun.Engine(model, "none", tokenizer=tokenizer).load_trie(tmp_path / "trie")
+
+
+def test_an_engine_says_what_it_is() -> None:
+    engine = forerun.Engine(tiny("llama"), "none")
+    assert repr(engine) == (
+        f"Engine(LlamaForCausalLM, {tiny('llama').num_parameters():,} parameters, float64 on cpu, drafter=NoDrafter, "
+        "budget=64, exactness='bitwise')"
+    )
+
+
+def test_requests_and_origins_are_exported() -> None:
+    engine = forerun.Engine(tiny("llama"), "none")
+    request = forerun.Request([1, 2, 3], 4)
+    assert [token for commit in engine.run([request]) for token in commit.tokens] == request.generated.tolist()
+    assert forerun.Origin.TARGET.word == "target"
