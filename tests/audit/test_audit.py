@@ -202,3 +202,14 @@ def test_wrong_plans_are_refused(wrong: dict[str, object], message: str) -> None
 def test_no_prompt_is_refused() -> None:
     with pytest.raises(ValueError, match="no prompt"):
         audit(tiny("llama"), [])
+
+
+def test_texts_without_a_draft_and_drafters_that_never_drafted_are_named() -> None:
+    report = audit(tiny("llama"), [[5, 6, 7]], dataclasses.replace(PLAN, max_new_tokens=2, seeds=0))
+    assert report.never_drafted == ["lookup"]  # three different tokens, and nothing from earlier texts
+    assert {c.drafter for c in report.undrafted} >= {"lookup"}
+    assert not audit(tiny("llama"), PROMPTS, PLAN).never_drafted
+
+
+def test_drafts_have_their_full_length_by_default() -> None:
+    assert not Plan().settings.paced

@@ -318,6 +318,15 @@ def test_an_audit_passes_and_says_in_which_dtype(model: str) -> None:
     assert "--prompt" in call("audit", "-m", model).stderr
 
 
+def test_an_audit_in_which_a_drafter_never_drafted_fails_and_its_table_is_whole(model: str) -> None:
+    result = audit(model, "-p", PROMPT, "-d", "lookup", "-n", 1, "--seeds", 0)
+    assert result.exit_code == 1, result.output
+    assert "texts had no draft" in result.stdout
+    assert "lookup never drafted" in result.stdout
+    for column in ("texts", "tokens", "accepted", "equal", "rounding", "different"):
+        assert column in result.stdout
+
+
 def test_an_audit_fails_when_verification_is_broken(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forerun.engine.step, "verify", gullible)
     result = audit(model, "-p", "again again again again", "-d", "lookup", "-n", 40, "--json")

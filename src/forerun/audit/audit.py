@@ -9,7 +9,7 @@ text alone. If passes are bitwise exact (``forerun.models.forward.exactness``), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ class Plan:
 
     Attributes:
         drafters: names from ``forerun.drafting.recipes``; by default all that can be built with the settings.
-        settings: of the drafters.
+        settings: of the drafters; by default each draft has its full length, whether it pays or not.
         max_new_tokens: per text.
         seeds: sampled texts per prompt; 0 for none.
         temperature: of the sampled texts.
@@ -44,7 +44,7 @@ class Plan:
     """
 
     drafters: Sequence[str] = ()
-    settings: LongContextConfig = field(default_factory=LongContextConfig)
+    settings: LongContextConfig = field(default_factory=partial(LongContextConfig, paced=False))
     max_new_tokens: int = 64
     seeds: int = 1
     temperature: float = 1.0
@@ -105,6 +105,20 @@ class Report:
         """Comparisons whose texts differ by more than rounding excuses."""
         return [comparison for comparison in self.comparisons if comparison.failed]
 
+    @property
+    def undrafted(self) -> list[Comparison]:
+        """Comparisons of texts for which nothing was drafted: they prove nothing about drafts."""
+        return [comparison for comparison in self.comparisons if not comparison.drafted]
+
+    @property
+    def never_drafted(self) -> list[str]:
+        """Drafters that drafted for no text."""
+        names = dict.fromkeys(comparison.drafter for comparison in self.comparisons)
+        return [name for name in names if name != "none" and not self._drafted(name)]
+
+    def _drafted(self, name: str) -> bool:
+        return any(comparison.drafted for comparison in self.comparisons if comparison.drafter == name)
+
 
 def audit(
     model: PreTrainedModel,
@@ -155,7 +169,14 @@ class _Bench:
         self._references: dict[tuple[Check, int, int | None], Tokens] = {}
         self._alone: dict[tuple[str, int | None, int], Tokens] = {}
         self._engines = {
-            name: Engine(model, name, settings=plan.settings, budget=plan.budget, _runtime=runtime)
+            name: Engine(
+                model,
+                name,
+                settings=plan.settings,
+                budget=plan.budget,
+                prune_drafts=plan.settings.paced,
+                _runtime=runtime,
+            )
             for name in plan.drafters
         }
 

@@ -42,7 +42,7 @@ FAILED = 1
 
 
 def run(options: AuditOptions) -> None:
-    """Run the audit; exit status 1 if a text differs by more than allowed."""
+    """Run the audit; exit status 1 if a text differs by more than allowed, or a drafter never drafted."""
     texts = read_prompts(options.prompt, options.prompt_file)
     if not texts and options.model == BUNDLED:
         texts = [prompt["prompt"] for prompt in demo_prompts()]
@@ -57,7 +57,7 @@ def run(options: AuditOptions) -> None:
         typer.echo(json.dumps(_as_json(options, plan, texts, report, tokenizer), ensure_ascii=False))
     else:
         show(stdout(), report, texts, tokenizer)
-    if report.failures:
+    if report.failures or report.never_drafted:
         raise typer.Exit(FAILED)
 
 
@@ -107,6 +107,10 @@ def show(console: Console, report: Report, texts: Sequence[str], tokenizer: PreT
         console.print(f"[bold yellow]✓ No text differs by more than rounding ({differing} by rounding).[/]")
     else:
         console.print(f"[bold green]✓ All {len(report.comparisons)} texts are equal, token for token.[/]")
+    if report.undrafted:
+        console.print(f"[yellow]{len(report.undrafted)} texts had no draft, and show nothing about drafts.[/]")
+    for name in report.never_drafted:
+        console.print(f"[bold red]✗ {name} never drafted; give a longer prompt, or more tokens.[/]")
 
 
 def _promise(report: Report) -> str:
@@ -191,6 +195,8 @@ def _as_json(
         "exactness": asdict(report.exactness),
         "lossless": not report.failures,
         "texts": len(report.comparisons),
+        "undrafted": len(report.undrafted),
+        "never_drafted": report.never_drafted,
         "rounding": len(report.divergences) - len(report.failures),
         "different": len(report.failures),
         "groups": [_group_as_json(*group) for group in _grouped(report.comparisons)],

@@ -51,6 +51,8 @@ Colour = Annotated[
     bool | None, _option("--color/--no-color", panel=_OUTPUT, help="Colour drafted text; by default in a terminal.")
 ]
 
+Paced = Annotated[bool, _option("--paced/--fixed", panel=_LONG, help="Draft as many of these as pay, or always all.")]
+
 
 @dataclass(frozen=True)
 class LongOptions:
@@ -66,9 +68,7 @@ class LongOptions:
     gamma2: Annotated[int, _option("--gamma2", panel=_LONG, help="Tokens the target verifies at a time.", min=1)] = (
         LongContextConfig.gamma2
     )
-    paced: Annotated[
-        bool, _option("--paced/--fixed", panel=_LONG, help="Draft as many of these as pay, or always all.")
-    ] = LongContextConfig.paced
+    paced: Paced = LongContextConfig.paced
     sparse: Annotated[
         Sparse,
         _option("--sparse", panel=_LONG, help="The target's cache in triforce, triforce-trie and triforce-auto."),
@@ -166,7 +166,8 @@ class AuditOptions(LongOptions):
     """Check on your own model that drafting changes nothing.
 
     Compares greedy text with transformers' own generate, sampled text with plain sampling of the same seeds, and a
-    batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding.
+    batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding, or a drafter never
+    drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may not pay.
     """
 
     model: Model = "bundled"
@@ -186,6 +187,7 @@ class AuditOptions(LongOptions):
     ] = None
     max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=1)] = 64
     seeds: Annotated[int, _option("--seeds", panel=_SAMPLING, help="Sampled texts per prompt.", min=0)] = 1
+    paced: Paced = False
     temperature: Annotated[float, _option("--temperature", "-t", panel=_SAMPLING, help="Of these, above 0.")] = 1.0
     json: Json = False
     debug: Debug = False

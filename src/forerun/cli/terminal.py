@@ -24,6 +24,9 @@ from rich.style import Style
 PATIENCE = 2.0
 """Seconds before long work shows that it is running."""
 
+FILE_WIDTH = 200
+"""Columns of tables in a file or a pipe, where there is no terminal to ask: no cell is cut off."""
+
 DRAFTED = Style(color="green", bold=True)
 """Style of accepted drafts."""
 
@@ -32,7 +35,10 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def stdout(colour: bool | None = None) -> Console:
     """The console for results; by default coloured in a terminal unless ``NO_COLOR`` is set."""
-    return Console(force_terminal=colour, no_color=_no_colour(colour), highlight=False)
+    console = Console(force_terminal=colour, no_color=_no_colour(colour), highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 def stderr() -> Console:
