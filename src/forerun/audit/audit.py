@@ -9,7 +9,8 @@ text alone. If passes are bitwise exact (``forerun.models.forward.exactness``), 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
