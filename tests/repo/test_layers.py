@@ -10,9 +10,9 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 LAYERS = [
     "reference", "core", "trie", "integrations", "kernels", "kv", "policy", "models", "tensor_parallel", "drafting",
-    "engine", "audit", "api", "server", "replicas", "cli",
+    "engine", "audit", "bench", "api", "server", "replicas", "cli",
 ]  # fmt: skip
-USES_TRANSFORMERS = {"models", "tensor_parallel", "engine", "audit", "api", "cli"}
+USES_TRANSFORMERS = {"models", "tensor_parallel", "engine", "audit", "bench", "api", "cli"}
 RANK = {name: rank for rank, name in enumerate(LAYERS)}
 
 

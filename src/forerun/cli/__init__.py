@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
+from forerun.cli.bench_options import BenchOptions
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.commands import command
 from forerun.cli.errors import user_errors
@@ -47,6 +48,7 @@ for name, options in (
     ("chat", ChatOptions),
     ("serve", ServeOptions),
     ("audit", AuditOptions),
+    ("bench", BenchOptions),
     ("demo", DemoOptions),
 ):
     command(app, name, options, f"forerun.cli.{name}")

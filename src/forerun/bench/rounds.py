@@ -1,21 +1,23 @@
-"""Contestants on the same prompts: in one process, in turns, with medians and spread.
+"""Contestants on the same prompts: in one process, in interleaved rounds, with medians and spread.
 
-Every contestant continues every prompt, or batch of prompts, greedily. They take turns in an order that rotates from
-round to round, so that disturbances of the machine affect all of them.
+Every contestant continues every prompt, or batch of prompts, greedily. Their order rotates from round to round, so that
+disturbances of the machine affect all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
-from benchmarks.journal import Journal, Key
+from forerun.bench.journal import Journal, TurnKey
 
 BASELINE = "transformers greedy"
-WARM_UP = 8
-"""Tokens that each contestant generates untimed before its first turn."""
+PLAIN = "forerun none"
+"""Forerun without drafts: what every drafter's texts must equal."""
+WARM_UP_TOKENS = 8
+"""Tokens that each contestant generates untimed before its first round."""
 Tokens = list[int]
 Rows = Sequence[Tokens]
 """One prompt, or those of a batch."""
@@ -24,8 +26,8 @@ Decode = Callable[[Tokens], str]
 
 
 @dataclass(frozen=True)
-class Job:
-    """The prompts of a task, and further prompts of it whose answers warm drafters have drafted before."""
+class PromptSet:
+    """The prompts of a task, and further ones whose answers warm drafters have drafted before."""
 
     task: str
     prompts: Sequence[Tokens]
@@ -40,7 +42,7 @@ class Run:
     Attributes:
         texts: each row's new tokens; or its text, for contestants that give only text.
         seconds: from prompt to last token.
-        passes: of the target, reading the prompt counts as one; None if unknown.
+        passes: of the target, where reading the prompt counts as one; None if unknown.
         counted: number of tokens of all rows; by default those of ``texts``.
     """
 
@@ -57,7 +59,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to continue rows, and its preparation before each turn (forget, learn), which is not timed."""
+    """A way to continue rows, and its preparation before each round (forget, learn), which is not timed."""
 
     run: Callable[[Rows, int], Run]
     prepare: Callable[[], None] = lambda: None
@@ -98,7 +100,7 @@ class Series:
         return sum(same) / len(same)
 
     def _tokens(self) -> float:
-        """Of all prompts, each in its median round: rounds of a text that changes have different numbers."""
+        """Tokens of all prompts, each by its median round: a text that changes has a different number each time."""
         return sum(median(run.tokens for run in rounds) for rounds in self.runs)
 
 
@@ -120,23 +122,26 @@ def measure(
     rounds: int,
     journal: Journal | None = None,
     seen: Sequence[Tokens] = (),
-) -> list[Series]:
-    """Let all contestants continue all groups of rows, in turns.
+) -> Iterator[list[Series]]:
+    """Let all contestants continue all groups of rows, and yield what is measured so far after each round.
 
     Args:
         contestants: by name.
         task: the rows' task.
         groups: each is a prompt or a batch of prompts.
         max_new_tokens: per row.
-        rounds: turns of each contestant for each group.
-        journal: turns in it are not measured again; new ones are added to it.
+        rounds: how often each contestant continues each group.
+        journal: rounds in it are not measured again; new ones are added to it.
         seen: prompts that warm contestants have answered before, for the journal.
+
+    Raises:
+        ValueError: with the contestant that raised it.
     """
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
     warm = False
     for turn in range(rounds):
         for i, rows in enumerate(groups):
-            key = Key.of(task, turn, rows, max_new_tokens, seen)
+            key = TurnKey.of(task, turn, rows, max_new_tokens, seen)
             runs = None if journal is None else journal.find(key, list(contestants))
             if runs is None:
                 if not warm:
@@ -147,21 +152,25 @@ def measure(
                     journal.add(key, runs)
             for name, run in runs.items():
                 series[name].runs[i].append(Run(**run))
-    return list(series.values())
+        yield list(series.values())
 
 
 def _warm_up(contestants: Mapping[str, Contestant], rows: Rows, max_new_tokens: int) -> None:
-    for contestant in contestants.values():
-        contestant.prepare()
-        contestant.run(rows, min(WARM_UP, max_new_tokens))
+    for name, contestant in contestants.items():
+        _run(name, contestant, rows, min(WARM_UP_TOKENS, max_new_tokens))
 
 
 def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new_tokens: int) -> dict[str, Row]:
     """One run of each contestant, as plain values, in an order rotated by ``shift``."""
     names = list(contestants)
     shift %= len(names)
-    runs: dict[str, Row] = {}
-    for name in names[shift:] + names[:shift]:
-        contestants[name].prepare()
-        runs[name] = asdict(contestants[name].run(rows, max_new_tokens))
-    return runs
+    rotated = names[shift:] + names[:shift]
+    return {name: asdict(_run(name, contestants[name], rows, max_new_tokens)) for name in rotated}
+
+
+def _run(name: str, contestant: Contestant, rows: Rows, max_new_tokens: int) -> Run:
+    try:
+        contestant.prepare()
+        return contestant.run(rows, max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"contestant {name}: {error}") from error

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
-PEERS = ("xllamacpp", "openvino-genai", "openvino")
 LEFT_OUT = ("json", "debug", "out")
 """Settings that do not affect measurements."""
 
@@ -42,6 +42,17 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     return found
 
 
+def plain_values(options: Any) -> Row:
+    """A dataclass of options as plain values, for JSON."""
+    return {name: _plain_value(value) for name, value in asdict(options).items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain_value(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 def footer(settings: Row) -> str:
     """Machine, versions and settings as two lines of Markdown; settings that were not given are left out."""
     given = {name: value for name, value in settings.items() if value is not None and name not in LEFT_OUT}
@@ -49,10 +60,10 @@ def footer(settings: Row) -> str:
 
 
 def _listed(values: Row) -> str:
-    return "; ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in values.items())
+    return "; ".join(f"{name.replace('_', ' ')} {_joined(value)}" for name, value in values.items())
 
 
-def _plain(value: Any) -> str:
+def _joined(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import forerun
-from benchmarks.machine import machine
+from forerun.bench.machine import machine
 from forerun.core.compiling import sources
 
 RUNNING = ("core", "drafting", "engine", "kernels", "kv", "models", "policy", "server", "trie")
@@ -22,7 +22,7 @@ Turn = dict[str, dict[str, Any]]
 """Each contestant's run as plain values, by name."""
 
 
-class Key(NamedTuple):
+class TurnKey(NamedTuple):
     """Identifies a turn."""
 
     task: str
@@ -37,7 +37,7 @@ class Key(NamedTuple):
         rows: Sequence[Sequence[int]],
         max_new_tokens: int,
         seen: Sequence[Sequence[int]] = (),
-    ) -> Key:
+    ) -> TurnKey:
         """The key of a round over these rows. Other rows, another number of new tokens, or other prompts that were
         answered before, give another key."""
         words = json.dumps([max_new_tokens, list(map(list, rows)), list(map(list, seen))]).encode()
@@ -65,19 +65,19 @@ class Journal:
 
     def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:
         self._path = path
-        self._turns: dict[Key, Turn] = {}
+        self._turns: dict[TurnKey, Turn] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume and path.exists():
             self._read(json.loads(json.dumps(about)))
         else:
             path.write_text(json.dumps({"about": dict(about)}) + "\n")
 
-    def find(self, key: Key, contestants: Sequence[str]) -> Turn | None:
+    def find(self, key: TurnKey, contestants: Sequence[str]) -> Turn | None:
         """A saved turn, if it has all of these contestants."""
         turn = self._turns.get(key, {})
         return {name: turn[name] for name in contestants} if set(contestants) <= set(turn) else None
 
-    def add(self, key: Key, turn: Turn) -> None:
+    def add(self, key: TurnKey, turn: Turn) -> None:
         """Save a measured turn; it replaces one with the same key and other contestants."""
         self._turns[key] = turn
         with self._path.open("a") as file:
@@ -92,7 +92,7 @@ class Journal:
             before = json.loads(lines[0])["about"]
             for line in lines[1:]:
                 found = json.loads(line)
-                self._turns[Key(*found["key"])] = dict(found["turn"])
+                self._turns[TurnKey(*found["key"])] = dict(found["turn"])
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(f"{self._path} is not a bench's journal ({error}); give another --out") from error
         for name in {*before, *about}:

@@ -1,22 +1,67 @@
-"""The user's own prompts: a file of JSON lines, checked completely before any work."""
+"""Prompts as token ids, and the user's own ones: a file of JSON lines, checked completely before any work."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chat import Encoder, Prompt
-from forerun.models.text.chat_template import check_messages
+from transformers import PreTrainedTokenizerBase
 
-SHOWN = 5
-"""The most wrong lines that an error lists."""
+from forerun.bench.rounds import PromptSet
+from forerun.models.text.chat_template import Messages, apply_template, check_messages, has_template
+
+Prompt = str | Messages
+"""A text, or the messages of a chat, each with ``role`` and ``content``."""
+WRONG_LINES_SHOWN = 5
+
+
+class PromptEncoder:
+    """From prompts to token ids.
+
+    If the tokenizer has a chat template, a text becomes one user message, and the template writes all special tokens.
+    Otherwise the tokenizer adds its own, unless the text already begins with them.
+
+    Args:
+        tokenizer: of the model.
+        raw: leave the template out.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False) -> None:
+        self.tokenizer = tokenizer
+        self.raw = raw
+        self.chats = has_template(tokenizer) and not raw
+
+    def __call__(self, prompt: Prompt) -> list[int]:
+        """The token ids.
+
+        Raises:
+            ValueError: for messages without a template or refused by it, and for a prompt of no tokens.
+        """
+        if self.chats:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            return apply_template(messages, self.tokenizer)
+        if not isinstance(prompt, str):
+            reason = "--raw turns it off" if self.raw else "this model's tokenizer has none"
+            raise ValueError(f"messages need a chat template, and {reason}; give a prompt instead")
+        begins = self.tokenizer.bos_token
+        ids = self._ids(prompt, special=not (begins and prompt.startswith(begins)))
+        if not ids:
+            raise ValueError("the prompt has no tokens")
+        return ids
+
+    def count(self, text: str) -> int:
+        """Number of tokens of a text, without template and special tokens."""
+        return len(self._ids(text, special=False))
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=special)["input_ids"]]
 
 
 @dataclass(frozen=True)
-class Line:
+class PromptLine:
     """One prompt of the file; ``number`` is its line, from 1."""
 
     number: int
@@ -24,7 +69,7 @@ class Line:
     prompt: Prompt
 
 
-def read(file: Path) -> list[Line]:
+def read_prompts_file(file: Path) -> list[PromptLine]:
     """The prompts of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}`` lines.
 
     Other keys and blank lines are ignored.
@@ -32,7 +77,7 @@ def read(file: Path) -> list[Line]:
     Raises:
         ValueError: with the wrong lines, or if the file has no prompt.
     """
-    lines: list[Line] = []
+    lines: list[PromptLine] = []
     wrong: list[str] = []
     for number, text in enumerate(_lines(file), 1):
         if text.strip():
@@ -46,7 +91,9 @@ def read(file: Path) -> list[Line]:
     return lines
 
 
-def encode(file: Path, lines: Iterable[Line], encoder: Encoder, positions: int | None, new: int) -> list[list[int]]:
+def encode_lines(
+    file: Path, lines: Iterable[PromptLine], encoder: PromptEncoder, positions: int | None, new: int
+) -> list[list[int]]:
     """The token ids of each prompt.
 
     Args:
@@ -72,6 +119,27 @@ def encode(file: Path, lines: Iterable[Line], encoder: Encoder, positions: int |
     return found
 
 
+def prompt_sets(
+    lines: Sequence[PromptLine], ids: Sequence[list[int]], prompts: int | None, warm: int, new_tokens: int
+) -> list[PromptSet]:
+    """A set for each task of the file, in its order.
+
+    Args:
+        lines: of the file.
+        ids: of each line's prompt.
+        prompts: to measure, of each task; None for all.
+        warm: most of the further prompts of a task whose answers warm drafters have drafted.
+        new_tokens: to generate after each prompt.
+    """
+    by_task: dict[str, list[list[int]]] = {}
+    for line, tokens in zip(lines, ids, strict=True):
+        by_task.setdefault(line.task, []).append(tokens)
+    return [
+        PromptSet(task, found[:prompts], found[len(found[:prompts]) :][:warm], new_tokens)
+        for task, found in by_task.items()
+    ]
+
+
 def check_length(tokens: int, positions: int | None, new: int) -> None:
     """Refuse a prompt that leaves no room for the tokens to generate.
 
@@ -93,11 +161,11 @@ def _lines(file: Path) -> list[str]:
 
 def _refuse(file: Path, wrong: list[str]) -> None:
     if wrong:
-        more = f"; and {len(wrong) - SHOWN} more lines" if len(wrong) > SHOWN else ""
-        raise ValueError(f"--prompts-file {file}: {'; '.join(wrong[:SHOWN])}{more}")
+        more = f"; and {len(wrong) - WRONG_LINES_SHOWN} more lines" if len(wrong) > WRONG_LINES_SHOWN else ""
+        raise ValueError(f"--prompts-file {file}: {'; '.join(wrong[:WRONG_LINES_SHOWN])}{more}")
 
 
-def _parse(number: int, text: str) -> Line:
+def _parse(number: int, text: str) -> PromptLine:
     try:
         row = json.loads(text)
     except ValueError as error:
@@ -109,7 +177,7 @@ def _parse(number: int, text: str) -> Line:
     if ("prompt" in row) == ("messages" in row):
         raise ValueError(f"has {'both' if 'prompt' in row else 'neither'} of prompt and messages; give one of them")
     task = _text("task", row["task"])
-    return Line(number, task, _text("prompt", row["prompt"]) if "prompt" in row else _messages(row["messages"]))
+    return PromptLine(number, task, _text("prompt", row["prompt"]) if "prompt" in row else _messages(row["messages"]))
 
 
 def _messages(value: Any) -> Prompt:

@@ -1,14 +1,20 @@
-"""The plot of ``forerun bench``."""
+"""The plot of a bench."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
 GREYS, COLOURS, REDS = "Greys", "viridis", "autumn"
 """Colour maps of transformers, Forerun and all others."""
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

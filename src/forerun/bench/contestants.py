@@ -1,0 +1,199 @@
+"""Forerun and ``transformers`` as contestants over one target.
+
+A drafter is *cold* if it knows only the prompt. It is *warm* if it has drafted the answers to other prompts of the
+task, as in a server that has run for a while.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun.bench.journal import Journal
+from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
+from forerun.core.long_context import LongContextConfig
+from forerun.drafting.drafter import Drafter
+from forerun.drafting.recipes import RECIPES, build_drafter, check_drafter
+from forerun.engine.engine import Engine
+
+LOOKUP_TOKENS = 10
+"""Draft length of transformers' prompt lookup, as in its documentation."""
+
+Generate = Callable[[Rows, int], tuple[list[Tokens], int]]
+"""From rows and a number of new tokens to texts and the number of passes."""
+
+Makers = Mapping[str, Callable[[], Contestant]]
+"""What builds each contestant, by its name."""
+
+
+def check_drafters(names: Sequence[str], small_model: bool) -> None:
+    """Refuse what cannot be measured, before any work.
+
+    Args:
+        names: of the drafters.
+        small_model: whether there is one.
+
+    Raises:
+        ValueError: for an unknown name, or a drafter without the small model that it needs.
+    """
+    for name in names:
+        check_drafter(name)
+        if RECIPES[name].small and not small_model:
+            raise ValueError(f"contestant {name} needs a small model: --draft-model")
+
+
+class Bench:
+    """Contestants over one target. Plain Forerun is always among them.
+
+    Args:
+        model: the target, in the dtype to measure in.
+        drafters: names from ``forerun.drafting.recipes``; each runs cold, and tries also warm.
+        settings: of the drafters for long contexts; transformers' assisted generation has the same small model.
+        tokenizer: of the models, or None; drafters take the spelling of words from it.
+        skip: names of contestants that are not measured; see ``check_skip``.
+
+    Raises:
+        ValueError: with the contestant that cannot be built.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafters: Sequence[str],
+        settings: LongContextConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        skip: Sequence[str] = (),
+    ) -> None:
+        self.model = model
+        self.settings = settings or LongContextConfig()
+        self.drafters = list(dict.fromkeys(["none", *drafters]))
+        self.skip = list(skip)
+        self.engine = Engine(model, "none", tokenizer=tokenizer)
+        for name in self.drafters:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        try:
+            self.engine.set_drafter(self._drafter(name))
+        except ValueError as error:
+            raise ValueError(f"contestant {name}: {error}") from error
+
+    def run(self, prompts: PromptSet, rounds: int, journal: Journal | None = None) -> Iterator[list[Series]]:
+        """Continue each prompt by every contestant, one at a time; yields what is measured so far after each round."""
+        groups, contestants = [[prompt] for prompt in prompts.prompts], self._built(self.makers(prompts))
+        return measure(contestants, prompts.task, groups, prompts.max_new_tokens, rounds, journal, prompts.warm_prompts)
+
+    def check_skip(self, sets: Sequence[PromptSet]) -> None:
+        """Refuse to skip what is in none of the sets.
+
+        Raises:
+            ValueError: if ``skip`` names no contestant, or one that the others are compared with.
+        """
+        known = dict.fromkeys(name for makers in self._all_makers(sets) for name in makers)
+        allowed = [name for name in known if name not in self._kept()]
+        if unknown := [name for name in self.skip if name not in allowed]:
+            raise ValueError(f"--skip has {', '.join(map(repr, unknown))}; known are {', '.join(map(repr, allowed))}")
+
+    def _all_makers(self, sets: Sequence[PromptSet]) -> list[Makers]:
+        return [self.makers(prompts) for prompts in sets]
+
+    def _kept(self) -> Sequence[str]:
+        """Contestants that are never skipped."""
+        return (BASELINE, PLAIN)
+
+    def makers(self, prompts: PromptSet) -> Makers:
+        """What builds each contestant for these prompts."""
+        found: dict[str, Callable[[], Contestant]] = {
+            BASELINE: self.transformers,
+            "transformers prompt lookup": partial(self.transformers, prompt_lookup_num_tokens=LOOKUP_TOKENS),
+        }
+        if self.settings.draft_model is not None:
+            found["transformers assisted"] = partial(self.transformers, assistant_model=self.settings.draft_model)
+        for name in self.drafters:
+            found[f"forerun {name}"] = partial(self.forerun, partial(self._drafter, name))
+            if prompts.warm_prompts and name.startswith("trie"):
+                found[f"forerun {name}, warm"] = partial(self._warm, name, prompts)
+        return found
+
+    def _built(self, makers: Makers) -> dict[str, Contestant]:
+        """Those that are not skipped; only they answer the warm prompts."""
+        return {name: make() for name, make in makers.items() if name not in self.skip}
+
+    def _drafter(self, name: str) -> Drafter:
+        return build_drafter(name, self.settings)
+
+    def transformers(self, **options: Any) -> Contestant:
+        """``model.generate`` with these options."""
+
+        def generate(rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
+            ids, mask = padded(rows, self.model)
+            ends = end_tokens(self.model)
+            more = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": (ends or [0])[0], **options}
+            with counting_passes(self.model) as passes:
+                out = self.model.generate(ids, attention_mask=mask, **more)
+            return [until_end(row, self.model) for row in out[:, ids.shape[1] :].tolist()], len(passes)
+
+        return Contestant(_timed(generate))
+
+    def forerun(self, make: Callable[[], Drafter]) -> Contestant:
+        """The engine with a new drafter in each round."""
+        return Contestant(_timed(self._generate), lambda: self.engine.set_drafter(make()))
+
+    def _warm(self, name: str, prompts: PromptSet) -> Contestant:
+        self.engine.set_drafter(self._drafter(name))
+        for prompt in prompts.warm_prompts:
+            self._generate([prompt], prompts.max_new_tokens)
+        warm = self.engine.drafter
+        return self.forerun(lambda: copy.deepcopy(warm))
+
+    def _generate(self, rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
+        found = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False)
+        return found.generated, max(stats.steps for stats in found.stats)
+
+
+def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask ``[B, t]``, padded on the left, for ``model.generate``."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=model.device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
+    return ids, mask
+
+
+def end_tokens(model: PreTrainedModel) -> list[int]:
+    """The tokens that end the model's texts."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else [int(end) for end in (ends if isinstance(ends, list) else [ends])]
+
+
+def until_end(row: Tokens, model: PreTrainedModel) -> Tokens:
+    """A row without the padding after its end token."""
+    ends = end_tokens(model)
+    at = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+    return [int(token) for token in row[: at + 1]]
+
+
+def _timed(generate: Generate) -> Callable[[Rows, int], Run]:
+    def run(rows: Rows, max_new_tokens: int) -> Run:
+        begin = time.perf_counter()
+        texts, passes = generate(rows, max_new_tokens)
+        return Run(texts, time.perf_counter() - begin, passes)
+
+    return run
+
+
+@contextmanager
+def counting_passes(model: PreTrainedModel) -> Iterator[list[int]]:
+    """A list that grows by one with each forward pass."""
+    passes: list[int] = []
+    handle = model.register_forward_hook(lambda *_: passes.append(1))
+    try:
+        yield passes
+    finally:
+        handle.remove()

@@ -1,0 +1,220 @@
+"""Results of a bench as JSON, Markdown tables and a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+from forerun.bench.machine import footer, machine
+from forerun.bench.plot import can_plot, plot
+from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
+
+Row = dict[str, Any]
+MEAN = "geometric mean"
+"""The column over all tasks."""
+SURE_ROUNDS = 5
+"""Fewer rounds than this rank nothing: one that was disturbed moves the median."""
+
+
+def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode = str) -> list[Row]:
+    """A row per task and contestant: speeds, tokens per pass, the ratio to the baseline, and shares of equal texts.
+
+    Args:
+        series: of all contestants.
+        baseline: one of them.
+        decode: tokens to text, for contestants that only give text.
+    """
+    by_name = {(one.task, one.contestant): one for one in series}
+    return [_row(one, by_name[one.task, baseline], by_name.get((one.task, PLAIN)), decode) for one in series]
+
+
+def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) -> Row:
+    slow, fast = one.spread
+    passes = one.tokens_per_pass
+    ours = one.contestant.startswith("forerun") and plain is not None
+    return {
+        "task": one.task,
+        "contestant": one.contestant,
+        "tokens_per_second": round(one.tokens_per_second, 1),
+        "slowest": round(slow, 1),
+        "fastest": round(fast, 1),
+        "rounds": len(one.runs[0]),
+        "tokens_per_pass": None if passes is None else round(passes, 3),
+        "speed_up": round(one.tokens_per_second / baseline.tokens_per_second, 3),
+        "same_output": one.same_texts(baseline, decode),
+        "same_as_plain": one.same_texts(plain) if ours and plain is not None else None,
+        "texts": sum(len(rounds[0].texts) for rounds in one.runs),
+        "tokens": sum(rounds[0].tokens for rounds in one.runs),
+    }
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """Geometric means over tasks, for each contestant that ran every task; none for a single task."""
+    tasks = {row["task"] for row in rows}
+    found = []
+    for contestant, mine in _by_contestant(rows).items():
+        if 1 < len(mine) == len(tasks):
+            names = ("tokens_per_second", "tokens_per_pass", "speed_up")
+            values = {name: _mean([row[name] for row in mine]) for name in names}
+            found.append({"task": MEAN, "contestant": contestant, **values})
+    return found
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value]
+    return round(geometric_mean(known), 3) if len(known) == len(values) else None
+
+
+def _by_contestant(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["contestant"], []).append(row)
+    return found
+
+
+def speed_table(rows: Sequence[Row]) -> str:
+    """Speed-up over ``transformers`` greedy by task, with the slowest and the fastest round in brackets."""
+    named = [row | {"task": row["task"].replace("|", "\\|")} for row in [*rows, *means(rows)]]
+    return pivot(named, "contestant", "task", _cell).replace("| contestant |", "| |", 1)
+
+
+def _cell(row: Row) -> str:
+    base = row["contestant"] == BASELINE
+    median = f"{row['tokens_per_second']:.0f} tokens/s" if base else f"{row['speed_up']:.2f}x"
+    if row.get("rounds", 1) == 1:
+        return median
+    to = row["speed_up"] / row["tokens_per_second"]
+    slow, fast = row["slowest"], row["fastest"]
+    return f"{median} ({slow:.0f} to {fast:.0f})" if base else f"{median} ({slow * to:.2f} to {fast * to:.2f})"
+
+
+def equality_table(rows: Sequence[Row]) -> str:
+    """For each contestant, tokens per pass of the target and the shares of equal texts, over all tasks."""
+    lines = ["| | tokens per pass | texts equal to plain Forerun | to transformers |", "|---|---|---|---|"]
+    for contestant, mine in _by_contestant(rows).items():
+        passes = _mean([row["tokens_per_pass"] for row in mine])
+        cells = [
+            "-" if passes is None else f"{passes:.2f}",
+            *(_share(mine, name) for name in ("same_as_plain", "same_output")),
+        ]
+        lines.append(f"| {contestant} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _share(rows: Sequence[Row], name: str) -> str:
+    shares = [row.get(name) for row in rows for _ in range(row["texts"])]
+    known = [share for share in shares if share is not None]
+    return f"{100 * sum(known) / len(known):.0f} %" if known else "-"
+
+
+def changed(rows: Sequence[Row]) -> list[str]:
+    """Contestants of Forerun with a text that differs from plain Forerun's."""
+    return [
+        name
+        for name, mine in _by_contestant(rows).items()
+        if any(row["same_as_plain"] not in (None, 1) for row in mine)
+    ]
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """What a bench measured.
+
+    Attributes:
+        rows: of single prompts.
+        settings: of the measurement.
+        batches: rows with a ``batch`` column, if batches were measured.
+        skipped: tasks and contestants that were not measured, and why.
+        notes: remarks that a reader of the figures must know.
+    """
+
+    rows: Sequence[Row]
+    settings: Row
+    batches: Sequence[Row] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def json(self) -> Row:
+        """Everything as plain values."""
+        return {
+            "machine": machine(),
+            "settings": self.settings,
+            "rows": list(self.rows),
+            "means": means(self.rows),
+            "batches": list(self.batches),
+            "skipped": dict(self.skipped),
+            "notes": [*self.notes, *self._warnings()],
+        }
+
+    @property
+    def markdown(self) -> str:
+        """All tables, the notes, and the machine and settings."""
+        parts = [speed_table(self.rows), equality_table(self.rows)]
+        if self.batches:
+            parts += ["## Batches\n", batch_table(self.batches), equality_table(self.batches)]
+        parts += [f"{note}\n" for note in [*self.notes, *self._warnings()]]
+        parts += [f"Not measured: {name}: {reason}.\n" for name, reason in self.skipped.items()]
+        return "\n".join([*parts, footer(self.settings)])
+
+    def _warnings(self) -> list[str]:
+        rows = [*self.rows, *self.batches]
+        found = []
+        if any(row["rounds"] < SURE_ROUNDS for row in rows):
+            found.append(
+                f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are not ranked."
+            )
+        if any(row["same_output"] < 1 for row in rows):
+            found.append(
+                "Rounding can part texts from those of transformers where two tokens are nearly as good; `forerun audit` "
+                "tells whether it was that."
+            )
+        return found
+
+
+def batch_table(rows: Sequence[Row]) -> str:
+    """Tokens per second of all rows, and the ratio to transformers' padded batches."""
+    sized = [row | {"rows": f"{row['batch']} rows"} for row in rows]
+    return pivot(sized, "contestant", "rows", lambda r: f"{r['tokens_per_second']:.0f} tokens/s ({r['speed_up']:.2f}x)")
+
+
+def write(result: BenchResult, folder: Path, name: str) -> list[Path]:
+    """Write ``name.json``, ``name.md`` and, if matplotlib is installed, ``name.png`` into ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts = {"json": json.dumps(result.json, indent=1) + "\n", "md": result.markdown}
+    paths = [replace_file(folder / f"{name}.{suffix}", text) for suffix, text in texts.items()]
+    if can_plot() and result.rows:
+        paths.append(folder / f"{name}.png")
+        plot(result.rows, paths[-1])
+    return paths
+
+
+def pivot(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
+    """A Markdown table with one row per value of ``down`` and one column per value of ``across``."""
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    cells = {(row[down], row[across]): cell(row) for row in rows}
+    lines = [f"| {down} | {' | '.join(map(shown, columns))} |", "|---|" + "---|" * len(columns)]
+    for value in dict.fromkeys(row[down] for row in rows):
+        found = [cells.get((value, column), "-") for column in columns]
+        lines.append(f"| {shown(value)} | {' | '.join(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def shown(value: Any) -> str:
+    """A value as a table shows it."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def replace_file(path: Path, text: str) -> Path:
+    """Write a file. If the process is killed, the old one stays whole."""
+    beside = path.with_name(path.name + ".part")
+    beside.write_text(text)
+    return beside.replace(path)

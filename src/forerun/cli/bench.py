@@ -1,0 +1,99 @@
+"""``forerun bench``: Forerun's drafters compared with transformers' own ways to generate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import typer
+
+from forerun.bench.contestants import Bench, check_drafters
+from forerun.bench.journal import Journal, about
+from forerun.bench.machine import plain_values
+from forerun.bench.prompts_file import PromptEncoder, PromptLine, encode_lines, prompt_sets, read_prompts_file
+from forerun.bench.report import BenchResult, Row, changed, summarise, write
+from forerun.bench.rounds import PromptSet
+from forerun.cli.bench_options import BENCH_DRAFTERS, BenchOptions
+from forerun.cli.models import settings
+from forerun.cli.terminal import measuring, say, stderr, stdout, working
+from forerun.models.forward.inputs import position_limit
+from forerun.models.loading.load import BUNDLED, load, quiet
+from forerun.models.loading.stored_weights import dtype_name
+from forerun.reference import demo_prompts
+
+FAILED = 1
+
+
+def run(options: BenchOptions) -> None:
+    """Measure, print the tables, and write JSON, Markdown and a plot; exit status 1 if a text differs."""
+    drafters = options.drafter or list(BENCH_DRAFTERS)
+    check_drafters(drafters, small_model=options.draft_model is not None or options.model == BUNDLED)
+    lines = _demo_lines() if options.prompts_file is None else read_prompts_file(options.prompts_file)
+    with quiet(), working(stderr(), f"loading {options.model}"):
+        target, tokenizer = load(
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        )
+        sets = _prompt_sets(options, lines, PromptEncoder(tokenizer, options.raw), position_limit(target))
+        long = settings(options, options.model, drafters, target, tokenizer, options.trust_remote_code)
+        bench = Bench(target, drafters, long, tokenizer, options.skip or ())
+        bench.check_skip(sets)
+    shared = about(options.model, dtype_name(target), str(target.device))
+    journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
+    result = BenchResult([], plain_values(options) | {"dtype": dtype_name(target)})
+    try:
+        with quiet(), measuring(stderr()) as progress:
+            for rows in _measured(bench, sets, options.rounds, journal, progress):
+                result = replace(result, rows=rows)
+                paths = write(result, options.out, "speed")
+    finally:
+        if result.rows:  # also if a later round failed or was interrupted
+            _show(result, paths, options.json)
+    _check_texts(bench, result)
+
+
+def _demo_lines() -> list[PromptLine]:
+    return [PromptLine(i, prompt["kind"], prompt["prompt"]) for i, prompt in enumerate(demo_prompts(), 1)]
+
+
+def _prompt_sets(
+    options: BenchOptions, lines: Sequence[PromptLine], encoder: PromptEncoder, limit: int | None
+) -> list[PromptSet]:
+    source = options.prompts_file or Path("(the demo's)")
+    ids = encode_lines(source, lines, encoder, limit, options.max_new_tokens)
+    return prompt_sets(lines, ids, options.prompts, options.warm_prompts, options.max_new_tokens)
+
+
+def _measured(
+    bench: Bench, sets: Sequence[PromptSet], rounds: int, journal: Journal, progress: Callable[[int, int], None]
+) -> Iterator[list[Row]]:
+    """All rows so far, after each round of each task."""
+    before: list[Row] = []
+    for i, prompts in enumerate(sets):
+        rows: list[Row] = []
+        for turn, series in enumerate(bench.run(prompts, rounds, journal), 1):
+            rows = summarise(series)
+            progress(i * rounds + turn, len(sets) * rounds)
+            yield before + rows
+        before += rows
+
+
+def _show(result: BenchResult, paths: Sequence[Path], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(result.json))
+        return
+    stdout().print(result.markdown, soft_wrap=True, markup=False)
+    say(f"written: {', '.join(map(str, paths))}")
+
+
+def _check_texts(bench: Bench, result: BenchResult) -> None:
+    """Exit with status 1 if a text differs from plain Forerun's where none may."""
+    exactness = bench.engine.exactness
+    if not (different := changed(result.rows)):
+        return
+    if exactness.level != "bitwise":
+        say(f"{', '.join(different)}: some texts differ from plain Forerun's by rounding ({exactness.reason})")
+        return
+    say(f"{', '.join(different)}: some texts differ from plain Forerun's, and none may")
+    raise typer.Exit(FAILED)
