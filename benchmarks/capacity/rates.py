@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.bandwidth import Reader
 from benchmarks.capacity.devices import Device
+from benchmarks.studies.memory_bandwidth import Reader
 
 ROUNDS = 5
 """Times each is measured. The fastest counts, for what disturbs one only slows it."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.capacity.capacity import Machine, devices_needed, kv_bytes
 from benchmarks.capacity.forecast import Drafting, Forecast, forecast
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.tables import Report, listing
+from benchmarks.reporting.tables import Report, listing
 
 Row = dict[str, object]
 

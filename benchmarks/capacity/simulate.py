@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.longcontext import Prefilled, RequestMaker, Tokens
+from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
 from forerun.core.block import Block
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, uniform

@@ -1,1 +1,1 @@
-"""Baselines of the papers, one file each: built only on Forerun's public classes, and measured by the benchmarks."""
+"""The tables and figures of the Lookahead and TriForce papers, and their baselines, one file each."""

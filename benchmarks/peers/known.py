@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.contestants import end_tokens
 from benchmarks.peers import weights
 from benchmarks.peers.process import Peer, PeerError
-from benchmarks.speed import Contestant
+from forerun.bench.contestants import end_tokens
+from forerun.bench.rounds import Contestant
 from forerun.models.loading.stored_weights import is_stored
 
 DTYPES = (torch.float32, torch.bfloat16)

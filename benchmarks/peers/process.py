@@ -11,7 +11,7 @@ import tempfile
 from types import TracebackType
 from typing import IO, Any
 
-from benchmarks.speed import Contestant, Rows, Run
+from forerun.bench.rounds import Contestant, Rows, Run
 
 TAIL = 400
 """The most characters of a peer's last output that an error quotes."""

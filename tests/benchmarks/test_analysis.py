@@ -13,16 +13,16 @@ from models.test_load import save_model
 from support.tiny import tiny
 from typer.testing import CliRunner
 
-from benchmarks import needles
 from benchmarks.__main__ import app
-from benchmarks.analysis import Follower, Reader, on_prose, overlap
-from benchmarks.longcontext import LongBench, Prefilled, prefill, sampled
-from benchmarks.needles import Alone, Haystack, Question
+from benchmarks.long_context import needles
+from benchmarks.long_context.analysis import Follower, Reader, on_prose, overlap
+from benchmarks.long_context.attention_recovery import locality_rows, top_rows, watch
+from benchmarks.long_context.bytes_read import at_end
+from benchmarks.long_context.draft_trees import rank_rates, shapes, tree_rows
+from benchmarks.long_context.long_bench import LongBench, Prefilled, prefill, sampled
+from benchmarks.long_context.needles import Alone, Haystack, Question
+from benchmarks.long_context.texts import Texts
 from benchmarks.papers.recipes import SPARSE
-from benchmarks.reading import at_end
-from benchmarks.recovery import locality_rows, top_rows, watch
-from benchmarks.texts import Texts
-from benchmarks.trees import rank_rates, shapes, tree_rows
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
@@ -255,7 +255,9 @@ def test_the_command_writes_every_part(tmp_path: Path) -> None:
     book.write_text("\n\n".join("again and again and so on and on" for _ in range(200)))
     sizes = ["--contexts", "200,400", "--temperatures", "0,1", "--budgets", "16,32", "--chunks", "2,4", "--nodes", "4"]
     common = ["--cache-budget", "32", "--window", "16", "-n", "4", "--needles", "2", "--out", str(tmp_path / "out")]
-    done = CliRunner().invoke(app, ["analyse", "-m", model, "--text", str(book), *sizes, *common, "--json"])
+    done = CliRunner().invoke(
+        app, ["long-context", "analyse", "-m", model, "--text", str(book), *sizes, *common, "--json"]
+    )
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert set(found["parts"]) == {

@@ -17,20 +17,22 @@ from support.live_server import LiveServer
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.journal import Journal, Turn
-from benchmarks.serving import bench, client, held_up, rows, servers
-from benchmarks.serving.answers import Answer, events, understand
-from benchmarks.serving.asks import Ask, mixed
-from benchmarks.serving.bench import Round, ServeBench
-from benchmarks.serving.client import Door, Reply
-from benchmarks.serving.equality import sample
-from benchmarks.serving.figures import figures, medians, percentile
-from benchmarks.serving.held_up import overlapping
-from benchmarks.serving.levels import TURNS, Level, arrivals, build, needed
-from benchmarks.serving.report import fill
-from benchmarks.serving.servers import Contestant, ServerError, Subject
-from benchmarks.tables import Report
-from benchmarks.telling import quietly
+from benchmarks.reporting.progress import quietly
+from benchmarks.reporting.tables import Report
+from benchmarks.server import client, held_up, servers
+from benchmarks.server import load_bench as bench
+from benchmarks.server import load_rows as rows
+from benchmarks.server.answers import Answer, events, understand
+from benchmarks.server.client import Door, Reply
+from benchmarks.server.equality import sample
+from benchmarks.server.figures import figures, medians, percentile
+from benchmarks.server.held_up import overlapping
+from benchmarks.server.levels import TURNS, Level, arrivals, build, needed
+from benchmarks.server.load_bench import Round, ServeBench
+from benchmarks.server.load_report import fill
+from benchmarks.server.load_requests import Ask, mixed
+from benchmarks.server.servers import Contestant, ServerError, Subject
+from forerun.bench.journal import Journal, Turn
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import find, load
 
@@ -301,7 +303,7 @@ def test_commands_serve_the_same_files_in_the_same_type() -> None:
     ],
 )
 def test_bad_input_fails_before_any_work(flags: list[str], told: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["serve", "--out", str(tmp_path / "out"), *flags])
+    done = CliRunner().invoke(app, ["server", "load", "--out", str(tmp_path / "out"), *flags])
     assert done.exit_code == 2 and told in done.output
     assert not (tmp_path / "out").exists()
 
@@ -315,7 +317,7 @@ def test_the_command_fails_if_load_has_changed_a_text(tmp_path: Path, monkeypatc
         return measured.turns
 
     monkeypatch.setattr(ServeBench, "run", run)
-    done = CliRunner().invoke(app, ["serve", "--rates", "0", "--requests", "1", "--out", str(tmp_path)])
+    done = CliRunner().invoke(app, ["server", "load", "--rates", "0", "--requests", "1", "--out", str(tmp_path)])
     assert done.exit_code == 1
     told = "forerun none: 1 of 2 texts under load differ from each alone, without drafts"
     assert told in done.output and told in (tmp_path / "serve.md").read_text()

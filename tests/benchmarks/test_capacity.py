@@ -18,14 +18,14 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
 from benchmarks.capacity.capacity import RESERVE, Machine, Pass, devices_needed, fit, kv_bytes, pass_seconds
+from benchmarks.capacity.command import shape_of
 from benchmarks.capacity.devices import DEVICES, GIB, Device
 from benchmarks.capacity.forecast import LONGEST, Drafting, forecast
 from benchmarks.capacity.published import ON_CHIP, TABLE_2
 from benchmarks.capacity.rates import this_machine
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.capacity.speculation import chain_seconds, expected_tokens, waiting
-from benchmarks.cli.capacity import shape_of
-from benchmarks.update_readme import scaling_tables
+from benchmarks.reporting.update_pages import scaling_tables
 
 pytestmark = pytest.mark.matrix
 
@@ -329,7 +329,7 @@ def test_a_measured_report_is_compared_with_this_machine(tmp_path: Path, monkeyp
     report = tmp_path / "triforce.json"
     report.write_text(json.dumps({"settings": settings, "parts": {"costs": costs, "contexts": speeds}}))
     slow = Device(1e12, 1e9, 1e15, layer_seconds=0.0)
-    monkeypatch.setattr("benchmarks.cli.capacity.this_machine", lambda dtype: slow)
+    monkeypatch.setattr("benchmarks.capacity.command.this_machine", lambda dtype: slow)
     done = call("--compare", report, "--json", "--out", tmp_path / "out")
     rows = {row["what"]: row for row in json.loads(done.stdout)["parts"]["measured-0"]}
     weights = 4 * (32 * 16 * 4 + 32 * 8 * 4 + 3 * 32 * 48 + 48 * 32)

@@ -13,11 +13,11 @@ from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.cli.long_options import CACHES
-from benchmarks.longcontext import Prefilled
+from benchmarks.long_context.analyse_options import CACHES
+from benchmarks.long_context.long_bench import Prefilled
 from benchmarks.papers.recipes import SPARSE
-from benchmarks.telling import telling
-from benchmarks.triforce import TriforceBench
+from benchmarks.papers.triforce import TriforceBench
+from benchmarks.reporting.progress import telling
 from forerun.core.long_context import LongContextConfig
 from forerun.models.loading.load import load
 from forerun.models.loading.yarn import stretch
@@ -43,7 +43,7 @@ LITTLE = ["--cache-budget", "32", "--window", "16", "--gamma2", "3", "--batch-bu
 
 
 def measured(saved: str, texts: list[str], out: Path, *more: str) -> Result:
-    return CliRunner().invoke(app, ["triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
+    return CliRunner().invoke(app, ["papers", "triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
 
 
 def test_what_is_slow_says_now_and_then_how_far_it_is() -> None:
@@ -149,10 +149,12 @@ def test_caches_can_be_left_out_of_an_analysis(saved: str, tmp_path: Path) -> No
         "3",
     ]
     common = [*books(tmp_path, 400), "--cache-budget", "32", "--chunks", "2", "--out", str(tmp_path / "out"), "--json"]
-    done = CliRunner().invoke(app, ["analyse", "-m", saved, *sizes, *common, "--caches", "retrieval,low-rank"])
+    done = CliRunner().invoke(
+        app, ["long-context", "analyse", "-m", saved, *sizes, *common, "--caches", "retrieval,low-rank"]
+    )
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["parts"]["budgets"]
     assert {row["reader"] for row in rows} == {"retrieval", "low-rank"}
     assert {row["positions"] for row in rows} == {6}
-    done = CliRunner().invoke(app, ["analyse", "--caches", "magic"])
+    done = CliRunner().invoke(app, ["long-context", "analyse", "--caches", "magic"])
     assert done.exit_code == 2 and "--caches has 'magic'; known are low-rank, retrieval" in done.stderr

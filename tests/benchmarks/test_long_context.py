@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from support.tiny import tiny
 from typer.testing import CliRunner
 
-from benchmarks import longcontext
 from benchmarks.__main__ import app
 from benchmarks.capacity.capacity import Machine
 from benchmarks.capacity.devices import Device
@@ -22,11 +21,13 @@ from benchmarks.capacity.measured import Measured, add_measured
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.capacity.simulate import check_simulated, random_model, random_prompt, simulated
 from benchmarks.capacity.speculation import expected_tokens
-from benchmarks.costs import Costs, drafting_seconds, measure, speed_up_limit
-from benchmarks.longcontext import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
-from benchmarks.longrows import summarise
-from benchmarks.tables import Report, pivot
-from benchmarks.texts import Texts
+from benchmarks.long_context import long_bench as longcontext
+from benchmarks.long_context.long_bench import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
+from benchmarks.long_context.pass_costs import Costs, drafting_seconds, measure, speed_up_limit
+from benchmarks.long_context.rows import summarise
+from benchmarks.long_context.texts import Texts
+from benchmarks.reporting.tables import Report
+from forerun.bench.report import pivot
 from forerun.core.long_context import LongContextConfig
 from forerun.core.stats import Stats
 from forerun.engine.engine import Engine
@@ -273,26 +274,26 @@ def test_a_label_stands_on_everything_a_report_prints(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("triforce", "--contexts", "a"), "--contexts is 'a'; it must be numbers"),
-        (("triforce", "--contexts", "8"), "no number may be below 16"),
-        (("triforce", "--parts", "x"), "--parts has 'x'; known are temperatures"),
-        (("triforce", "--drafters", "magic"), "drafter is 'magic'"),
-        (("triforce", "--drafters", "none"), "measured in any case"),
-        (("triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
-        (("triforce", "--simulate-acceptance", "0.9", "--parts", "needles"), "random weights cannot find"),
+        (("papers", "triforce", "--contexts", "a"), "--contexts is 'a'; it must be numbers"),
+        (("papers", "triforce", "--contexts", "8"), "no number may be below 16"),
+        (("papers", "triforce", "--parts", "x"), "--parts has 'x'; known are temperatures"),
+        (("papers", "triforce", "--drafters", "magic"), "drafter is 'magic'"),
+        (("papers", "triforce", "--drafters", "none"), "measured in any case"),
+        (("papers", "triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
+        (("papers", "triforce", "--simulate-acceptance", "0.9", "--parts", "needles"), "random weights cannot find"),
         (
-            ("triforce", "--simulate-acceptance", "0.9", "--dtype", "stored"),
+            ("papers", "triforce", "--simulate-acceptance", "0.9", "--dtype", "stored"),
             "--dtype is stored, which is for GGUF",
         ),
-        (("triforce", "--simulate-acceptance", "0.9", "--model", "x"), "give --shape"),
-        (("triforce", "--yarn", "1"), "--yarn is 1; it must be above 1"),
-        (("analyse", "--yarn", "0.5"), "--yarn is 0.5; it must be above 1"),
-        (("triforce", "--simulate-acceptance", "0.9", "--yarn", "2"), "leave --yarn out"),
-        (("triforce", "--contexts", "200000"), "the model has 131,072; give a shorter context, or --yarn 2"),
-        (("analyse", "--contexts", "200000"), "the model has 131,072"),
-        (("triforce", "--batches", "2", "--batch-context", "200000"), "the model has 131,072"),
-        (("analyse", "--chunks", "9000"), "none may exceed --cache-budget"),
-        (("analyse", "--temperatures=-1"), "no number may be below 0"),
+        (("papers", "triforce", "--simulate-acceptance", "0.9", "--model", "x"), "give --shape"),
+        (("papers", "triforce", "--yarn", "1"), "--yarn is 1; it must be above 1"),
+        (("long-context", "analyse", "--yarn", "0.5"), "--yarn is 0.5; it must be above 1"),
+        (("papers", "triforce", "--simulate-acceptance", "0.9", "--yarn", "2"), "leave --yarn out"),
+        (("papers", "triforce", "--contexts", "200000"), "the model has 131,072; give a shorter context, or --yarn 2"),
+        (("long-context", "analyse", "--contexts", "200000"), "the model has 131,072"),
+        (("papers", "triforce", "--batches", "2", "--batch-context", "200000"), "the model has 131,072"),
+        (("long-context", "analyse", "--chunks", "9000"), "none may exceed --cache-budget"),
+        (("long-context", "analyse", "--temperatures=-1"), "no number may be below 0"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -303,7 +304,7 @@ def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], messa
 @pytest.mark.matrix
 def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path) -> None:
     shape, small = "1,16,16,2,2,64", "1,16,16,2,2,32"
-    arguments = ["triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]
+    arguments = ["papers", "triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]
     sizes = [
         "--contexts",
         "40,80",

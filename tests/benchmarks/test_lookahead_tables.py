@@ -13,17 +13,28 @@ from models.test_load import save_model
 from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner, Result
 
-from benchmarks import graded, lookahead, sweeps
 from benchmarks.__main__ import app
-from benchmarks.cli.lookahead_options import PARTS, QUICK, Amounts, LookaheadOptions
-from benchmarks.clocked import Clocked, Times
-from benchmarks.contestants import Bench
-from benchmarks.crowds import pass_rows
-from benchmarks.peak import peak_bytes, peaks, why_not
-from benchmarks.published import FORMS, NAMESPACE, Known, Lengths, default, methods, plain, published, warmed
-from benchmarks.reference.tasks import Material
-from benchmarks.speed import BASELINE, Job
-from benchmarks.variants import Track, transformers_greedy
+from benchmarks.papers import lookahead, sweeps
+from benchmarks.papers.lookahead_methods import (
+    FORMS,
+    NAMESPACE,
+    Known,
+    Lengths,
+    default,
+    methods,
+    plain,
+    published,
+    warmed,
+)
+from benchmarks.papers.lookahead_options import PARTS, QUICK, Amounts, LookaheadOptions
+from benchmarks.papers.pass_grid import pass_rows
+from benchmarks.papers.peak_memory import peak_bytes, peaks, why_not
+from benchmarks.papers.timed_drafter import Clocked, Times
+from benchmarks.papers.variants import Track, transformers_greedy
+from benchmarks.tasks import graded
+from benchmarks.tasks.contestants import TaskBench
+from benchmarks.training.tasks import Material
+from forerun.bench.rounds import BASELINE, PromptSet
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
@@ -52,7 +63,7 @@ def track() -> Track:
 
 def measured(saved: str, out: Path, *more: str) -> Result:
     common = ["--quick", "--tasks", "json", "--focus", "json", "--dtype", "float64", "--out", str(out)]
-    return CliRunner().invoke(app, ["lookahead", "-m", saved, *common, *more])
+    return CliRunner().invoke(app, ["papers", "lookahead", "-m", saved, *common, *more])
 
 
 @pytest.mark.matrix
@@ -233,7 +244,7 @@ def test_padded_batches_are_those_of_the_bench() -> None:
     model = tiny("llama")
     rows = PROMPTS[:2]
     run = transformers_greedy(model).run(rows, 12)
-    alone = Bench(model, ["none"]).run(Job("copy", rows, (), 12), 1)
+    (alone,) = TaskBench(model, ["none"]).run(PromptSet("copy", rows, (), 12), 1)
     theirs = next(one for one in alone if one.contestant == BASELINE)
     assert run.texts == [rounds[0].texts[0] for rounds in theirs.runs]
     assert run.passes == max(len(text) for text in run.texts)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.cli.offload_options import OffloadOptions
+from benchmarks.studies.offload_options import OffloadOptions
 
 pytestmark = pytest.mark.matrix
 

@@ -11,8 +11,8 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.bandwidth import Reader, weight_bytes
-from benchmarks.passes import MEMORY, Sizes, Work, measure, summarise
+from benchmarks.studies.memory_bandwidth import Reader, weight_bytes
+from benchmarks.studies.passes import MEMORY, Sizes, Work, measure, summarise
 
 pytestmark = pytest.mark.matrix
 

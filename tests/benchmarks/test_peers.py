@@ -15,12 +15,12 @@ from support.tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from benchmarks import report
-from benchmarks.contestants import Bench
 from benchmarks.peers import weights
 from benchmarks.peers.known import KINDS, Kind, Loaded, Subject, check, loaded
 from benchmarks.peers.process import Peer, PeerError
-from benchmarks.speed import BASELINE, Job, Run, Series
+from benchmarks.tasks.contestants import TaskBench
+from forerun.bench import report
+from forerun.bench.rounds import BASELINE, PromptSet, Run, Series
 
 pytestmark = pytest.mark.matrix
 
@@ -83,8 +83,9 @@ def test_peers_that_cannot_be_loaded_are_named_with_the_reason() -> None:
 def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None:
     model = tiny("llama")
     with loaded(subject(single()), [FAKE]) as found:
-        bench = Bench(model, ["none"], others=found.contestants)
-        rows = report.summarise(bench.run(Job("t", [[7, 9, 11]], [], 6), rounds=2))
+        bench = TaskBench(model, ["none"], others=found.contestants)
+        *_, series = bench.run(PromptSet("t", [[7, 9, 11]], [], 6), rounds=2)
+        rows = report.summarise(series)
     by_name = {row["contestant"]: row for row in rows}
     assert by_name["fake in text"]["tokens"] == 6
     assert by_name["fake"]["same_output"] == 0
@@ -148,8 +149,8 @@ def test_a_real_peer_gives_transformers_texts(kind: Kind) -> None:
     tokenizer = byte_tokenizer()
     with loaded(Subject(model, tokenizer, None, 64), [kind]) as found:
         assert not found.absent
-        bench = Bench(model, ["none"], others=found.contestants)
-        series = bench.run(Job("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12), rounds=1)
+        bench = TaskBench(model, ["none"], others=found.contestants)
+        (series,) = bench.run(PromptSet("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12), rounds=1)
     rows = report.summarise(series, decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
     shares = {row["contestant"]: row["same_output"] for row in rows if row["contestant"] in kind.variants}
     assert list(shares) == list(kind.variants)

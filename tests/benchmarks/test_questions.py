@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.passages import LONGEST, SHORTEST, Passages
-from benchmarks.prompts import LackingError, Tasks
-from benchmarks.questions import Files, questions
+from benchmarks.tasks.passages import LONGEST, SHORTEST, Passages
+from benchmarks.tasks.questions import Files, questions
+from benchmarks.tasks.task_prompts import LackingError, Tasks
 
 pytestmark = pytest.mark.matrix
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.reference import corpus, crowding, material, positions, recipe, tasks, tokenizer, train
-from benchmarks.reference.recipe import Recipe, Stage
-from benchmarks.reference.tasks import Material
+from benchmarks.training import corpus, crowding, material, positions, recipe, tasks, tokenizer, train
+from benchmarks.training.recipe import Recipe, Stage
+from benchmarks.training.tasks import Material
 from forerun import reference
 
 pytestmark = pytest.mark.matrix

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.replay import Recorded, Selection, replay, replay_files
+from benchmarks.studies.replay import Recorded, Selection, replay, replay_files
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome

@@ -10,25 +10,27 @@ from benchmarks.__main__ import app
 WRONG = [
     (("tasks", "--batch", "1,2"), "--batch is '1,2'; no number may be below 2"),
     (("passes", "--model", "./nowhere"), "'./nowhere' is neither a folder"),
-    (("lookahead", "--parts", "x"), "--parts has 'x'; known are"),
-    (("triforce", "--contexts", "8"), "no number may be below 16"),
-    (("analyse", "--caches", "magic"), "--caches has 'magic'; known are low-rank, retrieval"),
+    (("papers", "lookahead", "--parts", "x"), "--parts has 'x'; known are"),
+    (("papers", "triforce", "--contexts", "8"), "no number may be below 16"),
+    (("long-context", "analyse", "--caches", "magic"), "--caches has 'magic'; known are low-rank, retrieval"),
     (("offload", "--simulate-bandwidth", "much"), "--simulate-bandwidth is 'much'"),
-    (("serve", "--rates", "x"), "--rates is 'x'; it must be numbers"),
+    (("server", "load", "--rates", "x"), "--rates is 'x'; it must be numbers"),
     (("replay", "nowhere.jsonl", "--tokenizer", "nowhere.json"), "nowhere.json"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=lambda value: value[0])
+@pytest.mark.parametrize(
+    ("arguments", "message"), WRONG, ids=lambda value: " ".join(value[:2]) if isinstance(value, tuple) else ""
+)
 def test_a_wrong_setting_is_one_line_and_status_2(arguments: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 2, done.output
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["tasks", "passes", "lookahead", "triforce"])
+@pytest.mark.parametrize("command", ["tasks", "passes", "papers lookahead", "papers triforce", "offload"])
 def test_missing_matplotlib_is_reported_before_any_work(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.plots.find_spec", lambda name: None)
-    done = CliRunner().invoke(app, [command, "--model", "./nowhere"])
+    monkeypatch.setattr("benchmarks.reporting.plots.find_spec", lambda name: None)
+    done = CliRunner().invoke(app, [*command.split(), "--model", "./nowhere"])
     assert done.exit_code == 2
     assert "pip install 'forerun[bench]'" in done.stderr

@@ -14,8 +14,8 @@ import pytest
 from pydantic import ValidationError
 from support.live_server import PATIENCE, TEMPLATE, LiveServer, until
 
-from benchmarks.answers import ask_all, wrong
-from benchmarks.fuzzing import Fuzz, Shot
+from benchmarks.server.malformed_requests import Fuzz, Shot
+from benchmarks.server.response_checks import ask_all, wrong
 from forerun.core.request import Request
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache

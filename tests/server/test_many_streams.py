@@ -12,7 +12,7 @@ import pytest
 from server.test_fuzz import tasks
 from support.live_server import PATIENCE, TEMPLATE, LiveServer, until
 
-from benchmarks.mixture import Asked, Said, mixed, streamed, whole
+from benchmarks.server.request_mixture import Asked, Said, mixed, streamed, whole
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits

@@ -20,7 +20,7 @@ from forerun.bench.journal import Journal
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import RECIPES, build_drafter, check_drafter
+from forerun.drafting.recipes import RECIPES, Recipe, build_drafter, check_drafter
 from forerun.engine.engine import Engine
 
 LOOKUP_TOKENS = 10
@@ -33,24 +33,25 @@ Makers = Mapping[str, Callable[[], Contestant]]
 """What builds each contestant, by its name."""
 
 
-def check_drafters(names: Sequence[str], small_model: bool) -> None:
+def check_drafters(names: Sequence[str], small_model: bool, recipes: Mapping[str, Recipe] = RECIPES) -> None:
     """Refuse what cannot be measured, before any work.
 
     Args:
         names: of the drafters.
         small_model: whether there is one.
+        recipes: the known drafters.
 
     Raises:
         ValueError: for an unknown name, or a drafter without the small model that it needs.
     """
     for name in names:
-        check_drafter(name)
-        if RECIPES[name].small and not small_model:
+        check_drafter(name, recipes)
+        if recipes[name].small and not small_model:
             raise ValueError(f"contestant {name} needs a small model: --draft-model")
 
 
 class Bench:
-    """Contestants over one target. Plain Forerun is always among them.
+    """Contestants over one target.
 
     Args:
         model: the target, in the dtype to measure in.
@@ -63,6 +64,9 @@ class Bench:
         ValueError: with the contestant that cannot be built.
     """
 
+    recipes: Mapping[str, Recipe] = RECIPES
+    """The known drafters."""
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -73,7 +77,7 @@ class Bench:
     ) -> None:
         self.model = model
         self.settings = settings or LongContextConfig()
-        self.drafters = list(dict.fromkeys(["none", *drafters]))
+        self.drafters = list(dict.fromkeys(drafters))
         self.skip = list(skip)
         self.engine = Engine(model, "none", tokenizer=tokenizer)
         for name in self.drafters:
@@ -127,7 +131,7 @@ class Bench:
         return {name: make() for name, make in makers.items() if name not in self.skip}
 
     def _drafter(self, name: str) -> Drafter:
-        return build_drafter(name, self.settings)
+        return build_drafter(name, self.settings, self.recipes)
 
     def transformers(self, **options: Any) -> Contestant:
         """``model.generate`` with these options."""

@@ -28,7 +28,7 @@ FAILED = 1
 
 def run(options: BenchOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and a plot; exit status 1 if a text differs."""
-    drafters = options.drafter or list(BENCH_DRAFTERS)
+    drafters = ["none", *(options.drafter or BENCH_DRAFTERS)]
     check_drafters(drafters, small_model=options.draft_model is not None or options.model == BUNDLED)
     lines = _demo_lines() if options.prompts_file is None else read_prompts_file(options.prompts_file)
     with quiet(), working(stderr(), f"loading {options.model}"):

@@ -218,24 +218,6 @@ class DemoOptions:
     debug: Debug = False
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
-    """Measure drafts without a model: how many tokens of recorded answers each step would have accepted.
-
-    FILE has JSON lines of {prompt, answer, author}. :author=A:from=I:to=J after it selects rows I to J of author A.
-    """
-
-    file: Annotated[str, typer.Argument(metavar="FILE", help="What to replay.")]
-    tokenizer: Annotated[Path, _option("--tokenizer", panel=_TEXT, help="A tokenizer.json.")]
-    drafter: Annotated[str, _option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = "trie"
-    budget: Annotated[int, _option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)] = 64
-    warm: Annotated[
-        list[str] | None, _option("--warm", panel=_TEXT, metavar="FILE", help="Seen before; may be repeated.")
-    ] = None
-    json: Json = False
-    debug: Debug = False
-
-
 def check_sampling(options: Any) -> None:
     """Refuse sampling options for greedy decoding.
 

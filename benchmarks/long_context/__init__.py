@@ -1,0 +1,1 @@
+"""Long contexts: what is measured on a prompt that was read once."""

@@ -1,0 +1,281 @@
+"""Decoding after a long prompt: every contestant continues from the same prefilled cache, in turns with plain decoding.
+
+A prompt of 100,000 tokens takes minutes to read and seconds to continue. So it is read once, and before each run the
+cache is cut back to the prompt. Contestants start fresh each time and take turns within a round. The order rotates from
+round to round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.papers.recipes import build_drafter
+from benchmarks.reporting.progress import Say, quietly, telling
+from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.core.stats import Stats
+from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.level import read
+
+PLAIN = "none"
+"""The baseline: plain autoregression."""
+
+Tokens = list[int]
+RequestMaker = Callable[[Engine, Tokens, str], Request]
+"""Makes a fresh request from the engine, the prompt and the contestant's name."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt that has been read.
+
+    Attributes:
+        tokens: the prompt.
+        cache: holds the prompt's first tokens, and perhaps others after them.
+        keep: how many of the prompt's tokens are taken from the cache; None for all but the last.
+        read: pairs of tokens read and seconds passed, ascending; empty if nothing was really read.
+        queries: of the last reading pass, by layer. If they are known, a sparse cache chooses by them before the first
+            token, as it does after a prompt that the engine reads.
+    """
+
+    tokens: Tokens
+    cache: FullCache
+    read: Sequence[tuple[int, float]] = ()
+    keep: int | None = None
+    queries: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+    def cut(self, length: int) -> Prefilled:
+        """Its first ``length`` tokens, in the same cache."""
+        return Prefilled(self.tokens[:length], self.cache, self.read)
+
+    def rewind(self) -> None:
+        """Cut the cache back to the prompt."""
+        self.cache.truncate(self.held)
+        self.cache.queries = dict(self.queries)
+
+    @property
+    def held(self) -> int:
+        """How many of the prompt's tokens are taken from the cache."""
+        return len(self.tokens) - 1 if self.keep is None else self.keep
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of reading; None if the prompt was not really read."""
+        if not self.read:
+            return None
+        done, seconds = zip((0, 0.0), *self.read, strict=True)
+        return float(np.interp(self.held, done, seconds))
+
+
+def prefill(engine: Engine, tokens: Tokens, room: int, say: Say = quietly) -> Prefilled:
+    """Read a prompt, with room for ``room`` tokens after it, and keep its last queries."""
+    engine.target.keeps_queries = True
+    read: list[tuple[int, float]] = []
+    begin = time.perf_counter()
+    tell = telling(say, "read")
+
+    def on_read(done: int, total: int) -> None:
+        read.append((done, time.perf_counter() - begin))
+        tell(done, total)
+
+    cache = engine.prefill(tokens, room, on_read)
+    return Prefilled(tokens, cache, read, queries=cache.queries)
+
+
+def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
+    """The first ``length`` tokens of a prompt; the last of them are read again, for their queries."""
+    if length == len(prompt.tokens):
+        return prompt
+    cut = prompt.cut(length)
+    cut.cache.truncate(max(0, cut.held - engine.prefill_block))
+    read(engine.target, cut.cache, np.array(cut.tokens[: cut.held]), engine.prefill_block)
+    return replace(cut, queries=cut.cache.queries)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One continuation of a row or a batch of rows.
+
+    Attributes:
+        texts: generated tokens of each row.
+        first_seconds: from the prefill to the first token: the last prompt token's pass, and the drafter's reading.
+        decode_seconds: from the first token to the end.
+        decoded: tokens of all rows after the first step.
+        stats: of each row.
+    """
+
+    texts: list[Tokens]
+    first_seconds: float
+    decode_seconds: float
+    decoded: int
+    stats: list[Stats]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding speed over all rows."""
+        return self.decoded / self.decode_seconds
+
+
+@dataclass
+class Series:
+    """A contestant's runs, ``runs[prompt][round]``; a prompt is a row or a batch of rows."""
+
+    contestant: str
+    runs: list[list[Run]] = field(default_factory=list)
+    prefill_seconds: list[float | None] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over all prompts, in the median round."""
+        return 1 / median(self._seconds_per_token())
+
+    def speed_ups(self, plain: Series) -> list[float]:
+        """Speed-up over plain autoregression in each round. The medians' speed-up is within their range."""
+        return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
+
+    def _seconds_per_token(self) -> list[float]:
+        """Seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
+        weights = [rounds[0].decoded for rounds in self.runs]
+        return [
+            sum(weight * run.decode_seconds / run.decoded for weight, run in zip(weights, turn, strict=True))
+            / sum(weights)
+            for turn in zip(*self.runs, strict=True)
+        ]
+
+    @property
+    def first_seconds(self) -> float | None:
+        """Seconds to the first token, prefill included: the mean over prompts; None without a prefill."""
+        return self._mean(lambda run: run.first_seconds)
+
+    @property
+    def total_seconds(self) -> float | None:
+        """Seconds from prompt to last token; as ``first_seconds``."""
+        return self._mean(lambda run: run.first_seconds + run.decode_seconds)
+
+    def _mean(self, seconds: Callable[[Run], float]) -> float | None:
+        known = [prefill for prefill in self.prefill_seconds if prefill is not None]
+        if len(known) < len(self.prefill_seconds):
+            return None
+        own = [median(map(seconds, rounds)) for rounds in self.runs]
+        return float(np.mean(known) + np.mean(own))
+
+
+def combine(parts: Sequence[Sequence[Series]]) -> list[Series]:
+    """Join series of the same contestants over different prompts."""
+    return [
+        Series(
+            same[0].contestant,
+            [rounds for one in same for rounds in one.runs],
+            [seconds for one in same for seconds in one.prefill_seconds],
+        )
+        for same in zip(*parts, strict=True)
+    ]
+
+
+class LongBench:
+    """Continues prefilled prompts with drafters by name.
+
+    Args:
+        engine: has the target; its drafter is replaced.
+        rounds: runs of each contestant for each prompt.
+        say: told each run's result when it ends.
+    """
+
+    def __init__(self, engine: Engine, rounds: int, say: Say = quietly) -> None:
+        self.engine = engine
+        self.rounds = rounds
+        self._say = say
+        self._warm: set[str] = set()
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[Prefilled]],
+        contestants: Sequence[str],
+        settings: LongContextConfig,
+        make: RequestMaker,
+    ) -> list[Series]:
+        """Measure plain autoregression and the contestants.
+
+        Args:
+            prompts: each is a row or a batch of rows.
+            contestants: names from ``benchmarks.papers.recipes``.
+            settings: of the drafters.
+            make: makes the requests.
+        """
+        names = [PLAIN, *(name for name in contestants if name != PLAIN)]
+        found = {name: Series(name) for name in names}
+        for rows in prompts:
+            seconds = [row.seconds for row in rows]
+            known = [each for each in seconds if each is not None]
+            for series in found.values():
+                series.runs.append([])
+                series.prefill_seconds.append(sum(known) if len(known) == len(seconds) else None)
+            for name in names:
+                self._warm_up(rows, name, settings, make)
+            for turn in range(self.rounds):
+                shift = turn % len(names)
+                for name in names[shift:] + names[:shift]:
+                    found[name].runs[-1].append(self._once(rows, name, settings, make))
+                    self._say(f"  {name}, round {turn + 1}: {described(found[name].runs[-1][-1])}")
+        return list(found.values())
+
+    def _warm_up(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> None:
+        """Run each contestant once untimed, so that compiling and allocating do not count as decoding."""
+        if name not in self._warm:
+            self._warm.add(name)
+            self._say(f"  {name}: once untimed")
+            self._once(rows, name, settings, make)
+
+    def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> Run:
+        self.engine.set_drafter(build_drafter(name, settings))
+        for row in rows:
+            row.rewind()
+        requests = [make(self.engine, row.tokens, name) for row in rows]
+        begin = time.perf_counter()
+        commits = self.engine.run(requests, caches=[row.cache for row in rows])
+        first = sum(len(next(commits).tokens) for _ in rows)  # every row is in the first step
+        middle = time.perf_counter()
+        for _ in commits:
+            pass
+        end = time.perf_counter()
+        texts = [request.generated.tolist() for request in requests]
+        decoded = sum(map(len, texts)) - first
+        if not decoded:
+            raise ValueError(f"{name} has all tokens from its first step, which is not timed; raise --max-new-tokens")
+        return Run(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
+
+
+def sampled(temperature: float, new_tokens: int, seed: int = 0) -> RequestMaker:
+    """Requests of a fixed length: greedy at temperature 0, else coupled samples of the whole distribution."""
+
+    def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
+        options: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": new_tokens}
+        if temperature > 0:
+            options |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
+        request = engine.requests(tokens, **options)[0]
+        request.eos_token_ids = frozenset()
+        return request
+
+    return make
+
+
+def described(run: Run) -> str:
+    """A one-line summary of a run."""
+    accepted = acceptance(run.stats)
+    share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
+    return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
+
+
+def acceptance(stats: Sequence[Stats]) -> float | None:
+    """Accepted drafts by tested drafts (drafts after a rejected one are not tested). None without drafts."""
+    accepted = sum(sum(one.accepted) for one in stats)
+    tested = accepted + sum(a < d for one in stats for a, d in zip(one.accepted, one.drafted, strict=True))
+    return accepted / tested if tested else None

@@ -1,0 +1,180 @@
+"""Needles: facts hidden in a long text, asked for one by one. Shows what eviction loses and lossless drafting keeps.
+
+The text is read once. For each question the cache is cut back to the text, and the question and its answer follow. A
+model over a sparse cache *alone* generates without verification (TriForce, figure 1, right).
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+
+from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled
+from benchmarks.long_context.rows import Row, summarise
+from benchmarks.long_context.texts import Texts
+from benchmarks.papers.recipes import SPARSE
+from benchmarks.reporting.progress import Say, quietly
+from benchmarks.training import tasks
+from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
+from forerun.core.tree import DraftTree
+from forerun.engine.engine import Engine
+from forerun.kv.cache import Cache
+from forerun.kv.full_cache import FullCache
+from forerun.kv.sparse_view import View
+from forerun.models.forward.level import read
+from forerun.models.forward.scorer import Scorer
+
+TOKENS_A_FACT = 100
+"""The least tokens of text per hidden fact."""
+FACT_TOKENS = 30
+"""Approximate tokens of a fact and its question."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question after the text, and its answer; ``depth`` is the fact's place in the text, from 0 to 1."""
+
+    prompt: Tokens
+    answer: Tokens
+    depth: float
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text with facts in it, and the questions about them."""
+
+    text: Tokens
+    questions: Sequence[Question]
+
+
+def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
+    """A haystack of about ``context`` tokens with ``count`` hidden facts.
+
+    Raises:
+        ValueError: if there is no room for so many facts.
+    """
+    if context < TOKENS_A_FACT * count:
+        raise ValueError(
+            f"{count} needles do not fit into a context of {context} tokens; at most {context // TOKENS_A_FACT} do"
+        )
+    chars = int((context - FACT_TOKENS * count) * texts.chars_per_token(index))
+    text, asked = tasks.haystack(Random(f"needles/{index}"), texts.material(index), chars, count)
+    questions = [
+        Question(texts.encode(task.prompt), texts.encode(task.answer), text.index(task.sources[0]) / len(text))
+        for task in asked
+    ]
+    return Haystack(texts.encode(text), questions)
+
+
+def read_text(engine: Engine, haystack: Haystack, room: int, say: Say = quietly) -> Prefilled:
+    """The text without questions, read completely, with room for ``room`` tokens after it."""
+    whole = prefill(engine, [*haystack.text, *haystack.questions[0].prompt[:1]], room, say)
+    return Prefilled(haystack.text, whole.cache, whole.read, len(haystack.text))
+
+
+class Alone:
+    """The target over a sparse cache of a text, without verification.
+
+    Args:
+        scorer: the target.
+        name: a cache of ``benchmarks.papers.recipes.SPARSE``.
+        settings: of the cache.
+        full: holds the text; views of it choose chunks after the question has been read.
+        text: token ids; caches that are not views read it here, once.
+    """
+
+    def __init__(self, scorer: Scorer, name: str, settings: LongContextConfig, full: FullCache, text: Tokens) -> None:
+        self._scorer = scorer
+        self._full = full
+        self._length = len(text)
+        self._make = SPARSE[name](settings)
+        self._base: Cache | None = None
+        cache = self._make(scorer, full)
+        if not isinstance(cache, View):
+            read(scorer, cache, np.array(text))
+            self._base = cache
+
+    @torch.inference_mode()
+    def generate(self, question: Tokens, new_tokens: int, text: Tokens) -> tuple[Tokens, float]:
+        """The greedy tokens, and the seconds per token after the first."""
+        cache = self._read(np.array([*text, *question[:-1]]))
+        tokens, seconds = [question[-1]], []
+        for _ in range(new_tokens):
+            begin = time.perf_counter()
+            block = Block(np.array(tokens[-1:]), DraftTree.empty(), cache.length)
+            logits = self._scorer.score([block], [cache])[0]
+            cache.commit(block, [])
+            tokens.append(int(logits[0].argmax()))
+            seconds.append(time.perf_counter() - begin)
+        return tokens[1:], float(np.mean(seconds[1:] or seconds))
+
+    def _read(self, prompt: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Cache:
+        if self._base is not None:
+            cache = copy.deepcopy(self._base)
+            read(self._scorer, cache, prompt)
+            return cache
+        self._full.truncate(self._length)
+        read(self._scorer, self._full, prompt)
+        view = self._make(self._scorer, self._full)
+        assert isinstance(view, View)
+        view.sync()
+        return view
+
+
+def run(
+    bench: LongBench,
+    haystack: Haystack,
+    prefilled: Prefilled,
+    lossless: Sequence[str],
+    settings: LongContextConfig,
+    tokens: int,
+) -> list[Row]:
+    """Accuracy and seconds per token of plain autoregression, lossless drafters and every sparse cache alone.
+
+    Args:
+        bench: its engine has read the text.
+        haystack: text and questions.
+        prefilled: the text.
+        lossless: names from ``benchmarks.papers.recipes``.
+        settings: of drafters and caches.
+        tokens: tokens generated per question; they should begin with the answer.
+    """
+    rows = [
+        Prefilled([*haystack.text, *question.prompt], prefilled.cache, prefilled.read, len(haystack.text))
+        for question in haystack.questions
+    ]
+    series = bench.run([[row] for row in rows], lossless, settings, sampled(0.0, tokens))
+    found = []
+    for one, row in zip(series, summarise(series), strict=True):
+        texts = [rounds[0].texts[0] for rounds in one.runs]
+        name = "plain" if one.contestant == PLAIN else one.contestant
+        found.append(_row(name, True, haystack, texts, row["seconds_per_token"]))
+    for name in SPARSE:
+        alone = Alone(bench.engine.target, name, settings, prefilled.cache, haystack.text)
+        made = [alone.generate(question.prompt, tokens, haystack.text) for question in haystack.questions]
+        seconds = float(np.median([seconds for _, seconds in made]))
+        found.append(_row(f"{name} alone", False, haystack, [text for text, _ in made], seconds))
+    return found
+
+
+def _row(name: str, lossless: bool, haystack: Haystack, texts: Sequence[Tokens], seconds: float) -> Row:
+    right = [
+        text[: len(question.answer)] == question.answer
+        for text, question in zip(texts, haystack.questions, strict=True)
+    ]
+    return {
+        "contestant": name,
+        "lossless": lossless,
+        "context": len(haystack.text),
+        "needles": len(right),
+        "accuracy": sum(right) / len(right),
+        "seconds_per_token": round(seconds, 6),
+        "right_at_depths": [round(q.depth, 3) for q, fine in zip(haystack.questions, right, strict=True) if fine],
+    }

@@ -1,0 +1,106 @@
+"""Long texts to measure on: files, folders of files, or invented prose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from benchmarks.training import tasks
+from benchmarks.training.tasks import Material
+
+Encode = Callable[[str], list[int]]
+SEED = "long"
+CHARS = 8
+"""The most characters per token, on average."""
+SAMPLE = 50_000
+"""Characters of a sample from which characters per token are estimated."""
+SUFFIXES = (".txt", ".md")
+"""Endings of the files that are taken from a folder."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The source of prompts. Each is from another file or, if there are more prompts than files, from another place.
+
+    Attributes:
+        encode: text to token ids.
+        bodies: the files' texts; if there are none, facts are invented.
+        names: of the files.
+    """
+
+    encode: Encode
+    bodies: Sequence[str] = ()
+    names: Sequence[str] = ()
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], encode: Encode) -> Texts:
+        """The texts of files, in the given order; of folders, their text files by name.
+
+        Raises:
+            ValueError: if there is no such file, a folder has no text file, or a file is not text.
+        """
+        files = [file for path in paths for file in _files(path)]
+        return cls(encode, [_text(file) for file in files], [file.name for file in files])
+
+    def chars(self, index: int, count: int) -> str:
+        """At least ``count`` characters of prompt ``index``, if the text is that long."""
+        if not self.bodies:
+            return " ".join(tasks.filler(Random(f"{SEED}/{index}"), Material(), count))
+        turn, file = divmod(index, len(self.bodies))
+        return self.bodies[file][turn * count : (turn + 1) * count]
+
+    def material(self, index: int) -> Material:
+        """The paragraphs of a prompt's file, for tasks; none if there are no files."""
+        if not self.bodies:
+            return Material()
+        parts = self.bodies[index % len(self.bodies)].split("\n\n")
+        return Material(prose=tuple(part.strip() for part in parts if len(part.strip()) > 1))
+
+    def chars_per_token(self, index: int) -> float:
+        """Average characters per token in that prompt's text."""
+        sample = self.chars(index, SAMPLE)
+        return len(sample) / len(self.encode(sample))
+
+    def tokens(self, index: int, count: int) -> list[int]:
+        """The ``count`` tokens of prompt ``index``.
+
+        Raises:
+            ValueError: if the text is too short.
+        """
+        found = self.encode(self.chars(index, CHARS * count))[:count]
+        if len(found) < count:
+            name = self.names[index % len(self.names)] if self.names else "the invented text"
+            raise ValueError(
+                f"{name} gives {len(found)} tokens for prompt {index + 1}; {count} are needed (give a longer text, "
+                "fewer prompts or a shorter context)"
+            )
+        return found
+
+    def check(self, prompts: int, count: int) -> None:
+        """Check that there are ``prompts`` prompts of ``count`` tokens, before anything is measured.
+
+        Raises:
+            ValueError: as from ``tokens``.
+        """
+        for index in range(prompts):
+            self.tokens(index, count)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"--text is {path}; there is no such file or folder")
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    if not found:
+        raise ValueError(f"--text is {path}; that folder has no file that ends in {' or '.join(SUFFIXES)}")
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--text has {file}, which is no text in UTF-8: {error}") from None

@@ -1,0 +1,101 @@
+"""The Lookahead paper's methods, built from Forerun's public parts.
+
+The published forms draft up to the decoding length, and all drafts are scored (section 4.2). Forerun's default merges
+branches by probability and scores what pays. Every trie is warm, as in the paper's experiments: it knows the answers to
+other prompts of the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
+from benchmarks.papers.variants import Variant
+from benchmarks.tasks.contestants import WrongDrafter
+from forerun.bench.rounds import Tokens
+from forerun.drafting.drafter import NoDrafter
+from forerun.drafting.lookup import LookupConfig, LookupDrafter
+from forerun.drafting.trie_drafter import TrieDrafter
+from forerun.trie.trie import Form, TrieConfig
+
+NAMESPACE = "default"
+PLAIN = "forerun none"
+"""No drafts, but the same passes."""
+FORMS: tuple[Form, ...] = ("single", "parallel", "hierarchical", "merged")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The paper's two lengths.
+
+    Attributes:
+        decoding: the most drafted tokens scored per step (L_d).
+        branch: tokens of a branch, including its context (L_b).
+    """
+
+    decoding: int
+    branch: int
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a trie has seen of a task: other prompts, and the target's answers to them."""
+
+    prompts: Sequence[Tokens] = ()
+    answers: Sequence[Tokens] = ()
+
+    @property
+    def texts(self) -> list[Tokens]:
+        """Prompts and answers in turn, as seen by a trie that does not eliminate prompts."""
+        return list(chain.from_iterable(zip(self.prompts, self.answers, strict=True)))
+
+
+def warmed(drafter: TrieDrafter, texts: Sequence[Tokens]) -> TrieDrafter:
+    """The drafter after learning the texts as if it had generated them."""
+    drafter.warm(NAMESPACE, texts)
+    return drafter
+
+
+def plain() -> Variant:
+    """No drafts."""
+    return Variant(NoDrafter)
+
+
+def llma(length: int) -> Variant:
+    """A chain that continues the latest match in the text; all of it is scored."""
+    return Variant(lambda: LookupDrafter(LookupConfig(branch_length=length)), length, planned=False)
+
+
+def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Variant:
+    """A published form of the trie with the paper's lengths; all drafts are scored."""
+    config = form_config(form, lengths)
+    return Variant(lambda: warmed(TrieDrafter(config), texts), lengths.decoding, planned=False)
+
+
+def form_config(form: Form, lengths: Lengths) -> TrieConfig:
+    """The trie's configuration: contexts shorter than a branch, and drafts filled to the decoding length."""
+    return TrieConfig(
+        form=form,
+        branch_length=lengths.branch,
+        max_prefix=min(TrieConfig.max_prefix, lengths.branch - 1),
+        min_matches=max(TrieConfig.min_matches, lengths.decoding),
+    )
+
+
+def default(texts: Sequence[Tokens], config: TrieConfig | None = None) -> Variant:
+    """Forerun's own trie: merged by probability; only nodes that pay are scored."""
+    return Variant(lambda: warmed(TrieDrafter(config), texts))
+
+
+def methods(lengths: Lengths, known: Known) -> dict[str, Variant]:
+    """Table 2 without ``transformers``: the baselines, the forms, the default, and drafts that never hit."""
+    return {
+        PLAIN: plain(),
+        "forerun lookup (LLMA)": llma(lengths.decoding),
+        "forerun jacobi (LookaheadDecoding)": Variant(JacobiDrafter, JacobiConfig().nodes),
+        **{f"forerun {form}": published(form, lengths, known.answers) for form in FORMS},
+        "forerun trie, the default": default(known.answers),
+        "forerun, wrong drafts, all scored": Variant(WrongDrafter, lengths.decoding, planned=False),
+    }

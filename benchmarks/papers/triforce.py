@@ -1,0 +1,225 @@
+"""Measures TriForce's tables 2 and 4 and its figures 1 (right), 5 and 6a: what each part runs and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import mean
+from typing import NamedTuple
+
+from benchmarks.capacity.speculation import expected_tokens
+from benchmarks.long_context import needles
+from benchmarks.long_context.bytes_read import at_end
+from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, RequestMaker, Series, combine, shortened
+from benchmarks.long_context.needles import Haystack
+from benchmarks.long_context.pass_costs import Costs, measure, speed_up_limit
+from benchmarks.long_context.rows import Row, summarise
+from benchmarks.papers.recipes import RECIPES
+from benchmarks.papers.triforce_report import (
+    report_batches,
+    report_budgets,
+    report_contexts,
+    report_needles,
+    report_temperatures,
+)
+from benchmarks.reporting.progress import Say
+from benchmarks.reporting.tables import Report
+from forerun.core.long_context import LongContextConfig
+
+MakerAt = Callable[[float], RequestMaker]
+"""From a temperature to a maker of requests."""
+ReadPrompt = Callable[[int, int], Prefilled]
+"""Reads prompt i with n tokens."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured.
+
+    Attributes:
+        contexts: tokens of a prompt, ascending; the first parts use the longest.
+        temperatures: of the first part.
+        drafters: names from ``benchmarks.papers.recipes``.
+        prompts: per context.
+        batches: batch sizes.
+        batch_context: tokens of each row of a batch; None for ragged rows that share the longest context's tokens.
+        budgets: of a sparse cache, at the longest context.
+        batch_budgets, batch_temperatures: budgets per row, and temperatures, of batches.
+        needle_tokens: tokens generated per question about the longest context.
+    """
+
+    contexts: Sequence[int]
+    temperatures: Sequence[float]
+    drafters: Sequence[str]
+    prompts: int
+    batches: Sequence[int]
+    batch_context: int | None
+    budgets: Sequence[int]
+    batch_budgets: Sequence[int]
+    batch_temperatures: Sequence[float]
+    needle_tokens: int
+
+    def rows(self, size: int) -> list[int]:
+        """Tokens of each row of a batch."""
+        if self.batch_context is not None:
+            return [self.batch_context] * size
+        longest = self.contexts[-1] // size
+        return [max(2, longest - row * longest // (10 * size)) for row in range(size)]
+
+
+class Case(NamedTuple):
+    """One measurement with single rows: context, temperature and cache budget."""
+
+    context: int
+    temperature: float
+    budget: int
+
+
+Reads = dict[Case, dict[str, Row]]
+
+
+@dataclass(frozen=True)
+class TriforceBench:
+    """The parts, which fill a report.
+
+    Args:
+        bench: contestants over one target.
+        settings: of the drafters.
+        sizes: what is measured.
+        read: reads prompts.
+        make: makes requests.
+        report: is filled.
+        say: told the progress.
+        save: called when the report has new rows of a part, to save them.
+        part: called when a part is complete.
+    """
+
+    bench: LongBench
+    settings: LongContextConfig
+    sizes: Sizes
+    read: ReadPrompt
+    make: MakerAt
+    report: Report
+    say: Say
+    save: Callable[[], None] = lambda: None
+    part: Callable[[], None] = lambda: None
+    _held: dict[tuple[int, int], Prefilled] = field(default_factory=dict)
+
+    def alone(self, parts: Collection[str]) -> None:
+        """One row at a time: the longest context at all temperatures and with all budgets, then the shorter ones.
+
+        Args:
+            parts: which of ``temperatures``, ``budgets`` and ``contexts`` to report.
+        """
+        longest = self.sizes.contexts[-1]
+        found: dict[Case, list[list[Series]]] = {case: [] for case in self._cases(parts)}
+        costs: dict[int, Costs] = {}
+        reads: Reads = {}
+        for index in range(self.sizes.prompts):
+            self.say(f"reading prompt {index + 1} of {self.sizes.prompts}: {longest:,} tokens")
+            prompt = self.read(index, longest)
+            for case, series in found.items():
+                self.say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}, budget {case.budget:,}")
+                cut = shortened(self.bench.engine, prompt, case.context)
+                settings = replace(self.settings, cache_budget=case.budget)
+                series.append(self._run([[cut]], case.temperature, settings))
+                if case not in reads:
+                    reads[case] = self._reads([cut], settings)
+                if "contexts" in parts and case.context not in costs:
+                    costs[case.context] = measure(self.bench.engine.target, cut, self.settings)
+            rows = [
+                row
+                for case, series in found.items()
+                for row in summarise(combine(series), reads[case], **case._asdict())
+            ]
+            self._report_alone(parts, rows, costs)
+            self.save()
+        self.part()
+
+    def _report_alone(self, parts: Collection[str], rows: Sequence[Row], costs: Mapping[int, Costs]) -> None:
+        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
+        if "temperatures" in parts:
+            mine = [row for row in rows if row["context"] == longest and row["budget"] == budget]
+            report_temperatures(self.report, [row for row in mine if row["temperature"] in self.sizes.temperatures])
+        greedy = [row for row in rows if row["temperature"] == 0]
+        if "budgets" in parts:
+            mine = [row for row in greedy if row["context"] == longest and row["budget"] in self.sizes.budgets]
+            report_budgets(self.report, mine)
+        if "contexts" in parts:
+            mine = [row for row in greedy if row["budget"] == budget]
+            report_contexts(self.report, mine, limits(mine, costs, self.settings), costs)
+
+    def _cases(self, parts: Collection[str]) -> list[Case]:
+        """The cases, long contexts first, because cutting a cache loses its end."""
+        longest, budget = self.sizes.contexts[-1], self.settings.cache_budget
+        cases = {
+            "temperatures": [Case(longest, temperature, budget) for temperature in self.sizes.temperatures],
+            "budgets": [Case(longest, 0.0, each) for each in self.sizes.budgets],
+            "contexts": [Case(context, 0.0, budget) for context in reversed(self.sizes.contexts)],
+        }
+        return list(dict.fromkeys(case for part in cases if part in parts for case in cases[part]))
+
+    def batches(self) -> None:
+        """Batches of each size with each budget; the report is updated after each of them."""
+        rows: list[Row] = []
+        for size in self.sizes.batches:
+            prompts = self._rows(size)
+            longest = max(len(prompt.tokens) for prompt in prompts)
+            for budget in self.sizes.batch_budgets:
+                for temperature in self.sizes.batch_temperatures:
+                    self.say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
+                    settings = replace(self.settings, cache_budget=budget)
+                    labels = {"batch": size, "budget": budget, "context": longest, "temperature": temperature}
+                    series = self._run([prompts], temperature, settings)
+                    rows += summarise(series, self._reads(prompts, settings), **labels)
+                    report_batches(self.report, rows)
+                    self.save()
+        self.part()
+
+    def _rows(self, size: int) -> list[Prefilled]:
+        """The prompts of a batch, read; rows that an earlier batch had are not read again."""
+        wanted = list(enumerate(self.sizes.rows(size)))
+        for gone in set(self._held) - set(wanted):
+            del self._held[gone]
+        for row, length in wanted:
+            if (row, length) not in self._held:
+                self.say(f"reading row {row + 1} of {size}: {length:,} tokens")
+                self._held[row, length] = self.read(row, length)
+        return [self._held[each] for each in wanted]
+
+    def needles(self, haystack: Haystack, text: Prefilled) -> None:
+        """Eviction alone, compared with lossless drafting."""
+        self.say(f"asking for {len(haystack.questions)} needles in {len(haystack.text):,} tokens")
+        bench = LongBench(self.bench.engine, 1, self.say)  # one round: the questions are repetition enough
+        rows = needles.run(bench, haystack, text, self.sizes.drafters, self.settings, self.sizes.needle_tokens)
+        report_needles(self.report, rows)
+        self.part()
+
+    def _reads(self, rows: Sequence[Prefilled], settings: LongContextConfig) -> dict[str, Row]:
+        """What a token reads at the prompts' ends, by contestant, as a mean over rows; the target's passes only."""
+        found: dict[str, Row] = {}
+        for name in (PLAIN, *self.sizes.drafters):
+            make = RECIPES[name].sparse
+            if name == PLAIN or make is not None:
+                factory = None if make is None else make(settings)
+                each = [at_end(self.bench.engine.target, row, factory).total for row in rows]
+                found[name] = {"bytes_read": round(mean(each)), "megabytes_read": round(mean(each) / 1e6, 3)}
+        return found
+
+    def _run(
+        self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: LongContextConfig
+    ) -> list[Series]:
+        return self.bench.run(prompts, self.sizes.drafters, settings, self.make(temperature))
+
+
+def limits(rows: Sequence[Row], costs: Mapping[int, Costs], settings: LongContextConfig) -> list[Row]:
+    """TriForce's speed-up limit at each context, from measured costs and acceptance rates, where both are known."""
+    found = []
+    for row in rows:
+        if row["contestant"] != "triforce" or row["acceptance"] is None:
+            continue
+        at, acceptance, inner = costs[row["context"]], row["acceptance"], row["middle_acceptance"] or 0.0
+        limit = speed_up_limit(at, acceptance, inner, settings.gamma1, settings.gamma2)
+        free = expected_tokens(acceptance, settings.gamma2)
+        found.append({"context": row["context"], "limit": round(limit, 3), "free_limit": round(free, 3)})
+    return found

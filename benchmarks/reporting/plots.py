@@ -1,0 +1,170 @@
+"""Plots of long-context measurements: lines, bars and named points, in one style."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.long_context.rows import Row
+
+MARKERS = "os^Dv*P"
+
+
+def check() -> None:
+    """Refuse to measure what could not be drawn.
+
+    Raises:
+        ValueError: where matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise ValueError("plots need matplotlib; install it by: pip install 'forerun[bench]'")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Title and axes.
+
+    Attributes:
+        log: logarithmic x axis, base 2.
+        reference: height of a horizontal line, or None.
+        share: the y axis is from 0 to 1.
+        zero: the y axis begins at 0.
+    """
+
+    title: str
+    x: str
+    y: str
+    log: bool = False
+    reference: float | None = None
+    share: bool = False
+    zero: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """Points of one colour; ``low`` and ``high`` are their spread, ``dashed`` marks computed values."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    dashed: bool = False
+
+
+def lines(path: Path, frame: Frame, found: Sequence[Line]) -> None:
+    """Lines over one axis."""
+    with _figure(path, frame) as axis:
+        for i, line in enumerate(found):
+            style = {"marker": MARKERS[i % len(MARKERS)], "ms": 5} if len(line.xs) <= 20 else {}
+            colour, dashes = _colour(i, len(found)), "--" if line.dashed else "-"
+            axis.plot(line.xs, line.ys, color=colour, label=line.name, ls=dashes, alpha=0.85, **style)
+            if line.low:
+                axis.fill_between(line.xs, line.low, line.high, color=colour, alpha=0.15, lw=0)
+        if frame.log:
+            axis.set_xscale("log", base=2)
+            ticks = sorted({x for line in found for x in line.xs})
+            axis.set_xticks(_apart(ticks), [f"{x:g}" for x in _apart(ticks)])
+            axis.minorticks_off()
+        elif len(xs := {x for line in found for x in line.xs}) <= 10:
+            axis.set_xticks(sorted(xs))
+        _legend(axis, len(found))
+
+
+def bars(path: Path, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
+    """Bars in groups; a line's points are its bars in each group, in order."""
+    width = 0.8 / len(found)
+    with _figure(path, frame, 4 + 0.14 * len(groups) * (len(found) + 1)) as axis:
+        for i, line in enumerate(found):
+            at = [x + (i - (len(found) - 1) / 2) * width for x in range(len(groups))]
+            spread = [_distance(line.ys, line.low), _distance(line.high, line.ys)] if line.low else None
+            axis.bar(at, line.ys, width * 0.92, yerr=spread, color=_colour(i, len(found)), label=line.name,
+                     error_kw={"lw": 0.8})  # fmt: skip
+        axis.set_xticks(range(len(groups)), groups)
+        _legend(axis, len(found))
+
+
+def points(path: Path, frame: Frame, found: Mapping[str, tuple[float, float]], filled: Sequence[str]) -> None:
+    """Points in different colours with a legend beside the plot; those not ``filled`` are crosses."""
+    with _figure(path, frame) as axis:
+        for i, (name, (x, y)) in enumerate(found.items()):
+            marker = "o" if name in filled else "X"
+            axis.scatter([x], [y], s=90, marker=marker, color=_colour(i, len(found)), label=name, zorder=3)
+        axis.set_xlim(left=0)
+        _legend(axis, len(found))
+
+
+def by(rows: Sequence[Row], name: str, x: str, y: str) -> list[Line]:
+    """A line for each value of the column ``name``, over the rows that have a value in ``y``."""
+    found = []
+    for value in dict.fromkeys(row[name] for row in rows):
+        mine = sorted((row for row in rows if row[name] == value and row.get(y) is not None), key=lambda row: row[x])
+        if mine:
+            found.append(Line(str(value), [row[x] for row in mine], [row[y] for row in mine]))
+    return found
+
+
+def with_spread(rows: Sequence[Row], name: str, x: str) -> list[Line]:
+    """Speed-ups with the slowest and fastest round as spread."""
+    found = []
+    for line in by(rows, name, x, "speed_up"):
+        mine = sorted((row for row in rows if str(row[name]) == line.name), key=lambda row: row[x])
+        found.append(Line(line.name, line.xs, line.ys, [r["slowest"] for r in mine], [r["fastest"] for r in mine]))
+    return found
+
+
+def _distance(high: Sequence[float], low: Sequence[float]) -> list[float]:
+    return [max(0.0, a - b) for a, b in zip(high, low, strict=True)]
+
+
+def _apart(ticks: Sequence[float]) -> list[float]:
+    """The ticks that are far enough from the one before, so that labels do not overlap."""
+    kept: list[float] = []
+    for tick in ticks:
+        if not kept or tick >= kept[-1] * 1.6:
+            kept.append(tick)
+    return kept
+
+
+def _colour(index: int, count: int) -> Any:
+    import matplotlib as mpl
+
+    if count <= 20:
+        return mpl.colormaps["tab10" if count <= 10 else "tab20"](index)
+    return mpl.colormaps["viridis"](0.05 + 0.85 * index / (count - 1))
+
+
+def _legend(axis: Any, count: int) -> None:
+    if count:
+        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+
+
+@contextmanager
+def _figure(path: Path, frame: Frame, width: float = 8.0) -> Iterator[Any]:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(width, 4.2), layout="constrained")
+    try:
+        yield axis
+        if frame.reference is not None:
+            axis.axhline(frame.reference, color="grey", lw=0.8, ls=":")
+        if frame.share:
+            axis.set_ylim(-0.04, 1.04)
+        if frame.zero:
+            axis.set_ylim(bottom=0)
+        figure.suptitle(frame.title, fontsize=9.5)
+        axis.set_xlabel(frame.x)
+        axis.set_ylabel(frame.y)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        figure.savefig(path, dpi=130)
+    finally:
+        plt.close(figure)

@@ -1,0 +1,97 @@
+"""Put the last measured tables into the pages that show them.
+
+    python -m benchmarks update-pages [--tables bench,long,scaling]
+
+`bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md; `long`, of `python -m benchmarks papers triforce`, into
+docs/benchmarks.md; `scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.capacity.published import COLUMNS as PUBLISHED
+from benchmarks.capacity.report import SIZES, SPEEDS
+from benchmarks.long_context.long_bench import PLAIN
+from benchmarks.long_context.rows import Row
+from benchmarks.reporting.options import StudyOptions, names
+from benchmarks.reporting.tables import listing, speed_cell
+from forerun.bench.report import means, pivot
+from forerun.bench.rounds import BASELINE
+
+ROOT = Path(__file__).parents[2]
+CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
+LONG = ROOT / "runs" / "triforce" / "triforce.json"
+REPORTS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("float32", "bfloat16")}
+
+
+def speed_table(reports: dict[str, Path]) -> str:
+    """Tokens per second and the ratio to transformers by task, for each measured type of weights."""
+    rows: list[Row] = []
+    for dtype, report in reports.items():
+        found = json.loads(report.read_text(encoding="utf-8"))["rows"]
+        rows += [row | {"name": f"{row['contestant']}, {dtype}"} for row in [*found, *means(found)]]
+    return pivot(rows, "name", "task", _speed).replace("| name |", "| |", 1)
+
+
+def _speed(row: Row) -> str:
+    ratio = "" if row["contestant"] == BASELINE else f" ({row['speed_up']:.1f}x)"
+    return f"{row['tokens_per_second']:.0f}{ratio}"
+
+
+def long_table(report: Path) -> str:
+    """Speed-up and acceptance rate by context, and by temperature at the longest one."""
+    parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
+    contexts = [row | {"at": f"{row['context']:,} tokens"} for row in parts["contexts"]]
+    shown = [row for row in parts.get("temperatures", []) if row["temperature"] in (0.6, 1.0)]
+    warm = [row | {"at": f"{row['context']:,}, T {row['temperature']:g}"} for row in shown]
+    return pivot([row | {"drafter": row["contestant"]} for row in contexts + warm], "drafter", "at", _cell)
+
+
+def _cell(row: Row) -> str:
+    return f"{row['tokens_per_second']:.0f} tokens/s" if row["contestant"] == PLAIN else speed_cell(row)
+
+
+def scaling_tables(report: Path) -> dict[str, str]:
+    """The capacity report's tables by their markers."""
+    parts: dict[str, list[Row]] = json.loads(report.read_text(encoding="utf-8"))["parts"]
+    columns = {"sizes": SIZES, "speeds": SPEEDS, "published": PUBLISHED}
+    return {name: listing(parts[name], shown) for name, shown in columns.items()}
+
+
+def into_page(page: Path, table: str, marker: str) -> None:
+    """Put a table into a page, between ``<!-- marker:begin -->`` and ``<!-- marker:end -->``.
+
+    Raises:
+        ValueError: if the page has no such markers.
+    """
+    begin, end = f"<!-- {marker}:begin -->\n", f"<!-- {marker}:end -->"
+    text = page.read_text()
+    if begin not in text or end not in text:
+        raise ValueError(f"{page} has no {begin.strip()} ... {end}")
+    head, rest = text.split(begin, 1)
+    page.write_text(head + begin + "\n" + table + "\n" + end + rest.split(end, 1)[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateOptions(StudyOptions):
+    """Put the last measured tables into the pages that show them."""
+
+    tables: Annotated[str, typer.Option(help="Which, with commas between.")] = "bench,long,scaling"
+
+
+def run(options: UpdateOptions) -> None:
+    """Write them."""
+    wanted = names("--tables", options.tables, ("bench", "long", "scaling"))
+    if "bench" in wanted and (there := {dtype: path for dtype, path in REPORTS.items() if path.exists()}):
+        into_page(ROOT / "README.md", speed_table(there), "bench")
+    if "long" in wanted and LONG.exists():
+        into_page(ROOT / "docs" / "benchmarks.md", long_table(LONG), "long")
+    if "scaling" in wanted and CAPACITY.exists():
+        for name, table in scaling_tables(CAPACITY).items():
+            into_page(ROOT / "docs" / "scaling.md", table, name)

@@ -1,0 +1,149 @@
+"""Clients of a server, in this process: asyncio and httpx. While they wait they only note what came and when.
+
+What came is understood later (``answers.py``), so that a client takes little time from a server on the same computer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from benchmarks.server.levels import Level, arrivals
+from benchmarks.server.load_requests import Ask
+
+Extension = Mapping[str, str]
+"""The field ``forerun`` of a request: whose texts it is drafted from (``namespace``), and ``drafter`` or none."""
+PATIENCE = 600.0
+"""Seconds without a byte after which a request counts as failed: as long as ``forerun serve`` may take for one."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a server is asked, and how.
+
+    Attributes:
+        url: of the server.
+        model: what it calls the model.
+        chats: ask as one user message, through the model's template; else as a text to continue.
+        ours: the server is Forerun's, and takes a field ``forerun``.
+        exact: it promises that texts are the same bit for bit, whatever shares their passes.
+    """
+
+    url: str
+    model: str
+    chats: bool = False
+    ours: bool = True
+    exact: bool = False
+
+    @property
+    def address(self) -> str:
+        """What requests are posted to."""
+        return "/v1/chat/completions" if self.chats else "/v1/completions"
+
+    def body(self, ask: Ask, extension: Extension) -> dict[str, Any]:
+        """A request as JSON."""
+        said = {"messages": [{"role": "user", "content": ask.prompt}]} if self.chats else {"prompt": ask.prompt}
+        more = {"forerun": dict(extension)} if self.ours else {}
+        return said | more | {
+            "model": self.model,
+            "max_tokens": ask.tokens,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+
+
+@dataclass
+class Reply:
+    """What came for one request.
+
+    Attributes:
+        ask: the request.
+        sent, ended: by ``time.perf_counter``.
+        reads: bytes as they came, and when.
+        status: of HTTP; None if nothing came.
+        error: why the connection failed, or None.
+    """
+
+    ask: Ask
+    sent: float = 0.0
+    ended: float = 0.0
+    reads: list[tuple[float, bytes]] = field(default_factory=list)
+    status: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All replies under one load, and the seconds that it took: of this computer's time, and of this process's own."""
+
+    replies: list[Reply]
+    seconds: float
+    own_seconds: float
+
+
+@asynccontextmanager
+async def connected(door: Door) -> AsyncIterator[httpx.AsyncClient]:
+    """A context with a client that opens as many connections as are wanted."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    headers = {"Accept-Encoding": "identity"}  # or there is nothing to read until a block is full
+    async with httpx.AsyncClient(base_url=door.url, limits=limits, timeout=PATIENCE, headers=headers) as http:
+        yield http
+
+
+async def answer(http: httpx.AsyncClient, door: Door, reply: Reply, extension: Extension) -> Reply:
+    """Send a request, and note all that comes."""
+    body, clock = door.body(reply.ask, extension), time.perf_counter
+    reply.sent = clock()
+    try:
+        async with http.stream("POST", door.address, json=body) as response:
+            reply.status = response.status_code
+            async for part in response.aiter_raw():
+                reply.reads.append((clock(), part))
+    except httpx.HTTPError as error:
+        reply.error = f"{type(error).__name__}: {error}"
+    reply.ended = clock()
+    return reply
+
+
+def run(door: Door, level: Level, extension: Extension) -> Run:
+    """Ask all of a level's requests."""
+    return asyncio.run(_run(door, level, extension))
+
+
+async def _run(door: Door, level: Level, extension: Extension) -> Run:
+    async with connected(door) as http:
+        began, own = time.perf_counter(), time.process_time()
+        asked = _opened if level.kind == "rate" else _closed
+        replies = await asked(http, door, level, extension)
+        return Run(replies, time.perf_counter() - began, time.process_time() - own)
+
+
+async def _closed(http: httpx.AsyncClient, door: Door, level: Level, extension: Extension) -> list[Reply]:
+    left = iter(level.asks)
+    found = await asyncio.gather(*(_one_after_another(http, door, left, extension) for _ in range(int(level.value))))
+    return [reply for replies in found for reply in replies]
+
+
+async def _one_after_another(
+    http: httpx.AsyncClient, door: Door, left: Iterable[Ask], extension: Extension
+) -> Sequence[Reply]:
+    return [await answer(http, door, Reply(ask), extension) for ask in left]
+
+
+async def _opened(http: httpx.AsyncClient, door: Door, level: Level, extension: Extension) -> list[Reply]:
+    began = time.perf_counter()
+
+    async def arrive(ask: Ask, at: float) -> Reply:
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        return await answer(http, door, Reply(ask), extension)
+
+    due = arrivals(level.value, len(level.asks), level.seed)
+    return await asyncio.gather(*map(arrive, level.asks, due))

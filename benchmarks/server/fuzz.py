@@ -1,0 +1,90 @@
+"""What a real server makes of nonsense: thousands of requests out of its own description, and bytes that are none.
+
+    python -m benchmarks server fuzz --requests 10000 --out runs/fuzz.json
+
+Each must be answered in time, none by 5xx, each error in OpenAI's shape; and in the end the server has what it had at
+its start: no requests, no memory for keys and values, as many tasks, threads and open files. The result is written as
+JSON, and printed but for what was wrong. Exit status 1 if anything was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.request import urlopen
+
+import typer
+
+from benchmarks.reporting.options import StudyOptions
+from benchmarks.server.malformed_requests import Fuzz, Shot
+from benchmarks.server.response_checks import ask_all, wrong
+from benchmarks.server.server_process import Served
+
+OPTIONS = ("--max-tokens", "64", "--kv-memory", "1GiB", "--namespaces", "8")
+"""Of the server: answers so short that thousands take minutes."""
+WARM = 200
+"""Requests before the server is looked at first: by then it has the threads that it keeps."""
+INDEX = 64 << 20
+"""Bytes of indexes, at most, after all requests: each of some 10 namespaces learns a few thousand tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FuzzOptions(StudyOptions):
+    """Thousands of requests out of the server's own description, and bytes that are none."""
+
+    requests: Annotated[int, typer.Option(help="How many.")] = 10_000
+    clients: Annotated[int, typer.Option(help="At once.")] = 16
+    seed: Annotated[int, typer.Option(help="Of the requests.")] = 0
+    out: Annotated[Path, typer.Option(help="The result.")] = Path("runs/fuzz.json")
+
+
+def run(options: FuzzOptions) -> None:
+    """Fuzz; exit status 1 if anything was wrong."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with Served(OPTIONS, options.out.with_suffix(".log")) as served:
+        result = _fuzz(served, options.requests, options.clients, options.seed)
+    options.out.write_text(json.dumps(result, indent=1))
+    print(json.dumps({name: value for name, value in result.items() if name != "wrong"}))
+    if result["wrong"]:
+        raise typer.Exit(1)
+
+
+def _fuzz(served: Served, requests: int, clients: int, seed: int) -> dict[str, Any]:
+    with urlopen(f"http://127.0.0.1:{served.port}/openapi.json") as answer:
+        description = json.load(answer)
+    warm = Fuzz(description, seed + 1, large=0)
+    asyncio.run(ask_all(served.port, [warm.shot() for _ in range(WARM)], clients))
+    before = served.rest()
+    fuzz = Fuzz(description, seed)
+    shots = [fuzz.shot() for _ in range(requests)]
+    answers = asyncio.run(ask_all(served.port, shots, clients))
+    after = served.rest()
+    found = [
+        {"what": what, **_told(shot)} for shot, each in zip(shots, answers, strict=True) if (what := wrong(shot, each))
+    ]
+    found += [{"what": what} for what in _leaks(before, after)]
+    slowest = sorted(zip((each.seconds for each in answers), shots, strict=True), key=lambda pair: -pair[0])[:5]
+    return {
+        "requests": requests,
+        "kinds": Counter(shot.kind for shot in shots),
+        "statuses": Counter(str(each.status) for each in answers),
+        "failures": len(found),
+        "slowest": [{"seconds": round(seconds, 3), **_told(shot)} for seconds, shot in slowest],
+        "before": before,
+        "after": after,
+        "wrong": found,
+    }
+
+
+def _leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    more = [name for name in ("tasks", "threads", "files", "kv_cache_usage_perc") if after[name] > before[name]]
+    leaks = [f"{name}: {before[name]} before, {after[name]} after" for name in more]
+    return leaks + ([f"indexes have {after['index_bytes']:.0f} bytes"] if after["index_bytes"] > INDEX else [])
+
+
+def _told(shot: Shot) -> dict[str, str]:
+    return {"kind": shot.kind, "said": repr(b"".join(shot.said)[:600])}

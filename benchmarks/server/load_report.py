@@ -1,0 +1,138 @@
+"""Tables of ``forerun bench serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.reporting.tables import Report, listing
+from benchmarks.server import load_plot as plot
+from benchmarks.server import load_rows as rows
+from benchmarks.server.figures import PARTS, TIMES
+from benchmarks.server.load_bench import Round
+from benchmarks.server.servers import PLAIN, TRANSFORMERS
+from forerun.bench.journal import Turn
+from forerun.bench.report import pivot
+
+Row = dict[str, Any]
+HEAD = {"load": "load", "contestant": "server"}
+RATES = HEAD | {
+    "requests_per_second": "requests/s",
+    "tokens_per_second": "tokens/s",
+    "slowest": "slowest",
+    "fastest": "fastest",
+    "acceptance": "acceptance",
+    "tokens_per_step": "tokens/step",
+    "requests": "requests",
+    "errors": "errors",
+}
+LONG = {
+    "contestant": "server",
+    "prompt": "prompt, tokens",
+    "first": "its first token, s",
+    "without_p50": "without: p50, ms",
+    "without_p99": "p99",
+    "with_p50": "while it is read: p50, ms",
+    "with_p99": "p99",
+    "ratio": "p99, times",
+    "errors": "errors",
+}
+TEXTS = {"contestant": "server", "with": "compared with", "compared": "texts", "same": "the same"}
+GREEDY_ONLY = (
+    f"`{TRANSFORMERS}` samples all texts as the first request says, which is greedy: it answers requests with a "
+    "temperature greedily. Only texts that were asked for greedily are compared with it.\n"
+)
+
+
+def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plots: bool) -> None:
+    """Put all that the turns have so far into a report, instead of what it had.
+
+    Args:
+        report: is filled.
+        turns: of all contestants.
+        rounds: what was asked in them.
+        plots: draw plots as well, which takes a second or two.
+    """
+    load = rows.load_rows(turns, rounds)
+    if load:
+        report.add("load", f"Load: tokens per second of all clients, and times those of {PLAIN}", load,
+                   pivot(load, "load", "contestant", _cell), listing(load, RATES), *_remarks(turns, load))  # fmt: skip
+        report.add("times", "Times of requests, in milliseconds: p50 and p99", load, _times(load), _meaning())
+        if plots:
+            _plots(report, load)
+    long, refused = rows.long_rows(turns), rows.refusals(turns)
+    if long or refused:
+        shown = [_milliseconds(row, ("without", "with")) for row in long]
+        said = [f"Not measured: {name}: {reason}.\n" for name, reason in refused.items()]
+        table = [_listing(shown)] if shown else []
+        report.add("long", "Between chunks of other streams, while a long prompt is read", long, *table, *said)
+    if texts := rows.text_rows(turns, rounds):
+        report.add("texts", "Texts under load", texts, listing(texts, TEXTS), _verdict(texts))
+
+
+def _listing(shown: Sequence[Row]) -> str:
+    return listing(shown, LONG)
+
+
+def _cell(row: Row) -> str:
+    times = "" if row["of_plain"] is None or row["contestant"] == PLAIN else f" ({row['of_plain']:.2f}x)"
+    return f"{row['tokens_per_second']:.0f}{times}"
+
+
+def _times(load: Sequence[Row]) -> str:
+    columns = HEAD | TIMES
+    shown = [
+        row | {name: " / ".join(_shown(row[f"{name}_p{part}"]) for part in PARTS) for name in TIMES} for row in load
+    ]
+    return listing(shown, columns)
+
+
+def _shown(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:,.0f}"
+
+
+def _milliseconds(row: Row, names: Sequence[str]) -> Row:
+    values = {f"{name}_p{part}": row[f"{name}_p{part}"] for name in names for part in PARTS}
+    return row | {name: None if value is None else 1000 * value for name, value in values.items()}
+
+
+def _meaning() -> str:
+    return (
+        "*Between chunks*: between moments at which new text came; a step with accepted drafts brings several tokens "
+        "at once. *Per token*: of a request, from its first text to its end, by its tokens but one. Loads in *clients* "
+        "are closed loops; those *per second* are Poisson arrivals.\n"
+    )
+
+
+def _remarks(turns: Sequence[Turn], load: Sequence[Row]) -> list[str]:
+    """What a reader of the figures must know."""
+    said = [f"Not measured: {name}: {reason}.\n" for name, reason in rows.absences(turns).items()]
+    for name, counted in rows.errors(turns).items():
+        said += [f"Errors of {name}: {count} times {reason}.\n" for reason, count in counted.items()]
+    if any(row["contestant"] == TRANSFORMERS for row in load):
+        said.append(GREEDY_ONLY)
+    most = max(row["client_share"] for row in load)
+    return [*said, f"The clients took {100 * most:.0f} % of one processor at most.\n"]
+
+
+def _verdict(texts: Sequence[Row]) -> str:
+    found = rows.wrong(texts)
+    if found:
+        return "".join(f"**{one}.**\n" for one in found)
+    if not any(row["exact"] for row in texts):
+        return "This server does not promise texts bit for bit.\n"
+    if not any(row["compared"] for row in texts if row["exact"]):
+        return "No text was compared.\n"
+    return "Load has changed no text that must not change.\n"
+
+
+def _plots(report: Report, load: Sequence[Row]) -> None:
+    kept = list(load)
+    for kind, title in (
+        ("clients", "Clients that wait for their answers; at each point: how many"),
+        ("rate", "Poisson arrivals; at each point: per second"),
+    ):
+        mine = [row for row in kept if row["kind"] == kind]
+        if mine:
+            report.plot(kind, plot.drawer(mine, report.titled(title)))
+    report.plot("tokens", plot.bars(kept, report.titled("Tokens per second of all clients")))

@@ -1,0 +1,199 @@
+"""Servers to compare, each in a process of its own, on a free port of this computer, one at a time."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from benchmarks.server.client import Door
+
+PORTS = range(20_001, 32_768)
+"""Where servers listen. Lower ones are likely somebody else's. Higher ones Linux gives to connections, so one that is
+free now may be taken until the server listens."""
+STARTING = 900.0
+"""Seconds that a server may take until it answers: a large model is read, and kernels are compiled the first time."""
+ENDING = 20.0
+"""Seconds that a server may take to end before it is killed."""
+TAIL = 400
+"""The most characters of a server's last output that an error quotes."""
+MANY = 1 << 20
+"""Namespaces that Forerun's server may keep apart: each load has one of its own."""
+TRANSFORMERS = "transformers serve"
+PLAIN = "forerun none"
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
+"""What ``transformers serve`` imports beyond transformers."""
+
+
+class ServerError(ChildProcessError):
+    """A server does not start, or does not answer; the message quotes it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is served.
+
+    Attributes:
+        model: as ``forerun serve`` is told.
+        folder: where its files are.
+        dtype: torch's name of the type of its weights, or ``stored``.
+        device: as torch names it.
+        chats: asked through its chat template.
+        trust_remote_code: run code that comes with it.
+    """
+
+    model: str
+    folder: Path
+    dtype: str
+    device: str
+    chats: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A server that can be started.
+
+    Attributes:
+        name: in tables.
+        command: starts it, but for the port.
+        model: what it calls the model.
+        ours: it is Forerun's.
+        lacking: why it cannot be started here, or None.
+    """
+
+    name: str
+    command: Sequence[str]
+    model: str
+    ours: bool
+    lacking: str | None = None
+
+
+def forerun(subject: Subject, drafter: str | None) -> Contestant:
+    """``forerun serve`` with a drafter; None for its default."""
+    command = [sys.executable, "-m", "forerun.cli", "serve", "--model", subject.model, "--name", "measured"]
+    command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1", "--no-page"]
+    command += ["--namespaces", str(MANY)]
+    command += ["--trust-remote-code"] * subject.trust_remote_code
+    command += [] if drafter is None else ["--drafter", drafter]
+    return Contestant("forerun" if drafter is None else f"forerun {drafter}", command, "measured", True)
+
+
+def transformers(subject: Subject) -> Contestant:
+    """``transformers serve`` with continuous batching, on the same files in the same type."""
+    model = str(subject.folder)
+    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--continuous-batching"]
+    command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1"]
+    command += ["--trust-remote-code"] * subject.trust_remote_code
+    return Contestant(TRANSFORMERS, command, model, False, why_not(subject))
+
+
+def why_not(subject: Subject) -> str | None:
+    """Why ``transformers serve`` cannot serve this here; None if it may."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if (
+        importlib.util.find_spec("transformers.cli") is None
+        or importlib.util.find_spec("transformers.cli.serve") is None
+    ):
+        return "this version of transformers has no such command"
+    if missing:
+        return f"{', '.join(missing)} not installed (pip install 'transformers[serving]')"
+    if subject.folder.is_file():
+        return "it does not read a GGUF file from this computer"
+    return None
+
+
+@contextmanager
+def started(contestant: Contestant, chats: bool, log: Path) -> Iterator[Door]:
+    """A context with a server that answers.
+
+    Args:
+        contestant: which.
+        chats: ask it through the model's template.
+        log: takes what it prints; its folder is made.
+
+    Raises:
+        ServerError: if it ends, or does not answer in ``STARTING`` seconds.
+    """
+    port = free_port()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*contestant.command, "--port", str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment(os.environ),
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(contestant.name, process, url, log)
+            yield Door(url, contestant.model, chats, contestant.ours, contestant.ours and _exact(url))
+        finally:
+            _end(process)
+
+
+def environment(given: Mapping[str, str]) -> dict[str, str]:
+    """A server's environment: as here, without what would change its settings, and with the same packages."""
+    kept = {name: value for name, value in given.items() if not name.startswith("FORERUN_")}
+    return kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def free_port() -> int:
+    """A port that nobody uses now.
+
+    Raises:
+        OSError: if there is none.
+    """
+    first = os.getpid() % len(PORTS)
+    ports: list[int] = [*PORTS[first:], *PORTS[:first]]
+    for port in ports:
+        with socket.socket() as one:
+            try:
+                one.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
+    raise OSError(f"there is no free port from {PORTS[0]} to {PORTS[-1]}")
+
+
+def _wait(name: str, process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    until = time.monotonic() + STARTING
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise ServerError(f"{name} ended with status {process.returncode}: {_last_words(log)}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5.0).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise ServerError(f"{name} does not answer after {STARTING:.0f} seconds: {_last_words(log)}")
+
+
+def _exact(url: str) -> bool:
+    """Whether Forerun's server promises texts bit for bit."""
+    (model,) = httpx.get(f"{url}/v1/models", timeout=5.0).json()["data"]
+    return bool(model["forerun"]["exactness"] == "bitwise")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(ENDING)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _last_words(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace").split())[-TAIL:]

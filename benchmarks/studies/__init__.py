@@ -1,0 +1,1 @@
+"""Single questions: passes, exact texts, constants, offloading, replays."""

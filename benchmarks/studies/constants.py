@@ -1,0 +1,303 @@
+"""How much each hand-set constant matters: what comes out where it is halved and doubled.
+
+    python -m benchmarks constants drafts --replay DATA/replay
+    python -m benchmarks constants asking
+    python -m benchmarks constants prompts
+
+Nothing here depends on a machine: a clock is moved by what each part of a step takes. ``drafts`` replays answers that
+were recorded through the trie, and lets a drafter whose tokens are right as often as stated stand for a model that
+drafts. ``asking``: a small model inside a hierarchy, which helps or does not. ``prompts``: a long prompt is read while
+others decode. Every setting runs in a process of its own, over a copy of the package in which one number is another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from benchmarks.reporting.options import StudyOptions
+
+CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "drafts": {
+        "policy/exploration_budget.py": ("SHARE", "START", "SAVINGS", "STAKE"),
+        "policy/calibration.py": ("FIRST_GUESS", "DOUBT", "MEMORY"),
+        "policy/chain_acceptance.py": ("AGREEING",),
+        "policy/pass_times.py": ("RECALL", "ALONE"),
+        "drafting/adaptive.py": ("LEAST", "GROWTH"),
+    },
+    "asking": {"drafting/merged.py": ("VISIT", "FADE"), "policy/exploration_budget.py": ("SHARE",)},
+    "prompts": {"engine/prefill_pacing.py": ("BESIDE", "LEAST", "RECENT")},
+}
+BELOW_ONE = ("FIRST_GUESS", "MEMORY", "FADE")
+"""Of these the distance from 1 is halved and doubled."""
+FILES = {"maths": "gsm8k_train_human.jsonl", "code": "humaneval_human.jsonl", "chat": "mtbench_vicuna7b.jsonl"}
+CHECKOUT = Path(__file__).parents[2]
+ROWS = 8
+"""Answers of each file."""
+SURE = 4.0
+"""A model that is right with probability p states p to this power: it is less sure than it may be."""
+
+
+@dataclass
+class World:
+    """A clock, and what moves it: seconds of a plain pass, of asking for a tree, of a node of it."""
+
+    plain: float
+    asking: float
+    node: float
+    now: float = 0.0
+    vocabulary = 1 << 31
+    device = torch.device("cpu")
+
+    def clock(self) -> float:
+        """Seconds."""
+        return self.now
+
+
+def drafts(replay: Path | None) -> dict[str, float]:
+    """Tokens a second of recorded answers, and of a model that drafts.
+
+    Raises:
+        ValueError: without a folder of recorded answers.
+    """
+    if replay is None:
+        raise ValueError("drafts needs --replay, the folder with the recorded answers")
+    from tokenizers import Tokenizer
+
+    from benchmarks.studies.replay import Selection
+
+    tokenizer = Tokenizer.from_file(str(replay / "bpe16k.json"))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    found = {}
+    for name, file in FILES.items():
+        rows = Selection(replay / file, stop=ROWS).read(encode)
+        for size, world in {"small": World(5e-4, 1.5e-5, 1.2e-6), "large": World(1.2e-2, 6e-5, 5e-6)}.items():
+            found[f"{name}, {size} model"] = _replayed(rows, world)
+    for agreement in (0.7, 0.95):
+        found[f"a model right in {agreement:.0%}"] = _drafted(lambda at, a=agreement: a)
+    found["a model right in 90 % of half of the text"] = _drafted(lambda at: 0.9 if at // 80 % 2 else 0.0)
+    return found
+
+
+def _replayed(rows: Sequence[Any], world: World) -> float:
+    from forerun.core.request import Request
+    from forerun.drafting.adaptive import AdaptiveDrafter
+    from forerun.drafting.drafter import OuterDrafter
+    from forerun.drafting.trie_drafter import TrieDrafter
+
+    class Clocked(OuterDrafter):
+        def propose_batch(self, requests: Any, budget: int) -> Any:
+            trees = [self.inner.propose(request, budget) for request in requests]
+            world.now += sum(world.asking + world.node * len(tree) for tree in trees)
+            return trees
+
+    trie = Clocked(TrieDrafter())
+    trie.warm_up()
+    return _run(AdaptiveDrafter(trie, trees=trie), rows, world, Request)
+
+
+def _drafted(right: Callable[[int], float]) -> float:
+    from benchmarks.studies.replay import Recorded
+    from forerun.core.request import Request
+    from forerun.core.sampling import Salt, uniform
+    from forerun.core.tree import DraftTree
+    from forerun.drafting.adaptive import AdaptiveDrafter
+    from forerun.drafting.drafter import Drafter
+
+    world = World(1.0, 0.0, 0.0)
+
+    class Levels(Drafter):
+        def propose(self, request: Request, budget: int) -> DraftTree:
+            came: list[bool] = []
+            for at in range(len(request), len(request) + budget):
+                world.now += 0.2
+                came.append(uniform(0, at, Salt.ACCEPT) < right(at))
+                if self.enough is not None and self.enough(request, max(right(at), 1e-3) ** SURE):
+                    break
+            return DraftTree.chain([7 if hit else 9 for hit in came])
+
+    levels = Levels()
+    rows = [Recorded([1, 2], [7] * 400)] * 3
+    return _run(
+        AdaptiveDrafter(levels, chains=levels, most=12, weight=0.2),
+        rows,
+        world,
+        Request,
+    )
+
+
+def asking(replay: Path | None) -> dict[str, float]:
+    """Tokens a second of a middle level that a trie and a small model draft for. A round without the model takes 1 and
+    gives 1.3 tokens. One with it takes 2, and 2 more if it has missed some; three drafted tokens are right so often."""
+    return {
+        "a model right in 90 %": _asked(lambda at: 0.9),
+        "a model right in 30 %": _asked(lambda at: 0.3),
+        "90 % and 30 % in turns of 200 rounds": _asked(lambda at: 0.9 if at // 200 % 2 else 0.3),
+        "90 % and 30 % in turns of 50 rounds": _asked(lambda at: 0.9 if at // 50 % 2 else 0.3),
+    }
+
+
+def _asked(right: Callable[[int], float], rounds: int = 4000) -> float:
+    from forerun.core.sampling import Salt, uniform
+    from forerun.drafting.merged import _Way
+
+    way, gave, took, missed = _Way(), 0, 0.0, True
+    way.open = True
+    for at in range(rounds):
+        drawn = [uniform(4 * at + i, 0, Salt.ACCEPT) for i in range(4)]
+        tokens, seconds = 1 + (drawn[3] < 0.3), 1.0
+        if way.costly:
+            wrong = [i for i in range(3) if drawn[i] >= right(at)]
+            tokens, seconds = 1 + (wrong[0] if wrong else 3), 2.0 + 2.0 * missed
+        missed = not way.costly
+        way.learn(tokens, seconds)
+        gave, took = gave + tokens, took + seconds
+    return gave / took
+
+
+def prompts(replay: Path | None) -> dict[str, float]:
+    """While a prompt is read beside others whose steps take 7 ms: their steps a second, without the slowest 1 %, and
+    tokens of the prompt a second. Passes take what they took with the bundled model behind 15,000 to 60,000 tokens."""
+    found = {}
+    for length in (4_000, 60_000):
+        steps, seconds = _read(length)
+        slow = sorted(steps)[int(0.99 * (len(steps) - 1))]
+        found |= {f"{length:,}: steps/s, 99 %": 1 / slow, f"{length:,}: prompt tokens/s": length / seconds}
+    return found
+
+
+def _read(length: int, chunk: int = 256) -> tuple[list[float], float]:
+    """Seconds of each step, and of all."""
+    from forerun.engine.prefill_pacing import PrefillPacing
+
+    pace, amount, read, steps = PrefillPacing(), chunk, 0, []
+    while read < length:
+        tokens = min(amount, length - read) if pace.works(True) else 0
+        seconds = 7e-3 + (max(3.4e-7, 2.7e-8 * tokens) * read + 5e-5 * tokens if tokens else 0.0)
+        pace.learn(seconds, tokens > 0)
+        if tokens:
+            amount = pace.adjusted(amount, seconds, chunk, tokens == amount)
+        read += tokens
+        steps.append(seconds)
+    return steps, sum(steps)
+
+
+WORLDS: dict[str, Callable[[Path | None], dict[str, float]]] = {"drafts": drafts, "asking": asking, "prompts": prompts}
+
+
+def _curve() -> Any:
+    from forerun.policy.cost_curve import CostCurve
+
+    return CostCurve((1, 2, 8, 16, 32, 64), (1.0, 1.05, 1.2, 1.7, 2.7, 4.7), 1e-4, 1e-5)
+
+
+def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:
+    """Tokens a second of texts, one after another."""
+    from benchmarks.studies.replay import _follow
+    from forerun.core.verify import Outcome
+    from forerun.models.forward.runtime import Runtime
+
+    chooser.bind(world, Runtime(world.clock, lambda target: _curve()))
+    tokens, nothing = 0, torch.empty(0, 0)
+    for row in rows:
+        request = make(row.prompt, len(row.answer))
+        chooser.begin(request)
+        while request.remaining:
+            (tree,) = chooser.propose_batch([request], 64)
+            world.now += world.plain * _curve().of([1 + len(tree)], [len(request) - 1])
+            verdict = _follow(tree, row.answer[len(request.generated) :])
+            for token in verdict.tokens:
+                request.append(token)
+            chooser.observe(request, Outcome(tree, verdict, nothing))
+            tokens += len(verdict.tokens)
+        chooser.finish(request)
+    return tokens / world.now
+
+
+def changed(name: str, text: str, factor: float) -> str:
+    """A constant's other value, as it is written; whole numbers stay whole."""
+    value = float(text)
+    other = 1 - (1 - value) * factor if name in BELOW_ONE else value * factor
+    return str(other) if "." in text else str(max(1, round(other)))
+
+
+def measured(
+    world: str, source: Path, replay: Path | None, file: str = "", name: str = "", factor: float = 1.0
+) -> tuple[str, dict[str, float]]:
+    """The constant's value, and what comes out with it in a copy of the package."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(source, Path(folder) / "forerun")
+        value = ""
+        if name:
+            path = Path(folder) / "forerun" / file
+            text = path.read_text(encoding="utf-8")
+            value = _set(path, text, name, factor)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join((folder, str(CHECKOUT)))}
+        given = [] if replay is None else ["--replay", str(replay)]
+        command = [sys.executable, "-m", "benchmarks", "constants", world, *given, "--once"]
+        out = subprocess.run(command, env=env, capture_output=True, text=True)
+        if out.returncode:
+            raise RuntimeError(f"with {name} = {value}:\n{out.stderr}")
+        return value, json.loads(out.stdout.splitlines()[-1])
+
+
+def _set(path: Path, text: str, name: str, factor: float) -> str:
+    """Write a changed constant; names and values of a line may be several."""
+    for line in text.splitlines():
+        names, _, values = line.partition(" = ")
+        if name in (listed := names.split(", ")) and re.fullmatch(r"[-\d., ]+", values):
+            parts = values.split(", ")
+            at = listed.index(name)
+            parts[at] = changed(name, parts[at], factor)
+            path.write_text(text.replace(line, f"{names} = {', '.join(parts)}"), encoding="utf-8")
+            return parts[at]
+    raise ValueError(f"{path.name} has no number named {name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantsOptions(StudyOptions):
+    """How much each hand-set constant matters: what comes out where it is halved and doubled."""
+
+    world: Annotated[Literal["drafts", "asking", "prompts"], typer.Argument(help="What is simulated.")]
+    replay: Annotated[Path | None, typer.Option(help="Folder with recorded answers, for drafts.")] = None
+    out: Annotated[Path | None, typer.Option(help="File for the table; it is printed in any case.")] = None
+    once: Annotated[bool, typer.Option(help="With the package as it is, as JSON.")] = False
+
+
+def run(options: ConstantsOptions) -> None:
+    """Write the table."""
+    if options.once:
+        print(json.dumps(WORLDS[options.world](options.replay)))
+        return
+    import forerun
+
+    source = Path(forerun.__file__).parent
+    _, base = measured(options.world, source, options.replay)
+    lines = ["| constant | value | " + " | ".join(base) + " |", "|---" * (2 + len(base)) + "|"]
+    lines.append("| as it is | | " + " | ".join(f"{rate:.4g}" for rate in base.values()) + " |")
+    for file, names in CONSTANTS[options.world].items():
+        for name in names:
+            for factor in (0.5, 2.0):
+                value, rates = measured(options.world, source, options.replay, file, name, factor)
+                cells = " | ".join(f"{rates[key] / base[key] - 1:+.1%}" for key in base)
+                lines.append(f"| `{name}` | {value} | {cells} |")
+                print(lines[-1], flush=True)
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if options.out:
+        options.out.write_text(text, encoding="utf-8")

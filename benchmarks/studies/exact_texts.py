@@ -1,0 +1,159 @@
+"""How many texts differ, bit for bit, between any drafter and none: the promise counted on real models.
+
+    python -m benchmarks exact-texts --model bundled --dtype bfloat16 --out runs/exact/bundled-bfloat16.jsonl
+
+Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, behind prompts of 5 to 6,000 tokens.
+Each prompt or batch is written to --out as it is done, and not done again; what --out has must be of the same model,
+lengths and sources. The last line printed is one JSON object of counts. Exit status 1 if a text differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+import forerun
+from benchmarks.reporting.options import StudyOptions
+from forerun.bench.journal import Journal, TurnKey, about
+from forerun.cli.options import Model
+from forerun.core.long_context import LongContextConfig
+from forerun.drafting.recipes import RECIPES, build_drafter, buildable
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import BUNDLED, load, load_draft
+
+SHORT, LONG = (5, 17, 40, 81, 133, 178, 260, 520), (1500, 6000)
+"""Tokens of the prompts; behind long ones drafters for long contexts alone are tried."""
+TEMPERATURES = (0.0, 0.6, 1.0)
+BATCH = (5, 133, 40, 260)
+FAR = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "retrieval", "trie")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactTextsOptions(StudyOptions):
+    """How many texts differ, bit for bit, between any drafter and none: the promise counted on real models."""
+
+    out: Annotated[Path, typer.Option(help="JSON lines; what is in it is not run again.")]
+    model: Model = BUNDLED
+    dtype: Annotated[Literal["float32", "bfloat16", "float64"], typer.Option(help="Of the weights.")] = "bfloat16"
+    text: Annotated[Path | None, typer.Option(help="Where prompts are cut from; by default Python's own library.")] = (
+        None
+    )
+    max_new_tokens: Annotated[int, typer.Option(help="Per text.")] = 32
+    cache_budget: Annotated[int, typer.Option(help="Tokens in a sparse cache.")] = 64
+    prompts: Annotated[int, typer.Option(help="Of each length.")] = 1
+
+
+def run(options: ExactTextsOptions) -> None:
+    """Count; exit status 1 if a text differs."""
+    model, tokenizer = load(options.model, options.dtype)
+    draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
+    corpus = _corpus(options.text)
+    journal = _journal(options, corpus, str(model.device))
+    text = [int(token) for token in tokenizer(corpus)["input_ids"]]
+    settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
+    engine = Engine(model, "none", tokenizer=tokenizer)
+    print(
+        f"{options.model} in {options.dtype}: {engine.exactness.level} {engine.exactness.reason or ''}", file=sys.stderr
+    )
+    rows: list[dict[str, Any]] = []
+    for name in buildable(settings):
+        for (turn, *what), prompts, temperature in _cells(name, text, options):
+            key = TurnKey(name, turn, json.dumps(what))
+            found = journal.find(key, [name])
+            if found is None:
+                texts = _texts(engine, name, settings, prompts, temperature, options.max_new_tokens)
+                journal.add(key, found := {name: {"texts": texts}})
+            rows += [{"drafter": name, **text} for text in found[name]["texts"]]
+    summary = _summary(options, engine, rows)
+    print(json.dumps(summary))
+    if summary["different"]:
+        raise typer.Exit(1)
+
+
+def _journal(options: ExactTextsOptions, corpus: str, device: str) -> Journal:
+    """What --out has; it must be of the same models, texts and sources."""
+    own: dict[str, Any] = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
+    own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
+    return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
+
+
+def _corpus(path: Path | None) -> str:
+    return (
+        path.read_text()
+        if path
+        else "\n".join(
+            Path(json.__file__).parent.joinpath(f"{n}.py").read_text()
+            for n in ("decoder", "encoder", "scanner", "__init__")
+        )
+    )
+
+
+def _cells(
+    name: str, text: Sequence[int], options: ExactTextsOptions
+) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
+    """Prompts, alone and in a batch, and temperatures, with a name for each."""
+    lengths = (*SHORT, *(LONG if name in FAR else ()))
+    for turn in range(options.prompts):
+        for temperature in TEMPERATURES:
+            for length in lengths:
+                yield (turn, temperature, str(length)), [_cut(text, length, turn)], temperature
+            yield (turn, temperature, "batch"), [_cut(text, length, turn) for length in BATCH], temperature
+
+
+def _cut(text: Sequence[int], length: int, turn: int) -> list[int]:
+    begin = (turn * 977) % max(1, len(text) - length)
+    if len(text) < length:
+        raise ValueError(f"the text has {len(text)} tokens; {length} are needed (--text)")
+    return list(text[begin : begin + length])
+
+
+_plain: dict[tuple[Any, ...], list[int]] = {}
+
+
+def _texts(
+    engine: Engine, name: str, settings: LongContextConfig, prompts: list[list[int]], temperature: float, count: int
+) -> list[dict[str, Any]]:
+    """Each prompt's text with the drafter, in one batch, beside its text alone without one."""
+    how: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
+    if temperature:
+        how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": 7}
+    expected = [_without(engine, prompt, temperature, how) for prompt in prompts]
+    engine.set_drafter(build_drafter(name, settings))
+    found = engine.generate(prompts, **how).requests
+    return [
+        {
+            "equal": request.generated.tolist() == text,
+            "drafted": sum(request.stats.drafted),
+            "accepted": sum(request.stats.accepted),
+        }
+        for request, text in zip(found, expected, strict=True)
+    ]
+
+
+def _without(engine: Engine, prompt: list[int], temperature: float, how: dict[str, Any]) -> list[int]:
+    key = (tuple(prompt), temperature)
+    if key not in _plain:
+        engine.set_drafter(build_drafter("none"))
+        _plain[key] = engine.generate(prompt, **how).requests[0].generated.tolist()
+    return _plain[key]
+
+
+def _summary(options: ExactTextsOptions, engine: Engine, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "model": options.model,
+        "dtype": options.dtype,
+        "exactness": engine.exactness.level,
+        "forerun": forerun.__version__,
+        "texts": len(rows),
+        "different": sum(not row["equal"] for row in rows),
+        "accepted": sum(row["accepted"] for row in rows),
+        "drafted": sum(row["drafted"] for row in rows),
+        "recipes": len({row["drafter"] for row in rows} & set(RECIPES)),
+    }

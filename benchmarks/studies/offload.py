@@ -1,0 +1,167 @@
+"""Decoding with keys and values that are not on the device: speed, and the bytes that are moved for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, RequestMaker, Tokens, prefill
+from benchmarks.long_context.rows import Row, summarise
+from benchmarks.reporting.plots import Frame, Line, bars
+from benchmarks.reporting.progress import Say
+from benchmarks.reporting.tables import Report, listing
+from benchmarks.studies.memory_bandwidth import Reader
+from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.engine.engine import Engine
+from forerun.kv.copy_engine import CopyEngine
+
+SLOWER = 20
+"""How many times slower the simulated link is than memory. An A100 reads its memory 62 times as fast as its host's
+(2,000 GB/s, and 32 GB/s over PCIe 4.0); PCIe 6.0 would make that 16."""
+TRIES = 5
+"""How often the memory's bandwidth is measured; the median counts."""
+
+READING = {
+    "context": "tokens",
+    "kv_bytes": "bytes of keys and values",
+    "away_bytes": "not on the device",
+    "written": "brought away",
+    "of_least": "of the least",
+    "fetched": "brought in for the first token",
+    "seconds": "seconds",
+}
+SPEED = {
+    "context": "tokens",
+    "temperature": "temperature",
+    "contestant": "drafter",
+    "tokens_per_second": "tokens/s",
+    "speed_up": "speed-up",
+    "slowest": "slowest round",
+    "fastest": "fastest round",
+    "tokens_per_step": "tokens a step",
+    "acceptance": "acceptance",
+    "bytes_per_token": "bytes brought in a token",
+    "link_share": "of the link's bandwidth",
+    "same_output": "same text",
+}
+
+
+def slow_link(device: torch.device) -> float | None:
+    """Bytes a second of a link that is to this machine's memory what a host's is to an accelerator's; measured. None
+    where the link is a real one."""
+    if device.type != "cpu":
+        return None
+    reader, found = Reader(device), []
+    reader()
+    for _ in range(TRIES):
+        begin = time.perf_counter()
+        reader()
+        found.append(reader.nbytes / (time.perf_counter() - begin))
+    return median(found) / SLOWER
+
+
+class Traffic:
+    """Bytes that each contestant's runs bring in.
+
+    Args:
+        link: of the engine.
+        make: makes the requests.
+    """
+
+    def __init__(self, link: CopyEngine, make: RequestMaker) -> None:
+        self._link, self._make = link, make
+        self._begun: list[tuple[str, int]] = []
+
+    def __call__(self, engine: Engine, tokens: Tokens, contestant: str) -> Request:
+        """A ``RequestMaker``; it is called as a run begins."""
+        self._begun.append((contestant, self._link.fetched))
+        return self._make(engine, tokens, contestant)
+
+    def fetched(self, contestant: str) -> float:
+        """Bytes of one of its runs, in the median."""
+        marks = [*self._begun, ("", self._link.fetched)]
+        return median(after - before for (name, before), (_, after) in pairwise(marks) if name == contestant)
+
+
+class OffloadBench:
+    """Reads a prompt, and continues it with each drafter in turn.
+
+    Args:
+        drafters: names of recipes, compared with plain autoregression.
+        settings: what they are built with.
+        rounds: runs of each.
+        report: gets the tables.
+        save: called when there is more of it.
+        say: told what is done.
+    """
+
+    def __init__(
+        self, drafters: Sequence[str], settings: LongContextConfig, rounds: int, report: Report, save: Callable[[], None],
+        say: Say,
+    ) -> None:  # fmt: skip
+        self._drafters, self._settings, self._rounds = drafters, settings, rounds
+        self._report, self._save, self._say = report, save, say
+        self._read: list[Row] = []
+        self._rows: list[Row] = []
+
+    def read(self, engine: Engine, tokens: Tokens, room: int) -> None:
+        """Read a prompt, with room for so many tokens after it."""
+        assert engine.tiers is not None
+        self._engine, self._link = engine, engine.tiers.link
+        self._prompt: Prefilled = prefill(engine, tokens, room, self._say)
+        taken, size = engine.tiers.taken, engine.target.kv.nbytes * self._prompt.held
+        share = (taken["host"] + taken["file"]) / (engine.target.kv.nbytes * self._prompt.cache.capacity)
+        away = round(size * share)
+        self._read.append(
+            {
+                "context": len(tokens),
+                "kv_bytes": size,
+                "away_bytes": away,
+                "written": self._link.written,
+                "fetched": self._link.fetched,
+                "of_least": round(self._link.written / max(1, away), 4),
+                "seconds": self._prompt.seconds,
+            }
+        )
+        self._report.add("reading", "Reading the prompt", self._read, listing(self._read, READING))
+        self._save()
+
+    def decode(self, temperature: float, make: RequestMaker) -> None:
+        """Continue the prompt."""
+        traffic = Traffic(self._link, make)
+        bench = LongBench(self._engine, self._rounds, self._say)
+        found = bench.run([[self._prompt]], self._drafters, self._settings, traffic)
+        for row, series in zip(
+            summarise(found, context=len(self._prompt.tokens), temperature=temperature), found, strict=True
+        ):
+            run = series.runs[0][0]
+            row["bytes_per_token"] = round(traffic.fetched(series.contestant) / len(run.texts[0]))
+            used = row["bytes_per_token"] * row["tokens_per_second"]
+            row["link_share"] = None if self._link.bandwidth is None else round(used / self._link.bandwidth, 3)
+            self._rows.append(row)
+        self._report.add("speed", "Decoding", self._rows, listing(self._rows, SPEED))
+        self._report.plot("speed", lambda path: plot(self._rows, path))
+        self._save()
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Speed-ups over plain autoregression with the same link."""
+    groups = list(dict.fromkeys(_group(row) for row in rows))
+    names = [name for name in dict.fromkeys(row["contestant"] for row in rows) if name != PLAIN]
+    found = []
+    for name in names:
+        mine = {_group(row): row for row in rows if row["contestant"] == name}
+        y, slowest, fastest = ([mine[group][key] for group in groups] for key in ("speed_up", "slowest", "fastest"))
+        found.append(Line(name, range(len(groups)), y, slowest, fastest))
+    frame = Frame("Decoding with keys and values off the device", "", "times plain autoregression", reference=1)
+    bars(path, frame, groups, found)
+
+
+def _group(row: Row) -> str:
+    return f"{row['context']:,} tokens, temperature {row['temperature']:g}"

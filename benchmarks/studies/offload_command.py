@@ -1,0 +1,62 @@
+"""``forerun bench offload``: keys and values that are not on the device."""
+
+from __future__ import annotations
+
+from benchmarks.long_context.long_bench import sampled
+from benchmarks.long_context.texts import Texts
+from benchmarks.papers.recipes import RECIPES, check_drafter
+from benchmarks.reporting import plots
+from benchmarks.reporting.delivery import Delivery
+from benchmarks.reporting.options import check_positions, numbers
+from benchmarks.reporting.tables import Report
+from benchmarks.studies.offload import OffloadBench, slow_link
+from benchmarks.studies.offload_options import OffloadOptions
+from forerun.bench.machine import plain_values
+from forerun.cli.models import encoder
+from forerun.cli.models import settings as settings_for
+from forerun.cli.terminal import say, stderr, working
+from forerun.engine.engine import Engine
+from forerun.kv.kv_tiers import KVMemory, least
+from forerun.models.forward import gate
+from forerun.models.forward.inputs import position_limit
+from forerun.models.loading.load import load
+from forerun.models.loading.stored_weights import dtype_name
+
+
+def run(options: OffloadOptions) -> None:
+    """Measure, print the tables, and write JSON, Markdown and a plot."""
+    plots.check()
+    drafters = [name.strip() for name in options.drafters.split(",")]
+    for name in drafters:
+        check_drafter(name)
+    contexts = sorted(numbers("--contexts", options.contexts, int, 64))
+    with working(stderr(), "loading"):
+        model, tokenizer = load(
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code,
+            yarn=options.yarn,
+        )  # fmt: skip
+        check_positions(contexts[-1], _room(options), position_limit(model))
+        texts = Texts.read(options.text or (), encoder(tokenizer))
+        texts.check(1, contexts[-1])
+        settings = settings_for(options, options.model, drafters, model, tokenizer, options.trust_remote_code, RECIPES)
+        shape = gate.admit(model).kv
+        sizes = options.sizes()
+        bandwidth = sizes.get("simulate_bandwidth") or slow_link(model.device)
+    told = plain_values(options) | {"dtype": dtype_name(model), "bandwidth": bandwidth}
+    report = Report("Keys and values off the device", told)
+    delivery = Delivery(report, options.out, "offload", options.json)
+    bench = OffloadBench(drafters, settings, options.rounds, report, delivery.save, say)
+    for context in contexts:
+        device = sizes.get("kv_memory", least(shape, context + _room(options)))
+        memory = KVMemory(device, sizes.get("kv_host_memory"), options.kv_folder, bandwidth)
+        engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
+        bench.read(engine, texts.tokens(0, context), _room(options))
+        for temperature in numbers("--temperatures", options.temperatures, float, 0.0):
+            bench.decode(temperature, sampled(temperature, options.max_new_tokens))
+        engine.close()
+    delivery.end()
+
+
+def _room(options: OffloadOptions) -> int:
+    """Tokens that may follow a prompt: generated text and drafts."""
+    return options.max_new_tokens + options.gamma2 + 128

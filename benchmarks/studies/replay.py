@@ -1,0 +1,216 @@
+"""Replay: how many tokens of a recorded answer each step would have accepted, without a model.
+
+The prompt is indexed, and the answer's first token is given, as from a prefill. Then every step drafts a tree, accepts
+the longest path that follows the recorded answer, and adds one token. The drafter keeps its memory from row to row;
+prompts stay private to their row. Effective decoding length (EDL, Lookahead paper, definition 1) is tokens per step,
+without the prefill.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.papers.timed_drafter import update
+from forerun.core.request import Request
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome, Verdict
+from forerun.drafting.drafter import Drafter
+
+Encode = Callable[[str], list[int]]
+_NO_LOGITS = torch.empty(0, 0)
+_SELECTION = re.compile(r"^(?P<path>.+?)(?::author=(?P<author>.+?))?(?::from=(?P<start>\d+))?(?::to=(?P<stop>\d+))?$")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One row: token ids of a prompt and of its recorded answer."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows of a JSON Lines file of ``{prompt, answer, author}``.
+
+    Attributes:
+        path: the file.
+        author: only rows of this author, or all.
+        start, stop: a slice of the rows that ``author`` leaves.
+    """
+
+    path: Path
+    author: str | None = None
+    start: int = 0
+    stop: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Selection:
+        """From ``FILE[:author=A][:from=I][:to=J]``; an author may contain colons."""
+        match = _SELECTION.match(text)
+        if match is None:
+            raise ValueError(f"{text!r} is not FILE[:author=A][:from=I][:to=J]")
+        stop = match["stop"]
+        return cls(Path(match["path"]), match["author"], int(match["start"] or 0), None if stop is None else int(stop))
+
+    def read(self, encode: Encode) -> list[Recorded]:
+        """The rows, as tokens.
+
+        Raises:
+            OSError: if the file cannot be read.
+            ValueError: for a line that is not a row, or if no row is left.
+        """
+        rows = [row for row in _rows(self.path) if self.author in (None, row.get("author"))][self.start : self.stop]
+        if not rows:
+            raise ValueError(f"{self.path} has no row with author={self.author} from={self.start} to={self.stop}")
+        return [Recorded(encode(row["prompt"]), encode(row["answer"])) for row in rows]
+
+
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if not isinstance(row["prompt"], str) or not isinstance(row["answer"], str):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}:{number} is no JSON object with 'prompt' and 'answer'") from error
+            yield row
+
+
+@dataclass
+class ReplayReport:
+    """Counts and times of a replay.
+
+    Attributes:
+        tokens: committed tokens, without each answer's first.
+        drafted, accepted: per step.
+        retrieve_us: time of each draft, in microseconds.
+        update_us: time of each index update per new token, in microseconds.
+        prompt_us: time of each prompt's indexing per token, in microseconds.
+        indexed: tokens that the drafter keeps.
+        nbytes: bytes that the drafter keeps, or None if it does not say.
+    """
+
+    tokens: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    retrieve_us: list[float] = field(default_factory=list)
+    update_us: list[float] = field(default_factory=list)
+    prompt_us: list[float] = field(default_factory=list)
+    indexed: int = 0
+    nbytes: int | None = None
+
+    def summary(self) -> dict[str, object]:
+        """The figures, for JSON."""
+        steps = max(len(self.drafted), 1)
+        return {
+            "edl": round(self.tokens / steps, 4),
+            "steps": len(self.drafted),
+            "tokens": self.tokens,
+            "drafted_per_step": round(sum(self.drafted) / steps, 2),
+            "hit_rate": round(sum(count > 0 for count in self.accepted) / steps, 4),
+            "retrieve_us": _percentiles(self.retrieve_us),
+            "update_us": _percentiles(self.update_us),
+            "prompt_us": _percentiles(self.prompt_us),
+            "bytes_per_token": None if self.nbytes is None else round(self.nbytes / max(self.indexed, 1), 2),
+        }
+
+
+def replay(drafter: Drafter, rows: Sequence[Recorded], budget: int, warm: Iterable[Recorded] = ()) -> ReplayReport:
+    """Replay recorded answers through a drafter.
+
+    Args:
+        drafter: any that needs no logits.
+        rows: what to replay, in order; rows without a prompt, or with an answer of one token, are skipped.
+        budget: the most nodes of a tree.
+        warm: rows whose answers the drafter learns first.
+    """
+    drafter.warm_up()
+    report = ReplayReport()
+    seen = [row.answer for row in warm]
+    if seen:
+        drafter.warm("default", seen)
+    report.indexed = sum(map(len, seen))
+    for row in rows:
+        if row.prompt and len(row.answer) > 1:
+            _replay_row(drafter, row, budget, report)
+    report.nbytes = drafter.nbytes
+    return report
+
+
+def replay_files(
+    selection: str, encode: Encode, drafter: Drafter, budget: int, warm: Sequence[str] = ()
+) -> dict[str, object]:
+    """``forerun replay``: the figures for ``FILE[:author=A][:from=I][:to=J]``.
+
+    Args:
+        selection: what to replay.
+        encode: text to token ids, without special tokens.
+        drafter: any that needs no logits.
+        budget: the most nodes of a tree, at least one.
+        warm: selections whose answers the drafter learns first.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: for a wrong budget, a line that is not a row, a selection without rows, or ``warm`` with a drafter
+            that keeps nothing.
+    """
+    if budget < 1:
+        raise ValueError(f"budget is {budget}; it must be at least 1")
+    seen = [row for text in warm for row in Selection.parse(text).read(encode)]
+    return replay(drafter, Selection.parse(selection).read(encode), budget, seen).summary()
+
+
+def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayReport) -> None:
+    request = Request(row.prompt, len(row.answer))
+    begin = time.perf_counter_ns()
+    drafter.begin(request)
+    report.prompt_us.append((time.perf_counter_ns() - begin) / 1e3 / len(row.prompt))
+    _commit(drafter, request, DraftTree.empty(), Verdict([], row.answer[:1]), report)
+    while request.remaining:
+        begin = time.perf_counter_ns()
+        tree = drafter.propose(request, budget)
+        report.retrieve_us.append((time.perf_counter_ns() - begin) / 1e3)
+        verdict = _follow(tree, row.answer[len(request.generated) :])
+        report.drafted.append(len(tree))
+        report.accepted.append(len(verdict.path))
+        report.tokens += len(verdict.tokens)
+        _commit(drafter, request, tree, verdict, report)
+    drafter.finish(request)
+    report.indexed += len(row.answer)
+
+
+def _follow(tree: DraftTree, rest: list[int]) -> Verdict:
+    """The path along the recorded answer, and the token after it if there is one."""
+    path: list[int] = []
+    node: int | None = ROOT
+    for token in rest:
+        node = tree.children.get((ROOT if node is None else node, token))
+        if node is None:
+            break
+        path.append(node)
+    return Verdict(path, rest[: len(path) + 1])
+
+
+def _commit(drafter: Drafter, request: Request, tree: DraftTree, verdict: Verdict, report: ReplayReport) -> None:
+    for token in verdict.tokens:
+        request.append(token)
+    begin = time.perf_counter_ns()
+    update(drafter, request, Outcome(tree, verdict, _NO_LOGITS))
+    report.update_us.append((time.perf_counter_ns() - begin) / 1e3 / len(verdict.tokens))
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {"p50": 0.0, "p99": 0.0, "max": 0.0}
+    p50, p99, most = np.percentile(values, (50, 99, 100))
+    return {"p50": round(float(p50), 2), "p99": round(float(p99), 2), "max": round(float(most), 2)}

@@ -1,0 +1,63 @@
+"""``python -m benchmarks replay``: measures drafts on recorded answers, without a model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.studies.replay import replay_files
+from forerun.cli.options import _DRAFTER, _MODEL, _TEXT, Debug, Json
+from forerun.cli.options import _option as option
+from forerun.cli.terminal import stderr, stdout, working
+from forerun.drafting.recipes import build_drafter
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """Measure drafts without a model: how many tokens of recorded answers each step would have accepted.
+
+    FILE has JSON lines of {prompt, answer, author}. :author=A:from=I:to=J after it selects rows I to J of author A.
+    """
+
+    file: Annotated[str, typer.Argument(metavar="FILE", help="What to replay.")]
+    tokenizer: Annotated[Path, option("--tokenizer", panel=_TEXT, help="A tokenizer.json.")]
+    drafter: Annotated[str, option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = "trie"
+    budget: Annotated[int, option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)] = 64
+    warm: Annotated[
+        list[str] | None, option("--warm", panel=_TEXT, metavar="FILE", help="Seen before; may be repeated.")
+    ] = None
+    json: Json = False
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        if self.drafter == "jacobi":
+            raise ValueError("--drafter is 'jacobi', which drafts from a model's logits; replay has no model")
+
+
+def run(options: ReplayOptions) -> None:
+    """Replay, and print the figures."""
+    if not options.tokenizer.is_file():
+        raise ValueError(f"--tokenizer is {options.tokenizer}; there is no such file (a tokenizer.json)")
+    tokenizer = Tokenizer.from_file(str(options.tokenizer))
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    drafter = build_drafter(options.drafter)
+    drafter.spell(tokenizer)
+    with working(stderr(), f"replaying {options.file}"):
+        summary = replay_files(options.file, encode, drafter, options.budget, options.warm or [])
+    if options.json:
+        print(json.dumps({"drafter": options.drafter, "budget": options.budget, **summary}))
+        return
+    table = Table(show_header=False, box=None)
+    for name, value in summary.items():
+        shown = "  ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+        table.add_row(name, shown)
+    stdout().print(table)

@@ -1,0 +1,1 @@
+"""Six tasks of a chat model, or continuations, with more contestants than ``forerun bench`` has."""

@@ -1,0 +1,165 @@
+"""``python -m benchmarks tasks``: Forerun's drafters compared with transformers' own ways to generate, and with other engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from benchmarks.papers.recipes import RECIPES
+from benchmarks.peers.known import Loaded, Subject, check, loaded
+from benchmarks.reporting import plots
+from benchmarks.tasks.contestants import PADDED, TaskBench
+from benchmarks.tasks.options import DRAFTERS, PROMPTS, TaskOptions
+from benchmarks.tasks.questions import Files
+from benchmarks.tasks.task_prompts import Counts, build_jobs, positions_of
+from benchmarks.tasks.task_sets import tasks_for
+from forerun.bench.contestants import check_drafters
+from forerun.bench.journal import Journal, about
+from forerun.bench.machine import plain_values
+from forerun.bench.prompts_file import PromptEncoder, PromptLine, encode_lines, prompt_sets, read_prompts_file
+from forerun.bench.report import BenchResult, Row, summarise, write
+from forerun.bench.rounds import Decode, PromptSet, Tokens
+from forerun.cli.terminal import measuring, stderr, stdout, working
+from forerun.core.long_context import LongContextConfig
+from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load
+from forerun.models.loading.stored_weights import dtype_name
+
+
+def run(options: TaskOptions) -> None:
+    """Measure, print the tables, and write JSON, Markdown and plots."""
+    plots.check()
+    check_drafters(options.drafter or DRAFTERS, options.model == BUNDLED, RECIPES)
+    console = stderr()
+    lines = read_prompts_file(options.prompts_file) if options.prompts_file else []
+    with working(console, "loading"):
+        target, tokenizer = load(
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        )
+        draft = load(BUNDLED_DRAFT, options.dtype, device=options.device)[0] if options.model == BUNDLED else None
+    encoder = PromptEncoder(tokenizer, options.raw)
+    jobs, skipped, tasks = _jobs(options, encoder, lines, target)
+    for name, reason in skipped.items():
+        console.print(f"skipped {name}: {reason}")
+    batched = in_turns(jobs, max(options.batches(), default=0))
+    dtype = dtype_name(target)
+    settings = plain_values(options) | {
+        "dtype": dtype,
+        "tasks": tasks,
+        "prompts": max(len(job.prompts) for job in jobs),
+    }
+    with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:
+        long = LongContextConfig(draft_model=draft)
+        bench = TaskBench(
+            target, options.drafter or DRAFTERS, long, tokenizer, options.skip or (), others=peers.contestants
+        )
+        bench.measures_batches = bool(batched)
+        bench.check_skip(jobs)
+        shared = about(options.model, dtype, str(target.device))
+        journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
+        result = BenchResult([], settings, [], skipped | peers.absent, peers.notes)
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        with measuring(console) as progress:
+            for rows, batches in _measured(bench, options, jobs, batched, journal, decode, progress):
+                result = replace(result, rows=[*result.rows, *rows], batches=[*result.batches, *batches])
+                paths = _write(result, options.out)
+    _show(options, result, paths)
+
+
+def _measured(
+    bench: TaskBench,
+    options: TaskOptions,
+    jobs: Sequence[PromptSet],
+    batched: Sequence[Tokens],
+    journal: Journal,
+    decode: Decode,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[list[Row], list[Row]]]:
+    """The rows of a task's or batch size's table, yielded as they are measured."""
+    total, new, rounds = len(jobs) + len(options.batches()), options.max_new_tokens, options.rounds
+    for done, job in enumerate(jobs):
+        progress(done, total)
+        *_, series = bench.run(job, rounds, journal)
+        yield summarise(series, decode=decode), []
+    for done, size in enumerate(options.batches(), len(jobs)):
+        progress(done, total)
+        *_, series = bench.run_batches(batched, size, new, rounds, journal)
+        yield [], [{"batch": size} | row for row in summarise(series, PADDED)]
+
+
+def _jobs(
+    options: TaskOptions, encoder: PromptEncoder, lines: Sequence[PromptLine], model: PreTrainedModel
+) -> tuple[list[PromptSet], dict[str, str], str]:
+    """The jobs, the skipped tasks with reasons, and the source of the tasks."""
+    counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
+    positions = positions_of(model)
+    if options.prompts_file is not None:
+        ids = encode_lines(options.prompts_file, lines, encoder, positions, counts.new_tokens)
+        return prompt_sets(lines, ids, counts.prompts, counts.warm, counts.new_tokens), {}, "the prompts file"
+    tasks = tasks_for(encoder, Files(options.books, options.maths, options.code))
+    counts = replace(counts, prompts=options.prompts or PROMPTS)
+    jobs, skipped = build_jobs(options.task or list(tasks), tasks, encoder, counts, positions)
+    if not jobs:
+        raise ValueError(f"no task is left: {'; '.join(f'{task} {why}' for task, why in skipped.items())}")
+    return jobs, skipped, "questions" if encoder.chats else "continuations"
+
+
+@contextmanager
+def _peers(options: TaskOptions, subject: Subject) -> Iterator[Loaded]:
+    """The other engines, if requested."""
+    if not options.peers:
+        yield Loaded()
+        return
+    check(subject.model, subject.tokenizer, subject.source)
+    with loaded(subject) as peers:
+        for name, reason in peers.absent.items():
+            stderr().print(f"skipped {name}: {reason}")
+        yield peers
+
+
+def _source(options: TaskOptions) -> Path | None:
+    """The GGUF file that the model came from, if known."""
+    own = Path(options.model).expanduser()
+    return options.gguf or (own if own.is_file() else None)
+
+
+def longest(jobs: Sequence[PromptSet]) -> int:
+    """Tokens of the longest prompt, including those generated after it."""
+    return max(len(prompt) + job.max_new_tokens for job in jobs for prompt in job.prompts)
+
+
+def in_turns(jobs: Sequence[PromptSet], count: int) -> list[Tokens]:
+    """``count`` prompts, from each task in turn, so that batches are ragged.
+
+    Raises:
+        ValueError: if there are fewer.
+    """
+    longest = max(len(job.prompts) for job in jobs)
+    found = [job.prompts[i] for i in range(longest) for job in jobs if i < len(job.prompts)]
+    if len(found) < count:
+        raise ValueError(f"--batch has {count} and there are {len(found)} prompts in all; raise --prompts")
+    return found[:count]
+
+
+def _write(result: BenchResult, folder: Path) -> list[Path]:
+    """The report of ``forerun bench``, and a plot of the batches."""
+    paths = write(result, folder, "speed")
+    if result.batches:
+        frame = plots.Frame("Batches of ragged prompts, greedy", "rows", "tokens per second of all rows", log=True)
+        lines = plots.by(result.batches, "contestant", "batch", "tokens_per_second")
+        paths.append(folder / "speed-batches.png")
+        plots.lines(paths[-1], frame, lines)
+    return paths
+
+
+def _show(options: TaskOptions, result: BenchResult, paths: Sequence[Path]) -> None:
+    if options.json:
+        print(json.dumps(result.json))
+        return
+    stdout().print(result.markdown, soft_wrap=True, markup=False)
+    stderr().print(f"written: {', '.join(map(str, paths))}")

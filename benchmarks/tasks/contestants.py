@@ -1,0 +1,86 @@
+"""More contestants than ``forerun bench`` has: drafts that never hit, other engines, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.papers.recipes import RECIPES
+from forerun.bench.contestants import Bench, Makers
+from forerun.bench.journal import Journal
+from forerun.bench.rounds import BASELINE, Contestant, PromptSet, Rows, Series, Tokens, measure
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.drafting.drafter import Drafter
+from forerun.drafting.recipes import build_drafter
+
+PADDED = "transformers padded"
+
+
+class WrongDrafter(Drafter):
+    """Drafts tokens that hardly ever come, and rates them as likely: measures the cost of useless drafts."""
+
+    def begin(self, request: Request) -> None:
+        """Find a token that the prompt does not contain."""
+        self._absent = int(np.setdiff1d(np.arange(len(request) + 1), request.prompt)[0])
+
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        """A chain of that token, each rated as likely."""
+        length = max(0, min(budget, request.max_draft_depth))
+        claimed = np.full(length, 0.9).cumprod()
+        return DraftTree(np.full(length, self._absent), np.arange(-1, length - 1), probability=claimed)
+
+
+class TaskBench(Bench):
+    """The contestants of ``forerun bench``, drafts that never hit, other engines, and batches of prompts.
+
+    Args:
+        others: further contestants, by name.
+        options: of ``Bench``.
+    """
+
+    recipes = RECIPES
+
+    def __init__(self, *given: Any, others: Mapping[str, Contestant] | None = None, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.others = dict(others or {})
+        self.measures_batches = False
+
+    def makers(self, prompts: PromptSet) -> Makers:
+        others: dict[str, Callable[[], Contestant]] = {"forerun, wrong drafts": lambda: self.forerun(WrongDrafter)}
+        others |= {name: lambda other=other: other for name, other in self.others.items()}  # type: ignore[misc]
+        return {**super().makers(prompts), **others}
+
+    def run_batches(
+        self, prompts: Sequence[Tokens], size: int, max_new_tokens: int, rounds: int, journal: Journal | None = None
+    ) -> Iterator[list[Series]]:
+        """Measure prompts in batches: padded by transformers, ragged by Forerun.
+
+        Args:
+            prompts: those after the last whole batch are not measured.
+            size: of the batches.
+            max_new_tokens: of each row.
+            rounds: how often each contestant continues each batch.
+            journal: see ``rounds.measure``.
+        """
+        contestants = self._built(self._batch_makers())
+        return measure(contestants, f"batches of {size}", in_batches(prompts, size), max_new_tokens, rounds, journal)
+
+    def _batch_makers(self) -> Makers:
+        ours = {
+            f"forerun {name}": lambda name=name: self.forerun(lambda: build_drafter(name)) for name in ("none", "trie")
+        }
+        return {PADDED: self.transformers, **ours}
+
+    def _all_makers(self, sets: Sequence[PromptSet]) -> list[Makers]:
+        return super()._all_makers(sets) + ([self._batch_makers()] if self.measures_batches else [])
+
+    def _kept(self) -> Sequence[str]:
+        return (BASELINE, PADDED)
+
+
+def in_batches(prompts: Sequence[Tokens], size: int) -> list[Rows]:
+    """Whole batches of consecutive prompts."""
+    return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]

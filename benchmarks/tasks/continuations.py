@@ -1,0 +1,44 @@
+"""Texts to continue, for models without chat training: seeded tasks, among them the bundled models' own kinds."""
+
+from __future__ import annotations
+
+import functools
+from random import Random
+
+from benchmarks.tasks.task_prompts import LackingError, Tasks
+from benchmarks.training import tasks
+from benchmarks.training.tasks import Material
+
+SEED = "bench"
+KINDS = {"copy": "quote", "json": "table", "rag": "rag", "code": "code", "maths": "maths", "prose": "prose"}
+"""Each task's name in the tables, and in ``benchmarks.training.tasks``."""
+TRIES = 50
+"""Draws for each prompt that is wanted, at most: so many of n equally likely ones miss none but by a chance of n in
+e^50."""
+NEEDED = {"maths": "--maths", "prose": "--books", "code": "Python's own sources"}
+
+
+def continuations(material: Material) -> Tasks:
+    """The tasks by name.
+
+    Args:
+        material: texts that no model here was trained on.
+    """
+    return {name: functools.partial(_draw, name, material) for name in KINDS}
+
+
+def _draw(name: str, material: Material, count: int) -> list[str]:
+    """``count`` different prompts: one that is measured must not be among those that warm drafters have seen."""
+    kind = KINDS[name]
+    if kind in NEEDED and not getattr(material, kind):
+        raise LackingError(f"needs a text for {kind} ({NEEDED[kind]})")
+    found: dict[str, None] = {}
+    for i in range(TRIES * count):
+        if len(found) == count:
+            break
+        found[tasks.make(kind, Random(f"{SEED}/{name}/{i}"), material).prompt] = None
+    if len(found) < count:
+        raise ValueError(
+            f"{name} has {len(found)} different prompts and {count} are needed; lower --prompts or --warm-prompts"
+        )
+    return list(found)

@@ -1,0 +1,155 @@
+"""Six tasks for models that chat: maths, code, answers from a passage, summaries, edits of code, tables to JSON.
+
+They are typical uses of such models, and differ in how predictable the output is: an edit repeats its prompt, a summary
+rephrases it, maths and code are new text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from benchmarks.tasks.functions import functions
+from benchmarks.tasks.passages import Passages, sentences
+from benchmarks.tasks.task_prompts import LackingError, Tasks
+from benchmarks.training import tasks
+from benchmarks.training.tasks import Material
+
+SEED = "questions"
+ROWS, COLUMNS = (4, 14), (3, 6)
+"""The least and the most rows and columns of a table."""
+EDITS = (
+    "Add type hints to this Python function.",
+    "Add type hints and a docstring to this Python function.",
+    "Add type hints to this Python function, and comments where the code is hard to follow.",
+)
+_WORD = re.compile(r"[A-Za-z]{6,}")
+
+
+@dataclass(frozen=True)
+class Files:
+    """Sources of the tasks.
+
+    Attributes:
+        books: a folder of ``.txt`` files for passages; without it, passages come from Python's documentation.
+        maths: JSON lines, each with a ``prompt``, such as GSM8K's test questions.
+        code: JSON lines, each with a ``prompt``, such as HumanEval's functions.
+    """
+
+    books: Path | None = None
+    maths: Path | None = None
+    code: Path | None = None
+
+    def check(self) -> None:
+        """Refuse files of a wrong format.
+
+        Raises:
+            ValueError: with the option, and the wrong line if there is one.
+        """
+        for option, file in (("--maths", self.maths), ("--code", self.code)):
+            if file is not None and not read_questions(option, file):
+                raise ValueError(f"{option} {file} is empty")
+        if self.books is not None and not any(self.books.glob("*.txt")):
+            raise ValueError(f"--books is {self.books}; there is no such folder, or no .txt file in it")
+
+
+def questions(files: Files, count: Callable[[str], int]) -> Tasks:
+    """The tasks by name.
+
+    Args:
+        files: what they are drawn from.
+        count: tokens of a text.
+    """
+    passages = functools.cache(lambda: Passages.read(files.books, SEED))
+    return {
+        "maths": lambda wanted: [f"Solve step by step: {text}" for text in _asked("--maths", files.maths, wanted)],
+        "code": lambda wanted: [_complete(text) for text in _asked("--code", files.code, wanted)],
+        "rag": lambda wanted: [_from_passage(_rng("rag", i), passages(), count) for i in range(wanted)],
+        "summary": lambda wanted: [_summary(_rng("summary", i), passages(), count) for i in range(wanted)],
+        "edit": lambda wanted: [_edit(i, text) for i, text in enumerate(functions(SEED, wanted))],
+        "table": lambda wanted: [_table(_rng("table", i)) for i in range(wanted)],
+    }
+
+
+def _rng(task: str, number: int) -> Random:
+    return Random(f"{SEED}/{task}/{number}")
+
+
+def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
+    """``wanted`` different questions of a file, shuffled in a fixed order."""
+    if file is None:
+        raise LackingError(f"needs a file of questions ({option})")
+    found = sorted(set(read_questions(option, file)))
+    Random(f"{SEED}/{option}").shuffle(found)
+    if len(found) < wanted:
+        raise ValueError(
+            f"{option} {file} has {len(found)} different prompts and {wanted} are needed; lower --prompts or "
+            "--warm-prompts"
+        )
+    return found[:wanted]
+
+
+def read_questions(option: str, file: Path) -> Sequence[str]:
+    """The prompts of a file, without the template text around a question.
+
+    Raises:
+        ValueError: with the first line that has no prompt.
+    """
+    if not file.is_file():
+        raise ValueError(f"{option} is {file}; there is no such file")
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            found.append(_question(f"{option} {file}, line {number}", line))
+    return found
+
+
+def _question(place: str, line: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON: {error}") from None
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{place} has no prompt")
+    return prompt.strip("\n").removeprefix("Question: ").rstrip().removesuffix("Answer:").rstrip()
+
+
+def _complete(function: str) -> str:
+    return f"Complete this Python function. Return the whole function.\n\n{_fenced(function)}"
+
+
+def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
+    """A question about a passage; its topic is a word of one of the passage's sentences."""
+    passage = passages.draw(rng, count)
+    about = _topic(rng.choice(sentences(passage)), passage)
+    question = f'What does the passage say about "{about}"? Quote the sentences that you use.'
+    return f"Answer the question from the passage.\n\nPassage:\n{passage}\n\nQuestion: {question}"
+
+
+def _topic(sentence: str, passage: str) -> str:
+    """The word of a sentence, except its first, that is most frequent in the passage; the longest of equals."""
+    words = _WORD.findall(sentence.partition(" ")[2]) or _WORD.findall(passage)
+    return max(words, key=lambda word: (passage.count(word), len(word)), default="this")
+
+
+def _summary(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
+    return f"Summarise the following passage.\n\n{passages.draw(rng, count)}"
+
+
+def _edit(number: int, function: str) -> str:
+    return f"{EDITS[number % len(EDITS)]} Return the whole function.\n\n{_fenced(function)}"
+
+
+def _table(rng: Random) -> str:
+    task = tasks.table(rng, Material(), rng.randint(*ROWS), rng.randint(*COLUMNS))
+    return f"Write this table as JSON: a list with one object for each row.\n\n{task.sources[0]}"
+
+
+def _fenced(code: str) -> str:
+    return f"```python\n{code.rstrip()}\n```"

@@ -1,0 +1,98 @@
+"""From tasks to jobs: a job has prompts to measure, and other prompts of its task for warm drafters.
+
+A set of tasks maps names to functions that draw prompts. Models with a chat template answer questions
+(``benchmarks.tasks.questions``). Others continue texts (``benchmarks.tasks.continuations``); the bundled models were trained
+on none of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from forerun.bench.prompts_file import Prompt, check_length
+from forerun.bench.rounds import PromptSet
+
+Draw = Callable[[int], Sequence[Prompt]]
+"""Gives the first n prompts of a task; the same at every call."""
+Tasks = Mapping[str, Draw]
+
+
+class LackingError(Exception):
+    """A task needs an input that was not given; the message says which."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How much of each task is run.
+
+    Attributes:
+        prompts: prompts to measure; None for all.
+        warm: further prompts of the task; warm drafters have drafted their answers.
+        new_tokens: the most new tokens per prompt.
+    """
+
+    prompts: int | None
+    warm: int
+    new_tokens: int
+
+
+def check_names(names: Iterable[str], tasks: Tasks) -> None:
+    """Refuse unknown tasks.
+
+    Raises:
+        ValueError: with the first unknown name and the known ones.
+    """
+    for name in names:
+        if name not in tasks:
+            raise ValueError(f"task is {name!r}; known are {', '.join(tasks)}")
+
+
+def build_jobs(
+    names: Sequence[str],
+    tasks: Tasks,
+    encode: Callable[[Prompt], list[int]],
+    counts: Counts,
+    positions: int | None = None,
+) -> tuple[list[PromptSet], dict[str, str]]:
+    """The jobs that can be built, and why the others cannot.
+
+    Args:
+        names: keys of ``tasks``.
+        tasks: draw the prompts.
+        encode: prompt to token ids.
+        counts: how much of each; ``counts.prompts`` must be given.
+        positions: the model's, or None.
+
+    Raises:
+        ValueError: for an unknown name, or a prompt that is too long for the model.
+    """
+    check_names(names, tasks)
+    jobs: list[PromptSet] = []
+    skipped: dict[str, str] = {}
+    measured = counts.prompts or 1
+    for name in dict.fromkeys(names):
+        try:
+            ids = [encode(prompt) for prompt in tasks[name](measured + counts.warm)]
+        except LackingError as lacking:
+            skipped[name] = str(lacking)
+            continue
+        _check_lengths(name, ids, positions, counts.new_tokens)
+        jobs.append(PromptSet(name, ids[:measured], ids[measured:], counts.new_tokens))
+    return jobs, skipped
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """The model's number of positions, if its configuration says."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) else None
+
+
+def _check_lengths(name: str, ids: Sequence[list[int]], positions: int | None, new: int) -> None:
+    for number, tokens in enumerate(ids, 1):
+        try:
+            check_length(len(tokens), positions, new)
+        except ValueError as error:
+            raise ValueError(f"task {name}, prompt {number}: {error}; leave the task out with --task") from None

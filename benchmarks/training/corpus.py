@@ -1,0 +1,225 @@
+"""The training mix: rows of equal length, each of one kind, with a weight for every token's loss.
+
+A batch is a pure function of (material, stage, seed, step), so an interrupted run sees the same batches as any other.
+Row kinds are those of `tasks.KINDS` and 'spans'. A row of spans is a segment of text or of random tokens, followed by
+random pieces of it; only the pieces have a loss. Without rows of spans a small model does not learn to copy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from random import Random
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.training import crowding, positions, tasks
+from benchmarks.training.crowding import Source
+from benchmarks.training.recipe import Stage
+from benchmarks.training.tasks import EOS, Material, Task
+
+PROMPT_WEIGHT = 0.1  # prompts of invented tasks are unpredictable
+ANSWER_WEIGHT = 4.0  # answers are short, and what the model should learn
+SPAN_WEIGHT = 2.0
+JOINT_WEIGHT = 12.0  # where an answer goes to its next source or closes: if wrong, the rest is too
+TEXT_SPANS = 0.8
+_STREAMS = ("prose", "code")
+_ENCODE_CHUNK = 2000
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows for one step.
+
+    Tokens, weights and positions are [rows, length]. The mask has a form that transformers takes: [rows, length], all
+    ones, or [rows, 1, length, length], added to the attention logits. `kinds` has the kind of each row.
+    """
+
+    tokens: torch.Tensor
+    weights: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    kinds: tuple[str, ...]
+
+
+@dataclass
+class Row:
+    """A row's token ids, the weights of their losses, and the places that queries have to find."""
+
+    tokens: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    sources: list[Source] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def add(self, tokens: list[int], weight: float) -> None:
+        """Append tokens of one weight."""
+        self.tokens += tokens
+        self.weights += [weight] * len(tokens)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The source of batches: the texts, two streams of their token ids, and the tokenizer."""
+
+    material: Material
+    streams: dict[str, torch.Tensor]
+    tokenizer: PreTrainedTokenizerFast
+
+    @property
+    def eos(self) -> int:
+        """The id of the end-of-text token."""
+        return int(self.tokenizer.convert_tokens_to_ids(EOS))
+
+    @cached_property
+    def closers(self) -> frozenset[int]:
+        """Tokens with a comma or a closing bracket."""
+        return self._tokens(lambda text: bool(set(text) & set(",}]")))
+
+    @cached_property
+    def openers(self) -> frozenset[int]:
+        """Tokens after which a sentence or a value starts; a digit follows a separate space token."""
+        return self._tokens(lambda text: text == " " or text.endswith((".", ":", '"')))
+
+    def _tokens(self, fits: Callable[[str], bool]) -> frozenset[int]:
+        size = len(self.tokenizer)
+        return frozenset(i for i in range(size) if fits(self.tokenizer.decode([i])))
+
+    def joint(self, before: int, token: int) -> bool:
+        """Say whether `token` after `before` closes a value, or starts the next part of an answer."""
+        return token in self.closers or before in self.openers
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of `text`, with no special tokens added."""
+        return list(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def build(material: Material, tokenizer: PreTrainedTokenizerFast) -> Corpus:
+    """Encode the books and the code once; files of code are separated by the end-of-text token."""
+    streams = {
+        "prose": _stream(tokenizer, [text + "\n\n" for text in material.prose]),
+        "code": _stream(tokenizer, [text + EOS for text in material.code]),
+    }
+    return Corpus(material, streams, tokenizer)
+
+
+def _stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    ids: list[int] = []
+    for i in range(0, len(texts), _ENCODE_CHUNK):
+        for encoding in tokenizer.backend_tokenizer.encode_batch(
+            texts[i : i + _ENCODE_CHUNK], add_special_tokens=False
+        ):
+            ids.extend(encoding.ids)
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
+    """Return the batch of one step."""
+    rng = Random(f"{seed}/{step}")
+    kinds = tuple(rng.choices(list(stage.mix), list(stage.mix.values()), k=stage.rows))
+    rows = [row(corpus, kind, stage.length, rng) for kind in kinds]
+    generator = np.random.default_rng(rng.getrandbits(64))
+    places = [positions.gapped(generator, stage.length, share=stage.gaps) for _ in rows]
+    return Batch(
+        torch.tensor([row.tokens for row in rows]),
+        torch.tensor([row.weights for row in rows]),
+        torch.from_numpy(np.stack(places)),
+        _mask(rows, stage, rng),
+        kinds,
+    )
+
+
+def _mask(rows: list[Row], stage: Stage, rng: Random) -> torch.Tensor:
+    if stage.crowd == 1:
+        return torch.ones(len(rows), stage.length, dtype=torch.int64)
+    biases = [crowding.bias(len(row), row.sources, *crowding.draw(rng, len(row), stage.crowd)) for row in rows]
+    return torch.stack(biases)[:, None]
+
+
+def row(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
+    """Return one row of the named kind."""
+    if kind == "spans":
+        return spans(corpus, length, rng)
+    if kind in _STREAMS:
+        return Row(window(corpus, kind, length, rng), [1.0] * length)
+    return _packed(corpus, kind, length, rng)
+
+
+def window(corpus: Corpus, kind: str, length: int, rng: Random) -> list[int]:
+    """Return `length` consecutive tokens of a stream."""
+    stream = corpus.streams[kind]
+    start = rng.randrange(max(1, len(stream) - length))
+    return [int(token) for token in stream[start : start + length].tolist()]
+
+
+def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
+    """Fill a row with tasks of one kind, each ended by the end-of-text token; fill the rest with prose."""
+    packed = Row()
+    packed.add([corpus.eos] if rng.random() < 0.5 else [], 0.0)
+    in_prompt, in_answer = (1.0, 1.0) if kind == "maths" else (PROMPT_WEIGHT, ANSWER_WEIGHT)
+    for _ in range(2 + length // 64):
+        task = _task(corpus, kind, length, rng)
+        prompt, answer = corpus.encode(task.prompt), [*corpus.encode(task.answer), corpus.eos]
+        begin, middle = len(packed), len(packed) + len(prompt)
+        if middle + len(answer) > length:
+            continue
+        packed.add(prompt, in_prompt)
+        packed.add(answer, in_answer)
+        if kind in ("table", "rag"):
+            for i in range(middle, len(packed)):
+                if corpus.joint(packed.tokens[i - 1], packed.tokens[i]):
+                    packed.weights[i] = JOINT_WEIGHT
+        for first, last in _places(corpus, task):
+            packed.sources.append(Source(middle - 1, len(packed), begin + first, begin + last))
+    packed.add(window(corpus, "prose", length - len(packed), rng), 1.0)
+    return packed
+
+
+def _task(corpus: Corpus, kind: str, length: int, rng: Random) -> Task:
+    """Return a task of a size that suits a row of `length` tokens."""
+    if kind == "needle":
+        return tasks.needle(rng, corpus.material, int(length * 3 * rng.uniform(0.2, 0.85)))
+    if kind == "rag":
+        return tasks.rag(rng, corpus.material, rng.randint(2, max(3, length // 90)))
+    return tasks.make(kind, rng, corpus.material)
+
+
+def _places(corpus: Corpus, task: Task) -> list[tuple[int, int]]:
+    """Return each source's place in the task's prompt: (first token, last token + 1)."""
+    offsets = corpus.tokenizer.backend_tokenizer.encode(task.prompt, add_special_tokens=False).offsets
+    starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
+    places = []
+    for source in task.sources:
+        at = task.prompt.index(source)
+        places.append((bisect_right(ends, at), bisect_left(starts, at + len(source))))
+    return places
+
+
+def spans(corpus: Corpus, length: int, rng: Random, text: float = TEXT_SPANS) -> Row:
+    """Return a segment and random pieces of it; in a share `text` of the calls the segment is text.
+
+    The loss starts at the third token of each piece.
+    """
+    size = int(length * rng.uniform(0.25, 0.6))
+    made = Row(_segment(corpus, size, rng, text), [0.0] * size)
+    while len(made) < length:
+        piece = min(rng.randint(8, min(96, size)), length - len(made))
+        start = rng.randrange(size - piece + 1)
+        made.sources.append(Source(len(made), len(made) + piece, start, start + piece + 1))
+        made.add(made.tokens[start : start + min(2, piece)], 0.0)
+        made.add(made.tokens[start + 2 : start + piece], SPAN_WEIGHT)
+    return made
+
+
+def _segment(corpus: Corpus, size: int, rng: Random, text: float) -> list[int]:
+    """Return text in a share `text` of the calls, else random tokens, which are easier to copy."""
+    streams = [name for name in _STREAMS if len(corpus.streams[name]) > size]
+    if rng.random() < text and streams:
+        return window(corpus, rng.choice(streams), size, rng)
+    vocabulary = len(corpus.tokenizer)
+    return [rng.randrange(1, vocabulary) for _ in range(size)]

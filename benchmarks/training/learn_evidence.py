@@ -1,0 +1,173 @@
+"""Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/trie/prior.npy.
+
+    python -m benchmarks learn-evidence --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
+
+Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
+models, the bundled models' tasks, passages to be predicted again with changes, and strings to be copied; some requests come
+again. Every session starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand
+rates and weights.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import numpy as np
+import typer
+from tokenizers import Tokenizer
+
+from benchmarks.reporting.options import StudyOptions
+from benchmarks.training import material, tasks
+from forerun.trie import logistic_mixer
+from forerun.trie.trie import Trie
+
+PROMPT_MATCH, ANSWER = 1200, 700
+"""Characters of a continued text, at most."""
+
+AGAIN = 0.25
+"""Share of requests that were asked before."""
+
+Request = tuple[str, str]
+Kind = Callable[[Random], Iterator[Request]]
+
+
+def continued(texts: tuple[str, ...]) -> Kind:
+    """Requests to go on with passages of one text after another."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        while True:
+            text = rng.choice(texts)
+            start = rng.randrange(max(1, len(text) - ANSWER))
+            middle = start + rng.randrange(20, PROMPT_MATCH)
+            yield text[start:middle], text[middle : middle + ANSWER]
+
+    return requests
+
+
+def edited(texts: tuple[str, ...]) -> Kind:
+    """Passages to be predicted again with a few words replaced, left out or put in."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        while True:
+            text = rng.choice(texts)
+            start = rng.randrange(max(1, len(text) - ANSWER))
+            passage = text[start : start + rng.randrange(100, ANSWER)]
+            yield passage + "\n\n", edit(rng, passage, rng.choice((0, 0, 1, 2, 4, 8)))
+
+    return requests
+
+
+def edit(rng: Random, text: str, changes: int) -> str:
+    """The text with so many words replaced by others of it, left out or put in."""
+    words = text.split(" ")
+    for _ in range(changes):
+        at = rng.randrange(len(words))
+        words[at : at + rng.randrange(2)] = rng.sample(words, rng.randrange(min(3, len(words))))
+        words = words or [text]
+    return " ".join(words)
+
+
+def scrambled(rng: Random) -> Iterator[Request]:
+    """Parts to be predicted again of a string that only its own earlier text foretells, of few characters or many."""
+    while True:
+        characters = rng.sample(string.ascii_letters + string.digits, rng.choice((2, 3, 4, 8, 20, 60)))
+        text = " ".join(rng.choices(characters, k=rng.randrange(60, 500)))
+        start = rng.randrange(len(text) // 2)
+        yield text + "\n\n", text[start:]
+
+
+def asked_again(kind: Kind) -> Kind:
+    """Requests of a kind of which some come again later, and are answered alike but for a word or two."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        seen: list[Request] = []
+        for request in kind(rng):
+            seen.append(request)
+            while rng.random() < AGAIN:
+                prompt, answer = rng.choice(seen)
+                yield prompt, edit(rng, answer, rng.choice((0, 0, 0, 1)))
+            yield request
+
+    return requests
+
+
+def recorded(pairs: list[Request]) -> Kind:
+    """Recorded answers, in their order from somewhere on."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        start = rng.randrange(len(pairs))
+        while True:
+            yield pairs[start % len(pairs)]
+            start += 1
+
+    return requests
+
+
+def tasked(kind: str, texts: tasks.Material) -> Kind:
+    """Tasks of the bundled models, answered right."""
+
+    def requests(rng: Random) -> Iterator[Request]:
+        while True:
+            task = tasks.make(kind, rng, texts)
+            yield task.prompt, task.answer
+
+    return requests
+
+
+def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
+    """Everything that sessions are made of."""
+    texts = material.read(books, maths)
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    authors: dict[str, list[Request]] = {}
+    for row in rows:
+        if row["author"] != without:
+            authors.setdefault(row["author"], []).append((row["prompt"], row["answer"]))
+    prose = continued(("\n\n".join(texts.prose),))
+    own = [tasked(kind, texts) for kind in ("table", "rag", "quote", "needle")]
+    changed = [edited(("\n\n".join(texts.prose),)), edited(texts.code)]
+    every = [prose, continued(texts.code), recorded(list(texts.maths)), *map(recorded, authors.values()), *own]
+    return [asked_again(kind) for kind in [*every, *changed, scrambled]]
+
+
+def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> logistic_mixer.Mixer:
+    """What was learned after so many sessions; rates are as if nothing had been seen more than ``most`` times."""
+    mixer = logistic_mixer.untrained()
+    for session in range(sessions):
+        rng = Random(session)
+        requests, tokenizer = rng.choice(made_of)(rng), rng.choice(tokenizers)
+        trie = Trie(mixer=mixer)
+        trie.spell(tokenizer)
+        for number in range(int(30 ** rng.random())):
+            prompt, answer = next(requests)
+            trie.begin(number, "session", tokenizer.encode(prompt, add_special_tokens=False).ids)
+            trie.extend(number, tokenizer.encode(answer, add_special_tokens=False).ids[:256])
+            trie.finish(number)
+    np.minimum(mixer.cells.uses, most, out=mixer.cells.uses)
+    return mixer
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvidenceOptions(StudyOptions):
+    """Learn what evidence is worth before any is seen: writes src/forerun/trie/prior.npy."""
+
+    books: Annotated[Path, typer.Option(help="A folder of .txt books.")]
+    maths: Annotated[Path, typer.Option(help="JSON lines of {prompt, answer}, by people.")]
+    answers: Annotated[Path, typer.Option(help="JSON lines of {prompt, answer, author}, by models.")]
+    tokenizer: Annotated[list[Path], typer.Option(help="A tokenizer.json; may be given several times.")]
+    without: Annotated[str, typer.Option(help="An author to leave out.")] = "llm:gpt3-175b_verification"
+    sessions: Annotated[int, typer.Option(help="How many.")] = 1800
+    most: Annotated[float, typer.Option(help="How often a piece of evidence counts as seen, at most.")] = 4.0
+    out: Annotated[Path, typer.Option(help="The file.")] = logistic_mixer.PRIOR_FILE
+
+
+def run(options: EvidenceOptions) -> None:
+    """Learn, and write what was learned."""
+    mixer = learn(kinds(options.books, options.maths, options.answers, options.without), [Tokenizer.from_file(str(file)) for file in options.tokenizer],
+                  options.sessions, options.most)  # fmt: skip
+    np.save(options.out, logistic_mixer.dump(mixer).astype(np.float32), allow_pickle=False)

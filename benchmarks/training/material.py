@@ -1,0 +1,85 @@
+"""Reads the raw texts: books, word problems and Python's standard library, each split into training and held-out.
+
+Held out are the modules in `HELD_OUT_MODULES`, every twentieth word problem, and all books outside the training folder.
+Files are sorted, so the same folder always gives the same material.
+"""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from pathlib import Path
+
+from benchmarks.training.tasks import Material
+
+HELD_OUT_MODULES = frozenset(
+    [
+        "calendar.py",
+        "configparser.py",
+        "csv.py",
+        "fractions.py",
+        "heapq.py",
+        "queue.py",
+        "sched.py",
+        "shelve.py",
+        "statistics.py",
+        "textwrap.py",
+    ]
+)
+_SKIPPED = frozenset(["test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "encodings"])
+_HELD_OUT_EVERY = 20
+
+
+def read_books(folder: Path) -> tuple[str, ...]:
+    """Return the paragraphs of every .txt file in `folder`, in order."""
+    paths = sorted(folder.glob("*.txt"))
+    if not paths:
+        raise ValueError(f"no .txt files in {folder}")
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in paths]
+    return tuple(part.strip() for text in texts for part in text.split("\n\n") if len(part.strip()) > 1)
+
+
+def read_code() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the sources of the standard library: (training, held out)."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = [path for path in sorted(root.rglob("*.py")) if not _SKIPPED & set(path.relative_to(root).parts)]
+    train: list[str] = []
+    held_out: list[str] = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        (held_out if path.name in HELD_OUT_MODULES else train).append(text)
+    return tuple(train), tuple(held_out)
+
+
+def read_maths(file: Path) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """Return the (prompt, answer) pairs of a JSON-lines file: (training, held out).
+
+    Raises:
+        ValueError: with the first line that has no such pair.
+    """
+    with file.open(encoding="utf-8") as lines:
+        pairs = [_pair(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+    held_out = tuple(pairs[::_HELD_OUT_EVERY])
+    return tuple(pair for i, pair in enumerate(pairs) if i % _HELD_OUT_EVERY), held_out
+
+
+def _pair(line: str, place: str) -> tuple[str, str]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is no JSON: {error}") from None
+    for name in ("prompt", "answer"):
+        if not isinstance(row, dict) or not isinstance(row.get(name), str):
+            raise ValueError(f"{place} has no {name}; each line needs a prompt and an answer, both text")
+    return row["prompt"].rstrip(" "), " " + row["answer"].strip()
+
+
+def read(books: Path, maths: Path) -> Material:
+    """Return the training material."""
+    return Material(read_books(books), read_code()[0], read_maths(maths)[0])
+
+
+def read_held_out(books: Path | None, maths: Path | None) -> Material:
+    """Return the held-out material; `books` must not be the training folder."""
+    prose = read_books(books) if books else ()
+    return Material(prose, read_code()[1], read_maths(maths)[1] if maths else ())

@@ -1,0 +1,149 @@
+"""The recipe as data: the shapes of the two models, the stages of their training and the optimizer's settings.
+
+A schedule runs in progress from 0 to 1, the share of the requested steps or minutes, so one recipe serves runs of any
+size. Text comes first; then a short stage of repeated spans, in which copying appears; then the mix, still with spans;
+at last longer rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import LlamaConfig
+
+from benchmarks.training.tasks import KINDS
+
+ROW_KINDS = frozenset(KINDS) | {"spans"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The dimensions of a Llama model with tied embeddings and heads of 64."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.hidden % 64:
+            raise ValueError(f"hidden must be a multiple of 64, not {self.hidden}")
+        if self.layers < 1:
+            raise ValueError(f"layers must be at least 1, not {self.layers}")
+
+    def config(self) -> LlamaConfig:
+        """Return the configuration that transformers builds the model from."""
+        return LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 64,
+            num_key_value_heads=self.hidden // 64,
+            max_position_embeddings=131_072,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=True,
+            bos_token_id=0,
+            eos_token_id=0,
+            pad_token_id=0,
+        )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Training up to progress `until`: `rows` rows of `length` tokens, whose kinds are drawn by `mix`.
+
+    A share `gaps` of the rows has gaps in its positions (`positions.py`). Distant keys count up to `crowd` times
+    (`crowding.py`); 1 turns that off.
+    """
+
+    name: str
+    until: float
+    length: int
+    rows: int
+    mix: Mapping[str, float]
+    gaps: float = 0.3
+    crowd: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.until <= 1:
+            raise ValueError(f"until must be in (0, 1], not {self.until}")
+        if self.length < 32 or self.rows < 1:
+            raise ValueError(f"length must be at least 32 and rows at least 1, not {self.length} and {self.rows}")
+        if self.crowd < 1:
+            raise ValueError(f"crowd must be at least 1, not {self.crowd}")
+        if unknown := set(self.mix) - ROW_KINDS:
+            raise ValueError(f"mix may name {', '.join(sorted(ROW_KINDS))}, not {', '.join(sorted(unknown))}")
+
+
+TEXT = {"prose": 0.48, "code": 0.22, "maths": 0.09, "rag": 0.06, "table": 0.05, "quote": 0.05, "needle": 0.05}
+MIX = {
+    "prose": 0.14, "code": 0.09, "maths": 0.05, "spans": 0.19,
+    "rag": 0.17, "table": 0.22, "quote": 0.05, "needle": 0.09,
+}  # fmt: skip
+LONG = {
+    "prose": 0.30, "code": 0.06, "maths": 0.03, "spans": 0.18,
+    "rag": 0.12, "table": 0.14, "quote": 0.03, "needle": 0.14,
+}  # fmt: skip
+
+STAGES = (
+    Stage("text", 0.25, length=256, rows=16, mix=TEXT, gaps=0.5),
+    Stage("spans", 0.29, length=512, rows=8, mix={"spans": 1.0}, gaps=0.5),
+    Stage("mix", 0.92, length=512, rows=16, mix=MIX, crowd=64),
+    Stage("long", 0.97, length=2048, rows=4, mix=LONG, crowd=64),
+    Stage("longer", 1.00, length=8192, rows=1, mix=LONG, crowd=16),
+)
+DRAFT_STAGES = (
+    Stage("text", 0.25, length=256, rows=16, mix=TEXT),
+    Stage("spans", 0.40, length=512, rows=8, mix={"spans": 1.0}),
+    Stage("mix", 1.00, length=512, rows=8, mix=MIX),
+)
+QUICK = (
+    Stage("text", 0.5, length=64, rows=2, mix={"prose": 0.5, "table": 0.5}),
+    Stage("spans", 1.0, length=64, rows=2, mix={"spans": 1.0}),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one model is trained; the schedule's length is `minutes` or `steps`, whichever is given."""
+
+    shape: Shape
+    stages: tuple[Stage, ...] = STAGES
+    minutes: float | None = None
+    steps: int | None = None
+    seed: int = 0
+    muon_rate: float = 0.02
+    adam_rate: float = 3e-3
+    warm_up: float = 0.01
+    decay: float = 0.45
+    half: bool = True
+    compiled: bool = False
+    checkpoint_every: float = field(default=180.0)
+    log_every: int = 20
+
+    def __post_init__(self) -> None:
+        if (self.minutes is None) == (self.steps is None):
+            raise ValueError(f"give minutes or steps, one of them, not minutes={self.minutes} and steps={self.steps}")
+        ends = [stage.until for stage in self.stages]
+        if ends != sorted(ends) or not ends or ends[-1] != 1:
+            raise ValueError(f"stages must end in increasing order, the last at 1, not {ends}")
+
+    def progress(self, step: int, seconds: float) -> float:
+        """Return the progress after `step` steps and `seconds` seconds."""
+        done = step / self.steps if self.steps is not None else seconds / 60 / (self.minutes or 1)
+        return min(1.0, done)
+
+    def stage(self, progress: float) -> Stage:
+        """Return the stage that `progress` falls into."""
+        return next(stage for stage in self.stages if progress < stage.until or stage.until == 1)
+
+    def rate(self, progress: float) -> float:
+        """Return the factor on the learning rates: a linear ramp up, a plateau, a linear decay to 0."""
+        return min(1.0, (progress + 1e-3) / self.warm_up, (1 - progress) / self.decay)
+
+
+TARGET = Shape(layers=4, hidden=256, intermediate=704)
+DRAFT = Shape(layers=2, hidden=192, intermediate=512)
+TINY = Shape(layers=1, hidden=64, intermediate=96, vocabulary=512)

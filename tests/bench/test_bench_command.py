@@ -1,0 +1,103 @@
+"""``forerun bench`` on a model from a folder: what it measures, writes, refuses and keeps when a later round fails."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.test_prompts_file import tokenizer, written
+from support.tiny import tiny
+from typer.testing import CliRunner, Result
+
+from forerun.bench.contestants import Bench
+from forerun.bench.rounds import Series
+from forerun.cli import app
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    copy.deepcopy(tiny("llama")).float().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def bench(model: str, tmp_path: Path, *more: str) -> Result:
+    chat = {"task": "mine", "messages": [{"role": "user", "content": "a b a b"}]}
+    file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, chat, {"task": "other", "prompt": "e"})
+    few = ["--rounds", "2", "-n", "12", "--dtype", "float64", "--out", str(tmp_path / "out")]
+    return CliRunner().invoke(app, ["bench", "-m", model, "--prompts-file", str(file), *few, *more])
+
+
+def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> None:
+    done = bench(model, tmp_path, "-d", "trie", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert {row["task"] for row in found["rows"]} == {"mine", "other"}
+    names = {row["contestant"] for row in found["rows"]}
+    assert names == {"transformers greedy", "transformers prompt lookup", "forerun none", "forerun trie"}
+    assert {row["same_output"] for row in found["rows"]} == {1.0}
+    assert found["settings"]["dtype"] == "float64" and found["settings"]["rounds"] == 2
+    markdown = (tmp_path / "out" / "speed.md").read_text()
+    assert "geometric mean" in markdown and "ranks may be noise" in markdown and "max new tokens 12" in markdown
+    assert (tmp_path / "out" / "speed.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_plot_is_drawn_only_if_matplotlib_is_there(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.bench.plot.find_spec", lambda name: None)
+    assert bench(model, tmp_path, "-d", "lookup").exit_code == 0
+    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".jsonl", ".md"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("-d", "triforce"), "contestant triforce needs a small model: --draft-model"),
+        (("-d", "magic"), "drafter is 'magic'"),
+        (("--skip", "forerun magic"), "--skip has 'forerun magic'"),
+        (("--prompts-file", "nowhere.jsonl"), "--prompts-file is nowhere.jsonl; there is no such file"),
+        (("-n", "9000"), "more than the model's 128 positions"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_wrong_is_named_before_any_work_and_leaves_a_journal(
+    model: str, tmp_path: Path, wrong: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "speed-turns.jsonl").write_text("hours of work")
+    done = bench(model, tmp_path, *wrong)
+    assert done.exit_code == 2 and message in " ".join(done.stderr.split())
+    assert (tmp_path / "out" / "speed-turns.jsonl").read_text() == "hours of work"
+
+
+def test_what_was_measured_is_kept_when_a_later_round_fails(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Bench.run
+
+    def fails_later(self: Bench, *arguments: Any) -> Iterator[list[Series]]:
+        rounds = run(self, *arguments)
+        yield next(rounds)
+        raise ValueError("contestant forerun lookup: the power failed")
+
+    monkeypatch.setattr(Bench, "run", fails_later)
+    done = bench(model, tmp_path, "-d", "lookup")
+    assert done.exit_code == 2 and "contestant forerun lookup: the power failed" in done.stderr
+    assert "| forerun lookup |" in done.stdout
+    rows = json.loads((tmp_path / "out" / "speed.json").read_text())["rows"]
+    assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
+
+
+def test_a_text_that_no_draft_may_change_ends_in_status_1(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forerun.cli.bench.changed", lambda rows: ["forerun lookup"])
+    done = bench(model, tmp_path, "-d", "lookup")
+    assert done.exit_code == 1
+    assert "forerun lookup: some texts differ from plain Forerun's, and none may" in done.stderr

@@ -1,0 +1,192 @@
+"""Contestants in interleaved rounds: medians, spread, equal texts, the journal and the report; no time is asserted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import PROMPTS, tiny
+
+from forerun.bench import report
+from forerun.bench.contestants import Bench
+from forerun.bench.journal import Journal, TurnKey, about
+from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, measure
+from forerun.core.long_context import LongContextConfig
+
+
+def measured(*arguments: Any) -> list[Series]:
+    """What is measured after the last round."""
+    *_, series = measure(*arguments)
+    return series
+
+
+@pytest.fixture(scope="module")
+def series() -> list[Series]:
+    prompts = PromptSet("copy", PROMPTS[:2], PROMPTS[:2], 60)
+    settings = LongContextConfig(draft_model=tiny("llama"))
+    *_, found = Bench(tiny("llama"), ["none", "lookup", "trie"], settings).run(prompts, rounds=2)
+    return found
+
+
+def test_every_contestant_gives_the_baseline_s_text(series: list[Series]) -> None:
+    rows = report.summarise(series)
+    assert {row["contestant"] for row in rows} == {
+        BASELINE,
+        "transformers prompt lookup",
+        "transformers assisted",
+        PLAIN,
+        "forerun lookup",
+        "forerun trie",
+        "forerun trie, warm",
+    }
+    assert all(row["same_output"] == 1 for row in rows)
+    assert {row["same_as_plain"] for row in rows} == {1, None}
+    by_name = {row["contestant"]: row for row in rows}
+    assert by_name[PLAIN]["tokens_per_pass"] == by_name[BASELINE]["tokens_per_pass"] == 1
+    assert by_name["forerun trie, warm"]["tokens_per_pass"] > 1  # it has seen these very answers
+
+
+def test_a_text_that_differs_from_plain_forerun_is_counted_apart_from_transformers() -> None:
+    def one(name: str, text: list[int]) -> Series:
+        return Series(name, "t", [[Run([text], 1.0, 1)]])
+
+    rows = report.summarise([one(BASELINE, [1, 2]), one(PLAIN, [1, 3]), one("forerun x", [1, 2])])
+    by_name = {row["contestant"]: (row["same_as_plain"], row["same_output"]) for row in rows}
+    assert by_name == {BASELINE: (None, 1), PLAIN: (1, 0), "forerun x": (0, 1)}
+    assert report.changed(rows) == ["forerun x"]
+    assert "| forerun x | 2.00 | 0 % | 100 % |" in report.equality_table(rows)
+
+
+def test_few_rounds_are_said_to_rank_nothing_and_the_spread_is_shown(series: list[Series]) -> None:
+    text = report.BenchResult(report.summarise(series), {}).markdown
+    assert "Fewer than 5 rounds: ranks may be noise." in text
+    assert " to " in text.splitlines()[2] and text.splitlines()[3].count("x (") == 1
+    five = [Series(name, "t", [[Run([[1]], 1.0, 1)] * 5]) for name in (BASELINE, PLAIN)]
+    assert "noise" not in report.BenchResult(report.summarise(five), {}).markdown
+
+
+def test_contestants_are_left_out_by_name() -> None:
+    prompts = PromptSet("copy", PROMPTS[:1], [], 2)
+    *_, some = Bench(tiny("llama"), ["none"], skip=["transformers prompt lookup"]).run(prompts, 1)
+    assert [each.contestant for each in some] == [BASELINE, PLAIN]
+    for name in ("forerun auto", BASELINE, PLAIN):
+        with pytest.raises(ValueError, match=f"--skip has '{name}'; known are 'transformers prompt lookup'"):
+            Bench(tiny("llama"), ["none"], skip=[name]).check_skip([prompts])
+
+
+def test_a_contestant_that_cannot_be_built_or_run_is_named() -> None:
+    with pytest.raises(ValueError, match="contestant triforce: this drafter needs a small model"):
+        Bench(tiny("llama"), ["none", "triforce"])
+
+    def fails(rows: Rows, max_new_tokens: int) -> Run:
+        raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="contestant bad: no room"):
+        measured({"bad": Contestant(fails)}, "t", [[[1]]], 4, 1)
+
+
+def test_speed_is_the_median_and_spread_the_extremes() -> None:
+    runs = [[Run([[1] * 10], seconds, 5) for seconds in (1.0, 2.0, 4.0)]]
+    one = Series("x", "t", runs)
+    assert one.tokens_per_second == 5
+    assert one.spread == (2.5, 10)
+    assert one.tokens_per_pass == 2
+
+
+def test_texts_of_every_round_are_compared_and_counted() -> None:
+    def series(*texts: list[int]) -> Series:
+        return Series("x", "t", [[Run([text], 2.0, 1) for text in texts]])
+
+    assert series([1, 2], [1, 3], [1, 2]).same_texts(series([1, 2], [1, 2], [1, 2])) == 2 / 3
+    assert series([1], [1, 2, 3, 4], [1, 2, 3, 4]).tokens_per_second == 2
+
+
+def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path: Path) -> None:
+    """Turns that were measured are not run again, and a turn that lacks a contestant is run anew, whole."""
+    runs: list[str] = []
+
+    def contestant(name: str) -> Contestant:
+        def run(rows: Rows, max_new_tokens: int) -> Run:
+            runs.append(name)
+            if len(runs) == 9:
+                raise KeyboardInterrupt
+            return Run([[1] * max_new_tokens for _ in rows], float(len(runs)), 3)
+
+        return Contestant(run)
+
+    two, path = {name: contestant(name) for name in "ab"}, tmp_path / "new" / "turns.jsonl"
+    groups = [[[1, 2]], [[3]]]
+    with pytest.raises(KeyboardInterrupt):  # two runs to warm up, three turns, and half a turn
+        measured(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}))
+    with path.open("a") as file:
+        file.write('{"key": ["t", 1')  # what a process leaves that is killed as it writes
+    again = measured(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 9 + 2 + 2
+    assert [[run.seconds for run in rounds] for rounds in again[0].runs] == [[3.0, 8.0], [6.0, 12.0]]
+    measured(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 13
+    measured(two | {"c": contestant("c")}, "t", groups, 9, 1, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 13 + 3 + 6
+    measured(two, "t", groups, 8, 1, Journal(path, {"dtype": "x"}, resume=True))
+    assert len(runs) == 22 + 2 + 4  # other texts
+
+
+def test_a_journal_of_something_else_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    journal = Journal(path, {"dtype": "float32"})
+    journal.add(TurnKey.of("t", 0, [[1]], 4), {"a": {"seconds": 1.0}})
+    with pytest.raises(ValueError, match="measured with dtype 'float32' and this is 'bfloat16'; give another --out"):
+        Journal(path, {"dtype": "bfloat16"}, resume=True)
+    assert Journal(path, {"dtype": "float32"}).find(TurnKey.of("t", 0, [[1]], 4), ["a"]) is None  # begun anew
+    path.write_text("# a page\n")
+    with pytest.raises(ValueError, match="is not a bench's journal"):
+        Journal(path, {}, resume=True)
+
+
+def test_a_journal_tells_warm_prompts_devices_and_sources_apart(tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    bench = Bench(tiny("llama"), ["trie"])
+    for seen, lines in ((PROMPTS[1:2], 2), (PROMPTS[1:2], 2), (PROMPTS[2:3], 3)):
+        bench.run(PromptSet("copy", PROMPTS[:1], seen, 2), 1, Journal(path, {}, resume=True))
+        assert len(path.read_text().splitlines()) == lines
+    (there, here), this = (about("a", "float32", device) for device in ("cpu", "cuda:0")), about("a", "float32", "cpu")
+    assert there != here and there == this and len(this["sources"]) == 16
+
+
+def test_a_report_that_is_not_written_to_its_end_leaves_the_old_one(
+    series: list[Series], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path, *_) = report.write(report.Result(report.summarise(series), {"rounds": 2}), tmp_path, "speed")
+    old, write = path.read_text(), Path.write_text
+
+    def cut(self: Path, text: str) -> int:
+        write(self, text[:9])
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="the disk is full"):
+        report.write(report.Result(report.summarise(series), {"rounds": 3}), tmp_path, "speed")
+    assert path.read_text() == old
+
+
+def test_a_report_is_written_in_three_forms(series: list[Series], tmp_path: Path) -> None:
+    paths = report.write(report.Result(report.summarise(series), {"rounds": 2}), tmp_path / "new", "speed")
+    assert json.loads(paths[0].read_text())["rows"][0]["contestant"] == BASELINE
+    assert "| forerun trie, warm |" in paths[1].read_text()
+    assert paths[2].read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them() -> None:
+    def row(task: str, contestant: str, speed_up: float, passes: float | None) -> report.Row:
+        return {"task": task, "contestant": contestant, "speed_up": speed_up, "tokens_per_second": speed_up * 10,
+                "tokens_per_pass": passes}  # fmt: skip
+
+    rows = [row("a", "x", 2.0, 1.0), row("b", "x", 8.0, 4.0), row("a", "y", 1.0, None), row("b", "z", 3.0, 1.0)]
+    assert [(mean["contestant"], mean["speed_up"], mean["tokens_per_pass"]) for mean in report.means(rows)] == [
+        ("x", 4.0, 2.0)
+    ]
+    assert report.means(rows[:1]) == []
+    assert "| x | 2.00x (1.00) | 8.00x (4.00) | 4.00x (2.00) |" in report.markdown(rows)
+    assert "| y | 1.00x | - | - |" in report.markdown(rows)

@@ -1,0 +1,222 @@
+"""``python -m benchmarks tasks``, ``replay`` and ``exact-texts``: what is asked and refused; no time is asserted."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from bench.test_prompts_file import tokenizer, written
+from support.tiny import PROMPTS, tiny
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.reporting.update_pages import into_page
+from benchmarks.studies import exact_texts
+from benchmarks.studies.replay import Recorded, Selection, replay
+from benchmarks.tasks.contestants import PADDED, TaskBench
+from benchmarks.tasks.continuations import continuations
+from benchmarks.tasks.task_prompts import Counts, build_jobs
+from benchmarks.training.tasks import Material, make
+from forerun.bench import report
+from forerun.bench.journal import TurnKey
+from forerun.bench.prompts_file import Prompt
+from forerun.bench.rounds import PromptSet, Rows
+from forerun.drafting.recipes import build_drafter
+from forerun.engine.engine import Engine
+
+pytestmark = pytest.mark.matrix
+
+
+def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cold, warm = PromptSet("copy", PROMPTS[:1], [], 2), PromptSet("json", PROMPTS[:1], PROMPTS[1:2], 2)
+    bench = TaskBench(tiny("llama"), ["trie"], skip=["forerun trie, warm"])
+    bench.check_skip([cold, warm])
+    with pytest.raises(ValueError, match="--skip has 'forerun trie, warm'"):
+        bench.check_skip([cold])
+    asked: list[Rows] = []
+    generate = Engine.generate
+    monkeypatch.setattr(Engine, "generate", lambda self, ids, **how: (asked.append(ids), generate(self, ids, **how))[1])
+    (series,) = bench.run(warm, 1)
+    assert "forerun trie, warm" not in [each.contestant for each in series]
+    assert "forerun, wrong drafts" in [each.contestant for each in series]
+    assert asked and all(rows == [PROMPTS[0]] for rows in asked)
+    fewer = TaskBench(tiny("llama"), ["none"], skip=["forerun trie"])
+    fewer.measures_batches = True
+    fewer.check_skip([cold])
+    (series,) = fewer.run_batches(PROMPTS, 2, 2, 1)
+    assert [each.contestant for each in series] == [PADDED, "forerun none"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (("-d", "magic"), "drafter is 'magic'"),
+        (("-d", "none", "--skip", "forerun magic"), "--skip has 'forerun magic'"),
+    ],
+)
+def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path: Path, wrong: tuple[str, ...], said: str) -> None:
+    (tmp_path / "speed-turns.jsonl").write_text("hours of work")
+    few = ("-k", "json", "--prompts", "1", "--warm-prompts", "0", "-n", "2", "--out", str(tmp_path))
+    done = CliRunner().invoke(app, ["tasks", "--device", "cpu", *few, *wrong])
+    assert done.exit_code == 2 and said in done.stderr
+    assert (tmp_path / "speed-turns.jsonl").read_text() == "hours of work"
+
+
+def test_exact_texts_counts_no_text_of_another_run(tmp_path: Path) -> None:
+    options = exact_texts.ExactTextsOptions(dtype="float32", out=tmp_path / "out.jsonl", max_new_tokens=4)
+    journal, key = exact_texts._journal(options, "a text", "cpu"), TurnKey("trie", 0, "[0.0, 5]")
+    journal.add(key, {"trie": {"texts": []}})
+    with options.out.open("a") as file:
+        file.write('{"key": ["tr')
+    assert exact_texts._journal(options, "a text", "cpu").find(key, ["trie"]) is not None
+    for other, text in (({"dtype": "bfloat16"}, "a text"), ({"max_new_tokens": 5}, "a text"), ({}, "another")):
+        with pytest.raises(ValueError, match="was measured with"):
+            exact_texts._journal(replace(options, **other), text, "cpu")
+
+
+def test_the_table_goes_between_the_readme_s_markers(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n")
+    into_page(readme, "| new |\n", "bench")
+    into_page(readme, "| newer |\n", "bench")
+    assert readme.read_text() == "a\n<!-- bench:begin -->\n\n| newer |\n\n<!-- bench:end -->\nb\n"
+    with pytest.raises(ValueError, match="has no"):
+        into_page(readme, "", "other")
+
+
+def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:
+    tasks = continuations(Material())
+
+    def encode(prompt: Prompt) -> list[int]:
+        return list(str(prompt).encode())
+
+    jobs, skipped = build_jobs(["json", "prose"], tasks, encode, Counts(2, 1, 8))
+    again, _ = build_jobs(["json"], tasks, encode, Counts(2, 1, 8))
+    assert [job.task for job in jobs] == ["json"]
+    assert jobs == again
+    assert len(jobs[0].prompts) == 2 and len(jobs[0].warm_prompts) == 1
+    assert skipped == {"prose": "needs a text for prose (--books)"}
+    with pytest.raises(ValueError, match="known are copy, json"):
+        build_jobs(["verse"], tasks, encode, Counts(1, 0, 8))
+    with pytest.raises(ValueError, match=r"task json, prompt 1: .* more than the model's 9 positions"):
+        build_jobs(["json"], tasks, encode, Counts(1, 0, 8), positions=9)
+
+
+def test_prompts_of_a_task_are_different_and_as_they_were_where_they_are() -> None:
+    draw = continuations(Material(maths=(("a", "1"), ("b", "2"), ("c", "3"))))
+    assert sorted(draw["maths"](3)) == ["a", "b", "c"]
+    assert list(draw["maths"](3))[:2] == draw["maths"](2)
+    with pytest.raises(ValueError, match="maths has 3 different prompts and 4 are needed; lower --prompts"):
+        draw["maths"](4)
+    assert draw["json"](9) == [make("table", Random(f"bench/json/{i}")).prompt for i in range(9)]
+
+
+def test_batches_give_the_texts_of_padded_ones_whatever_their_size() -> None:
+    bench = TaskBench(tiny("llama"), ["none"])
+    for size in (2, 4):
+        (series,) = bench.run_batches([*PROMPTS, PROMPTS[0]], size, 12, rounds=1)
+        rows = report.summarise(series, PADDED)
+        assert [row["contestant"] for row in rows] == [PADDED, "forerun none", "forerun trie"]
+        assert all(row["same_output"] == 1 and row["texts"] == 4 for row in rows)
+        assert len(series[0].runs) == 4 // size
+
+
+@pytest.mark.parametrize(
+    ("text", "selection"),
+    [
+        ("a.jsonl", Selection(Path("a.jsonl"))),
+        ("a.jsonl:author=llm:gpt3:from=3:to=7", Selection(Path("a.jsonl"), "llm:gpt3", 3, 7)),
+        ("dir/a:b.jsonl:to=2", Selection(Path("dir/a:b.jsonl"), None, 0, 2)),
+        ("a.jsonl:author=human", Selection(Path("a.jsonl"), "human")),
+    ],
+)
+def test_selections_are_parsed(text: str, selection: Selection) -> None:
+    assert Selection.parse(text) == selection
+
+
+def test_replay_of_an_answer_that_stands_in_the_prompt_takes_few_steps() -> None:
+    text = list(range(100, 160))
+    report = replay(build_drafter("lookup"), [Recorded([*text, 5000], text)], budget=10)
+    assert report.tokens == 59
+    assert len(report.drafted) == 6  # from the second token on ten drafted and one more, the last step four
+    summary = report.summary()
+    assert summary["edl"] == round(59 / 6, 4)
+    assert summary["hit_rate"] == 1
+
+
+def test_replay_without_drafts_has_one_token_a_step() -> None:
+    summary = replay(build_drafter("none"), [Recorded([1, 2], [3, 4, 5])], budget=8).summary()
+    assert summary["edl"] == 1
+    assert summary["hit_rate"] == summary["drafted_per_step"] == 0
+
+
+def test_a_warm_trie_replays_what_it_has_seen_in_fewer_steps() -> None:
+    rows = [Recorded([1], list(range(10, 40)))]
+    cold, warm = (replay(build_drafter("trie"), rows, 16, seen) for seen in ([], rows))
+    assert len(cold.drafted) == 29
+    assert len(warm.drafted) < 5
+
+
+def test_the_replay_command_prints_one_json_object(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["unk", "a", "b", "c", "d", "e"])}, "unk"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    rows = [{"prompt": "a b c", "answer": "a b c d e", "author": author} for author in ("x", "y", "x")]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["replay", f"{file}:author=x:from=1", "--tokenizer", str(tmp_path / "tokenizer.json"), "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--warm", f"{file}:author=y", "--budget", "8"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert {"edl", "drafted_per_step", "hit_rate", "retrieve_us", "update_us", "bytes_per_token"} <= set(summary)
+    assert set(summary["retrieve_us"]) == {"p50", "p99", "max"}
+    assert summary["edl"] == 4
+    missing = CliRunner().invoke(app, ["replay", f"{file}:author=z", *arguments[2:]])
+    assert missing.exit_code == 2
+    assert "no row with author=z" in missing.stderr
+    file.write_text('{"prompt": 1')
+    broken = CliRunner().invoke(app, ["replay", str(file), *arguments[2:]])
+    assert broken.exit_code == 2
+    assert "rows.jsonl:1 is no JSON object" in broken.stderr
+
+
+def test_the_command_measures_the_file_on_any_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    copy.deepcopy(tiny("llama")).float().save_pretrained(model)
+    tokenizer().save_pretrained(model)
+    chat = {"task": "mine", "messages": [{"role": "user", "content": "a b a b"}]}
+    file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, chat, {"task": "other", "prompt": "e"})
+    arguments = ["--model", str(model), "--prompts-file", str(file), "--rounds", "1", "-n", "12", "--dtype", "float64"]
+    more = ["--drafter", "trie", "--batch", "2", "--out", str(tmp_path / "out"), "--json"]
+    done = CliRunner().invoke(app, ["tasks", *arguments, *more])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert {row["task"] for row in found["rows"]} == {"mine", "other"}
+    assert {row["same_output"] for row in found["rows"] + found["batches"]} == {1.0}
+    assert {row["contestant"] for row in found["batches"]} >= {"transformers padded", "forerun none", "forerun trie"}
+    assert found["settings"]["dtype"] == "float64"
+    assert (tmp_path / "out" / "speed-batches.png").exists()
+    markdown = (tmp_path / "out" / "speed.md").read_text()
+    assert "geometric mean" in markdown and "processor" in markdown and "max new tokens 12" in markdown
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--prompts-file", "f", "--task", "json"], "--prompts-file has tasks of its own; leave out --task"),
+        (["--batch", "1,2"], "--batch is '1,2'; no number may be below 2"),
+        (["--gguf", "f"], "--gguf is for the peers; add --peers"),
+        (["--task", "verse"], "task is 'verse'; known are copy, json"),
+        (["--code", __file__], "is no JSON"),
+        (["--task", "json", "--prompts", "1", "--warm-prompts", "0", "--batch", "2"], "--batch has 2 and there are 1"),
+    ],
+)
+def test_wrong_options_are_refused(given: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["tasks", *given])
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
