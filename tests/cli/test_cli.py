@@ -413,3 +413,9 @@ def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path: Path)
         refused = call(*asked[:4], wrong, *asked[5:], text)
         assert refused.exit_code and "--kv-store-limit is" in refused.stderr
     assert "add --kv-store" in call("generate", "--kv-store-limit", "1GB", "--prompt", "a").stderr
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": "forerun ge", "COMP_CWORD": "1"}
+    assert "generate" in CliRunner().invoke(app, [], env=env, prog_name="forerun").output
+    assert "--install-completion" in call("--help").output

@@ -17,7 +17,6 @@ from forerun.cli.serve_options import ServeOptions
 
 app = typer.Typer(
     name="forerun",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",

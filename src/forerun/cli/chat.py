@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,8 +40,10 @@ def run(options: ChatOptions) -> None:
         return
     check_drafter(options.drafter)
     system = None if options.system is None else check_text(options.system, "--system")
+    began = time.perf_counter()
     with quiet(), leading(engine := build_engine(options)):
-        chat = Chat(options, Conversation(engine, system, **sampling(options)))
+        loading = time.perf_counter() - began
+        chat = Chat(options, Conversation(engine, system, **sampling(options)), loading)
         if sys.stdin.isatty():
             stderr().print(f"{options.model}, drafter {options.drafter}; /help lists the commands", style="dim")
         try:
@@ -58,6 +61,8 @@ class Chat:
 
     options: ChatOptions
     conversation: Conversation
+    loading: float
+    """Seconds until the engine was ready."""
     last: Turn | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
 
@@ -129,7 +134,8 @@ class Chat:
             self._show_stats(turn)
 
     def _show_stats(self, turn: Turn) -> None:
-        stderr().print(stats_table(turn.request.stats, self.options.drafter, seed_of(turn.request)))
+        level, seed = self.conversation.engine.exactness.level, seed_of(turn.request)
+        stderr().print(stats_table(turn.request.stats, self.options.drafter, level, self.loading, seed))
         typer.echo(
             f"conversation: {turn.request.prompt_length} tokens, of which {turn.read} were read "
             f"and {turn.cached} came from the cache",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -65,12 +66,14 @@ def run(options: GenerateOptions) -> None:
     check_drafter(options.drafter)
     known = [read_prompt(str(path)) for path in options.warm or []]
     kept = kept_texts(options)
+    began = time.perf_counter()
     with quiet(), closing(build_engine(options, **kept)) as engine, leading(engine):
+        loading = time.perf_counter() - began
         (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
         (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
         with _trie_kept(options, engine):
             engine.warm(known, options.namespace)
-            interrupted = _generate(options, engine, request)
+            interrupted = _generate(options, engine, request, loading)
     if interrupted:
         raise typer.Exit(INTERRUPTED)
 
@@ -95,7 +98,7 @@ def conversation(text: str, system: str | None) -> list[dict[str, str]]:
     return [*told, {"role": "user", "content": text}]
 
 
-def _generate(options: GenerateOptions, engine: Engine, request: Request) -> bool:
+def _generate(options: GenerateOptions, engine: Engine, request: Request, loading: float) -> bool:
     """Generate and print; true if interrupted."""
     writer = TextWriter(options.color)
     output = Output(Detokenizer(engine.tokenizer, request.prompt.tolist()), nothing if options.json else writer.write)
@@ -103,7 +106,8 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request) -> boo
     if not options.json:
         writer.end()
     if options.stats:
-        stderr().print(stats_table(request.stats, options.drafter, seed_of(request)))
+        level = engine.exactness.level
+        stderr().print(stats_table(request.stats, options.drafter, level, loading, seed_of(request)))
     elif request.stats.middle is not None and not options.json:
         stderr().print(levels(request.stats))
     if options.json:
