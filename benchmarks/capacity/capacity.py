@@ -17,14 +17,54 @@ read there. A pass over a retrieval cache streams nothing: that cache is on the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from benchmarks.capacity.devices import GIB, Device
 from benchmarks.capacity.shapes import ModelShape
 
+GIB = 1024**3
+LAYER_SECONDS = 10 * 2e-6
+"""Ten kernels of a layer, and 2 us between the last read of one and the first of the next, with CUDA graphs; assumed."""
+REDUCTION_SECONDS = 10e-6
+"""An all-reduce of nothing between devices of one host; assumed."""
 RESERVE = 2.0 * GIB
 """Bytes of each device for its runtime, activations and what a pass writes between."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, and its host, by what its maker states.
+
+    Attributes:
+        memory: bytes.
+        bandwidth: bytes of memory it reads a second.
+        operations: dense operations a second in the weights' type; a multiplication and an addition are two.
+        link: bytes a second that it sends to the other devices, and receives at the same time.
+        host_link: bytes a second from the host's memory.
+        host_memory: bytes of the host that devices may use together.
+        layer_seconds: what a layer takes on top, whatever it reads.
+        reduction_seconds: what an all-reduce takes on top.
+    """
+
+    memory: float
+    bandwidth: float
+    operations: float
+    link: float
+    host_link: float
+    host_memory: float = 1024.0 * GIB
+    layer_seconds: float = LAYER_SECONDS
+    reduction_seconds: float = REDUCTION_SECONDS
+
+
+PCIE4, PCIE5 = 31.5e9, 63e9
+"""Bytes a second in one direction over 16 lanes."""
+DEVICES = {
+    "a100-80gb": Device(80 * GIB, 2.039e12, 312e12, 300e9, PCIE4),
+    "h100": Device(80 * GIB, 3.35e12, 989e12, 450e9, PCIE5),
+    "h200": Device(141 * GIB, 4.8e12, 989e12, 450e9, PCIE5),
+    "rtx-4090": Device(24 * GIB, 1.008e12, 165e12, PCIE4, PCIE4),
+}
+"""The SXM forms of A100, H100 and H200, and the RTX 4090: the makers' data sheets, in bfloat16 without sparsity. Links
+are per direction, half of what a sheet states for both. A sheet's GB of memory are GiB."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +73,11 @@ class Machine:
 
     Attributes:
         kv_memory: bytes of each device for keys and values; by default all that the weights leave.
-
-    Raises:
-        ValueError: for a value out of range, or several devices without a link.
     """
 
     device: Device
     devices: int = 1
     kv_memory: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise ValueError(f"devices is {self.devices}; it must be at least 1")
-        if self.devices > 1 and self.device.link is None:
-            raise ValueError(f"devices is {self.devices}, and they have no link; state its bandwidth")
-        if self.kv_memory is not None and not 0 <= self.kv_memory < math.inf:
-            raise ValueError(f"kv_memory is {self.kv_memory}; it must be at least 0 and finite")
 
     def check(self, shape: ModelShape) -> None:
         """Refuse a shape that cannot be split.
@@ -113,20 +142,13 @@ def fit(shape: ModelShape, machine: Machine, context: int, rows: int = 1, extra:
     wanted = kv_bytes(shape, context, rows) * machine.kv_share(shape)
     kept = min(wanted, room)
     streamed = wanted - kept
-    host = 0.0 if device.host_link is None else device.host_memory
-    return Fit(weights, kept, streamed, left >= 0, streamed * machine.devices <= host)
+    return Fit(weights, kept, streamed, left >= 0, streamed * machine.devices <= device.host_memory)
 
 
-def devices_needed(shape: ModelShape, device: Device) -> int:
-    """The least devices whose memory holds the weights, of those numbers that its heads are split by.
-
-    Raises:
-        ValueError: if no number of them does.
-    """
-    for count in (g for g in range(1, shape.heads + 1) if not shape.heads % g):
-        if shape.stored_bytes / count <= device.memory - RESERVE:
-            return count
-    raise ValueError(f"{shape.heads} devices of {device.memory / GIB:.0f} GiB do not hold the weights")
+def devices_needed(shape: ModelShape, device: Device) -> int | str:
+    """The least devices whose memory holds the weights, of those numbers that its heads are split by."""
+    counts = (g for g in range(1, shape.heads + 1) if not shape.heads % g)
+    return next((g for g in counts if shape.stored_bytes / g <= device.memory - RESERVE), "larger")
 
 
 @dataclass(frozen=True)
@@ -155,9 +177,8 @@ def pass_seconds(shape: ModelShape, machine: Machine, one: Pass) -> float:
     attended = machine.kv_share(shape) * (read * shape.token_kv_bytes + one.rows * one.index) + one.streamed
     linear = _longer(device, shape.pass_bytes / g, scored * shape.linear_operations / g)
     attention = _longer(device, attended, one.tokens * read * shape.pair_operations / g)
-    streaming = one.streamed / device.host_link if device.host_link else 0.0
     fixed = shape.layers * (device.layer_seconds + 2 * _reduction(shape, machine, scored))
-    return max(linear + attention, streaming) + fixed
+    return max(linear + attention, one.streamed / device.host_link) + fixed
 
 
 def _longer(device: Device, read: float, operations: float) -> float:
@@ -166,8 +187,8 @@ def _longer(device: Device, read: float, operations: float) -> float:
 
 def _reduction(shape: ModelShape, machine: Machine, tokens: int) -> float:
     """Seconds of an all-reduce of these tokens' hidden states."""
-    g, link = machine.devices, machine.device.link
-    if g == 1 or link is None:
+    g = machine.devices
+    if g == 1:
         return 0.0
     sent = 2 * (g - 1) / g * tokens * shape.hidden * shape.weight_bytes
-    return machine.device.reduction_seconds + sent / link
+    return machine.device.reduction_seconds + sent / machine.device.link

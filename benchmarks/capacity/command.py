@@ -1,4 +1,4 @@
-"""``forerun capacity``: what a model takes on which devices, computed from its sizes."""
+"""``python -m benchmarks capacity``: what a model takes on which devices, computed from its sizes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.capacity import report as tables
-from benchmarks.capacity.capacity import Machine
-from benchmarks.capacity.devices import CPU, Device, device_named
+from benchmarks.capacity.capacity import DEVICES, Machine
 from benchmarks.capacity.forecast import Drafting
-from benchmarks.capacity.measured import BYTES, Measured, add_measured
 from benchmarks.capacity.options import MODELS, CapacityOptions
 from benchmarks.capacity.published import add_published
-from benchmarks.capacity.rates import this_machine
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.delivery import deliver
 from benchmarks.reporting.options import numbers
 from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
 from forerun.cli.sizes import size_of
-from forerun.cli.terminal import stderr, working
 from forerun.models.loading.load import find
 
 UNLIKE = 0.01
@@ -30,7 +26,6 @@ UNLIKE = 0.01
 
 def run(options: CapacityOptions) -> None:
     """Compute, print the tables, and write JSON and Markdown."""
-    measured = [Measured(path) for path in options.compare or ()]
     shapes = _shapes(options)
     machines = _machines(options)
     for shape in shapes.values():
@@ -42,8 +37,6 @@ def run(options: CapacityOptions) -> None:
     tables.add_speeds(report, shapes, contexts, machines, options.rows, _drafting(options))
     if options.published:
         add_published(report)
-    for at, one in enumerate(measured):
-        add_measured(report, one, Machine(_measure(one.dtype)), at)
     deliver(report, options.out, "capacity", options.json)
 
 
@@ -59,15 +52,9 @@ def _typed(shape: ModelShape, options: CapacityOptions) -> ModelShape:
 
 
 def _machines(options: CapacityOptions) -> list[Machine]:
-    dtype = next((name for name, size in BYTES.items() if size == options.weight_bytes), "float32")
-    kind = _measure(dtype) if options.device_kind == CPU else device_named(options.device_kind)
     room = None if options.kv_memory is None else size_of(options.kv_memory, "--kv-memory")
-    return [Machine(options.device(kind), count, room) for count in numbers("--devices", options.devices, int, 1)]
-
-
-def _measure(dtype: str) -> Device:
-    with working(stderr(), "measuring this machine"):
-        return this_machine(getattr(torch, dtype))
+    counts = numbers("--devices", options.devices, int, 1)
+    return [Machine(DEVICES[options.device_kind], count, room) for count in counts]
 
 
 def _drafting(options: CapacityOptions) -> Drafting:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from benchmarks.capacity.capacity import Fit, Machine, Pass, fit, pass_seconds
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.capacity.speculation import chain_seconds, check_rate, expected_tokens, waiting
+from benchmarks.capacity.speculation import chain_seconds, expected_tokens, waiting
 from forerun.core.long_context import LongContextConfig, Sparse
 
 LONGEST = 32
@@ -38,9 +38,6 @@ class Drafting:
         window: tokens that the small model sees.
         sparse: the sparse cache. The low-rank one reads its index of all keys at each pass.
         gamma1, gamma2: tokens drafted and verified at a time; by default those that give the most tokens a second.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     acceptance: float
@@ -51,16 +48,6 @@ class Drafting:
     sparse: Sparse = "retrieval"
     gamma1: int | None = None
     gamma2: int | None = None
-
-    def __post_init__(self) -> None:
-        check_rate("acceptance", self.acceptance)
-        check_rate("small_acceptance", self.small_acceptance)
-        for name in ("budget", "window", "gamma1", "gamma2"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.sparse not in ("retrieval", "low-rank"):
-            raise ValueError(f"sparse is {self.sparse!r}; allowed are 'retrieval' and 'low-rank'")
 
     def index(self, shape: ModelShape, context: int) -> float:
         """Bytes of a row's index that a pass reads."""
@@ -121,7 +108,7 @@ class Forecast:
         return self.rate / self.plain_rate
 
 
-class Passes:
+class LevelTimes:
     """Seconds of each level's passes at one context.
 
     Args:
@@ -169,21 +156,14 @@ class Passes:
 
 
 def forecast(shape: ModelShape, machine: Machine, context: int, rows: int, drafting: Drafting) -> Forecast:
-    """The limits at a context; what is computed where something does not fit means nothing (``Fit.possible``).
-
-    Raises:
-        ValueError: for a context or rows under 1, or devices that cannot split the shape.
-    """
-    for name, value in (("context", context), ("rows", rows)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    passes = Passes(shape, machine, context, rows, drafting)
+    """The limits at a context; what is computed where something does not fit means nothing (``Fit.possible``)."""
+    passes = LevelTimes(shape, machine, context, rows, drafting)
     steps = _steps(passes, drafting, context, rows)
     best = max(steps, key=lambda step: step.tokens / step.seconds)
     return Forecast(context, rows, passes.plain_fit, passes.fit, passes.plain(), best)
 
 
-def _steps(passes: Passes, drafting: Drafting, context: int, rows: int) -> list[Step]:
+def _steps(passes: LevelTimes, drafting: Drafting, context: int, rows: int) -> list[Step]:
     """A step of each length that may be."""
     small, short = passes.small(), context <= drafting.budget
     acceptance = drafting.small_acceptance if short else drafting.acceptance
@@ -201,7 +181,7 @@ def _steps(passes: Passes, drafting: Drafting, context: int, rows: int) -> list[
     ]
 
 
-def _chains(passes: Passes, drafting: Drafting, gamma1: int, most: int, rows: int) -> list[float]:
+def _chains(passes: LevelTimes, drafting: Drafting, gamma1: int, most: int, rows: int) -> list[float]:
     """Seconds of making chains of 0, 1, ..., ``most`` tokens for all rows."""
     seconds = chain_seconds(most, gamma1, drafting.small_acceptance, passes.middle, passes.small())
     slower = waiting(most, gamma1, drafting.small_acceptance, rows)

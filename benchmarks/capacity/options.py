@@ -1,4 +1,4 @@
-"""Options of ``forerun capacity``."""
+"""Options of ``python -m benchmarks capacity``."""
 
 from __future__ import annotations
 
@@ -7,26 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from benchmarks.capacity.devices import CPU, DEVICES, Device, device_named
+from benchmarks.capacity.capacity import DEVICES
 from benchmarks.capacity.shapes import SHAPES, ModelShape
-from benchmarks.reporting.options import numbers
+from benchmarks.reporting.options import list_option, numbers
 from forerun.cli.options import _LONG, _MODEL, _OUTPUT, _TEXT, Debug, Json
 from forerun.cli.options import _option as option
 from forerun.cli.sizes import size_of
 from forerun.core.long_context import LongContextConfig, Sparse
 
 _DEVICE = "Devices"
-_SIZE = "such as 80GiB"
 MODELS = ("llama-2-7b", "llama-2-13b", "llama-3-70b")
 """Shapes that are shown where none is named."""
-
-
-def _size(flag: str, help: str) -> object:  # noqa: A002
-    return option(flag, panel=_DEVICE, help=f"{help}; by default the kind's.", metavar="SIZE")
-
-
-def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
-    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class CapacityOptions:
     """What a model takes on which devices: bytes, what fits, and the most tokens a second, plain and with TriForce.
 
     Computed from sizes alone, without weights: how much passes must read, and how fast devices can. Writes JSON and
-    Markdown.
+    Markdown; ``update-pages`` puts the tables of ``--published`` into docs/scaling.md.
     """
 
     model_shape: Annotated[
@@ -48,20 +39,10 @@ class CapacityOptions:
     ] = None
     weight_bytes: Annotated[float, option("--weight-bytes", panel=_MODEL, help="Of one weight.")] = 2.0
     kv_bytes: Annotated[float, option("--kv-bytes", panel=_MODEL, help="Of one number of a key or value.")] = 2.0
-    context: Annotated[str, _list("--context", _TEXT, "Tokens of each row, such as 8K,1M.")] = "8K,128K,1M"
+    context: Annotated[str, list_option("--context", _TEXT, "Tokens of each row, such as 8K,1M.")] = "8K,128K,1M"
     rows: Annotated[int, option("--rows", panel=_TEXT, help="That are decoded together.", min=1)] = 1
-    devices: Annotated[str, _list("--devices", _DEVICE, "How many hold the model together.")] = "1,8"
-    device_kind: Annotated[
-        str, option("--device-kind", panel=_DEVICE, help=f"Of {', '.join(DEVICES)}, or {CPU}: this machine, measured.")
-    ] = "a100-80gb"
-    memory: Annotated[str | None, _size("--memory", f"Of one device, {_SIZE}")] = None
-    bandwidth: Annotated[str | None, _size("--bandwidth", "A second, of its memory")] = None
-    operations: Annotated[
-        float | None, option("--operations", panel=_DEVICE, help="Of a device a second, dense; by default the kind's.")
-    ] = None
-    link: Annotated[str | None, _size("--link", "A second to other devices, in one direction")] = None
-    host_link: Annotated[str | None, _size("--host-link", "A second from the host's memory")] = None
-    host_memory: Annotated[str | None, _size("--host-memory", "Of the host")] = None
+    devices: Annotated[str, list_option("--devices", _DEVICE, "How many hold the model together.")] = "1,8"
+    device_kind: Annotated[str, option("--device-kind", panel=_DEVICE, help=f"Of {', '.join(DEVICES)}.")] = "a100-80gb"
     kv_memory: Annotated[
         str | None, option("--kv-memory", panel=_DEVICE, metavar="SIZE", help="Of one device for keys and values; by "
                            "default all that is left. The rest is in the host's memory.")
@@ -88,10 +69,6 @@ class CapacityOptions:
     published: Annotated[
         bool, option("--published", panel=_OUTPUT, help="Compare with figures that others published.")
     ] = False
-    compare: Annotated[
-        list[Path] | None, option("--compare", panel=_OUTPUT, metavar="JSON", help="Compare with bench triforce "
-                                  "--simulate-acceptance on this machine; may be repeated.")
-    ] = None  # fmt: skip
     out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/capacity")
     json: Json = False
     debug: Debug = False
@@ -105,8 +82,8 @@ class CapacityOptions:
             raise ValueError("give --model or --model-shape, not both")
         if self.draft_shape != "none":
             ModelShape.parse(self.draft_shape)
-        if self.device_kind != CPU:
-            self.device(device_named(self.device_kind))
+        if self.device_kind not in DEVICES:
+            raise ValueError(f"a device is {self.device_kind!r}; known are {', '.join(DEVICES)}")
         if self.kv_memory is not None:
             size_of(self.kv_memory, "--kv-memory")
         for name in ("weight_bytes", "kv_bytes"):
@@ -125,19 +102,3 @@ class CapacityOptions:
                 f"--context is {self.context!r}; it must be numbers of tokens such as 8K,128K,1M with commas between"
             )
         return [int(part[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[part[2]] for part in parts if part is not None]
-
-    def device(self, kind: Device) -> Device:
-        """A kind with the numbers that were given.
-
-        Raises:
-            ValueError: for one that is none.
-        """
-        names = ("memory", "bandwidth", "link", "host_link", "host_memory")
-        given: dict[str, float] = {
-            name: size_of(text, "--" + name.replace("_", "-"))
-            for name in names
-            if (text := getattr(self, name)) is not None
-        }
-        if self.operations is not None:
-            given["operations"] = self.operations
-        return Device(**{**vars(kind), **given})

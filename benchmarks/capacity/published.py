@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from benchmarks.capacity.capacity import Machine, kv_bytes
-from benchmarks.capacity.devices import DEVICES
+from benchmarks.capacity.capacity import DEVICES, Machine, kv_bytes
 from benchmarks.capacity.forecast import Drafting, forecast
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.tables import Report, listing
@@ -25,8 +24,6 @@ GAMMA, GAMMA_OFFLOADED, GAMMA_ONE = 6, 16, 12
 BUDGET, BUDGET_OFFLOADED, BUDGET_ONE = 4096, 12288, 8192
 NAIVE_BUDGET = 1024
 LAYERS_KEPT = 9 / 32
-
-
 COLUMNS = {"what": "figure", "unit": "unit", "published": "published", "predicted": "predicted", "off": "off by"}
 
 
@@ -37,18 +34,6 @@ class Claim(NamedTuple):
     unit: str
     published: float
     predicted: float
-
-    @property
-    def row(self) -> dict[str, object]:
-        """As plain values."""
-        off = self.predicted / self.published - 1
-        return {
-            "what": self.what,
-            "unit": self.unit,
-            "published": self.published,
-            "predicted": float(f"{self.predicted:.3g}"),
-            "off": f"{100 * off:+.0f} %",
-        }
 
 
 TABLE_2 = {
@@ -82,7 +67,12 @@ SHORT = 128
 
 def add_published(report: Report) -> None:
     """All claims as one table."""
-    rows = [claim.row for claim in (*_on_chip(), *_offloaded(), *_parallel())]
+    claims = [*_on_chip(), *_offloaded(), *_parallel()]
+    rows = [
+        one._asdict()
+        | {"predicted": float(f"{one.predicted:.3g}"), "off": f"{100 * (one.predicted / one.published - 1):+.0f} %"}
+        for one in claims
+    ]
     report.add("published", "Published figures, and what this model says of them", rows, listing(rows, COLUMNS))
 
 

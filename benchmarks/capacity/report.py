@@ -97,19 +97,12 @@ def _speed(name: str, shape: ModelShape, found: Forecast, machine: Machine) -> R
 def fits(shape: ModelShape, found: Forecast, machine: Machine) -> str:
     """What fits, in words."""
     if not found.fit.weights_fit:
-        return f"no: the weights need {_needed(shape, machine)} devices"
+        return f"no: the weights need {devices_needed(shape, machine.device)} devices"
     if not found.fit.host_fits:
         return f"no: {found.fit.streamed * machine.devices / 1e9:,.0f} GB more than devices and host hold"
     if found.fit.streamed:
         return f"{100 * found.fit.offloaded:.0f} % of KV in host memory"
     return "yes"
-
-
-def _needed(shape: ModelShape, machine: Machine) -> str:
-    try:
-        return str(devices_needed(shape, machine.device))
-    except ValueError:
-        return "larger"
 
 
 def _rounded(value: float) -> float:

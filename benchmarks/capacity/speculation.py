@@ -19,16 +19,6 @@ Seconds = Callable[[int], float]
 """Seconds of a pass by its tokens."""
 
 
-def check_rate(name: str, rate: float) -> None:
-    """Refuse what is no probability.
-
-    Raises:
-        ValueError: with its name, for a value outside of 0 to 1.
-    """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"{name} is {rate}; it must be between 0 and 1")
-
-
 def expected_tokens(acceptance: float, drafts: int) -> float:
     """Expected tokens of a step that verifies a chain: accepted drafts plus one."""
     return sum(acceptance**i for i in range(drafts + 1))

@@ -1,4 +1,4 @@
-"""``forerun analyse``: how well a model predicts itself over sparse caches, and why."""
+"""``python -m benchmarks long-context analyse``: how well a model predicts itself over sparse caches, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables and plots of ``forerun analyse``: TriForce's table 1 and its figures 2a, 3 and 6."""
+"""Tables and plots of ``python -m benchmarks long-context analyse``: TriForce's table 1 and its figures 2a, 3 and 6."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of ``forerun analyse``, measured over prompts that are read once."""
+"""The parts of ``python -m benchmarks long-context analyse``, measured over prompts that are read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``forerun bench lookahead``: the Lookahead paper's tables and figures."""
+"""``python -m benchmarks papers lookahead``: the Lookahead paper's tables and figures."""
 
 from __future__ import annotations
 

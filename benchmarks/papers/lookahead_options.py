@@ -1,4 +1,4 @@
-"""Options of ``forerun bench lookahead``."""
+"""Options of ``python -m benchmarks papers lookahead``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LookaheadOptions:
     device: Device = "auto"
     trust_remote_code: Trust = False
     parts: Annotated[str, _list("--parts", _TEXT, f"Of {', '.join(PARTS)}.")] = ",".join(PARTS)
-    tasks: Annotated[str | None, _list("--tasks", _TEXT, "Those of forerun bench; default: all.")] = None
+    tasks: Annotated[str | None, _list("--tasks", _TEXT, "Those of tasks; default: all.")] = None
     focus: Annotated[str, option("--focus", panel=_TEXT, help="The task of all parts but the first two.")] = "rag"
     raw: Annotated[bool, option("--raw", panel=_TEXT, help="Leave the chat template out.")] = False
     books: Annotated[Path | None, option("--books", panel=_TEXT, help="A folder of books not trained on.")] = None

@@ -1,4 +1,4 @@
-"""Tables and plots of ``forerun bench lookahead``."""
+"""Tables and plots of ``python -m benchmarks papers lookahead``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``forerun bench triforce``: decoding after long prompts, compared with plain autoregression over the same cache."""
+"""``python -m benchmarks papers triforce``: decoding after long prompts, compared with plain autoregression over the same cache."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.capacity.simulate import SIMULATED, check_simulated, random_model, random_prompt, simulated
 from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import LongBench, Prefilled, RequestMaker, prefill, sampled
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.recipes import RECIPES, buildable, check_drafter
+from benchmarks.papers.simulated_acceptance import SIMULATED, check_simulated, random_model, random_prompt, simulated
 from benchmarks.papers.triforce import MakerAt, ReadPrompt, Sizes, TriforceBench
 from benchmarks.papers.triforce_options import TRIFORCE_PARTS, TriforceOptions
 from benchmarks.reporting import plots

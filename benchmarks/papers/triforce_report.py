@@ -1,4 +1,4 @@
-"""Tables and plots of ``forerun bench triforce``."""
+"""Tables and plots of ``python -m benchmarks papers triforce``."""
 
 from __future__ import annotations
 

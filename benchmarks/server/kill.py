@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 import signal
 from contextlib import suppress
@@ -29,6 +30,9 @@ from benchmarks.server.request_mixture import TEXT, Asked, Said, mixed, streamed
 from benchmarks.server.server_process import Served
 
 CLIENTS = 6
+LEVEL = re.compile(r"\d{4}-\d\d-\d\dT\S+ ([A-Z]+) ")
+"""Time and level of a line of a server's log, as ``forerun.cli.log`` writes them."""
+QUIET = ("DEBUG", "INFO")
 KNOWN = {"model": "bundled", "max_tokens": 48, "seed": 1}
 FIXED = [
     Asked("text", {**KNOWN, "prompt": TEXT[at : at + 6000], "temperature": heat})
@@ -80,7 +84,7 @@ def _life(out: Path, number: int, chance: random.Random, last: bool) -> dict[str
     store, index, log = out / "store", out / "index", out / f"server-{number}.log"
     options = ("--kv-store", str(store), "--index", str(index), "--index-interval", "0.5", "--kv-memory", "512MiB")
     with Served(options, log) as served:
-        row = {
+        row: dict[str, Any] = {
             "unfinished": len(_unfinished(out)),
             "learned_before": served.metrics()["index_bytes"],
             "seconds_to_ready": round(served.seconds_to_ready, 2),
@@ -89,8 +93,20 @@ def _life(out: Path, number: int, chance: random.Random, last: bool) -> dict[str
         row["read_before"] = _hits(served.port)
         if not last:
             asyncio.run(_load(served, chance))
-    row["warnings"] = [line for line in log.read_text().splitlines() if "WARNING" in line or "ERROR" in line]
+    row["warnings"] = warnings_in(log.read_text())
     return row
+
+
+def warnings_in(log: str) -> list[str]:
+    """The lines of a server's log that are warnings, errors, or part of a traceback.
+
+    Raises:
+        ValueError: if no line has a level, so that there is nothing to find warnings by.
+    """
+    levels = [(LEVEL.match(line), line) for line in log.splitlines()]
+    if not any(level for level, _ in levels):
+        raise ValueError(f"no line of the server's log has a time and a level: {log[:200]!r}")
+    return [line for level, line in levels if (level and level[1] not in QUIET) or line.startswith("Traceback")]
 
 
 async def _questions(port: int) -> list[Said]:

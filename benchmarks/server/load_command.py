@@ -1,4 +1,4 @@
-"""``forerun bench serve``: servers under load."""
+"""``python -m benchmarks server load``: servers under load."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def run(options: ServingOptions) -> None:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(
-            f"forerun bench serve needs {', '.join(missing)}; install them by: pip install 'forerun[serve,bench]'"
-        )
+        raise ValueError(f"server load needs {', '.join(missing)}; install them by: pip install 'forerun[serve,bench]'")
     for name in options.drafters:
         if name not in (DEFAULT, TRANSFORMERS):
             check_drafter(name)

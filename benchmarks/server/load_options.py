@@ -1,4 +1,4 @@
-"""Options of ``forerun bench serve``."""
+"""Options of ``python -m benchmarks server load``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ServingOptions:
         int, option("--long", panel=_LOAD, metavar="TOKENS", help="Read so long a prompt beside streams, too.", min=0)
     ] = 0
     rounds: Annotated[int, option("--rounds", panel=_LOAD, help="Times each is measured.", min=1)] = 3
-    tasks: Annotated[str | None, _list("--tasks", _TEXT, "Those of forerun bench; default: all but copy.")] = None
+    tasks: Annotated[str | None, _list("--tasks", _TEXT, "Those of tasks; default: all but copy.")] = None
     raw: Annotated[bool, option("--raw", panel=_TEXT, help="Leave the chat template out.")] = False
     books: Annotated[Path | None, option("--books", panel=_TEXT, help="A folder of books not trained on.")] = None
     maths: Annotated[Path | None, option("--maths", panel=_TEXT, help="JSON lines of {prompt, answer}.")] = None

@@ -1,4 +1,4 @@
-"""Tables of ``forerun bench serve``."""
+"""Tables of ``python -m benchmarks server load``."""
 
 from __future__ import annotations
 

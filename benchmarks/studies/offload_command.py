@@ -1,4 +1,4 @@
-"""``forerun bench offload``: keys and values that are not on the device."""
+"""``python -m benchmarks offload``: keys and values that are not on the device."""
 
 from __future__ import annotations
 

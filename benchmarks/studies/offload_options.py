@@ -1,4 +1,4 @@
-"""Options of ``forerun bench offload``."""
+"""Options of ``python -m benchmarks offload``."""
 
 from __future__ import annotations
 

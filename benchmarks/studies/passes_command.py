@@ -1,4 +1,4 @@
-"""``forerun bench passes``: the time of a model's passes."""
+"""``python -m benchmarks passes``: the time of a model's passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of ``forerun bench passes``."""
+"""Options of ``python -m benchmarks passes``."""
 
 from __future__ import annotations
 

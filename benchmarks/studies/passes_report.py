@@ -1,4 +1,4 @@
-"""Tables and plots of ``forerun bench passes``."""
+"""Tables and plots of ``python -m benchmarks passes``."""
 
 from __future__ import annotations
 

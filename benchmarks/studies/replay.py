@@ -150,7 +150,7 @@ def replay(drafter: Drafter, rows: Sequence[Recorded], budget: int, warm: Iterab
 def replay_files(
     selection: str, encode: Encode, drafter: Drafter, budget: int, warm: Sequence[str] = ()
 ) -> dict[str, object]:
-    """``forerun replay``: the figures for ``FILE[:author=A][:from=I][:to=J]``.
+    """``python -m benchmarks replay``: the figures for ``FILE[:author=A][:from=I][:to=J]``.
 
     Args:
         selection: what to replay.

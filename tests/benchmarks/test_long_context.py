@@ -15,17 +15,14 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.capacity.capacity import Machine
-from benchmarks.capacity.devices import Device
-from benchmarks.capacity.measured import Measured, add_measured
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.capacity.simulate import check_simulated, random_model, random_prompt, simulated
 from benchmarks.capacity.speculation import expected_tokens
 from benchmarks.long_context import long_bench as longcontext
 from benchmarks.long_context.long_bench import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
 from benchmarks.long_context.pass_costs import Costs, drafting_seconds, measure, speed_up_limit
 from benchmarks.long_context.rows import summarise
 from benchmarks.long_context.texts import Texts
+from benchmarks.papers.simulated_acceptance import check_simulated, random_model, random_prompt, simulated
 from benchmarks.reporting.tables import Report
 from forerun.bench.report import pivot
 from forerun.core.long_context import LongContextConfig
@@ -330,9 +327,6 @@ def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path)
     assert all("simulated acceptance 0.75" in row["simulated"] for rows in found["parts"].values() for row in rows)
     assert {row["same_output"] for row in found["parts"]["contexts"]} == {1}
     assert (tmp_path / "triforce-contexts.png").read_bytes()[:4] == b"\x89PNG"
-    report = Report("Compared", {})
-    add_measured(report, Measured(tmp_path / "triforce.json"), Machine(Device(1e12, 1e9, 1e9)), 0)
-    assert {row["context"] for row in report.parts["measured-0"]} == {40, 80}
 
 
 def test_random_keys_come_with_queries_to_choose_by() -> None:
