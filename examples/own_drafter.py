@@ -3,16 +3,16 @@
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import forerun
-from forerun.core.request import Request
+from forerun.core.pass_context import PassContext
 from forerun.reference import bundled
 
 
 class Echo(forerun.Drafter):
     """Guesses that the last eight tokens come again."""
 
-    def propose(self, request: Request, budget: int) -> forerun.DraftTree:
-        """The last tokens as a chain."""
-        return forerun.DraftTree.chain(request.tokens[-8:][:budget])
+    def propose(self, context: PassContext) -> list[forerun.DraftTree]:
+        """The last tokens of each row as a chain."""
+        return [forerun.DraftTree.chain(row.tokens[-8:][:budget]) for row, budget in context]
 
 
 path = bundled("target")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree, IntArray
@@ -112,7 +113,10 @@ class JacobiDrafter(Drafter):
         columns = self.config.window + self.config.ngram - 2
         self._states[request.id] = _State(_random_tokens(request, columns)[None], _Pool(self.config.guesses))
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         """The pool's n-grams, then the window if it fits into the budget and under ``request.max_draft_depth``."""
         state = self._states[request.id]
         levels, depth = state.levels, request.max_draft_depth

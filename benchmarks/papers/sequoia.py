@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel
 from forerun.core.tree import ROOT, DraftTree
@@ -121,7 +122,10 @@ class ShapedDrafter(Drafter):
     def catch_up(self, request: Request, tokens: int) -> bool:
         return self._level.catch_up(request, tokens)
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         """The shape's first ``budget`` nodes, as far as candidates can come and the text goes on."""
         fork, tree, nodes = request.fork(), DraftTree.empty(), list[int]()
         depth = min(request.max_draft_depth, self._level.room(fork))

@@ -56,7 +56,7 @@ def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (length,), generator=generator)
     sample = FullCache(1)
-    scorer.keeps_queries = True
+    scorer.keep_queries()
     block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
     scorer.score([block], [sample])
     sample.commit(block, [])

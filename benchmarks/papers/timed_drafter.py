@@ -7,9 +7,9 @@ made to learn as soon as it has noted, and both are the update.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
@@ -37,15 +37,13 @@ class Clocked(OuterDrafter):
         super().__init__(inner)
         self.times = times
 
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """See ``Drafter.propose_batch``."""
+    def propose(self, context: PassContext) -> list[DraftTree]:
         begin = time.perf_counter()
-        trees = super().propose_batch(requests, budget)
+        trees = super().propose(context)
         self.times.retrieve.append(time.perf_counter() - begin)
         return trees
 
     def observe(self, request: Request, outcome: Outcome) -> None:
-        """See ``Drafter.observe``."""
         begin = time.perf_counter()
         update(self.inner, request, outcome)
         self.times.update.append(time.perf_counter() - begin)

@@ -32,16 +32,19 @@ from benchmarks.reporting.options import StudyOptions
 
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "drafts": {
-        "policy/exploration_budget.py": ("SHARE", "START", "SAVINGS", "STAKE"),
+        "policy/exploration_budget.py": ("EXPLORATION_SHARE", "EXPLORATION_START", "SAVINGS", "STAKE"),
         "policy/calibration.py": ("FIRST_GUESS", "DOUBT", "MEMORY"),
         "policy/chain_acceptance.py": ("AGREEING",),
-        "policy/pass_times.py": ("RECALL", "ALONE"),
-        "drafting/adaptive.py": ("LEAST", "GROWTH"),
+        "policy/step_timer.py": ("RECALL", "ALONE"),
+        "drafting/adaptive.py": ("LEAST_NODES", "NODE_GROWTH"),
     },
-    "asking": {"drafting/merged.py": ("VISIT", "FADE"), "policy/exploration_budget.py": ("SHARE",)},
-    "prompts": {"engine/prefill_pacing.py": ("BESIDE", "LEAST", "RECENT")},
+    "asking": {
+        "drafting/merged.py": ("TRIAL_ROUNDS", "ROUND_MEMORY"),
+        "policy/exploration_budget.py": ("EXPLORATION_SHARE",),
+    },
+    "prompts": {"engine/prefill_pacing.py": ("STEPS_BESIDE", "MIN_CHUNK_TOKENS", "RECENT_STEPS")},
 }
-BELOW_ONE = ("FIRST_GUESS", "MEMORY", "FADE")
+BELOW_ONE = ("FIRST_GUESS", "MEMORY", "ROUND_MEMORY")
 """Of these the distance from 1 is halved and doubled."""
 FILES = {"maths": "gsm8k_train_human.jsonl", "code": "humaneval_human.jsonl", "chat": "mtbench_vicuna7b.jsonl"}
 CHECKOUT = Path(__file__).parents[2]
@@ -106,8 +109,8 @@ def _replayed(rows: Sequence[Any], world: World) -> float:
     from forerun.drafting.trie_drafter import TrieDrafter
 
     class Clocked(OuterDrafter):
-        def propose_batch(self, requests: Any, budget: int) -> Any:
-            trees = [self.inner.propose(request, budget) for request in requests]
+        def propose(self, context: Any) -> Any:
+            trees = self.inner.propose(context)
             world.now += sum(world.asking + world.node * len(tree) for tree in trees)
             return trees
 
@@ -118,6 +121,7 @@ def _replayed(rows: Sequence[Any], world: World) -> float:
 
 def _drafted(right: Callable[[int], float]) -> float:
     from benchmarks.studies.replay import Recorded
+    from forerun.core.pass_context import PassContext
     from forerun.core.request import Request
     from forerun.core.sampling import Salt, uniform
     from forerun.core.tree import DraftTree
@@ -127,19 +131,22 @@ def _drafted(right: Callable[[int], float]) -> float:
     world = World(1.0, 0.0, 0.0)
 
     class Levels(Drafter):
-        def propose(self, request: Request, budget: int) -> DraftTree:
+        def propose(self, context: PassContext) -> list[DraftTree]:
+            return [self._chain(request, budget, context.stop) for request, budget in context]
+
+        def _chain(self, request: Request, budget: int, stop: Any) -> DraftTree:
             came: list[bool] = []
             for at in range(len(request), len(request) + budget):
                 world.now += 0.2
                 came.append(uniform(0, at, Salt.ACCEPT) < right(at))
-                if self.enough is not None and self.enough(request, max(right(at), 1e-3) ** SURE):
+                if stop is not None and stop(request, max(right(at), 1e-3) ** SURE):
                     break
             return DraftTree.chain([7 if hit else 9 for hit in came])
 
     levels = Levels()
     rows = [Recorded([1, 2], [7] * 400)] * 3
     return _run(
-        AdaptiveDrafter(levels, chains=levels, most=12, weight=0.2),
+        AdaptiveDrafter(levels, chains=levels, max_length=12, weight=0.2),
         rows,
         world,
         Request,
@@ -159,20 +166,20 @@ def asking(replay: Path | None) -> dict[str, float]:
 
 def _asked(right: Callable[[int], float], rounds: int = 4000) -> float:
     from forerun.core.sampling import Salt, uniform
-    from forerun.drafting.merged import _Way
+    from forerun.drafting.merged import CostlyDrafterChoice
 
-    way, gave, took, missed = _Way(), 0, 0.0, True
-    way.open = True
+    choice, gave, spent, missed = CostlyDrafterChoice(), 0, 0.0, True
+    choice.open = True
     for at in range(rounds):
         drawn = [uniform(4 * at + i, 0, Salt.ACCEPT) for i in range(4)]
         tokens, seconds = 1 + (drawn[3] < 0.3), 1.0
-        if way.costly:
+        if choice.costly:
             wrong = [i for i in range(3) if drawn[i] >= right(at)]
             tokens, seconds = 1 + (wrong[0] if wrong else 3), 2.0 + 2.0 * missed
-        missed = not way.costly
-        way.learn(tokens, seconds)
-        gave, took = gave + tokens, took + seconds
-    return gave / took
+        missed = not choice.costly
+        choice.record(tokens, seconds)
+        gave, spent = gave + tokens, spent + seconds
+    return gave / spent
 
 
 def prompts(replay: Path | None) -> dict[str, float]:
@@ -214,6 +221,7 @@ def _curve() -> Any:
 def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:
     """Tokens a second of texts, one after another."""
     from benchmarks.studies.replay import _follow
+    from forerun.core.pass_context import PassContext
     from forerun.core.verify import Outcome
     from forerun.models.forward.runtime import Runtime
 
@@ -223,7 +231,7 @@ def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:
         request = make(row.prompt, len(row.answer))
         chooser.begin(request)
         while request.remaining:
-            (tree,) = chooser.propose_batch([request], 64)
+            (tree,) = chooser.propose(PassContext.decoding([request], 64))
             world.now += world.plain * _curve().of([1 + len(tree)], [len(request) - 1])
             verdict = _follow(tree, row.answer[len(request.generated) :])
             for token in verdict.tokens:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.papers.timed_drafter import update
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
@@ -178,7 +179,7 @@ def _replay_row(drafter: Drafter, row: Recorded, budget: int, report: ReplayRepo
     _commit(drafter, request, DraftTree.empty(), Verdict([], row.answer[:1]), report)
     while request.remaining:
         begin = time.perf_counter_ns()
-        tree = drafter.propose(request, budget)
+        [tree] = drafter.propose(PassContext.decoding([request], budget))
         report.retrieve_us.append((time.perf_counter_ns() - begin) / 1e3)
         verdict = _follow(tree, row.answer[len(request.generated) :])
         report.drafted.append(len(tree))

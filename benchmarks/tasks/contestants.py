@@ -11,6 +11,7 @@ from benchmarks.papers.recipes import RECIPES
 from forerun.bench.contestants import Bench, Makers
 from forerun.bench.journal import Journal
 from forerun.bench.rounds import BASELINE, Contestant, PromptSet, Rows, Series, Tokens, measure
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import Drafter
@@ -26,7 +27,10 @@ class WrongDrafter(Drafter):
         """Find a token that the prompt does not contain."""
         self._absent = int(np.setdiff1d(np.arange(len(request) + 1), request.prompt)[0])
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         """A chain of that token, each rated as likely."""
         length = max(0, min(budget, request.max_draft_depth))
         claimed = np.full(length, 0.9).cumprod()

@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from forerun.core.tree import DraftTree
     from forerun.drafting.drafter import Drafter, NoDrafter
     from forerun.engine.batch import Batch
-    from forerun.engine.commit import Commit
     from forerun.engine.conversation import Conversation
     from forerun.engine.engine import Engine
-    from forerun.engine.result import GenerationInterrupted, GenerationResult
+    from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult
     from forerun.models.forward.gate import UnsupportedModelError
     from forerun.models.text.generation_options import GenerationOptions
     from forerun.models.text.grammar import SchemaError
@@ -32,7 +31,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "engine.batch",
-    "Commit": "engine.commit",
+    "Commit": "engine.result",
     "Conversation": "engine.conversation",
     "DraftTree": "core.tree",
     "Drafter": "drafting.drafter",

@@ -21,15 +21,14 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from forerun.core.fair_lock import FairLock, locked
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.sampling import Method
 from forerun.core.stats import Stats
-from forerun.core.turns import Turns, in_turn
 from forerun.drafting.drafter import Drafter
-from forerun.engine.commit import feed
 from forerun.engine.engine import BUDGET, PREFILL_BLOCK, Engine
-from forerun.engine.result import GenerationResult
+from forerun.engine.result import GenerationResult, feed
 from forerun.kv.kv_tiers import KVMemory
 from forerun.models.forward.inputs import check_inputs, check_prompt
 from forerun.models.text.generation_options import GenerationOptions
@@ -142,12 +141,12 @@ class _Engines(OrderedDict[Any, Engine]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns()
+        self.lock = FairLock()
 
     def __reduce__(self) -> tuple[type[_Engines], tuple[()]]:
         return _Engines, ()
 
-    @in_turn
+    @locked
     def get_or_make(self, key: Any, make: Callable[[], Engine]) -> Engine:
         """The engine of this key; beyond ``ENGINES`` of them, the least recently used one is dropped."""
         if key not in self:

@@ -18,6 +18,7 @@ from forerun import Drafter, DraftTree
 from forerun.audit.audit import Plan, audit
 from forerun.audit.divergence import Divergence, first_difference, weigh
 from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.verify import Verdict, verify
@@ -30,7 +31,10 @@ PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
 class Guess(Drafter):
     """Drafts the same wrong token, always."""
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         return DraftTree.chain([(int(request.tokens[-1]) + 1) % 48][: request.max_draft_depth])
 
 

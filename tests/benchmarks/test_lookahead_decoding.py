@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mocks import PROMPT, SAMPLERS, MockTarget, generate, oracle, paths, step
+from support.mocks import PROMPT, SAMPLERS, MockTarget, draft, generate, oracle, paths, step
 
 from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter, best_config, expected_tokens
 from forerun.core.request import Request
@@ -91,7 +91,7 @@ def window_of(drafter: JacobiDrafter, request: Request, tree: DraftTree) -> list
 
 def initial_guesses(drafter: JacobiDrafter, request: Request) -> list[int]:
     drafter.begin(request)
-    return window_of(drafter, request, drafter.propose(request, ROOM))
+    return window_of(drafter, request, draft(drafter, request, ROOM))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -103,7 +103,7 @@ def test_window_and_pool_are_the_papers_at_every_step(config: JacobiConfig) -> N
     drafted = 0
     while request.remaining > config.window + config.ngram + 1:
         text = request.tokens.tolist()
-        tree = drafter.propose(request, 100)
+        tree = draft(drafter, request, 100)
         window = [token for level in paper.levels for token in level]
         assert window_of(drafter, request, tree) == window
         branches = [branch[: request.max_draft_depth] for branch in reversed(paper.pool.get(text[-1], []))]
@@ -190,7 +190,7 @@ def test_the_window_is_left_out_exactly_when_the_text_ends_before_it(config: Jac
     for limit in range(1, deepest + 4):
         drafter, request = JacobiDrafter(config), Request(PROMPT, limit)
         drafter.begin(request)
-        drafter.propose(request, ROOM)
+        draft(drafter, request, ROOM)
         assert drafter._states[request.id].sent == (request.max_draft_depth >= deepest)
 
 
@@ -198,7 +198,7 @@ def test_nothing_is_sent_without_budget_and_the_window_waits() -> None:
     target, drafter, request = MockTarget(seed=1), JacobiDrafter(JacobiConfig(4, 3, 2)), Request(PROMPT, 60)
     before = initial_guesses(drafter, request)
     assert not len(step(target, drafter, request, 0).tree)
-    assert window_of(drafter, request, drafter.propose(request, ROOM)) == before
+    assert window_of(drafter, request, draft(drafter, request, ROOM)) == before
 
 
 def test_a_window_that_did_not_come_back_whole_is_not_used() -> None:
@@ -206,12 +206,12 @@ def test_a_window_that_did_not_come_back_whole_is_not_used() -> None:
     drafter.begin(request)
     for _ in range(5):
         step(target, drafter, request)
-    tree = drafter.propose(request, ROOM)
+    tree = draft(drafter, request, ROOM)
     window = window_of(drafter, request, tree)
     for cut in (tree.trim(3, 1 << 31), DraftTree.empty()):
         logits = target.score(request.tokens.tolist(), cut)
         drafter.observe(request, Outcome(cut, verify(cut, logits, request), logits))
-        tree = drafter.propose(request, ROOM)
+        tree = draft(drafter, request, ROOM)
         assert window_of(drafter, request, tree) == window
 
 
@@ -219,15 +219,15 @@ def test_branches_cut_from_the_tree_do_not_shift_the_windows_logits() -> None:
     target, drafter = WholeContextTarget(vocabulary=2), JacobiDrafter(JacobiConfig(4, 3, 2))
     request = Request([0, 1], 90)
     drafter.begin(request)
-    while len(drafter.propose(request, ROOM)) < drafter._states[request.id].levels.size:
+    while len(draft(drafter, request, ROOM)) < drafter._states[request.id].levels.size:
         step(target, drafter, request, ROOM)
-    tree = drafter.propose(request, ROOM)
+    tree = draft(drafter, request, ROOM)
     text, assumed = request.tokens.tolist(), list(paths(tree))
     kept = tree.select(np.arange(len(tree)) >= len(tree) - drafter._states[request.id].levels.size + 1)
     logits = target.score(text, kept)
     drafter.observe(request, Outcome(kept, verify(kept, logits, request), logits))
     last_level = [target.best([*text, *path]) for path in assumed[-4:]]
-    assert window_of(drafter, request, drafter.propose(request, ROOM))[-4:] == last_level
+    assert window_of(drafter, request, draft(drafter, request, ROOM))[-4:] == last_level
 
 
 def test_the_first_step_of_an_engine_observes_what_was_not_proposed() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models.test_load import save_model
+from support.mocks import draft
 from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner, Result
 
@@ -140,7 +141,7 @@ def test_every_method_gives_the_text_of_plain_decoding_within_its_decoding_lengt
         found = track.engine.generate([prompt], max_new_tokens=24, do_sample=False)
         assert found.generated == [text], name
         drafted = found.stats[0].drafted
-        assert track.engine.cut is variant.planned
+        assert track.engine.prune_drafts is variant.planned
         if name.removeprefix("forerun ") in FORMS:
             assert max(drafted) <= LENGTHS.decoding, name
     assert not variant.planned and max(drafted) == LENGTHS.decoding  # wrong drafts are scored all the same
@@ -166,7 +167,7 @@ def proposed(drafter: TrieDrafter, prompt: list[int], generated: list[int]) -> l
     drafter.begin(request)
     for token in generated:
         request.append(token)
-    return [int(token) for token in drafter.propose(request, 8).tokens]
+    return [int(token) for token in draft(drafter, request, 8).tokens]
 
 
 def test_ablations_leave_out_what_they_say() -> None:
@@ -193,7 +194,7 @@ def test_ablations_leave_out_what_they_say() -> None:
 
 def test_without_output_nothing_generated_is_drafted_or_kept(track: Track) -> None:
     drafter = sweeps.WithoutOutputs(TrieConfig())
-    track.engine.cut, track.engine.budget = False, 8
+    track.engine.prune_drafts, track.engine.budget = False, 8
     track.engine.set_drafter(drafter)
     track.engine.generate([LONG], max_new_tokens=24, do_sample=False)
     assert drafter.trie.tokens(NAMESPACE) == 0
@@ -218,7 +219,7 @@ def test_a_clocked_drafter_drafts_what_it_would() -> None:
     request = Request([9, 1, 2], 8)
     clocked = Clocked(inner, Times())
     clocked.begin(request)
-    assert 3 in clocked.propose(request, 4).tokens
+    assert 3 in draft(clocked, request, 4).tokens
     assert len(clocked.times.retrieve) == 1 and not clocked.times.update
     request.append(3)
     clocked.observe(request, Outcome(DraftTree.empty(), Verdict([], [3]), torch.empty(0, 0)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.studies.replay import Recorded, Selection, replay, replay_files
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
@@ -26,7 +26,10 @@ class Scripted(Drafter):
         self.drafts = drafts
         self.observed: list[list[int]] = []
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         return DraftTree.chain(self.drafts.get(len(request.generated), [])[:budget])
 
     def observe(self, request: Request, outcome: Outcome) -> None:
@@ -37,9 +40,9 @@ class Scripted(Drafter):
 class Ready(TrieDrafter):
     """Has learned all of a text when it is asked for drafts, and when the text ends."""
 
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        assert all(self.trie.length(request.id) == len(request) for request in requests)
-        return super().propose_batch(requests, budget)
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        assert all(self.trie.length(request.id) == len(request) for request in context.rows)
+        return super().propose(context)
 
     def finish(self, request: Request) -> None:
         assert self.trie.length(request.id) == len(request)

@@ -27,8 +27,8 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Verdict, verify
 from forerun.drafting.drafter import NoDrafter
-from forerun.engine.commit import Commit
 from forerun.engine.engine import Engine
+from forerun.engine.result import Commit
 from forerun.models.loading.load import load
 from forerun.models.text.detokenize import Detokenizer
 from forerun.reference import bundled, demo_prompts

@@ -11,6 +11,7 @@ from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
 from forerun.core.origin import Origin
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import Drafter
@@ -69,7 +70,10 @@ def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter: s
 
 def test_a_drafter_that_does_not_say_is_called_the_drafter() -> None:
     class Echo(Drafter):
-        def propose(self, request: Request, budget: int) -> DraftTree:
+        def propose(self, context: PassContext) -> list[DraftTree]:
+            return [self._draft(request, budget) for request, budget in context]
+
+        def _draft(self, request: Request, budget: int) -> DraftTree:
             return DraftTree.chain(request.tokens[-4:][:budget])
 
     commits = list(engine(Echo()).stream([PROMPT], **ON))
@@ -114,7 +118,10 @@ class Spy(Drafter):
     def begin(self, request: Request) -> None:
         self.heard.add(request.id)
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         assert request.id in self.heard
         self.budgets.append(budget)
         return DraftTree.from_branches([[token] for token in range(budget)], budget)

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 
 import forerun
 from forerun.core.block import Block
+from forerun.core.fair_lock import FairLock
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
-from forerun.core.turns import Turns
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.trie import entry_points
@@ -102,19 +102,19 @@ def test_the_first_of_two_passes_to_end_leaves_the_other_its_attention() -> None
 
 
 def test_turns_are_taken_in_the_order_in_which_threads_come() -> None:
-    turns, order = Turns(), []
+    lock, order = FairLock(), []
 
     def take(name: str) -> None:
-        with turns:
+        with lock:
             order.append(name)
 
     threads = []
     for name in ("second", "third"):
-        turns.__enter__()
+        lock.__enter__()
         threads.append(threading.Thread(target=take, args=(name,)))
         threads[-1].start()
-        wait_until(lambda: len(turns._queue) == 2)
-        turns.__exit__(None, None, None)
+        wait_until(lambda: len(lock._queue) == 2)
+        lock.__exit__(None, None, None)
         take("again")
     for thread in threads:
         thread.join(PATIENCE)
@@ -122,18 +122,18 @@ def test_turns_are_taken_in_the_order_in_which_threads_come() -> None:
 
 
 def test_a_turn_that_is_waited_for_in_vain_is_given_up() -> None:
-    turns = Turns()
+    lock = FairLock()
 
     class Interrupted(threading.Condition):
         def wait(self, timeout: float | None = None) -> bool:
             raise KeyboardInterrupt
 
-    turns._queue.append(0)  # another thread has the turn
-    before, turns._changed = turns._changed, Interrupted()
+    lock._queue.append(0)  # another thread has the turn
+    before, lock._changed = lock._changed, Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        turns.__enter__()
-    turns._changed = before
-    assert list(turns._queue) == [0]
+        lock.__enter__()
+    lock._changed = before
+    assert list(lock._queue) == [0]
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -198,18 +198,18 @@ def test_threads_that_share_an_engine_get_the_texts_that_they_would_get_alone(dr
 
 
 def test_a_turn_that_ctrl_c_left_behind_stops_nobody() -> None:
-    turns, left, ended = Turns(), threading.Event(), []
+    lock, left, ended = FairLock(), threading.Event(), []
 
     def interrupted() -> None:
-        turns.__enter__()  # and no end of it
+        lock.__enter__()  # and no end of it
         left.set()
         time.sleep(0.1)  # the other one waits
-        with turns:
+        with lock:
             ended.append("interrupted")
 
     def other() -> None:
         left.wait(PATIENCE)
-        with turns:
+        with lock:
             ended.append("other")
 
     threads = [threading.Thread(target=each, daemon=True) for each in (interrupted, other)]

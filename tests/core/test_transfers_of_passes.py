@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.tiny import PROMPTS, tiny
 
 import forerun
 from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
 from forerun.core.transfers import carried, foresee, settle
@@ -22,8 +24,7 @@ from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import NoDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.model_drafter import ModelDrafter
-from forerun.engine.row import Row
-from forerun.engine.step import Step
+from forerun.engine.step import DecodingStep, Row
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.text.processors import of_row
@@ -42,7 +43,6 @@ def drafting(
     """Drafts for one row of each sampler, and passes made for them."""
     small = scorer(MockTarget(6, peak=2.0, seed=3))
     drafter = ModelDrafter(lambda *_: TokenCache(), 4, small)  # type: ignore[arg-type]
-    drafter.enough = enough
     drafter.bind(MockScorer(MockTarget(6)), default_runtime())  # type: ignore[arg-type]
     requests = [
         Request((*PROMPT, row % 6), 3 + row, sampler=sampler, eos_token_ids=eos) for row, sampler in enumerate(samplers)
@@ -51,7 +51,7 @@ def drafting(
         drafter.prefilled(request, FullCache())
         assert drafter.catch_up(request, 100)
     small.passes = 0
-    return drafter.propose_batch(requests, 30), small.passes
+    return drafter.propose(replace(PassContext.decoding(requests, 30), stop=enough)), small.passes
 
 
 @pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
@@ -90,9 +90,9 @@ def rows_of(samplers: list[Sampler], **options: Any) -> list[Row]:
 
 
 class Guess(NoDrafter):
-    def propose_batch(self, requests: Any, budget: int) -> list[DraftTree]:
+    def propose(self, context: PassContext) -> list[DraftTree]:
         branches = [[a, b] for a in range(6) for b in range(6)]
-        return [DraftTree.from_branches(branches, 42).trim(r.max_draft_depth, 6) for r in requests]
+        return [DraftTree.from_branches(branches, 42).trim(r.max_draft_depth, 6) for r in context.rows]
 
 
 @pytest.mark.parametrize("method", ["greedy", "coupled"])
@@ -100,10 +100,10 @@ def test_a_step_takes_one_transfer_for_all_rows(method: str) -> None:
     target, texts = MockTarget(6, peak=2.0, seed=3), []
     for kind in (MockScorer, AwayScorer):
         rows = rows_of(mixed(method)[:-1])
-        step = Step(kind(target), Guess(), 42)  # type: ignore[arg-type]
+        step = DecodingStep(kind(target), Guess(), 42)  # type: ignore[arg-type]
         with Device() as device:
             for number in range(4):
-                step(rows, [])
+                step(rows, {})
                 assert len(device.reads) == (number + 1) * (kind is AwayScorer)
         texts.append([row.request.tokens.tolist() for row in rows])
     assert texts[0] == texts[1] and len(texts[0][0]) == len(PROMPT) + 12
@@ -116,7 +116,7 @@ def test_a_row_that_fails_leaves_the_others_their_transfer() -> None:
     samplers = [Sampler("coupled", 1), Sampler("coupled", 2, InTurn((fail,), rowwise=True)), Sampler("coupled", 3)]
     rows = rows_of(samplers)
     with Device() as device:
-        Step(AwayScorer(MockTarget(6)), NoDrafter(), 4)(rows, [])  # type: ignore[arg-type]
+        DecodingStep(AwayScorer(MockTarget(6)), NoDrafter(), 4)(rows, {})  # type: ignore[arg-type]
     assert device.reads == ["cpu"]
     assert [len(row.request.generated) for row in rows] == [1, 0, 1] and isinstance(rows[1].request.error, LookupError)
     told = foresee([DraftTree.empty()] * 2, [LookupError(), torch.eye(3)], [Request([1], 2), Request([1], 2)])
@@ -128,7 +128,7 @@ def test_log_probabilities_of_a_step_take_one_transfer() -> None:
     for kind in (MockScorer, AwayScorer):
         rows = rows_of([Sampler()], top_logprobs=2)
         with Device() as device:
-            Step(kind(target), Guess(), 42)(rows, [])  # type: ignore[arg-type]
+            DecodingStep(kind(target), Guess(), 42)(rows, {})  # type: ignore[arg-type]
         kept.append(rows[0].request.logprobs)
     assert kept[0] == kept[1] and len(kept[0]) == 3 and device.reads == ["cpu", "cpu"]
 
@@ -149,16 +149,16 @@ def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, modul
     [row] = rows_of([Sampler()])
     with Device():
         if module.endswith("step"):
-            step = Step(AwayScorer(target), NoDrafter(), 4)  # type: ignore[arg-type]
-            step([row], [])
-            step([row], [])
+            step = DecodingStep(AwayScorer(target), NoDrafter(), 4)  # type: ignore[arg-type]
+            step([row], {})
+            step([row], {})
             stats = row.request.stats
         else:
             drafter = HierarchyDrafter(NoDrafter(), lambda *_: TokenCache(), 1, 2, AwayScorer(target))  # type: ignore[arg-type]
             drafter.bind(MockScorer(target), Runtime(clock=lambda: now[0]))  # type: ignore[arg-type]
             drafter.prefilled(row.request, FullCache())
             assert drafter.catch_up(row.request, 100)
-            drafter.propose_batch([row.request], 4)
+            drafter.propose(PassContext.decoding([row.request], 4))
             stats = row.request.stats.inner()
     expected = 5.0 if module.endswith("step") else 10.0
     assert set(waited) == {PLACE.type}

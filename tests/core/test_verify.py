@@ -18,6 +18,7 @@ from support.mocks import (
     oracle,
 )
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
 from forerun.core.tree import ROOT, DraftTree
@@ -33,7 +34,10 @@ class Prophet(Drafter):
     spoilt: Callable[[int], bool] = lambda position: False
     depth: int = 4
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         start = len(request.generated)
         depth = min(self.depth, budget, request.max_draft_depth)
         after = [*self.text, *[0] * depth][start : start + depth]  # drafts go on behind the end of the text
@@ -102,7 +106,10 @@ def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name: st
 @given(data=st.data())
 def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> None:
     class Anything(Drafter):
-        def propose(self, request: Request, budget: int) -> DraftTree:
+        def propose(self, context: PassContext) -> list[DraftTree]:
+            return [self._draft(request, budget) for request, budget in context]
+
+        def _draft(self, request: Request, budget: int) -> DraftTree:
             n = data.draw(st.integers(0, budget))
             parents = [data.draw(st.integers(ROOT, i - 1)) for i in range(n)]
             tokens = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))

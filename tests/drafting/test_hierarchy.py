@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -18,8 +17,19 @@ from core.test_distribution import (
     probabilities,
 )
 from core.test_sampling import chi_square_p
-from support.mocks import PROMPT, SAMPLERS, MockScorer, MockTarget, TokenCache, assert_consistent, ban_repeats, oracle
+from support.mocks import (
+    PROMPT,
+    SAMPLERS,
+    MockScorer,
+    MockTarget,
+    TokenCache,
+    assert_consistent,
+    ban_repeats,
+    draft,
+    oracle,
+)
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Processor, Sampler
 from forerun.core.tree import DraftTree
@@ -56,7 +66,7 @@ def start(drafter: Drafter, request: Request, target: MockTarget) -> None:
 
 def one_step(drafter: Drafter, request: Request, target: MockTarget) -> Outcome:
     before = request.tokens.tolist()
-    tree = drafter.propose(request, 16)
+    tree = draft(drafter, request, 16)
     assert not len(tree) or tree.depths.max() <= request.max_draft_depth
     logits = target.score(before, tree)
     outcome = Outcome(tree, verify(tree, logits, request), logits)
@@ -93,7 +103,7 @@ def test_what_the_middle_level_hands_on_is_its_own_distribution(monkeypatch: pyt
         request = Request((1, 2), 4, sampler=sampler)
         drafter = two_levels(2, 3)
         start(drafter, request, TARGET)
-        tree = drafter.propose(request, 16)
+        tree = draft(drafter, request, 16)
         text = [1, 2]
         for token, q in zip(tree.tokens.tolist(), tree.q, strict=True):
             assert torch.allclose(q, probabilities(MIDDLE, text, sampler), atol=1e-12)
@@ -224,7 +234,7 @@ def test_rows_of_a_batch_share_the_passes_of_every_level() -> None:
         drafter.prefilled(request, FullCache())
         assert drafter.catch_up(request, len(request))
     before = small.passes, middle.passes
-    trees = drafter.propose_batch(requests, 16)
+    trees = drafter.propose(PassContext.decoding(requests, 16))
     assert [len(tree) for tree in trees] == [8, 8, 8]
     assert (small.passes - before[0], middle.passes - before[1]) == (6, 2)  # 4 + 4 tokens, 3 of each drafted
     for request, tree in zip(requests, trees, strict=True):
@@ -243,7 +253,7 @@ def test_a_draft_model_may_know_fewer_tokens() -> None:
         request = Request((1, 2), 3, sampler=Sampler("rejection", seed))
         drafter = ModelDrafter(token_cache, 1, MockScorer(small))
         start(drafter, request, target)
-        assert drafter.propose(request, 4).q.shape == (1, 3)
+        assert draft(drafter, request, 4).q.shape == (1, 3)
         one_step(drafter, request, target)
         texts[tuple(request.generated[:1].tolist())] += 1
     assert len(texts) == 4  # the token that only the target knows is drawn, too
@@ -275,19 +285,19 @@ def test_a_model_is_asked_while_that_gives_more_tokens_a_second(
     class Nothing(NoDrafter):
         calls = 0
 
-        def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+        def propose(self, context: PassContext) -> list[DraftTree]:
             self.calls += 1
-            return super().propose_batch(requests, budget)
+            return super().propose(context)
 
     model = Nothing()
     merged = MergedDrafter(NoDrafter(), model, 1.0)
     request, with_it = Request([1, 2], max_new_tokens=4), []
     for _ in range(1000):
         before = model.calls
-        merged.propose_batch([request], 4)
+        draft(merged, request, 4)
         with_it.append(model.calls > before)
-        way = 0 if with_it[-1] else 1
-        merged.took(tokens[way], seconds[way])
+        choice = 0 if with_it[-1] else 1
+        merged.record_round(tokens[choice], seconds[choice])
     assert with_it[:8] == [True] * 4 + [False] * 4
     slower = sum(each is not asked for each in with_it[8:])
     assert slower > 0  # tried again

@@ -68,7 +68,7 @@ def test_a_first_choice_is_never_made_while_drafting(
     cache = engine.prefill([*PROMPT, 1])
     cache.truncate(held)
     mine = Engine(tiny("llama"), drafter, settings=replace(SETTINGS, paced=False), prefill_block=32)
-    drafting, choices, propose = False, [], mine.drafter.propose_batch
+    drafting, choices, propose = False, [], mine.drafter.propose
 
     def watched(requests: Sequence[Request], budget: int) -> list[DraftTree]:
         nonlocal drafting
@@ -77,7 +77,7 @@ def test_a_first_choice_is_never_made_while_drafting(
         drafting = False
         return trees
 
-    monkeypatch.setattr(mine.drafter, "propose_batch", watched)
+    monkeypatch.setattr(mine.drafter, "propose", watched)
     for kind in (LowRankCache, RetrievalCache):
         sync = kind.sync
         monkeypatch.setattr(kind, "sync", lambda view, sync=sync: (choices.append(drafting), sync(view)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mocks import SAMPLERS, MockTarget, generate, oracle, step
+from support.mocks import SAMPLERS, MockTarget, draft, generate, oracle, step
 
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
@@ -52,7 +52,7 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(
     drafter.begin(request)
     for tokens in [[], *steps]:
         drafter.observe(request, committed(request, tokens))
-        tree = drafter.propose(request, budget)
+        tree = draft(drafter, request, budget)
         length = min(branch_length, budget, request.max_draft_depth)
         assert tree.is_chain and tree.q is None
         assert tree.tokens.tolist() == scan(request.tokens.tolist(), config, length)
@@ -73,13 +73,13 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(
 def test_it_drafts(text: list[int], expected: list[int]) -> None:
     drafter, request = LookupDrafter(LookupConfig(branch_length=4)), Request(text, 9)
     drafter.begin(request)
-    assert drafter.propose(request, 8).tokens.tolist() == expected
+    assert draft(drafter, request, 8).tokens.tolist() == expected
 
 
 def test_a_draft_is_a_copy_of_the_text_not_a_view_of_it() -> None:
     drafter, request = LookupDrafter(), Request([1, 2, 3, 1, 2], 5)
     drafter.begin(request)
-    drafter.propose(request, 3).tokens[:] = 9
+    draft(drafter, request, 3).tokens[:] = 9
     assert request.tokens.tolist() == [1, 2, 3, 1, 2]
 
 
@@ -107,7 +107,7 @@ def test_requests_do_not_see_each_other_and_are_forgotten() -> None:
     one, other = Request([1, 2, 3, 1], 20), Request([4, 0, 0, 3], 20)
     drafter.begin(one)
     drafter.begin(other)
-    assert drafter.propose(other, 4).tokens.tolist() == []
+    assert draft(drafter, other, 4).tokens.tolist() == []
     while one.finish_reason is None and other.finish_reason is None:
         step(target, drafter, one, 1)
         step(target, drafter, other, 1)
@@ -148,7 +148,7 @@ def test_a_step_does_not_scan_a_long_text(monkeypatch: pytest.MonkeyPatch) -> No
     assert Read.count > 120_000
     for i in range(200):
         before = Read.count
-        drafter.propose(request, 10)
+        draft(drafter, request, 10)
         drafter.observe(request, committed(request, [i]))
         assert 0 < Read.count - before < 50
     assert max(map(len, drafter._occurrences[request.id]._continuation)) == 3

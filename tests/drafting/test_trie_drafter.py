@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.mocks import draft
 
 import forerun
 from forerun.core.compiling import stamp_of
@@ -27,7 +28,7 @@ VOCABULARY = 32
 
 def step(drafter: TrieDrafter, request: Request, answer: list[int], budget: int) -> DraftTree:
     """One engine step with a target that always continues ``answer``."""
-    tree = drafter.propose(request, budget)
+    tree = draft(drafter, request, budget)
     at = len(request.generated)
     following = [at, *(at + tree.depths)]
     logits = torch.zeros(len(following), VOCABULARY)
@@ -90,7 +91,7 @@ def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn
     assert generate(drafter, [0], answer, 30) < 8
     other = Request([1], 9, namespace="other")
     drafter.begin(other)
-    assert not set(answer) - {1} & set(drafter.propose(other, 8).tokens.tolist())
+    assert not set(answer) - {1} & set(draft(drafter, other, 8).tokens.tolist())
 
 
 def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
@@ -98,7 +99,7 @@ def test_finish_forgets_the_prompt_and_may_come_unannounced() -> None:
     request = Request([1, 2, 1], 5)
     drafter.finish(request)
     drafter.begin(request)
-    assert len(drafter.propose(request, 4))
+    assert len(draft(drafter, request, 4))
     drafter.finish(request)
     drafter.finish(request)
     assert drafter.trie.tokens("default") == 0
@@ -124,7 +125,7 @@ def test_a_text_is_learned_whole_whenever_it_is_learned() -> None:
     for drafter in (asked, unasked):
         request = Request([4, 5, 9], 20)
         drafter.begin(request)
-        found.append(drafter.propose(request, 12))
+        found.append(draft(drafter, request, 12))
     assert found[0].tokens.tolist() == found[1].tokens.tolist() and len(found[0]) > 4
     assert found[0].probability.tolist() == found[1].probability.tolist()  # type: ignore[union-attr]
 
@@ -135,7 +136,7 @@ def test_drafts_on_trial_are_not_learned() -> None:
     twin = request.fork()
     for token in (7, 7, 7):
         twin.append(token)
-    drafter.propose(twin, 4)
+    draft(drafter, twin, 4)
     assert drafter.trie.length(request.id) == 3
     drafter.finish(request)
 
@@ -154,7 +155,7 @@ def test_no_draft_is_made_for_the_last_token() -> None:
     drafter = TrieDrafter()
     request = Request([1, 2, 1], 1)
     drafter.begin(request)
-    assert not len(drafter.propose(request, 4))
+    assert not len(draft(drafter, request, 4))
 
 
 @pytest.mark.parametrize("form", ["merged", "hierarchical", "parallel", "single"])

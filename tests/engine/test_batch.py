@@ -18,6 +18,7 @@ from support.tiny import tiny
 
 import forerun
 from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.drafting.drafter import NoDrafter
 from forerun.engine.batch import Batch
@@ -254,7 +255,7 @@ def test_a_cancelled_row_leaves_nothing_behind(drafter: str) -> None:
 
 def test_an_error_in_the_drafter_ends_all_rows_and_frees_them() -> None:
     class Broken(NoDrafter):
-        def propose(self, request: Request, budget: int) -> forerun.DraftTree:
+        def propose(self, context: PassContext) -> list[forerun.DraftTree]:
             raise LookupError("the drafter failed")
 
     one = Engine(tiny("llama"), Broken(), prune_drafts=False)
@@ -385,13 +386,12 @@ def test_namespaces_share_nothing() -> None:
     assert reads.tokens == 30 + 30 + 30 - 24
 
 
-@pytest.mark.parametrize("pace", [None, PrefillPacing()])
-def test_a_step_reads_chunks_of_as_many_prompts_as_its_limit_allows(pace: PrefillPacing | None) -> None:
+@pytest.mark.parametrize("pacing", [None, PrefillPacing()])
+def test_a_step_reads_chunks_of_as_many_prompts_as_its_limit_allows(pacing: PrefillPacing | None) -> None:
     """Where nobody decodes meanwhile; and no chunk is cut then."""
     one = engine("none")
     reads = Reads(one.target)
-    with one.batch(limit=3 * CHUNK) as batch:
-        batch.pace = pace
+    with one.batch(limit=3 * CHUNK, pacing=pacing) as batch:
         for seed in range(4):
             batch.admit(sampled(one, prompt(3 * CHUNK, seed), 0))
         batch.step()

@@ -126,15 +126,14 @@ def test_an_interruption_at_any_moment_leaves_a_conversation_that_goes_on_rightl
     engine = Engine(chat_model(tokenizer), "lookup", tokenizer=tokenizer)
     conversation, calls = Conversation(engine, max_new_tokens=12), iter(range(1000))
     owner = engine.drafter if moment == "propose" else engine.target
-    name = "propose_batch" if moment == "propose" else "score"
-    inner = getattr(owner, name)
+    inner = getattr(owner, moment)
 
     def interrupted(*arguments: Any, **more: Any) -> Any:
         if next(calls) == 2:
             raise KeyboardInterrupt
         return inner(*arguments, **more)
 
-    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(owner, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
         conversation.ask(SAID[0])
     told = [*conversation.messages, {"role": "user", "content": SAID[1]}]

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from support.tiny import tiny
 
 import forerun
-from forerun.engine import kv_store, prefixes
+from forerun.engine import kv_store, prefix_cache
 from forerun.engine.engine import Engine
 from forerun.kv import kv_file
 from forerun.kv.disk_lru import SUFFIX, UNFINISHED, DiskLRU
@@ -41,7 +41,7 @@ HELD = 88
 
 @pytest.fixture(autouse=True)
 def short_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "LEAST", CHUNK)
+    monkeypatch.setattr(kv_store, "MIN_STORED_TOKENS", CHUNK)
 
 
 def engine(folder: Path | None, drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
@@ -95,10 +95,10 @@ def test_texts_of_other_architectures(tmp_path: Path, architecture: str) -> None
 ELSEWHERE = """
 import sys, json
 from kv.test_store import ask, engine, question
-from forerun.engine import prefixes, store
+from forerun.engine import kv_store
 import torch
 torch.set_num_threads(1)
-store.LEAST = 8
+kv_store.MIN_STORED_TOKENS = 8
 print(json.dumps(ask(engine(sys.argv[1]), question(0))))
 """
 
@@ -268,7 +268,7 @@ def test_a_text_is_found_while_it_is_being_written(tmp_path: Path, monkeypatch: 
 
 
 def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_store, "WAITING", 1)
+    monkeypatch.setattr(kv_store, "MAX_PENDING_FILES", 1)
     go, put = threading.Event(), DiskLRU.put
     monkeypatch.setattr(DiskLRU, "put", lambda self, *told: go.wait(60) and put(self, *told))
     one = engine(tmp_path)
@@ -395,7 +395,7 @@ def test_an_index_is_kept_beside_a_text_as_far_as_both_are_the_same(
 
 
 def test_texts_in_memory_are_no_more_than_half_of_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefixes, "_files", lambda: 2)
+    monkeypatch.setattr(prefix_cache, "_files", lambda: 2)
     one = engine(None, prefix_cache=1 << 24)
     texts = [[*prompt(BOOK, 50 + n), *prompt(QUESTION)] for n in range(4)]
     for text in texts:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import toy
+from support.mocks import draft
 from support.tiny import ARCHITECTURES, LAYOUTS, VOCABULARY, tiny
 
 from forerun.core.block import Block
@@ -352,6 +353,6 @@ def test_drafts_longer_than_the_window_can_be_rejected() -> None:
     drafter.begin(request)
     drafter.prefilled(request, FullCache())
     assert drafter.catch_up(request, len(request))
-    first = drafter.propose(request, 200).tokens.tolist()
+    first = draft(drafter, request, 200).tokens.tolist()
     request.append((first[0] + 1) % VOCABULARY)
-    assert len(first) == len(drafter.propose(request, 200)) == 200
+    assert len(first) == len(draft(drafter, request, 200)) == 200

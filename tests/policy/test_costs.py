@@ -18,8 +18,7 @@ from forerun.models.forward.pass_timing import FAR, LEAST, ROUNDS, ROWS, SECONDS
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.pass_times import AS_THE_CURVE_SAYS, Growth, Line, Passes, Rise
-from forerun.policy.step_times import StepTimes
+from forerun.policy.step_timer import AS_THE_CURVE_SAYS, CurveCorrection, LinearCost, LinearTimer, PassTimer, StepTimer
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_tile=0.0004)
 
@@ -153,81 +152,81 @@ def test_passes_are_measured_where_drafts_are_cut() -> None:
 
 
 def test_one_pass_is_enough_where_caches_are_warm_and_one_that_does_more_corrects_it() -> None:
-    cold, warm = Passes(), Passes(warm=True)
+    cold, warm = PassTimer(), PassTimer(warm=True)
     for passes in (cold, warm):
-        passes.learn(2.0, 30.0)
+        passes.record(2.0, 30.0)
     assert (cold.unit, warm.unit) == (None, 15.0)
     warm.bound(2.0, 40.0)
     assert warm.unit == 15.0
     warm.bound(2.0, 11.0)
     assert warm.unit == 5.5
-    warm.learn(2.0, 10.0)
+    warm.record(2.0, 10.0)
     warm.bound(2.0, 1.0)  # of several, the disturbed ones do not count anyhow
     assert warm.unit == 5.0
 
 
 def test_what_passes_take_is_known_from_loading_until_a_step_shows_it() -> None:
-    times = StepTimes(loaded=2.0)
-    assert times.settled and times.unit == 2.0 and not times.due(1.0)
+    times = StepTimer(loaded=2.0)
+    assert times.plain_known and times.unit == 2.0 and not times.plain_step_due(1.0)
     for _ in range(2):
         assert times.unit == 2.0
-        times.step(plain=1.0, added=0.0, seconds=1.8, empty=True)
+        times.record_step(plain=1.0, added=0.0, seconds=1.8, empty=True)
     assert times.unit == 1.8
-    assert not StepTimes().settled
+    assert not StepTimer().plain_known
 
 
 def test_a_chains_price_is_a_line_by_its_length_that_no_disturbed_one_moves() -> None:
-    plain = Passes()
-    growth = Growth(plain)
-    assert growth.line is None
-    growth.learn(1, 5.8)
-    assert growth.line is None or growth.line.start == 0  # one size alone says nothing of a start
+    plain = PassTimer()
+    timer = LinearTimer(plain)
+    assert timer.line is None
+    timer.record(1, 5.8)
+    assert timer.line is None or timer.line.start == 0  # one size alone says nothing of a start
     for size, seconds in ((12, 42.1), (4, 15.7), (8, 900.0), (6, 22.3), (1, 5.8)):
-        growth.learn(size, seconds)
-    assert growth.line is not None
-    assert growth.line.each == pytest.approx(3.3, rel=0.05) and growth.line.start == pytest.approx(2.5, rel=0.2)
+        timer.record(size, seconds)
+    assert timer.line is not None
+    assert timer.line.each == pytest.approx(3.3, rel=0.05) and timer.line.start == pytest.approx(2.5, rel=0.2)
 
 
 def test_chains_that_take_the_same_whatever_their_length_still_cost_something_a_token() -> None:
-    growth = Growth(Passes())
+    timer = LinearTimer(PassTimer())
     for size in (1, 5, 9):
-        growth.learn(size, 10.0)
-    assert growth.line is not None and growth.line.each > 0
+        timer.record(size, 10.0)
+    assert timer.line is not None and timer.line.each > 0
 
 
-def _passes(seconds: float) -> Passes:
-    plain = Passes()
-    plain.learn(1, seconds)
-    plain.learn(1, seconds)
+def _passes(seconds: float) -> PassTimer:
+    plain = PassTimer()
+    plain.record(1, seconds)
+    plain.record(1, seconds)
     return plain
 
 
 def test_drafts_that_add_nothing_to_passes_are_noticed() -> None:
-    rise = Rise(_passes(0.5))
-    assert rise.line == AS_THE_CURVE_SAYS
+    correction = CurveCorrection(_passes(0.5))
+    assert correction.line == AS_THE_CURVE_SAYS
     for added in (0.3, 0.9, 0.6, 0.9) * 2:  # keys come over a slow link, which the curve knows nothing of
-        rise.learn(1.0, added, 0.5)
-    assert rise.line == Line(pytest.approx(1.0), pytest.approx(0.0))
+        correction.record(1.0, added, 0.5)
+    assert correction.line == LinearCost(pytest.approx(1.0), pytest.approx(0.0))
 
 
 def test_a_few_short_drafts_do_not_make_long_ones_cheap() -> None:
-    rise = Rise(_passes(1.0))
+    correction = CurveCorrection(_passes(1.0))
     for added, seconds in ((0.02, 1.1), (0.04, 1.0), (0.05, 0.95)):  # noise, by which drafts shorten passes
-        rise.learn(1.0, added, seconds)
-    assert rise.line.at(4.0) > 4.5
+        correction.record(1.0, added, seconds)
+    assert correction.line.at(4.0) > 4.5
 
 
 def test_passes_that_drafts_lengthen_as_a_whole_are_noticed() -> None:
-    rise = Rise(_passes(0.01))
+    correction = CurveCorrection(_passes(0.01))
     for cached in (1.0, 3.0, 1.0, 5.0, 1.0):  # batches and contexts of any size
-        rise.learn(cached, 0.2 * cached, 0.01 * cached * (1.2 + 0.2))
-    start, each = rise.line
+        correction.record(cached, 0.2 * cached, 0.01 * cached * (1.2 + 0.2))
+    start, each = correction.line
     assert start + 0.2 * each == pytest.approx(1.4)
 
 
 def test_noise_leaves_the_curves_slope() -> None:
-    rise, noise = Rise(_passes(1.0)), np.random.default_rng(0)
+    correction, noise = CurveCorrection(_passes(1.0)), np.random.default_rng(0)
     for added in noise.choice([0.02, 0.03, 0.05], 15):
-        rise.learn(1.0, float(added), 1.0 + added + abs(noise.normal(0, 0.05)))
-    start, each = rise.line
+        correction.record(1.0, float(added), 1.0 + added + abs(noise.normal(0, 0.05)))
+    start, each = correction.line
     assert each == 1.0 and 1.0 <= start < 1.1

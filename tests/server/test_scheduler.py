@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 from engine.test_batch import engine, fails_after, prompt
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.drafting.drafter import NoDrafter
-from forerun.engine.commit import Commit
 from forerun.engine.engine import Engine
+from forerun.engine.result import Commit
 from forerun.server import scheduler
 from forerun.server.admission import Ending, FairQueue, QueueFullError, ScheduledRequest, SchedulerLimits
 from forerun.server.calls import LoopDispatcher
@@ -259,10 +260,10 @@ def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers: list[Schedule
     class Broken(NoDrafter):
         broken = True
 
-        def propose(self, request: Request, budget: int) -> Any:
+        def propose(self, context: PassContext) -> Any:
             if self.broken:
                 raise LookupError("the drafter failed")
-            return super().propose(request, budget)
+            return super().propose(context)
 
     drafter = Broken()
     one = server(servers, one=Engine(engine().target.model, drafter))
@@ -350,7 +351,7 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so() -> None:
 
 def test_processes_that_are_out_of_step_end_the_server() -> None:
     class Broken(NoDrafter):
-        def propose(self, request: Request, budget: int) -> Any:
+        def propose(self, context: PassContext) -> Any:
             raise ParallelError("rank 1 is gone")
 
     one, client = SchedulerSetup(Engine(engine().target.model, Broken())), Client()

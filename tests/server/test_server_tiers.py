@@ -355,7 +355,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
     assert one.tiers is not None
     one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
     caches: list[OffloadedCache] = []
-    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.urgent, one.drafter.propose_batch
+    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.urgent, one.drafter.propose
     drafting = failing = False
 
     def asking(cache: OffloadedCache, *told: Any) -> Any:
@@ -383,7 +383,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
 
     monkeypatch.setattr(OffloadedCache, "chunks", asking)
     monkeypatch.setattr(CopyEngine, "urgent", hurried)
-    monkeypatch.setattr(one.drafter, "propose_batch", proposing)
+    monkeypatch.setattr(one.drafter, "propose", proposing)
     with ThreadPoolExecutor(3) as pool:
         answers = [each.result(PATIENCE) for each in [pool.submit(servers[0].post, asked(text)) for text in texts]]
     failed = [number for number, each in enumerate(answers) if each.status_code != 200]

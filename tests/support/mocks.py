@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel
 from forerun.core.tree import ROOT, DraftTree
@@ -128,10 +129,16 @@ def generate(target: MockTarget, drafter: Drafter, request: Request, budget: int
     return request.generated.tolist()
 
 
+def draft(drafter: Drafter, request: Request, budget: int) -> DraftTree:
+    """A drafter's tree for one row that decodes."""
+    [tree] = drafter.propose(PassContext.decoding([request], budget))
+    return tree
+
+
 def step(target: MockTarget, drafter: Drafter, request: Request, budget: int = 8) -> Outcome:
     """Propose, score, verify, observe."""
     before = request.tokens.tolist()
-    tree = drafter.propose(request, budget)
+    tree = draft(drafter, request, budget)
     assert len(tree) <= budget and (tree.depths <= request.max_draft_depth).all()
     logits = target.score(before, tree)
     outcome = Outcome(tree, verify(tree, logits, request), logits)

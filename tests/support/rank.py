@@ -27,6 +27,7 @@ from transformers.distributed import DistributedConfig
 import forerun
 from forerun import Drafter, DraftTree, Engine
 from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward import exactness
@@ -72,7 +73,10 @@ def told(result: forerun.GenerationResult) -> dict[str, Any]:
 class Wary(Drafter):
     """Drafts on rank 0 only."""
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         assert not dist.is_initialized() or dist.get_rank() == 0, "another rank drafts"
         return DraftTree.chain(request.tokens[-3:])
 
@@ -196,10 +200,13 @@ def interrupted(model: PreTrainedModel) -> dict[str, Any]:
     """Ctrl-C at rank 0, between two passes."""
 
     class Interrupting(Wary):
-        def propose(self, request: Request, budget: int) -> DraftTree:
+        def propose(self, context: PassContext) -> list[DraftTree]:
+            return [self._draft(request, budget) for request, budget in context]
+
+        def _draft(self, request: Request, budget: int) -> DraftTree:
             if len(request.generated) > 3:
                 raise KeyboardInterrupt
-            return super().propose(request, budget)
+            return super()._draft(request, budget)
 
     try:
         Engine(model, Interrupting()).generate(PROMPTS, max_new_tokens=80)

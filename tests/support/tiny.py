@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from forerun import Drafter, DraftTree
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 
 VOCABULARY = 48
@@ -229,7 +230,10 @@ class OracleDrafter(Drafter):
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = [np.array(text) for text in texts]
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         rng = np.random.default_rng([len(request), request.prompt_length])
         start, right = len(request), self._text(request)
         branches = []

@@ -21,14 +21,14 @@ import numpy as np
 
 from forerun.core.machine_code import MachineCodeFile
 
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPILES = not numba.config.DISABLE_JIT
 """Whether anything is compiled in this process."""
 PACKAGE = Path(__file__).parents[1]
 
 
-def compiled(function: F) -> F:
+def compiled(function: Function) -> Function:
     """Compile on the first call.
 
     The machine code of this package's functions is kept beside the module. Where no file can be written there, and for
@@ -47,8 +47,8 @@ def compiled(function: F) -> F:
         else:
             kept, stamp = dispatcher._cache, stamp_of(PACKAGE, module.partition(".")[0])
             kept._cache_file = MachineCodeFile(kept.cache_path, kept._impl.filename_base, stamp)
-            return cast(F, dispatcher)
-    return cast(F, numba.njit(function, _nrt=False, error_model="numpy"))
+            return cast(Function, dispatcher)
+    return cast(Function, numba.njit(function, _nrt=False, error_model="numpy"))
 
 
 @functools.cache

@@ -34,8 +34,8 @@ class Request:
         namespace: requests draft from earlier outputs of the same namespace only.
         drafts_from: a namespace whose outputs it is drafted from and joins in place of its own's, where people agreed
             to share what was generated; what prompts begin with is shared inside ``namespace`` all the same.
-        budget: nodes of a draft, at most, if that is less than the engine's; with 0 nothing is drafted, and no drafter
-            hears of the request. It changes the speed, never the text.
+        budget: maximum number of nodes of a draft, if that is less than the engine's; with 0 nothing is drafted, and no
+            drafter hears of the request. It changes the speed, never the text.
         padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
         top_logprobs: tokens whose log-probabilities are kept at each place of the text, beside the one that came; None
             keeps none at all.
@@ -80,8 +80,6 @@ class Request:
         self.top_logprobs = top_logprobs
         self.logprobs: list[Logprob] = []
         """One for each generated token, if they are kept."""
-        self.unread = 1
-        """Committed tokens that the target's next pass reads, besides the drafts."""
         self._padding = len(padding)
         self._buffer = np.empty(len(padding) + len(prompt) + max_new_tokens, np.int64)
         self._end = len(padding) + len(prompt)
@@ -127,8 +125,13 @@ class Request:
         self._buffer[self._end : end] = after
         return self.sampler.scores(self._ids[:end], logits)
 
+    @property
+    def drafts(self) -> bool:
+        """Whether anything is drafted for it."""
+        return self.budget != 0
+
     def allowed(self, budget: int) -> int:
-        """Nodes of a draft, at most, where the engine allows ``budget``."""
+        """Maximum number of nodes of a draft, where the engine allows ``budget``."""
         return budget if self.budget is None else min(budget, self.budget)
 
     def forced(self, most: int) -> list[int]:
@@ -152,11 +155,11 @@ class Request:
         Both share the buffer of the text: what the copy writes after the text so far, this request later overwrites.
         The copy never calls ``stopping``. Under rejection sampling its noise is independent of this request's.
         """
-        twin = copy.copy(self)
-        twin.sampler = self.sampler.inner()
-        twin.stopping = None
-        twin.stats = Stats()
-        return twin
+        fork = copy.copy(self)
+        fork.sampler = self.sampler.inner()
+        fork.stopping = None
+        fork.stats = Stats()
+        return fork
 
     def append(self, token: int) -> bool:
         """Commit a token; true if the text ends with it."""

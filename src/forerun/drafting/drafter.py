@@ -1,12 +1,13 @@
-"""The drafter's side of a step: propose a tree, then observe its outcome."""
+"""The drafter's side of a step: propose trees, then observe what became of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
@@ -23,22 +24,15 @@ class Drafter(ABC):
     then ``propose`` and ``observe`` in turn, and ``finish`` however it ends (an error and a cancellation included). A
     drafter can never change the output, only the speed.
 
-    A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets a fork of the request whose last tokens
+    A drafter may serve as the inner level of a hierarchy. Then ``propose`` gets forks of the requests whose last tokens
     are on trial: they may be gone at the next call, and ``observe`` tells which of them were accepted.
     """
 
     sized: bool = False
-    """Whether it decides itself how much to draft, so that its trees need no cutting."""
+    """Whether it decides itself how much to draft, so that its trees need no pruning."""
 
-    weighs: bool = False
+    wants_costs: bool = False
     """Whether it goes by the costs of the target's passes, and so wants ``fit``, though it is ``sized``."""
-
-    beside: int = 0
-    """Tokens of prompts that the next pass reads besides the rows that are drafted for."""
-
-    enough: Callable[[Request, float], bool] | None = None
-    """Set by the chooser. A drafter that grows chains token by token calls it with the request and the probability that
-    its model gave to the last token; it returns whether the chain should end there."""
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:  # noqa: B027
         """Called once, with the engine's target, its clock, and its way to measure what passes cost.
@@ -75,20 +69,22 @@ class Drafter(ABC):
         return True
 
     @abstractmethod
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """A tree that follows ``request.tokens``: at most ``budget`` nodes, and at most
-        ``request.max_draft_depth`` deep."""
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        """Draft for the rows of a pass.
 
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """One tree per row. Drafters that run a model override it to share the forward passes."""
-        return [self.propose(request, budget) for request in requests]
+        Args:
+            context: the rows and their budgets.
+
+        Returns:
+            One tree for each row. It follows ``row.tokens``, and should have no more nodes than the row's budget and be
+            no deeper than ``row.max_draft_depth``; the rest is cut off.
+        """
 
     def observe(self, request: Request, outcome: Outcome) -> None:  # noqa: B027
         """A step was committed; ``request.tokens`` ends with ``outcome.verdict.tokens`` already."""
 
-    def took(self, tokens: int, seconds: float) -> None:  # noqa: B027
-        """Told by a level that drafts with this one: its round with the last proposal gave so many tokens, and took so
-        long, proposing included."""
+    def record_round(self, tokens: int, seconds: float) -> None:  # noqa: B027
+        """Feedback from the outer level: tokens and seconds of its last round, proposing included."""
 
     def finish(self, request: Request) -> None:  # noqa: B027
         """The request ended: forget what was private to it."""
@@ -107,8 +103,8 @@ class Drafter(ABC):
         return 0
 
     def needs(self, tokens: int) -> int:
-        """Maximum bytes that drafting takes for a text of so many tokens, all levels' caches included. They are freed
-        when the request ends."""
+        """Maximum bytes that drafting takes for a text of ``tokens`` tokens, all levels' caches included. They are
+        freed when the request ends."""
         return 0
 
     def warm_up(self) -> None:  # noqa: B027
@@ -129,56 +125,40 @@ class OuterDrafter(Drafter):
         self.inner.bind(target, runtime)
 
     def spell(self, tokenizer: Tokenizer) -> None:
-        """See ``Drafter.spell``."""
         self.inner.spell(tokenizer)
 
     def fit(self, costs: CostCurve) -> None:
-        """See ``Drafter.fit``."""
         self.inner.fit(costs)
 
     def warm_up(self) -> None:
-        """See ``Drafter.warm_up``."""
         self.inner.warm_up()
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
-        """See ``Drafter.warm``."""
         self.inner.warm(namespace, sequences)
 
     @property
     def nbytes(self) -> int:
-        """See ``Drafter.nbytes``."""
         return self.inner.nbytes
 
     def needs(self, tokens: int) -> int:
-        """See ``Drafter.needs``."""
         return self.inner.needs(tokens)
 
     def begin(self, request: Request) -> None:
-        """See ``Drafter.begin``."""
         self.inner.begin(request)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
-        """See ``Drafter.prefilled``."""
         self.inner.prefilled(request, cache)
 
     def catch_up(self, request: Request, tokens: int) -> bool:
-        """See ``Drafter.catch_up``."""
         return self.inner.catch_up(request, tokens)
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """The tree that a batch of this row alone would get."""
-        return self.propose_batch([request], budget)[0]
-
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """See ``Drafter.propose_batch``."""
-        return self.inner.propose_batch(requests, budget)
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return self.inner.propose(context)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
-        """See ``Drafter.observe``."""
         self.inner.observe(request, outcome)
 
     def finish(self, request: Request) -> None:
-        """See ``Drafter.finish``."""
         self.inner.finish(request)
 
 
@@ -187,6 +167,5 @@ class NoDrafter(Drafter):
 
     sized = True
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """The empty tree."""
-        return DraftTree.empty()
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [DraftTree.empty()] * len(context)

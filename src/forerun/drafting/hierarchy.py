@@ -8,13 +8,14 @@ tokens were not drawn from after a rejection.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from forerun.core.origin import Origin
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.transfers import settle
 from forerun.core.tree import DraftTree
@@ -25,8 +26,8 @@ from forerun.models.forward.level import CacheFactory, Level
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.pass_times import Growth
-from forerun.policy.tree_pruning import Load, PrunedTrees, TreePruner
+from forerun.policy.step_timer import LinearTimer
+from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 
 class HierarchyDrafter(OuterDrafter):
@@ -35,13 +36,13 @@ class HierarchyDrafter(OuterDrafter):
     While the middle level's cache holds all of a text, it could only do what the target does: the inner drafter's trees
     go to the target then, at once.
 
-    Trees of an inner drafter that does not know how much to draft are cut to what pays: by what passes of the target
-    cost over few keys, until it is known what those of the middle level cost.
+    Trees of an inner drafter that does not know how much to draft are pruned to what pays: by the costs of the target's
+    passes over few keys, until those of the middle level are known.
 
     Args:
         inner: proposes to the middle level.
         cache: makes the middle level's cache of a request.
-        gamma1: nodes of an inner tree, at most.
+        gamma1: maximum number of nodes of an inner tree.
         gamma2: tokens that the middle level verifies before the target is asked.
         middle: the middle level's model; the target itself if there is none.
 
@@ -66,11 +67,11 @@ class HierarchyDrafter(OuterDrafter):
         self.gamma1 = gamma1
         self.gamma2 = gamma2
         self.middle = middle
-        self._cutter: TreePruner | None = None  # of trees for the middle level
-        self._passing: TreePruner | None = None  # of trees that go past it
-        self._passes = Growth()  # of the middle level, by their tokens
+        self._pruner: TreePruner | None = None  # of trees for the middle level
+        self._direct_pruner: TreePruner | None = None  # of trees that go straight to the target
+        self._passes = LinearTimer()  # of the middle level, by their tokens
         self._cache = cache
-        self._past: _Past | None = None
+        self._direct: _DirectTrees | None = None
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         self._clock = runtime.clock
@@ -78,16 +79,16 @@ class HierarchyDrafter(OuterDrafter):
         super().bind(self._level.scorer, runtime)
 
     def fit(self, costs: CostCurve) -> None:
-        """Cut the trees of an inner drafter that does not know how much to draft by these costs; by default all of each
-        is verified."""
+        """Prune the trees of an inner drafter that does not know how much to draft by these costs; by default all of
+        each is verified."""
         if not self.inner.sized:
             costs = replace(costs, per_cached=0.0, per_tile=0.0)
-            self._cutter, self._passing = TreePruner(costs), TreePruner(costs)
+            self._pruner, self._direct_pruner = TreePruner(costs), TreePruner(costs)
         super().fit(costs)
 
     @property
-    def weighs(self) -> bool:  # type: ignore[override]
-        """See ``Drafter.weighs``: where it cuts the trees of its inner drafter."""
+    def wants_costs(self) -> bool:  # type: ignore[override]
+        """Whether it prunes the trees of its inner drafter."""
         return not self.inner.sized
 
     def prefilled(self, request: Request, cache: Cache) -> None:
@@ -96,87 +97,91 @@ class HierarchyDrafter(OuterDrafter):
         super().prefilled(request, cache)
 
     def needs(self, tokens: int) -> int:
-        """See ``Drafter.needs``."""
         return self._level.needs(tokens) + super().needs(tokens)
 
     def catch_up(self, request: Request, tokens: int) -> bool:
-        """See ``Drafter.catch_up``."""
         return self._level.catch_up(request, tokens) and super().catch_up(request, tokens)
 
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """A chain for each row, or the inner drafter's tree; the rows share the passes of both levels."""
-        short = [request for request in requests if self.middle is None and self._level.whole(request)]
-        past = dict(zip([request.id for request in short], self._pass_by(short, budget), strict=True))
-        long = [request for request in requests if request.id not in past]
-        drafted = dict(zip([request.id for request in long], self._draft(long, budget), strict=True))
-        return [(past | drafted)[request.id] for request in requests]
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        """Draft a chain for each row, or the inner drafter's tree; the rows share the passes of both levels."""
+        direct = [n for n, row in enumerate(context.rows) if self.middle is None and self._level.whole(row)]
+        long = [n for n in range(len(context)) if n not in direct]
+        trees = dict(zip(direct, self._propose_direct(context.of(direct)), strict=True))
+        trees |= zip(long, self._draft(context.of(long)), strict=True)
+        return [trees[n] for n in range(len(context))]
 
-    def _pass_by(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+    def _propose_direct(self, context: PassContext) -> list[DraftTree]:
         """The inner drafter's trees, for the target itself."""
-        self._past = None
-        if not requests:
+        self._direct = None
+        if not len(context):
             return []
         known = self._level.scorer.vocabulary
-        proposed = self.inner.propose_batch(requests, min(self.gamma1, budget) if self.inner.sized else self.gamma1)
-        trees = [tree.trim(min(budget, r.max_draft_depth), known) for tree, r in zip(proposed, requests, strict=True)]
-        if self._passing is None:
+        inner = (
+            context.within(self.gamma1) if self.inner.sized else replace(context, budgets=[self.gamma1] * len(context))
+        )
+        proposed = self.inner.propose(replace(inner, stop=None))
+        trees = [
+            tree.trim(min(budget, row.max_draft_depth), known)
+            for tree, (row, budget) in zip(proposed, context, strict=True)
+        ]
+        if self._direct_pruner is None:
             return trees
-        cut = self._passing.cut(requests, trees, _decoding(requests))
-        self._past = _Past(cut, {request.id: row for row, request in enumerate(requests)})
-        return cut.trees
+        selection = self._direct_pruner.prune(PassContext.decoding(context.rows, self.gamma1), trees)
+        self._direct = _DirectTrees(selection, {request.id: row for row, request in enumerate(context.rows)})
+        return selection.trees
 
-    def _draft(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+    def _draft(self, context: PassContext) -> list[DraftTree]:
         """Chains that the middle level has verified."""
         own = Origin.SELF if self.middle is None else Origin.MODEL
-        drafts = [_Draft(request, min(self.gamma2, budget, request.max_draft_depth), own) for request in requests]
+        drafts = [_Draft(row, min(self.gamma2, budget, row.max_draft_depth), own) for row, budget in context]
         for draft in drafts:
-            draft.wanted = min(draft.wanted, self._level.room(draft.twin))
+            draft.length = min(draft.length, self._level.room(draft.fork))
             if draft.missing > 0:
-                self._level.follow(draft.twin)
+                self._level.follow(draft.fork)
         while active := [draft for draft in drafts if draft.missing > 0]:
-            self._extend(active)
+            self._extend(active, context.stop)
         return [draft.tree() for draft in drafts]
 
-    def _extend(self, drafts: Sequence[_Draft]) -> None:
+    def _extend(self, drafts: Sequence[_Draft], stop: Callable[[Request, float], bool] | None) -> None:
         """One inner draft and one pass of the middle level for every row."""
-        clock = [self._clock()]
-        twins = [draft.twin for draft in drafts]
+        times = [self._clock()]
+        context = PassContext.decoding([draft.fork for draft in drafts], self.gamma1)
         known = self._level.scorer.vocabulary
-        proposed = self.inner.propose_batch(twins, self.gamma1)
+        proposed = self.inner.propose(context)
         trees = [tree.trim(draft.missing - 1, known) for tree, draft in zip(proposed, drafts, strict=True)]
-        cut = None if self._cutter is None else self._cut(self._cutter, twins, trees)
-        trees = trees if cut is None else cut.trees
-        clock.append(self._clock())
-        scored = self._level.score(twins, trees)
+        selection = None if self._pruner is None else self._prune(self._pruner, context, trees)
+        trees = trees if selection is None else selection.trees
+        times.append(self._clock())
+        scored = self._level.score(context.rows, trees)
         settle(scored[-1][1].device)
-        clock.append(self._clock())
+        times.append(self._clock())
         tokens = 0
         for row, (draft, tree, (block, logits)) in enumerate(zip(drafts, trees, scored, strict=True)):
             verdict = draft.extend(tree, logits)
-            self._level.commit(draft.twin, block, verdict.path)
+            self._level.commit(draft.fork, block, verdict.path)
             tokens += len(verdict.tokens)
-            if self._cutter is not None:
-                self._cutter.learn(row, Outcome(tree, verdict, logits), tree.q is not None)
-            if self.enough is not None and any(self.enough(draft.twin, p) for p in likely(verdict, logits)):
-                draft.wanted = 0
-        if self._cutter is not None and cut is not None:
-            self._cutter.end(cut, tokens)
-            self._passes.learn(len(trees) + cut.nodes, clock[2] - clock[1])
-        clock.append(self._clock())
-        self.inner.took(tokens, clock[-1] - clock[0])
-        for twin in twins:
-            twin.stats.add_seconds(*np.diff(clock).tolist())
+            if self._pruner is not None:
+                self._pruner.learn(row, Outcome(tree, verdict, logits), tree.q is not None)
+            if stop is not None and any(stop(draft.fork, p) for p in probabilities(verdict, logits)):
+                draft.length = 0
+        if self._pruner is not None and selection is not None:
+            self._pruner.end(selection, tokens)
+            self._passes.record(len(trees) + selection.nodes, times[2] - times[1])
+        times.append(self._clock())
+        self.inner.record_round(tokens, times[-1] - times[0])
+        for fork in context.rows:
+            fork.stats.add_seconds(*np.diff(times).tolist())
 
-    def _cut(self, cutter: TreePruner, requests: Sequence[Request], trees: Sequence[DraftTree]) -> PrunedTrees:
-        """The best part of each tree, by what the middle level's passes lately took. Its cache chooses keys for every
+    def _prune(self, pruner: TreePruner, context: PassContext, trees: Sequence[DraftTree]) -> TreeSelection:
+        """The best part of each tree, by recent times of the middle level's passes. Its cache chooses keys for every
         token, so a token may add far more to a pass than to one of the target's."""
-        if (curve := self._passes.curve) is not None and curve != cutter.costs:
-            cutter.fit(curve)
-        return cutter.cut(requests, trees, _decoding(requests))
+        if (curve := self._passes.curve) is not None and curve != pruner.costs:
+            pruner.fit(curve)
+        return pruner.prune(context, trees)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let the middle level's cache choose anew, and the inner drafter learn what was committed."""
-        if self._past is None or not self._past.learn(self._passing, request, outcome):
+        if self._direct is None or not self._direct.learn(self._direct_pruner, request, outcome):
             self._level.verified(request, outcome)
         super().observe(request, outcome)
 
@@ -187,37 +192,32 @@ class HierarchyDrafter(OuterDrafter):
 
 
 @dataclass
-class _Past:
-    """Trees that went past the middle level, and the rows of those that nothing was heard of."""
+class _DirectTrees:
+    """Trees that went straight to the target, and the rows whose outcome is still to come."""
 
-    cut: PrunedTrees
+    selection: TreeSelection
     rows: dict[int, int]
     tokens: int = 0
 
-    def learn(self, cutter: TreePruner | None, request: Request, outcome: Outcome) -> bool:
-        """Whether a tree of this request was among them; what became of it is taken in."""
+    def learn(self, pruner: TreePruner | None, request: Request, outcome: Outcome) -> bool:
+        """Learn from the outcome of a request's tree; whether there was one."""
         row = self.rows.pop(request.id, None)
-        if row is None or cutter is None:
+        if row is None or pruner is None:
             return False
         self.tokens += len(outcome.verdict.tokens)
-        cutter.learn(row, outcome, outcome.tree.q is not None)
+        pruner.learn(row, outcome, outcome.tree.q is not None)
         if not self.rows:
-            cutter.end(self.cut, self.tokens)
+            pruner.end(self.selection, self.tokens)
         return True
-
-
-def _decoding(requests: Sequence[Request]) -> Load:
-    """Each row reads one token, and few keys."""
-    return Load([1] * len(requests), [0] * len(requests))
 
 
 class _Draft:
     """A chain under way; ``own`` is the origin of tokens that the middle level chose itself."""
 
-    def __init__(self, request: Request, wanted: int, own: Origin) -> None:
-        self.twin = request.fork()
-        self.twin.stats = request.stats.inner()
-        self.wanted = wanted
+    def __init__(self, request: Request, length: int, own: Origin) -> None:
+        self.fork = request.fork()
+        self.fork.stats = request.stats.inner()
+        self.length = length
         self._own = own
         self._tokens: list[int] = []
         self._origins: list[int] = []
@@ -226,20 +226,20 @@ class _Draft:
     @property
     def missing(self) -> int:
         """Tokens still wanted."""
-        return self.wanted - len(self._tokens)
+        return self.length - len(self._tokens)
 
     def extend(self, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        """Verify a tree by the middle level's logits ``[n + 1, V]`` and take what it gives."""
-        rejecting = self.twin.sampler.method == "rejection"
-        before = self.twin.fork() if rejecting else None
-        verdict = verify(tree, logits, self.twin)
+        """Verify a tree by the middle level's logits ``[n + 1, V]``, and keep the tokens that it commits."""
+        rejecting = self.fork.sampler.method == "rejection"
+        before = self.fork.fork() if rejecting else None
+        verdict = verify(tree, logits, self.fork)
         if before is not None:
             self._q += distributions(verdict, logits, before)
-        self.twin.stats.record(len(tree), len(verdict.path), len(verdict.tokens))
+        self.fork.stats.record(len(tree), len(verdict.path), len(verdict.tokens))
         self._tokens += verdict.tokens
         self._origins += Outcome(tree, verdict, logits).origins
-        if self.twin.finish_reason is not None:
-            self.wanted = 0
+        if self.fork.finish_reason is not None:
+            self.length = 0
         return verdict
 
     def tree(self) -> DraftTree:
@@ -248,17 +248,17 @@ class _Draft:
         return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None, origins)
 
 
-def likely(verdict: Verdict, logits: torch.Tensor) -> list[float]:
-    """How likely a model found each token of a verdict by its logits ``[n + 1, V]``, before any processor."""
+def probabilities(verdict: Verdict, logits: torch.Tensor) -> list[float]:
+    """A model's probability of each token of a verdict, by its logits ``[n + 1, V]`` before any processor."""
     rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]
-    found: list[float] = logits[rows].softmax(-1)[range(len(rows)), verdict.tokens].tolist()
-    return found
+    probability: list[float] = logits[rows].softmax(-1)[range(len(rows)), verdict.tokens].tolist()
+    return probability
 
 
 def distributions(verdict: Verdict, logits: torch.Tensor, before: Request) -> list[torch.Tensor]:
-    """What each token of a verdict was drawn from, ``[V]`` each; ``before`` is a fork from before the verdict."""
-    found = []
+    """The distribution that each token of a verdict was drawn from, ``[V]``; ``before`` is a fork from before it."""
+    drawn_from = []
     for row, token in zip([0, *(node + 1 for node in verdict.path)], verdict.tokens, strict=False):
-        found.append(before.scores(logits[row]).double().softmax(-1))
+        drawn_from.append(before.scores(logits[row]).double().softmax(-1))
         before.append(token)
-    return found
+    return drawn_from

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forerun.core.origin import Origin
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
@@ -56,7 +57,10 @@ class LookupDrafter(Drafter):
         self._occurrences[request.id] = occurrences = _Occurrences(self.config.max_ngram)
         occurrences.extend(request.tokens)
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._chain(request, budget) for request, budget in context]
+
+    def _chain(self, request: Request, budget: int) -> DraftTree:
         """A chain, or the empty tree if even the last token is new."""
         length = min(self.config.branch_length, budget, request.max_draft_depth)
         start = self._occurrences[request.id].find(request.tokens)

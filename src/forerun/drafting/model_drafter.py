@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from forerun.core.origin import Origin
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.transfers import carried, elsewhere
 from forerun.core.tree import DraftTree, IntArray
@@ -57,41 +58,35 @@ class ModelDrafter(Drafter):
         self._level.begin(request, cache)
 
     def catch_up(self, request: Request, tokens: int) -> bool:
-        """See ``Drafter.catch_up``."""
         return self._level.catch_up(request, tokens)
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """A chain of at most ``gamma`` tokens."""
-        return self.propose_batch([request], budget)[0]
-
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """A draft for each row; the rows share the forward passes."""
-        drafts = [self._begin(request, budget) for request in requests]
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        """Draft a chain for each row; the rows share the forward passes."""
+        drafts = [self._begin(request, budget, context.stop is not None) for request, budget in context]
         while active := [draft for draft in drafts if not draft.done]:
-            scored = self._level.score([draft.twin for draft in active], [DraftTree.empty()] * len(active))
+            scored = self._level.score([draft.fork for draft in active], [DraftTree.empty()] * len(active))
             for draft, (block, _) in zip(active, scored, strict=True):
-                self._level.commit(draft.twin, block, [])
+                self._level.commit(draft.fork, block, [])
             _extend(active, [logits for _, logits in scored])
-            for draft in active:
-                if self.enough is not None:
-                    draft.ended = self.enough(draft.twin, draft.chance)
+            if context.stop is not None:
+                for draft in active:
+                    draft.ended = context.stop(draft.fork, draft.probability)
         origin = Origin.SELF if self.draft is None else Origin.MODEL
         return [draft.tree().by(origin) for draft in drafts]
 
-    def _begin(self, request: Request, budget: int) -> _Chain:
-        twin = request.fork()
-        depth = min(self.gamma, request.max_draft_depth, self._level.room(twin))
+    def _begin(self, request: Request, budget: int, states_probability: bool) -> _Chain:
+        fork = request.fork()
+        depth = min(self.gamma, request.max_draft_depth, self._level.room(fork))
         if depth < 1:
-            return _Chain(twin, 0)
-        self._level.follow(twin)
-        return _Chain(twin, min(depth, budget), self.enough is not None)
+            return _Chain(fork, 0)
+        self._level.follow(fork)
+        return _Chain(fork, min(depth, budget), states_probability)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Let a sparse cache choose anew."""
         self._level.verified(request, outcome)
 
     def needs(self, tokens: int) -> int:
-        """See ``Drafter.needs``."""
         return self._level.needs(tokens)
 
     def finish(self, request: Request) -> None:
@@ -100,75 +95,75 @@ class ModelDrafter(Drafter):
 
 
 def _extend(drafts: Sequence[_Chain], logits: Sequence[torch.Tensor]) -> None:
-    """Take in a pass: on a CPU draft by draft, elsewhere with one transfer for all (which has not run on a GPU)."""
+    """Extend every chain by a token: on a CPU one by one, elsewhere with one transfer for all (not run on a GPU)."""
     if not elsewhere(logits[0]):
         for draft, own in zip(drafts, logits, strict=True):
             draft.extend(own)
         return
-    asked = [draft.ask(own) for draft, own in zip(drafts, logits, strict=True)]
-    for draft, told in zip(drafts, carried(asked), strict=True):
-        draft.take(told)
+    choices = [draft.choice(own) for draft, own in zip(drafts, logits, strict=True)]
+    for draft, choice in zip(drafts, carried(choices), strict=True):
+        draft.extend_by(choice)
 
 
 class _Chain:
     """Grows by a token a pass, each read into the cache.
 
     Args:
-        twin: the fork.
-        wanted: tokens.
-        weighed: whether ``chance`` is wanted, too.
+        fork: of the request; the tokens are appended to it.
+        length: of the chain, at most.
+        states_probability: whether ``probability`` is wanted, too.
     """
 
-    def __init__(self, twin: Request, wanted: int, weighed: bool = False) -> None:
-        self.twin = twin
+    def __init__(self, fork: Request, length: int, states_probability: bool = False) -> None:
+        self.fork = fork
         self.ended = False
-        """Whether it is long enough, however much was wanted."""
-        self.chance = 1.0
-        """What the model gave the last token, before any processor."""
-        self._weighed = weighed
-        self._wanted = wanted
+        """Whether it is complete before it has its length."""
+        self.probability = 1.0
+        """The model's probability of the last token, before any processor."""
+        self._states_probability = states_probability
+        self._length = length
         self._tokens: list[int] = []
         self._q: list[torch.Tensor] = []
 
     @property
     def done(self) -> bool:
         """Whether no pass is needed any more."""
-        full = self.ended or len(self._tokens) >= self._wanted
-        return full or (bool(self._tokens) and self.twin.finish_reason is not None)
+        full = self.ended or len(self._tokens) >= self._length
+        return full or (bool(self._tokens) and self.fork.finish_reason is not None)
 
     def extend(self, logits: torch.Tensor) -> None:
-        """Take in the logits after the text, ``[1, V]``."""
-        sampler, scores = self.twin.sampler, self._scores(logits)
-        token = sampler.choose(scores, len(self.twin), sampler.draft_salt())
-        if self._weighed:
-            self.chance = float(logits[0].softmax(-1)[token])
+        """Append the token chosen by the logits after the text, ``[1, V]``."""
+        sampler, scores = self.fork.sampler, self._scores(logits)
+        token = sampler.choose(scores, len(self.fork), sampler.draft_salt())
+        if self._states_probability:
+            self.probability = float(logits[0].softmax(-1)[token])
         self._append(token)
 
-    def ask(self, logits: torch.Tensor) -> torch.Tensor:
-        """What ``extend`` would read of these logits, int64, a vector on their device; nothing waits for that."""
-        sampler, scores = self.twin.sampler, self._scores(logits)
-        token = sampler.choices(scores[None], [len(self.twin)], sampler.draft_salt())
-        if not self._weighed:
+    def choice(self, logits: torch.Tensor) -> torch.Tensor:
+        """Choose a token on the device of the logits, without waiting for it: an int64 vector for ``extend_by``."""
+        sampler, scores = self.fork.sampler, self._scores(logits)
+        token = sampler.choices(scores[None], [len(self.fork)], sampler.draft_salt())
+        if not self._states_probability:
             return token
         return torch.cat([token, logits[0].softmax(-1).gather(0, token).double().view(torch.int64)])
 
-    def take(self, told: IntArray) -> None:
-        """Do the same as ``extend``, by the values that were asked for."""
-        if self._weighed:
-            self.chance = float(told.view(np.float64)[1])
-        self._append(int(told[0]))
+    def extend_by(self, choice: IntArray) -> None:
+        """Append the token of a ``choice`` that was brought to the CPU."""
+        if self._states_probability:
+            self.probability = float(choice.view(np.float64)[1])
+        self._append(int(choice[0]))
 
     def _scores(self, logits: torch.Tensor) -> torch.Tensor:
         """Scores ``[V]`` for the next token; ``q`` is kept where it is needed."""
-        scores = self.twin.scores(logits[0])
-        if self.twin.sampler.method == "rejection":
+        scores = self.fork.scores(logits[0])
+        if self.fork.sampler.method == "rejection":
             self._q.append(scores.double().softmax(-1))
         return scores
 
     def _append(self, token: int) -> None:
         self._tokens.append(token)
-        self.twin.append(token)
+        self.fork.append(token)
 
     def tree(self) -> DraftTree:
-        """What was drafted."""
+        """The chain."""
         return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None)

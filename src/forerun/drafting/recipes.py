@@ -123,7 +123,7 @@ def _auto(settings: LongContextConfig) -> Drafter:
     levels = _triforce(settings, inner, TRIE_NODES)
     budget = settings.cache_budget
     beyond = 0 if small else budget
-    return AdaptiveDrafter(levels, trees=trie, chains=levels, most=settings.gamma2, reach=budget, beyond=beyond)
+    return AdaptiveDrafter(levels, trees=trie, chains=levels, max_length=settings.gamma2, reach=budget, beyond=beyond)
 
 
 def long_context(
@@ -140,7 +140,7 @@ def long_context(
         reach = settings.window if sparse is None else settings.cache_budget
         alone = isinstance(chains, ModelDrafter) and not small
         return AdaptiveDrafter(
-            chains, chains=chains, most=settings.gamma2, reach=reach, weight=1.0 if alone else HELPED
+            chains, chains=chains, max_length=settings.gamma2, reach=reach, weight=1.0 if alone else HELPED
         )
 
     return Recipe(paced, small, sparse)

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 from forerun.trie.trie import Trie, TrieConfig
 
-LATE = 16
-"""Tokens of a text that the trie may lack. It learns them when it is asked for drafts, or else so many at once: where
-nobody asks, no step pays for a call."""
+LEARN_TOKENS = 16
+"""Index lazily: at the next draft, or after 16 tokens. So a step without drafts does not pay for a call."""
 
 
 class TrieDrafter(Drafter):
@@ -36,7 +36,6 @@ class TrieDrafter(Drafter):
         """Length of each request's text; what a request has beyond that is a draft."""
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
-        """Learn from token ids as if they had been generated in ``namespace``; see ``Trie.warm``."""
         self.trie.warm(namespace, sequences)
 
     @property
@@ -45,11 +44,9 @@ class TrieDrafter(Drafter):
         return self.trie.kept
 
     def warm_up(self) -> None:
-        """Compile, or load, what drafting runs, so that no user's answer waits for it."""
         self.trie.warm_up()
 
     def spell(self, tokenizer: Tokenizer) -> None:
-        """See ``Trie.spell``."""
         self.trie.spell(tokenizer)
 
     def begin(self, request: Request) -> None:
@@ -57,29 +54,25 @@ class TrieDrafter(Drafter):
         self.trie.begin(request.id, request.drafts_from, request.prompt, request.max_new_tokens)
         self._committed[request.id] = request.prompt_length
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        """The likeliest branches, merged, at most ``budget`` nodes."""
-        return self.propose_batch([request], budget)[0]
-
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        """See ``Drafter.propose_batch``. All rows' texts are learned before the first row is drafted for."""
-        for request in requests:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        """Draft the likeliest branches, merged. The texts of all rows are learned first."""
+        for request in context.rows:
             self.learn(request)
-        return [self._draft(request, budget) for request in requests]
+        return [self._tree(request, budget) for request, budget in context]
 
-    def _draft(self, request: Request, budget: int) -> DraftTree:
-        tried = request.tokens[self._committed[request.id] :]
-        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, tried)
+    def _tree(self, request: Request, budget: int) -> DraftTree:
+        on_trial = request.tokens[self._committed[request.id] :]
+        draft = self.trie.retrieve(request.id, budget, request.max_draft_depth, on_trial)
         return DraftTree(draft.tokens, draft.parents, probability=draft.probability, origins=draft.origins)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Note what was committed, to be learned before the next draft at the latest."""
         self._committed[request.id] = len(request)
-        if len(request) - self.trie.length(request.id) >= LATE:
+        if len(request) - self.trie.length(request.id) >= LEARN_TOKENS:
             self.learn(request)
 
     def learn(self, request: Request) -> None:
-        """Let the trie have all of a request's text now."""
+        """Learn all of a request's text now."""
         known, committed = self.trie.length(request.id), self._committed[request.id]
         if known < committed:
             self.trie.extend(request.id, request.tokens[known:committed])

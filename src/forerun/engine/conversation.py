@@ -10,8 +10,8 @@ import numpy as np
 
 from forerun.core.request import Request
 from forerun.core.tree import IntArray
-from forerun.engine.commit import Commit
 from forerun.engine.engine import Engine
+from forerun.engine.result import Commit
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.level import Progress
 from forerun.models.text.chat_template import apply_template, has_template
@@ -26,7 +26,7 @@ class Conversation:
 
     Args:
         engine: with a tokenizer that has a chat template.
-        system: what the model is told first.
+        system: the system message, if there is one.
         options: for every answer, as for ``Engine.generate``: ``max_new_tokens``, ``temperature``, ``seed``, ...
 
     Attributes:
@@ -54,7 +54,7 @@ class Conversation:
         self._end_turn()
         self.messages = [] if self.system is None else [_message("system", self.system)]
         self._cache = FullCache()
-        self._held: IntArray = np.empty(0, np.int64)
+        self._cached: IntArray = np.empty(0, np.int64)
 
     def send(self, text: str, on_prefill: Progress | None = None) -> Turn:
         """Say something; the answer is generated as the turn that comes back is iterated over.
@@ -72,8 +72,8 @@ class Conversation:
         self._end_turn()
         if not text:
             raise ValueError("the message is empty")
-        told = [*self.messages, _message("user", text)]
-        requests = self.engine.requests(apply_template(told, self.engine.tokenizer), **self.options)
+        messages = [*self.messages, _message("user", text)]
+        requests = self.engine.requests(apply_template(messages, self.engine.tokenizer), **self.options)
         if len(requests) != 1:
             raise ValueError(f"num_return_sequences is {len(requests)}; a conversation goes on with one answer")
         self._turn = Turn(self, text, requests[0], on_prefill)
@@ -96,16 +96,16 @@ class Conversation:
             self._turn = None
 
     def _keep(self, prompt: IntArray) -> int:
-        """Cut the cache to what it shares with a prompt, all of it but one token at most.
+        """Cut the cache to what it shares with a prompt, without the prompt's last token.
 
         Returns:
             Tokens kept.
         """
-        most = min(len(prompt) - 1, len(self._held))
-        different = np.flatnonzero(prompt[:most] != self._held[:most])
+        most = min(len(prompt) - 1, len(self._cached))
+        different = np.flatnonzero(prompt[:most] != self._cached[:most])
         kept = int(different[0]) if len(different) else most
         self._cache.truncate(kept)
-        self._held = self._held[:kept]
+        self._cached = self._cached[:kept]
         return kept
 
     def _answer(self, turn: Turn, on_prefill: Progress | None) -> Generator[Commit, None, None]:
@@ -115,13 +115,13 @@ class Conversation:
             with closing(self.engine.run([request], on_prefill, [self._cache])) as commits:
                 yield from commits
         finally:
-            self._held = request.tokens[: self._cache.length].copy()
+            self._cached = request.tokens[: self._cache.length].copy()
             if len(request.generated):  # an answer that was ended before its first token has not been given
                 self.messages += [_message("user", turn.message), _message("assistant", turn.text)]
 
 
 class Turn:
-    """A message and its answer: an iterator over what the steps commit. Closing it ends the answer where it is.
+    """A message and its answer: an iterator over the commits of each step. Closing it ends the answer where it is.
 
     Attributes:
         message: what the user said.

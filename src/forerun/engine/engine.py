@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +12,19 @@ import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
+from forerun.core.fair_lock import FairLock
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
-from forerun.core.turns import Turns
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.batch import Batch
-from forerun.engine.commit import Commit, feed
 from forerun.engine.kv_store import KVStore
-from forerun.engine.prefix_sharing import CHUNK, PrefixSharing
-from forerun.engine.prefixes import PrefixCache
-from forerun.engine.result import GenerationInterrupted, GenerationResult, ends, padding
-from forerun.engine.step import Step, by_request
+from forerun.engine.prefill_pacing import PrefillPacing
+from forerun.engine.prefix_cache import PrefixCache
+from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixSharing
+from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, padding
+from forerun.engine.step import DecodingStep
 from forerun.kernels.runtime.warm_up import warm_up
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import KVMemory, Tiers
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from forerun.models.text.grammar import Grammars
 
 BUDGET = 64
-"""Nodes of a tree, at most."""
+"""Maximum number of nodes of a tree."""
 PREFILL_BLOCK = 512
 """Prompt tokens in one pass."""
 
@@ -63,13 +63,13 @@ class Engine:
         drafter: proposes the trees; a name from ``forerun.drafting.recipes`` or an object.
         settings: what a drafter given by name is built with.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
-        budget: the most nodes of a tree that may be accepted (the Lookahead paper's decoding length).
+        budget: maximum number of nodes of a tree (the Lookahead paper's decoding length).
         prune_drafts: score the part of each draft that pays by the cost of passes, which is measured once for a model.
             If false, all of each draft is scored.
         prefill_block: prompt tokens in one pass.
-        prefix_cache: maximum bytes of prompts' keys and values that are kept for later prompts that begin alike.
+        prefix_cache: maximum bytes of keys and values that are kept for later prompts that begin alike.
         kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
-        kv_store_limit: bytes on disk, at most; see ``KVStore``.
+        kv_store_limit: maximum bytes on disk; see ``KVStore``.
         kv_memory: bytes that keys and values may take on the device, or a ``KVMemory``; the rest is offloaded.
 
     Raises:
@@ -102,7 +102,7 @@ class Engine:
         _check_model(model)
         _check_drafter(drafter)
         self.prefixes = PrefixCache(prefix_cache)
-        """What is kept of prompts for later ones."""
+        """Keys and values of prompts that are kept in memory for later ones."""
         self._runtime = _runtime or default_runtime()
         self.target = self._admit(model, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
@@ -113,12 +113,10 @@ class Engine:
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
         self.store = KVStore.of(kv_store, lambda: fingerprint(self.target, self.exactness), kv_store_limit)
-        """What is kept of prompts on disk."""
+        """Keys and values of prompts that are kept on disk."""
         self.tiers = None if kv_memory is None else Tiers(kv_memory, self.target.device, self.target.kv, model.dtype)
-        """Where keys and values lie, if they are bounded."""
-        make: Callable[[int], FullCache] = FullCache if self.tiers is None else self.tiers.cache
-        self._make: Callable[[int], FullCache] = lambda tokens: self.target.adopt(make(tokens))
-        self._tokenizer, self._turns = tokenizer, Turns()
+        """Where keys and values lie, if ``kv_memory`` bounds them."""
+        self._tokenizer, self._lock = tokenizer, FairLock()
         self._grammars: Grammars | None = None
         self._speller: PreTrainedTokenizerBase | None = tokenizer
         warm_up(self.target.device, self.target.model.dtype)
@@ -155,9 +153,13 @@ class Engine:
         self.drafter = drafter
         self._spell()
 
+    def _cache(self, tokens: int, shareable: bool = False) -> FullCache:
+        """A cache with room for ``tokens`` tokens; ``shareable`` if others may begin with its text."""
+        return self.target.adopt((FullCache if self.tiers is None else self.tiers.cache)(tokens, shareable))
+
     def _bind(self, drafter: Drafter) -> None:
         drafter.bind(self.target, self._runtime)
-        if self.prune_drafts and drafter.weighs:
+        if self.prune_drafts and drafter.wants_costs:
             drafter.fit(self._runtime.costs(self.target))
 
     @property
@@ -231,7 +233,7 @@ class Engine:
         budget: int | None = None,
         **options: Unpack[GenerationOptions],
     ) -> Iterator[Commit]:
-        """Like ``generate``, yielding what each step commits; closing the iterator cancels."""
+        """Like ``generate``, yielding the commits of each step; closing the iterator cancels."""
         yield from self.run(self.requests(prompt, tokenizer=tokenizer, budget=budget, **options), on_prefill)
 
     def warm(self, texts: Sequence[Prompts], namespace: str = "default") -> None:
@@ -242,7 +244,7 @@ class Engine:
         """
         rows = [row for text in texts for row in encode(text, self.tokenizer)]
         if rows:
-            with self._turns:
+            with self._lock:
                 self.drafter.warm(namespace, rows)
 
     def requests(
@@ -280,7 +282,7 @@ class Engine:
             room: tokens that the cache can take up after them without being copied.
             on_prefill: called with tokens done and to do.
         """
-        cache = self._make(len(tokens) + room)
+        cache = self._cache(len(tokens) + room)
         text = np.asarray(tokens, np.int64)[:-1]
         read(self.target, cache, text, self.prefill_block, counting(len(text), on_prefill))
         return cache
@@ -291,7 +293,7 @@ class Engine:
         on_prefill: Progress | None = None,
         caches: Sequence[FullCache] | None = None,
     ) -> Generator[Commit, None, None]:
-        """Continue requests together until each has ended, yielding what each step commits.
+        """Continue requests together until each has ended, yielding the commits of each step.
 
         Closing the iterator early leaves every request with the tokens committed so far.
 
@@ -308,18 +310,18 @@ class Engine:
         """
         if not is_sharded(self.target.model):
             return self._run(requests, on_prefill, caches)
-        from forerun.engine.rank_sync import together  # only a model in several processes needs it
+        from forerun.engine.rank_sync import on_all_ranks  # only a model in several processes needs it
 
-        return together(Engine._run)(self, requests, on_prefill, caches)
+        return on_all_ranks(Engine._run)(self, requests, on_prefill, caches)
 
     def _run(
         self, requests: Sequence[Request], on_prefill: Progress | None, caches: Sequence[FullCache] | None
     ) -> Generator[Commit, None, None]:
-        held = [None] * len(requests) if caches is None else caches
+        given = [None] * len(requests) if caches is None else caches
         with self.batch() as batch:
-            texts = [batch.tokens(each) for each, cache in zip(requests, held, strict=True) if not cache]
+            texts = [batch.tokens(each) for each, cache in zip(requests, given, strict=True) if not cache]
             with nullcontext() if self.tiers is None else self.tiers.expecting(texts):
-                for request, cache in zip(requests, held, strict=True):
+                for request, cache in zip(requests, given, strict=True):
                     batch.admit(request, cache)
             total = unread = batch.unread
             while batch:
@@ -331,11 +333,18 @@ class Engine:
             if request.error is not None:
                 raise request.error
 
-    def batch(self, limit: int | None = None) -> Batch:
+    def batch(
+        self,
+        limit: int | None = None,
+        *,
+        offloaded_chunks: int | None = None,
+        pacing: PrefillPacing | None = None,
+    ) -> Batch:
         """Requests that come and go: ``admit`` them, ``step``, ``cancel``, ``close``.
 
         Args:
-            limit: tokens of texts that a step reads, at most; see ``Batch``. By default as many as ``prefill_block``.
+            limit: maximum tokens of texts that a step reads; by default ``prefill_block``. See ``Batch``.
+            offloaded_chunks, pacing: see ``Batch``.
 
         Raises:
             ValueError: for a limit under 1.
@@ -343,11 +352,11 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step, chunk = Step(self.target, by_request(self.drafter), self.budget), min(self.prefill_block, limit)
-        kept = PrefixSharing(
-            self.prefixes, self.store, min(CHUNK, chunk) if self.exactness.level == "bitwise" else chunk
-        )
-        return Batch(step, self._turns, chunk, limit, kept, self._make, None if self.tiers is None else self.tiers.free)
+        step, chunk = DecodingStep(self.target, self.drafter, self.budget), min(self.prefill_block, limit)
+        shared_chunk = min(SHARED_CHUNK_TOKENS, chunk) if self.exactness.level == "bitwise" else chunk
+        sharing = PrefixSharing(self.prefixes, self.store, shared_chunk)
+        free = None if self.tiers is None else self.tiers.free
+        return Batch(step, self._lock, chunk, limit, sharing, self._cache, free, offloaded_chunks, pacing)
 
     def save_trie(self, path: str | Path) -> None:
         """Write what the drafter learned from texts to a file, which replaces one that is there.
@@ -374,12 +383,12 @@ class Engine:
         return vocabulary_of(self._tokenizer)
 
     def flush(self) -> None:
-        """Wait until the store has all that it is to keep."""
+        """Wait until the store has written everything."""
         if self.store is not None:
             self.store.flush()
 
     def close(self) -> None:
-        """Write what the store is to keep, and keep nothing more. A program that ends without it waits for the same."""
+        """Write everything to the store, and keep nothing more. A program that ends without this waits for the same."""
         for each in (self.store, self.tiers):
             if each is not None:
                 each.close()

@@ -1,8 +1,9 @@
 """Texts read once: keys and values of prompts' beginnings on disk, for later prompts that begin alike.
 
-A text is a file (``keyfile.py``) on a shelf (``shelf.py``), under the fingerprint of what its bits depend on and a
-digest of its namespace. It is mapped, not read. What views made of it lies beside it. A thread writes; whoever waits
-for a text that is being written gets a copy. Nothing here ends a request: what cannot be kept is read again.
+A text is a file (``kv_file.py``) in a bounded folder (``disk_lru.py``), under the fingerprint of what its bits depend on
+and a digest of its namespace. It is mapped, not read. The tensors of views over it lie beside it. A thread writes;
+whoever looks for a text that is being written gets a copy. Nothing here ends a request: what cannot be kept is read
+again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from forerun.engine.prefixes import DIGEST, Keys, common
+from forerun.engine.prefix_cache import KEY_BYTES, Keys, common
 from forerun.kv.disk_lru import SUFFIX, DiskLRU
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_file import Area, DamagedFileError, KVFile, place_of, tensor_areas, text_areas, write
@@ -25,25 +26,25 @@ from forerun.kv.kv_rows import Rows
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+Result = TypeVar("Result")
 
-LEAST = 512
-"""Tokens of a text that is kept, at least. A shorter one is read in about the time in which a file is made, found and
+MIN_STORED_TOKENS = 512
+"""Minimum tokens of a text that is kept. A shorter one is read in about the time in which a file is made, found and
 checked, and a server would make a file for every question."""
-GROWN = 8
+GROWTH_DIVISOR = 8
 """A text is written anew where at least 1/8 of it is not kept yet. So a conversation is written a few times as it
 grows, and a question about a book does not write the book again."""
-SHARE = 0.25
-"""Part of the disk that is free, or taken by the store, which it may take by default."""
-WAITING = 8
-"""Files that wait to be written, at most; each keeps a text's cache in memory. What comes then is not kept."""
+DISK_SHARE = 0.25
+"""The store's default limit: a share of the disk space that is free or taken by the store."""
+MAX_PENDING_FILES = 8
+"""Maximum number of files that wait to be written; each keeps a text's cache in memory. Further texts are not kept."""
 
 
 Kept = tuple[str, int]
 """The name of a text that is kept, and how many of a prompt's chunks it holds."""
 
 
-class Found(NamedTuple):
+class StoredPrefix(NamedTuple):
     """A text that shares chunks with a prompt."""
 
     beginning: SharedPrefix
@@ -51,7 +52,7 @@ class Found(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Waiting:
+class _PendingText:
     """A text that is being written."""
 
     keys: Keys
@@ -68,7 +69,7 @@ class KVStore:
     Args:
         folder: made if it is not there.
         mark: a fingerprint; texts of another one are not seen.
-        limit: bytes on disk, at most; by default a quarter of what is free or taken by it.
+        limit: maximum bytes on disk; by default a quarter of the space that is free or taken by the store.
 
     Raises:
         ValueError: for a limit below 0.
@@ -78,13 +79,13 @@ class KVStore:
     def __init__(self, folder: str | Path, mark: str, limit: int | None = None) -> None:
         if limit is not None and limit < 0:
             raise ValueError(f"the store's limit is {limit} bytes; it must be 0 or more")
-        self._shelf = DiskLRU(Path(folder), limit if limit is not None else 1 << 62)
+        self._files = DiskLRU(Path(folder), limit if limit is not None else 1 << 62)
         if limit is None:
-            self._shelf.limit = int(SHARE * (shutil.disk_usage(folder).free + self._shelf.nbytes))
+            self._files.limit = int(DISK_SHARE * (shutil.disk_usage(folder).free + self._files.nbytes))
         self._mark = mark
         self._texts: dict[str, Keys] = {}  # of the files whose headers were read
         self._verified: set[tuple[int, int, str]] = set()  # by this process, or written by it
-        self._waiting: dict[str, _Waiting] = {}
+        self._pending: dict[str, _PendingText] = {}
         self._jobs: set[Future[None]] = set()
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "forerun-kv-store")  # ends its work before the process ends
@@ -103,28 +104,28 @@ class KVStore:
 
     @property
     def limit(self) -> int:
-        """Bytes on disk, at most."""
-        return self._shelf.limit
+        """Maximum bytes on disk."""
+        return self._files.limit
 
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
-        return self._shelf.nbytes
+        return self._files.nbytes
 
-    def find(self, keys: Keys, namespace: str, least: int = 0) -> Found | None:
+    def find(self, keys: Keys, namespace: str, least: int = 0) -> StoredPrefix | None:
         """The text that shares the most chunks with a prompt, if more than ``least`` of them."""
         return _safely("no kept text can be looked for", lambda: self._find(keys, namespace, least))
 
-    def _find(self, keys: Keys, namespace: str, least: int) -> Found | None:
+    def _find(self, keys: Keys, namespace: str, least: int) -> StoredPrefix | None:
         for name, count in self._alike(keys, self._space(namespace)):
             if count <= least:
                 break
             if (beginning := self._open(name)) is not None:
-                return Found(beginning, count)
+                return StoredPrefix(beginning, count)
         return None
 
     def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> Kept | None:
-        """Keep a prompt's beginning, unless most of it is kept; what is kept of a shorter one that it holds goes.
+        """Keep a prompt's beginning, unless most of it is kept. A shorter one that it holds is dropped.
 
         The cache may go on meanwhile: the tokens that it has committed do not change.
 
@@ -141,24 +142,24 @@ class KVStore:
 
     def _keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> Kept | None:
         length = len(keys) * chunk
-        if length < LEAST:
+        if length < MIN_STORED_TOKENS:
             return None
         space = self._space(namespace)
-        for held, count in self._alike(keys, space)[:1]:
-            if (len(keys) - count) * GROWN < len(keys):
-                return held, count
+        for name, count in self._alike(keys, space)[:1]:
+            if (len(keys) - count) * GROWTH_DIVISOR < len(keys):
+                return name, count
         name = f"{space}/{keys[-1].hex()}{SUFFIX}"
         layers: dict[int, Rows] = {layer: cache.read(layer, 0, length) for layer in cache.layers}
-        text = _Waiting(keys, layers, length, max(length, cache.capacity))
+        text = _PendingText(keys, layers, length, max(length, cache.capacity))
         with self._lock:
-            self._waiting[name] = text
+            self._pending[name] = text
         if self._write(lambda: self._write_text(name, text)):
             return name, len(keys)
         self._done(name)
         return None
 
     def note(self, name: str, part: str, tensors: Tensors) -> None:
-        """Keep what a view made of a text that is kept, unless there is such a thing already.
+        """Keep the tensors of a view over a text that is kept, unless they are kept already.
 
         Args:
             name: of the text.
@@ -176,12 +177,12 @@ class KVStore:
         wait(jobs)
 
     def close(self) -> None:
-        """Write what waits, and keep nothing more; what is kept can still be found."""
+        """Write what waits, and keep nothing more; kept texts can still be found."""
         self._closed = True
         self._writer.shutdown()
 
     def _space(self, namespace: str) -> str:
-        """The folder of a namespace; it does not tell its name."""
+        """The folder of a namespace, without its name."""
         return f"{self._mark}/{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
 
     def _alike(self, keys: Keys, space: str) -> list[tuple[str, int]]:
@@ -191,25 +192,25 @@ class KVStore:
 
     def _known(self, space: str) -> dict[str, Keys]:
         """The texts of a namespace, on disk and on their way there."""
-        names = dict.fromkeys(self._shelf.names(space))
+        names = dict.fromkeys(self._files.names(space))
         for name in list(self._texts):  # a copy, as the writer's thread changes it meanwhile
             if name.startswith(space) and name not in names:
                 self._texts.pop(name, None)
-        found: dict[str, Keys] = {}
+        texts: dict[str, Keys] = {}
         for name in names:
             keys = self._texts.get(name)
             if keys is None and (file := self._read(name)) is not None:
                 keys = self._texts[name] = _split(file.told["keys"])
             if keys is not None:
-                found[name] = keys
+                texts[name] = keys
         with self._lock:
-            found |= {name: text.keys for name, text in self._waiting.items() if name.startswith(space)}
-        return found
+            texts |= {name: text.keys for name, text in self._pending.items() if name.startswith(space)}
+        return texts
 
     def _read(self, name: str, verified: bool = False) -> KVFile | None:
         """A file. A damaged one goes. Its data are compared with their checksums when they are first wanted."""
         try:
-            file = KVFile(self._shelf.folder / name)
+            file = KVFile(self._files.folder / name)
             if verified and file.identity not in self._verified:
                 file.verify()
                 self._verified.add(file.identity)
@@ -218,14 +219,14 @@ class KVStore:
             return None
         except DamagedFileError as error:
             log.warning("%s; it is removed, and the text is read again", error)
-            self._shelf.drop(name)
+            self._files.drop(name)
         except (OSError, MemoryError) as error:
             log.warning("a kept text cannot be used (%s); it is read again", error)
         return None
 
     def _open(self, name: str) -> SharedPrefix | None:
         with self._lock:
-            text = self._waiting.get(name)
+            text = self._pending.get(name)
         if text is not None:
             try:
                 return SharedPrefix.of(text.layers, text.length, text.capacity)
@@ -235,35 +236,35 @@ class KVStore:
         file = self._read(name, verified=True)
         if file is None:
             return None
-        self._shelf.use(name)
+        self._files.use(name)
         return file.beginning(int(file.told["length"]), lambda part: self._noted(name, part))
 
     def _noted(self, name: str, part: str) -> Tensors | None:
         file = self._read(_part(name, part), verified=True)
         return None if file is None else file.tensors()
 
-    def _write_text(self, name: str, text: _Waiting) -> None:
+    def _write_text(self, name: str, text: _PendingText) -> None:
         try:
-            told = {"keys": b"".join(text.keys).hex(), "length": str(text.length)}
-            self._put(name, text_areas(text.layers, text.capacity), told)
+            header = {"keys": b"".join(text.keys).hex(), "length": str(text.length)}
+            self._put(name, text_areas(text.layers, text.capacity), header)
             space = name.rpartition("/")[0]
             for other, keys in self._known(space).items():
                 if other != name and common(text.keys, keys) == len(keys):
-                    self._shelf.drop(other)
+                    self._files.drop(other)
                     self._texts.pop(other, None)
         finally:
             self._done(name)
 
-    def _put(self, name: str, areas: Sequence[Area], told: dict[str, str], after: str | None = None) -> None:
-        if after is not None and ((self._shelf.folder / name).exists() or not (self._shelf.folder / after).exists()):
+    def _put(self, name: str, areas: Sequence[Area], header: dict[str, str], after: str | None = None) -> None:
+        if after is not None and ((self._files.folder / name).exists() or not (self._files.folder / after).exists()):
             return
         size, places = sum(area.tensor.nbytes for area in areas), []
 
         def fill(file: int) -> None:
-            write(file, areas, told)
+            write(file, areas, header)
             places.append(place_of(file))
 
-        if not self._shelf.put(name, size, fill):
+        if not self._files.put(name, size, fill):
             log.warning("a text of %s bytes is not kept: the store's limit is %s", f"{size:,}", f"{self.limit:,}")
         elif (file := self._read(name)) is not None and file.identity[:2] in places:
             self._verified.add(file.identity)
@@ -272,18 +273,18 @@ class KVStore:
         """Whether there is room for a job."""
         with self._lock:
             self._jobs = {each for each in self._jobs if not each.done()}
-            if self._closed or len(self._jobs) >= WAITING:
+            if self._closed or len(self._jobs) >= MAX_PENDING_FILES:
                 return False
             self._jobs.add(self._writer.submit(_safely, "a text could not be kept", job))
             return True
 
     def _done(self, name: str) -> None:
         with self._lock:
-            self._waiting.pop(name, None)
+            self._pending.pop(name, None)
 
 
-def _safely(failed: str, job: Callable[[], T]) -> T | None:
-    """Nobody waits for what is kept, so nobody is told of an error but the log."""
+def _safely(failed: str, job: Callable[[], Result]) -> Result | None:
+    """Run a job; an error is only logged, because no request depends on the store."""
     try:
         return job()
     except Exception as error:
@@ -297,4 +298,4 @@ def _part(name: str, part: str) -> str:
 
 def _split(keys: str) -> Keys:
     data = bytes.fromhex(keys)
-    return [data[place : place + DIGEST] for place in range(0, len(data), DIGEST)]
+    return [data[place : place + KEY_BYTES] for place in range(0, len(data), KEY_BYTES)]

@@ -1,7 +1,7 @@
-"""How much work on prompts a step does beside rows that decode, so that a long prompt does not hold these up.
+"""How much work on prompts a step does beside rows that decode, so that a long prompt does not hold them up.
 
 A chunk takes the longer the more text lies before it: its tokens attend to all of that. So what counts is the time, and
-each prompt has an amount of its own. A step may take ``BESIDE`` times one that only decodes. If work on a prompt took
+each prompt has an amount of its own. A step may take ``STEPS_BESIDE`` times one that only decodes. If work on a prompt took
 longer, the next step does half as much of it, and if it took less than half of that, twice as much.
 """
 
@@ -12,17 +12,18 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-BESIDE = 4.0
-"""Steps that only decode in the time of one that works on prompts as well. Less holds the others up less, and the
-prompt takes longer: in simulation half as much lets others step nearly twice as fast, and a prompt of 4,000 tokens take
+STEPS_BESIDE = 4.0
+"""A step that also reads prompts may take as long as 4 that only decode. Less holds the others up less, and the prompt
+takes longer: in simulation half as much lets others step nearly twice as fast, and a prompt of 4,000 tokens take
 1.7 times as long."""
-LEAST = 16
-"""Tokens of a prompt for which a step works in any case. A pass reads all keys and values once, whatever it reads of
+MIN_CHUNK_TOKENS = 16
+"""Minimum prompt tokens of a step that works on prompts. A pass reads all keys and values once, whatever it reads of
 the prompt: at 60,000 tokens of the bundled model, passes over 1, 8, 16, 32 and 256 took 20, 21, 32, 57 and 412 ms. So a
 token costs little more in passes over 16 than in long ones. With 32, the others wait half as long again for their
 slowest tokens, and the prompt is read in 6 % less time."""
-RECENT = 32
-"""Steps that only decode whose median counts; and after so many that work, one does not, to measure it anew."""
+RECENT_STEPS = 32
+"""The last steps that only decode, whose median counts. After as many steps that work on prompts, one does not, to
+measure anew."""
 
 
 class PrefillPacing:
@@ -34,20 +35,20 @@ class PrefillPacing:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self._decoding: deque[float] = deque(maxlen=RECENT)
-        self._since = RECENT  # steps that worked
+        self._decoding: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._since = RECENT_STEPS  # steps that worked
 
     def works(self, beside: bool) -> bool:
         """Whether the next step may work on prompts, beside rows that decode or alone."""
-        return not beside or self._since < RECENT
+        return not beside or self._since < RECENT_STEPS
 
     @property
     def allowed(self) -> float:
         """Seconds that a step may take that works beside others."""
-        return BESIDE * median(self._decoding)
+        return STEPS_BESIDE * median(self._decoding)
 
     def learn(self, seconds: float, worked: bool) -> None:
-        """A step beside others worked on prompts or only decoded, and took so long."""
+        """A step beside others took ``seconds``; ``worked``: whether it worked on prompts."""
         if worked:
             self._since += 1
         else:
@@ -58,11 +59,11 @@ class PrefillPacing:
         """How many tokens of a prompt the next step works on.
 
         Args:
-            tokens: as many as the last one might.
-            seconds: that this took.
-            most: at most so many.
-            whole: whether it did work on so many.
+            tokens: the limit of the last step.
+            seconds: duration of that step.
+            most: the highest limit.
+            whole: whether the last step used its limit.
         """
         if seconds > self.allowed:
-            return max(min(LEAST, most), tokens // 2)
+            return max(min(MIN_CHUNK_TOKENS, most), tokens // 2)
         return min(most, 2 * tokens) if whole and 2 * seconds < self.allowed else tokens

@@ -1,4 +1,4 @@
-"""Of rows whose prompts begin alike, one reads the beginning; the others follow it and read only what is their own.
+"""Rows whose prompts begin alike: one reads the beginning; the others follow it and read only what is their own.
 
 What is shared ends with a chunk of the prompt. Where passes are bitwise exact, a token's bits do not depend on where
 prompts are cut for reading; then chunks are short. Elsewhere they are the chunks of reading.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from forerun.core.request import Request
 from forerun.engine.kv_store import Kept, KVStore
-from forerun.engine.prefixes import Keys, PrefixCache, common, keys_of
-from forerun.engine.row import Row
+from forerun.engine.prefix_cache import Keys, PrefixCache, common, keys_of
+from forerun.engine.step import Row
 from forerun.kv.shared_prefix import SharedPrefix
 
 log = logging.getLogger(__name__)
 
-CHUNK = 64
-"""Tokens of a chunk where any may be shared, at most: what a prompt has in common with others is read again up to so
-many tokens, which takes about as long as a few steps. Fewer would make more keys."""
+SHARED_CHUNK_TOKENS = 64
+"""Granularity of prefix sharing, in tokens. Up to this many common tokens are read again, which takes about as long as
+a few steps. Fewer would make more keys."""
 
 
 class PrefixSharing:
@@ -26,14 +27,14 @@ class PrefixSharing:
 
     Args:
         prefixes: what is kept of earlier prompts in memory.
-        store: what is kept of them on disk, if there is such a thing.
+        store: what is kept of them on disk, or None.
         chunk: tokens of a chunk.
     """
 
     def __init__(self, prefixes: PrefixCache, store: KVStore | None, chunk: int) -> None:
         self._prefixes, self._store, self.chunk = prefixes, store, chunk
         self._keys: dict[Row, Keys] = {}
-        self._leaders: dict[Row, tuple[Row, int]] = {}  # the row that is followed, and the chunks that both share
+        self._leaders: dict[Row, tuple[Row, int]] = {}  # the row to follow, and the chunks that both share
         self._unkept: set[Row] = set()
         self._stored: dict[Row, Kept] = {}  # the text on disk that holds most of a row's
 
@@ -41,12 +42,15 @@ class PrefixSharing:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
         keys = keys_of(row.request, self.chunk)
         self._follow(row, keys)
-        found = row.cache.length // self.chunk
-        self._prefixes.count(self.chunk * found, self.chunk * (len(keys) - found))
+        hits = row.cache.length // self.chunk
+        self._prefixes.count(self.chunk * hits, self.chunk * (len(keys) - hits))
         self._keys[row] = keys
         if keys:
             self._unkept.add(row)
-            row.cache.shares = self._store is None and self._prefixes.limit > 0
+
+    def shares(self, request: Request) -> bool:
+        """Whether other rows are likely to begin with a request's prompt, read from its cache."""
+        return self._store is None and self._prefixes.limit > 0 and request.prompt_length > self.chunk
 
     def waits(self, row: Row) -> bool:
         """Whether another row is about to read what this one needs next."""
@@ -101,17 +105,17 @@ class PrefixSharing:
 
     def _follow(self, row: Row, keys: Keys) -> None:
         kept, most = self._kept(row, keys)
-        held, leader = row.cache.length // self.chunk, None
+        own, leader = row.cache.length // self.chunk, None
         for other, others in self._keys.items():
             if other is row:  # only who came before is followed, so that no two wait for each other
                 break
-            if (count := common(keys, others)) > max(most, held):
+            if (count := common(keys, others)) > max(most, own):
                 most, leader = count, other
         if leader is not None and leader.cache.length < most * self.chunk:
             self._leaders[row] = leader, most
         elif leader is not None:
             self._begin(row, leader, most)
-        elif kept is not None and most > held:
+        elif kept is not None and most > own:
             self._begin_with(row, lambda: kept, most)
 
     def _kept(self, row: Row, keys: Keys) -> tuple[SharedPrefix | None, int]:
@@ -120,8 +124,8 @@ class PrefixSharing:
         kept, most = self._prefixes.find(keys)
         if self._store is None:
             return kept, most
-        found = self._store.find(keys, row.request.namespace, max(0, most - 1))
-        return (kept, most) if found is None else (found.beginning, found.chunks)
+        stored = self._store.find(keys, row.request.namespace, max(0, most - 1))
+        return (kept, most) if stored is None else (stored.beginning, stored.chunks)
 
     def _begin(self, row: Row, leader: Row, count: int) -> None:
         self._leaders.pop(row, None)

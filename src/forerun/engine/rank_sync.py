@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 from forerun.core.logprobs import Logprob
 from forerun.core.request import Request
 from forerun.core.stats import Stats
-from forerun.engine.commit import Commit
+from forerun.engine.result import Commit
 from forerun.tensor_parallel.channel import ParallelError
 from forerun.tensor_parallel.rank_mirror import Entry
 from forerun.tensor_parallel.ranks import Follower, Leader
@@ -21,8 +21,8 @@ Run = TypeVar("Run", bound=Callable[..., Generator[Commit, None, None]])
 """``Engine.run``."""
 
 
-def together(run: Run) -> Run:
-    """Let a run be the same on all ranks: tokens, ends and statistics come from rank 0, and so do seeds.
+def on_all_ranks(run: Run) -> Run:
+    """Let a run be the same on all ranks: rank 0 decides tokens, ends, statistics and seeds.
 
     On other ranks a commit comes when rank 0 makes its next pass. If rank 0 is interrupted, or its run fails, theirs
     do, too.
@@ -105,6 +105,6 @@ def _finish(request: Request, tokens: list[int], reason: Any, stats: dict[str, A
     ]
 
 
-def _stats(found: dict[str, Any]) -> Stats:
-    middle = found["middle"]
-    return Stats(**{**found, "middle": None if middle is None else _stats(middle)})
+def _stats(values: dict[str, Any]) -> Stats:
+    middle = values["middle"]
+    return Stats(**{**values, "middle": None if middle is None else _stats(middle)})

@@ -1,16 +1,38 @@
-"""What a generation returns: texts with their statistics, one entry per sequence."""
+"""What a generation returns: the tokens of each step, and texts with their statistics."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
 
 from forerun.core.logprobs import Logprob
 from forerun.core.request import FinishReason, Request
 from forerun.core.stats import Stats
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The tokens that one step added to a request.
+
+    Attributes:
+        request: the request.
+        tokens: none if the request failed.
+        drafted: how many of them, from the first on, were accepted drafts.
+        proposed: nodes of the draft that the step verified.
+        origins: the ``Origin`` of each token.
+        seconds: duration of the step; of the first one, since the request was admitted.
+    """
+
+    request: Request
+    tokens: list[int]
+    drafted: int
+    proposed: int = 0
+    origins: Sequence[int] = ()
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,28 @@ class GenerationInterrupted(KeyboardInterrupt):
     def __init__(self, result: GenerationResult) -> None:
         super().__init__("generation was interrupted")
         self.result = result
+
+
+def feed(
+    streamer: BaseStreamer | None, requests: Sequence[Request], commits: Iterable[Commit], with_prompt: bool = True
+) -> None:
+    """Run to the end, handing tokens to a streamer as transformers does.
+
+    Raises:
+        ValueError: if there is a streamer, which takes one sequence, and several requests.
+    """
+    if streamer is None:
+        for _ in commits:
+            pass
+        return
+    if len(requests) != 1:
+        raise ValueError(f"a streamer takes one sequence; there are {len(requests)}")
+    if with_prompt:
+        streamer.put(torch.from_numpy(requests[0].prompt)[None])
+    for commit in commits:
+        for token in commit.tokens:
+            streamer.put(torch.tensor([token]))
+    streamer.end()
 
 
 def ends(config: GenerationConfig) -> list[int]:

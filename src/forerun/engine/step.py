@@ -2,26 +2,32 @@
 
 Rows that still read their prompt share the pass with those that decode. An error in what belongs to one row (its
 sampler, its cache) ends that row, and the others go on.
+
+A request may add to what is drafted. Its budget bounds the nodes, and with budget 0 the drafter never hears of it: such
+a text costs what it costs without a drafter, and nothing is learned from it. Where its grammar allows one token only,
+the model's opinion does not count: a chain of these tokens comes first, and the drafter is asked what follows it, as if
+they were part of the text already.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from forerun.core.block import Block
+from forerun.core.pass_context import PassContext
+from forerun.core.request import Request
 from forerun.core.transfers import foresee, settle
 from forerun.core.tree import DraftTree, IntArray
-from forerun.core.verify import Outcome, verify
+from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.drafter import Drafter, NoDrafter
-from forerun.drafting.forced import ForcedDrafter
-from forerun.drafting.limited import LimitedDrafter
-from forerun.engine.commit import Commit, committed
-from forerun.engine.row import Row
+from forerun.engine.result import Commit
+from forerun.kv.full_cache import FullCache
+from forerun.kv.shared_prefix import SharedPrefix
 from forerun.models.forward.scorer import Scorer
 
 log = logging.getLogger(__name__)
@@ -30,19 +36,109 @@ Scored = torch.Tensor | Exception
 """A row's logits, or why there are none."""
 
 
-def by_request(drafter: Drafter) -> Drafter:
-    """A drafter with what each request adds to it: its budget, and what its grammar forces."""
-    return drafter if isinstance(drafter, NoDrafter) else ForcedDrafter(LimitedDrafter(drafter))
+@dataclass(eq=False)
+class Row:
+    """A request of a batch with its cache.
+
+    A prompt is read in chunks that end at multiples of ``chunk`` tokens, so that every prompt is cut at the same
+    positions. The last chunk is read by the row's first step, together with a tree. Where bits do not depend on the
+    cuts, there may be more of them.
+
+    Attributes:
+        request: decoded in this row.
+        cache: the target's, of this request.
+        chunk: maximum tokens of a chunk.
+        whole: whether chunks but the last are read together in one pass; see ``Scorer.reads_whole``.
+        pass_tokens: maximum tokens of such a pass, in whole chunks; None for no limit.
+        own: whether the cache was made for this row alone, and goes with it.
+        reads, prepares: tokens of its prompt that a step reads, or prepares drafts for, beside others; see
+            ``PrefillPacing``.
+        pending: tokens of the request's text that the cache does not hold, int64.
+        drafting: whether the drafter knows the cache, because the prompt is read but for its last chunk.
+        ready: whether the drafter has read of the prompt what it needs.
+        served: the number of the step that last read of its prompt.
+        admitted: when, in seconds.
+    """
+
+    request: Request
+    cache: FullCache
+    chunk: int
+    whole: bool = False
+    pass_tokens: int | None = None
+    own: bool = False
+    reads: int = field(init=False)
+    prepares: int = field(init=False)
+    pending: IntArray = field(init=False)
+    drafting: bool = False
+    ready: bool = False
+    served: int = -1
+    admitted: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self.reads = self.prepares = self.chunk
+        self.pending = self.request.prompt[self.cache.length :]
+
+    def begin_with(self, beginning: SharedPrefix, length: int) -> None:
+        """Begin with the prompt's first ``length`` tokens, which were read for another row."""
+        self.cache.begin_with(beginning, length)
+        self.pending = self.request.prompt[length:]
+
+    def next_chunk(self, limit: int | None = None) -> int:
+        """Pending tokens up to where the next chunk ends, or ``limit`` of them if that is less."""
+        if self.whole and self.unread:
+            if self.pass_tokens is None:
+                return self.unread
+            return min(self.unread, self.pass_tokens - self.cache.length % self.pass_tokens)
+        count = min(len(self.pending), self.chunk - self.cache.length % self.chunk)
+        return count if limit is None else min(count, limit)
+
+    @property
+    def begun(self) -> bool:
+        """Whether its first step is done."""
+        return len(self.request) > self.request.prompt_length
+
+    @property
+    def unread(self) -> int:
+        """Pending tokens but for the last chunk."""
+        last = (self.request.prompt_length - 1) % self.chunk + 1
+        return max(0, len(self.pending) - last)
+
+    def prompt_block(self, tokens: int) -> Block:
+        """Input of a pass that reads on in the prompt."""
+        return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length)
+
+    def block(self, tree: DraftTree) -> Block:
+        """Input of a verifying pass: the pending tokens, and a tree under the last of them."""
+        return Block(self.pending, tree, self.cache.length)
+
+    def read(self, block: Block) -> None:
+        """Keep a chunk of the prompt."""
+        self.cache.commit(block, [])
+        self.pending = self.pending[len(block) :]
+
+    def commit(self, block: Block, verdict: Verdict) -> None:
+        """Keep the part of a block that its verdict accepted; the request has the tokens already."""
+        self.cache.commit(block, verdict.path)
+        self.pending = self.request.tokens[-1:].copy()
+        self.request.stats.record(len(block.tree), len(verdict.path), len(verdict.tokens))
+
+    def record_times(self, drafting: float, scoring: float, verifying: float) -> None:
+        """Seconds of the parts of its last step; the first step ends the reading of the prompt."""
+        stats = self.request.stats
+        if stats.steps == 1:
+            stats.prefill_seconds = time.perf_counter() - self.admitted
+        else:
+            stats.add_seconds(drafting, scoring, verifying)
 
 
 @dataclass(frozen=True)
-class Step:
+class DecodingStep:
     """One pass for every row: of a chunk of its prompt, or of its draft.
 
     Attributes:
         target: decides what is generated.
         drafter: proposes the trees.
-        budget: the most nodes of a tree that may be accepted.
+        budget: maximum number of nodes of a row's tree, without the tokens that a grammar forces.
     """
 
     target: Scorer
@@ -50,23 +146,35 @@ class Step:
     budget: int
 
     @torch.inference_mode()
-    def __call__(self, decoding: Sequence[Row], reading: Sequence[Row]) -> list[Commit]:
-        """What it adds to each row that decodes: a token at least, unless the row failed; and which others failed."""
+    def __call__(self, decoding: Sequence[Row], reading: Mapping[Row, int]) -> list[Commit]:
+        """Take the step.
+
+        Args:
+            decoding: rows that decode.
+            reading: rows that read on in their prompt, with the tokens of the next chunk.
+
+        Returns:
+            A commit for each row that decodes and each row that failed.
+        """
         began = time.perf_counter()
-        trees = self._propose(decoding, reading) if decoding else []
+        forced = [self._forced(row.request) for row in decoding]
+        trees = self._propose(decoding, forced, sum(reading.values())) if decoding else []
         proposed = time.perf_counter()
         rows = [*decoding, *reading]
         blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
-        blocks += [row.prompt_block() for row in reading]
+        blocks += [row.prompt_block(tokens) for row, tokens in reading.items()]
         logits = self._score(rows, blocks)
         scored = time.perf_counter()
         lengths = [len(row.request) for row in rows]
         scores = list(zip(rows, blocks, logits, strict=True))
-        told = foresee(trees, logits[: len(decoding)], [row.request for row in decoding])
-        outcomes = [self._verify(*parts, told=own) for parts, own in zip(scores, told, strict=False)]
-        for row, block, found in scores[len(decoding) :]:
-            if isinstance(found, Exception):
-                row.request.fail(found)
+        choices = foresee(trees, logits[: len(decoding)], [row.request for row in decoding])
+        outcomes = [
+            self._verify(*parts, len(chain), choice)
+            for parts, chain, choice in zip(scores, forced, choices, strict=False)
+        ]
+        for row, block, result in scores[len(decoding) :]:
+            if isinstance(result, Exception):
+                row.request.fail(result)
             else:
                 row.read(block)
         verified = time.perf_counter()
@@ -74,20 +182,34 @@ class Step:
             if outcome is not None:
                 row.record_times(proposed - began, scored - proposed, verified - scored)
         commits = [
-            committed(row.request, length, outcome, verified - began)
+            _commit(row.request, length, outcome, verified - began)
             for row, length, outcome in zip(rows, lengths, [*outcomes, *[None] * len(reading)], strict=True)
         ]
         return [commit for commit in commits if commit.tokens or commit.request.error is not None]
 
-    def _propose(self, rows: Sequence[Row], reading: Sequence[Row]) -> list[DraftTree]:
-        """The trees to score."""
-        requests = [row.request for row in rows]
-        for row in rows:
-            row.request.unread = len(row.pending)
-        self.drafter.beside = sum(row.next_chunk for row in reading)
-        proposed = self.drafter.propose_batch(requests, self.budget)
+    def _forced(self, request: Request) -> list[int]:
+        """Tokens that the request's grammar forces. Plain decoding drafts nothing, so it leaves them out."""
+        if isinstance(self.drafter, NoDrafter):
+            return []
+        return request.forced(min(request.allowed(self.budget), request.max_draft_depth))
+
+    def _propose(self, rows: Sequence[Row], forced: Sequence[list[int]], beside: int) -> list[DraftTree]:
+        """The trees to score: forced tokens, and under the last of them the drafter's tree."""
+        texts = [_extended(row.request, chain) for row, chain in zip(rows, forced, strict=True)]
+        pending = [len(row.pending) + len(chain) for row, chain in zip(rows, forced, strict=True)]
+        drafted = [n for n, text in enumerate(texts) if text.drafts and text.finish_reason is None]
+        trees = [DraftTree.empty()] * len(rows)
+        if drafted:
+            context = PassContext(texts, [text.allowed(self.budget) for text in texts], pending, beside).of(drafted)
+            proposed = self.drafter.propose(context)
+            _check(self.drafter, proposed, len(context))
+            for n, tree, budget in zip(drafted, proposed, context.budgets, strict=True):
+                trees[n] = tree.first(budget)
         known = self.target.vocabulary
-        return [tree.trim(request.max_draft_depth, known) for tree, request in zip(proposed, requests, strict=True)]
+        return [
+            tree.under(chain).trim(row.request.max_draft_depth, known)
+            for row, chain, tree in zip(rows, forced, trees, strict=True)
+        ]
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
         """Logits of each row, once they are there. A pass that fails leaves no trace; then each row has a pass of its
@@ -102,18 +224,59 @@ class Step:
             log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
         return [self._score([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
 
-    def _verify(self, row: Row, block: Block, logits: Scored, told: IntArray | None) -> Outcome | None:
-        """What became of a row's tree; None for a row that failed. ``told`` is what ``foresee`` said of it."""
+    def _verify(self, row: Row, block: Block, logits: Scored, forced: int, choices: IntArray | None) -> Outcome | None:
+        """Verify a row's tree, which begins with ``forced`` forced tokens; None for a row that failed. ``choices`` are
+        from ``foresee``."""
         if isinstance(logits, Exception):
             row.request.fail(logits)
             return None
         try:
-            verdict = verify(block.tree, logits, row.request, told)
+            verdict = verify(block.tree, logits, row.request, choices)
             row.commit(block, verdict)
             row.request.keep_logprobs(verdict.tokens, logits, [0, *(node + 1 for node in verdict.path)])
             outcome = Outcome(block.tree, verdict, logits)
-            self.drafter.observe(row.request, outcome)
+            if row.request.drafts:
+                self.drafter.observe(row.request, _behind(outcome, forced))
         except Exception as error:
             row.request.fail(error)
             return None
         return outcome
+
+
+def _check(drafter: Drafter, trees: object, rows: int) -> None:
+    """Refuse what is no list of one ``DraftTree`` for each row."""
+    if not isinstance(trees, Sequence) or len(trees) != rows or not all(isinstance(tree, DraftTree) for tree in trees):
+        raise TypeError(
+            f"{type(drafter).__name__}.propose returned {trees!r}; it must be one DraftTree for each of {rows} rows"
+        )
+
+
+def _extended(request: Request, chain: Sequence[int]) -> Request:
+    """The request, or a fork of it with a chain behind its text."""
+    if not chain:
+        return request
+    fork = request.fork()
+    fork.stats = request.stats
+    for token in chain:
+        fork.append(token)
+    return fork
+
+
+def _behind(outcome: Outcome, chain: int) -> Outcome:
+    """The outcome of the tree under a chain of ``chain`` nodes."""
+    if not chain:
+        return outcome
+    verdict = outcome.verdict
+    path = [node - chain for node in verdict.path[chain:]]
+    return Outcome(outcome.tree.behind(chain), Verdict(path, verdict.tokens[chain:]), outcome.logits[chain:])
+
+
+def _commit(request: Request, length: int, outcome: Outcome | None, seconds: float) -> Commit:
+    """The tokens that a step of ``seconds`` added behind the first ``length``. Without an outcome the request failed,
+    or read its prompt."""
+    tokens = request.tokens[length:].tolist()
+    if outcome is None:
+        return Commit(request, tokens, 0)
+    if request.stats.steps == 1:
+        seconds = request.stats.prefill_seconds
+    return Commit(request, tokens, len(outcome.verdict.path), len(outcome.tree), outcome.origins, seconds)

@@ -31,12 +31,14 @@ class FullCache(Cache):
 
     Args:
         capacity: initial room in tokens; memory is touched only as it fills.
+        shareable: whether others are likely to begin with its text. Then its memory is of a kind that can be given to
+            them.
     """
 
     offloaded = False
     """Whether some of it is not on the device that computes."""
 
-    def __init__(self, capacity: int = 0) -> None:
+    def __init__(self, capacity: int = 0, shareable: bool = False) -> None:
         self.length = 0
         self._capacity = capacity
         self._layers: dict[int, Rows] = {}
@@ -51,8 +53,7 @@ class FullCache(Cache):
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
         """Sparse caches over this one that are in use."""
-        self.shares = False
-        """Whether others are likely to begin with its text. Then its memory is such as can be given to them."""
+        self._shareable = shareable
         self._shared: SharedMemory | None = None  # that memory
         self._beginning: SharedPrefix | None = None
         self._begun = 0  # tokens that it holds of that
@@ -124,7 +125,7 @@ class FullCache(Cache):
     def _memory(self, layers: int, like: torch.Tensor) -> torch.Tensor:
         """For all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
         self._shared, (_, heads, _, width) = None, like.shape
-        if self.shares and like.device.type == "cpu":
+        if self._shareable and like.device.type == "cpu":
             layout = Layout.of(dict.fromkeys(range(layers), (like, like)), self._capacity)
             with suppress(OSError, MemoryError):  # without it, sharing copies
                 self._shared = SharedMemory.of(layout)

@@ -86,8 +86,8 @@ class Tiers:
         with self._lock:
             self._taken["device"] += nbytes
 
-    def cache(self, tokens: int) -> FullCache:
-        """A cache with room for so many tokens.
+    def cache(self, tokens: int, shareable: bool = False) -> FullCache:
+        """A cache with room for ``tokens`` tokens; see ``FullCache`` for ``shareable``.
 
         Raises:
             NoRoomError: if it fits nowhere.
@@ -99,7 +99,7 @@ class Tiers:
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
-            made = FullCache(tokens) if placed.whole else self._offloaded(placed)
+            made = FullCache(tokens, shareable) if placed.whole else self._offloaded(placed)
         except BaseException:
             self._gone.append(placed.nbytes)
             raise

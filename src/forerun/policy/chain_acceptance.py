@@ -19,8 +19,8 @@ from forerun.policy.calibration import (
     DOUBT,
     FIRST_GUESS,
     MEMORY,
-    Table,
-    corrected,
+    CalibrationTable,
+    calibrated,
     count,
     forget,
     group_of,
@@ -28,14 +28,14 @@ from forerun.policy.calibration import (
     settle,
 )
 from forerun.policy.cost_curve import FloatArray
-from forerun.policy.pass_times import Line
+from forerun.policy.step_timer import LinearCost
 
 AGREEING = 0.2
 """At first a token of probability p is taken to be accepted with probability p to this power: where the model is
 unsure, the target still often chooses the same token."""
 
 
-class Length(NamedTuple):
+class ChainLength(NamedTuple):
     """The best length of a chain, and the tokens for each unit of cost that it gives."""
 
     tokens: int
@@ -43,85 +43,85 @@ class Length(NamedTuple):
 
 
 @dataclass
-class Acceptance:
-    """The acceptance rate: accepted of tested drafts. Those behind a rejected one are not tested."""
+class AcceptanceRate:
+    """The acceptance rate: accepted drafts by tested ones. Those behind a rejected one are not tested."""
 
     tested: float = DOUBT
     accepted: float = DOUBT * FIRST_GUESS
 
     @property
     def rate(self) -> float:
-        """Accepted of tested."""
+        """Accepted by tested."""
         return self.accepted / self.tested
 
-    def count(self, accepted: int, drafted: int) -> None:
-        """Take in a chain."""
+    def record(self, accepted: int, drafted: int) -> None:
+        """Learn from a chain."""
         fade = MEMORY ** min(accepted + 1, drafted)
         self.tested = self.tested * fade + accepted + (accepted < drafted)
         self.accepted = self.accepted * fade + accepted
 
 
-class Chains:
+class ChainAcceptance:
     """What chains give each row, and where they end."""
 
     def __init__(self) -> None:
-        self._all = Acceptance()
-        self._rates: dict[int, Acceptance] = {}
-        self._table = Table.empty()
-        self._likely: dict[int, list[float]] = {}  # how likely the model found the tokens of each row's chain
+        self._all = AcceptanceRate()
+        self._rates: dict[int, AcceptanceRate] = {}
+        self._table = CalibrationTable.empty()
+        self._stated: dict[int, list[float]] = {}  # the model's probabilities of the tokens of each row's chain
         self._alive: dict[int, float] = {}  # the chance that all of it is accepted
         self._price = 0.0
-        self.asked = False
-        """Whether who drafts asks where chains end."""
+        self.stops_early = False
+        """True if the drafter stops chains early."""
 
     def begin(self, request: Request) -> None:
         """Start a text with the acceptance rate of all texts, weighed as a first guess."""
-        self._rates[request.id] = Acceptance(DOUBT, DOUBT * self._all.rate)
+        self._rates[request.id] = AcceptanceRate(DOUBT, DOUBT * self._all.rate)
 
     def finish(self, request: Request) -> None:
         """Forget a text."""
         self._rates.pop(request.id, None)
 
-    def best(self, requests: Sequence[Request], draft: Line, passes: FloatArray) -> Length:
+    def best(self, requests: Sequence[Request], draft: LinearCost, passes: FloatArray) -> ChainLength:
         """The length that gives the most tokens by cost, going by what was accepted.
 
         Args:
             requests: the rows.
-            draft: what drafting chains for all rows costs, by their tokens.
-            passes: what verifying 1, 2, ... drafts of each row costs.
+            draft: cost of drafting chains for all rows, by their tokens.
+            passes: cost of verifying 1, 2, ... drafts of each row.
         """
-        return best([self._rates[request.id].rate for request in requests], draft, passes)
+        return best_length([self._rates[request.id].rate for request in requests], draft, passes)
 
-    def open(self, requests: Sequence[Request], price: float) -> None:
+    def start(self, requests: Sequence[Request], price: float) -> None:
         """Start new chains. Each grows as long as the chance that all of it is accepted is above ``price``."""
-        self._price, self._likely = price, {}
+        self._price, self._stated = price, {}
         self._alive = {request.id: 1.0 for request in requests}
 
-    def enough(self, request: Request, likely: float) -> bool:
-        """Whether the chain should end with this token, to which the model gave the probability ``likely``."""
-        self.asked = True
-        self._likely.setdefault(request.id, []).append(likely)
-        self._alive[request.id] *= corrected(self._table, odds_of(likely**AGREEING))
+    def stop(self, request: Request, probability: float) -> bool:
+        """Whether the chain should end with this token, to which the model gave ``probability``."""
+        self.stops_early = True
+        self._stated.setdefault(request.id, []).append(probability)
+        self._alive[request.id] *= calibrated(self._table, odds_of(probability**AGREEING))
         return self._alive[request.id] < self._price
 
-    def count(self, request: Request, accepted: int, drafted: int) -> None:
+    def record(self, request: Request, accepted: int, drafted: int) -> None:
         """Learn from a row's verified chain."""
         if not drafted:
             return
         for acceptance in (self._rates[request.id], self._all):
-            acceptance.count(accepted, drafted)
-        if likely := self._likely.get(request.id, [])[: min(drafted, accepted + 1)]:
+            acceptance.record(accepted, drafted)
+        if stated := self._stated.get(request.id, [])[: min(drafted, accepted + 1)]:
             forget(self._table)
-            for depth, said in enumerate(likely):
-                odds = odds_of(said**AGREEING)
+            for depth, probability in enumerate(stated):
+                odds = odds_of(probability**AGREEING)
                 count(self._table, group_of(odds), odds, depth < accepted)
             settle(self._table)
 
 
-def best(rates: Sequence[float], draft: Line, passes: FloatArray) -> Length:
-    """The length that gives the most tokens by cost, for rows that accept drafts at these rates (``Chains.best``)."""
+def best_length(rates: Sequence[float], draft: LinearCost, passes: FloatArray) -> ChainLength:
+    """The length that gives the most tokens by cost, for rows that accept drafts at these rates."""
     lengths = np.arange(1, len(passes) + 1)
     powers = np.asarray(rates)[:, None] ** lengths
     worth = (len(rates) + powers.cumsum(1).sum(0)) / (draft.start + draft.each * lengths + passes)
     at = int(worth.argmax())
-    return Length(at + 1, float(worth[at]))
+    return ChainLength(at + 1, float(worth[at]))

@@ -2,12 +2,12 @@
 
 A pass over n tokens, of which row r has n_r and looks back on L_r cached ones, costs
 
-    curve(n) + per_row * (rows - 1) + sum(L_r * (per_cached + per_tile * ((n_r - 1) // TILE)))
+    curve(n) + per_row * (rows - 1) + sum(L_r * (per_cached + per_tile * ((n_r - 1) // TILE_TOKENS)))
 
 in units of a pass over one token with an empty cache. ``curve`` is piecewise linear between a few measured sizes, for
 it is neither linear nor even smooth: on a CPU the second token turns matrix-vector products into matrix products and
 costs as much as the next eight, and where arithmetic begins to count instead of memory, the slope grows. Each row's
-cache is read once, and scored against ``TILE`` tokens of the row at a time. The arithmetic of the first of them is
+cache is read once, and scored against ``TILE_TOKENS`` tokens of the row at a time. The arithmetic of the first of them is
 hidden by the reading, so a few tokens cost a long text no more than one; that of the others is not. The Lookahead paper
 has one constant instead, the critical decoding length (section 3.4), at which the extra tokens cost as much as the
 pass.
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-TILE = 8
+TILE_TOKENS = 8
 """Tokens of a row that the kernels score together."""
-STEPS = 10
-"""Steps in which a rounded cost grows tenfold, as in Renard's series of preferred numbers."""
+STEPS_PER_DECADE = 10
+"""Rounded costs grow tenfold in this many steps, as in Renard's series of preferred numbers."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -38,7 +38,7 @@ class CostCurve:
         sizes: tokens scored by a pass, rising from 1.
         costs: of these passes, never falling, from 1; beyond the last size they grow as between the last two.
         per_cached: what a pass pays for each cached token that it looks back on.
-        per_tile: what it pays besides for each further ``TILE`` tokens that it scores, or a part of so many.
+        per_tile: what it pays besides for each further ``TILE_TOKENS`` tokens that it scores, complete or not.
         per_row: what a pass pays for each row but the first.
         unit: seconds of a pass of cost 1, where it was measured.
 
@@ -75,7 +75,7 @@ class CostCurve:
         return cls((1, 2), (1.0, 1 + 1 / critical_length))
 
     def passes(self, tokens: npt.ArrayLike) -> FloatArray:
-        """Cost of passes over so many tokens with empty caches, in the shape of ``tokens``."""
+        """Costs of passes by their tokens, with empty caches, in the shape of ``tokens``."""
         wanted = np.asarray(tokens, np.float64)
         (one, two), (low, high) = self.sizes[-2:], self.costs[-2:]
         beyond = np.maximum(wanted - two, 0) * (high - low) / (two - one)
@@ -86,14 +86,14 @@ class CostCurve:
         return float(self.passes(sum(tokens))) + self.per_row * (len(tokens) - 1) + self.looking(tokens, cached)
 
     def looking(self, tokens: Iterable[int], cached: Iterable[int]) -> float:
-        """What rows with so many tokens each pay for what is cached of each."""
+        """What rows pay for their cached tokens, by each row's scored tokens."""
         if not self.per_cached and not self.per_tile:
             return 0.0
         each = zip(tokens, cached, strict=True)
-        return sum(length * (self.per_cached + self.per_tile * ((n - 1) // TILE)) for n, length in each)
+        return sum(length * (self.per_cached + self.per_tile * ((n - 1) // TILE_TOKENS)) for n, length in each)
 
     def rounded(self) -> CostCurve:
-        """With the cost of further tokens rounded to preferred numbers, size by size, so that noise seldom shows."""
+        """A copy with the cost of further tokens rounded to preferred numbers, size by size, so that noise seldom shows."""
         slopes = [_preferred(slope) for slope in np.diff(self.costs) / np.diff(self.sizes)]
         costs = np.cumsum([1, *(slopes * np.diff(self.sizes))]).round(6)
         looking = _preferred(self.per_cached), _preferred(self.per_tile), _preferred(self.per_row)
@@ -101,4 +101,4 @@ class CostCurve:
 
 
 def _preferred(value: float) -> float:
-    return 0.0 if value <= 0 else float(f"{10 ** (round(math.log10(value) * STEPS) / STEPS):.2g}")
+    return 0.0 if value <= 0 else float(f"{10 ** (round(math.log10(value) * STEPS_PER_DECADE) / STEPS_PER_DECADE):.2g}")

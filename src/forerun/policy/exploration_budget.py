@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Literal
 
 Source = Literal["tree", "chain"]
-SHARE = 0.01
+EXPLORATION_SHARE = 0.01
 """The share of all time that drafts without success may take."""
-START = 1.0
+EXPLORATION_START = 1.0
 """The budget at first, and its maximum for a source without savings, in plain steps."""
 STAKE = 0.25
 """The share of what is left that a single draft may lose, where a lesser one is possible."""
@@ -23,11 +23,11 @@ class ExplorationBudget:
     """Compares the time of steps with drafts to what plain steps would have taken for the same tokens.
 
     Each source may lose what it saved before. Beyond that, all sources share one budget, which grows with time. Amounts
-    are in plain steps, so that batches and contexts of any size share an account.
+    are in plain steps, so that batches and contexts of any size share a budget.
     """
 
     def __init__(self) -> None:
-        self._common = START
+        self._common = EXPLORATION_START
         self._saved: dict[Source, float] = {"tree": 0.0, "chain": 0.0}
 
     def left(self, source: Source) -> float:
@@ -35,9 +35,9 @@ class ExplorationBudget:
         return self._saved[source] + self._common
 
     def affords(self, source: Source, cost: float) -> bool:
-        """Whether this source may lose so much. More than ``START`` never is in the budget, so such a cost is allowed
-        when the budget is full: every source is tried now and then."""
-        return self.left(source) >= min(cost, START) and self.left(source) > 0
+        """Whether this source may spend ``cost``. More than ``EXPLORATION_START`` is never in the budget, so such a
+        cost is allowed when the budget is full: every source is tried now and then."""
+        return self.left(source) >= min(cost, EXPLORATION_START) and self.left(source) > 0
 
     def stake(self, source: Source, least: float) -> float:
         """What a single draft of this source may lose: a part of what is left, so that bad luck at first does not end
@@ -46,16 +46,16 @@ class ExplorationBudget:
         return max(left * STAKE, min(left, least))
 
     @property
-    def untouched(self) -> bool:
-        """Whether the common budget is full: nothing was lost lately, so the least that can be tried may be."""
-        return self._common == START
+    def full(self) -> bool:
+        """Whether nothing was lost lately, so that the least draft may be tried."""
+        return self._common == EXPLORATION_START
 
-    def pass_by(self, took: float) -> None:
-        """A step took so long."""
-        self._common = min(self._common + SHARE * took, START)
+    def add_time(self, steps: float) -> None:
+        """A step took as long as ``steps`` plain ones."""
+        self._common = min(self._common + EXPLORATION_SHARE * steps, EXPLORATION_START)
 
-    def enter(self, source: Source, saved: float) -> None:
-        """A step's drafts saved so much; less than 0 if they lost."""
+    def record(self, source: Source, saved: float) -> None:
+        """A step's drafts saved this; less than 0 if they lost."""
         balance = self._saved[source] + saved
         self._saved[source] = min(max(balance, 0.0), SAVINGS)
         self._common += min(balance, 0.0)

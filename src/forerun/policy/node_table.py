@@ -13,18 +13,18 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT, IntArray
 from forerun.policy.calibration import (
-    DEPTHS,
-    GROUPS,
-    Table,
-    by_depth,
-    corrected,
+    DEPTH_GROUPS,
+    ODDS_GROUPS,
+    CalibrationTable,
+    calibrated,
+    chance_at_depth,
     count,
     forget,
     group_of,
     odds_of,
     settle,
 )
-from forerun.policy.cost_curve import TILE, FloatArray
+from forerun.policy.cost_curve import TILE_TOKENS, FloatArray
 
 
 class NodeTable(NamedTuple):
@@ -32,11 +32,11 @@ class NodeTable(NamedTuple):
 
     Attributes:
         tokens: token ids.
-        parents: the parent's place on the sheet; ``ROOT`` for none.
+        parents: the parent's place in the table; ``ROOT`` for none.
         rows: the number of the row.
         depths: 1 for a child of the root.
         odds: stated log-odds that the node is right if its parent is; 0 where the drafter states nothing.
-        groups: the node's group in a ``Table``.
+        groups: the node's group in a ``CalibrationTable``.
         chances: the probability that it is accepted; 0 where it cannot be.
         kept: its number in the tree that is scored, or -1.
         order: nodes by their worth, best first.
@@ -56,55 +56,55 @@ class NodeTable(NamedTuple):
 
     @classmethod
     def allocate(cls, nodes: int) -> NodeTable:
-        """Room for so many nodes."""
+        """A table with room for ``nodes`` nodes."""
         columns = {name: np.zeros(nodes, np.int64) for name in cls._fields}
         return cls(**columns)._replace(odds=np.zeros(nodes), chances=np.zeros(nodes), worth=np.zeros(nodes))  # type: ignore[arg-type]
 
 
 @compiled
-def enter(
-    sheet: NodeTable,
-    table: Table,
+def add_tree(
+    table: NodeTable,
+    calibration: CalibrationTable,
     row: int,
     begin: int,
     tokens: IntArray,
     parents: IntArray,
-    said: FloatArray,
+    stated: FloatArray,
     deepest: int,
     vocabulary: int,
 ) -> None:
-    """Enter a row's tree, from ``begin`` on, with each node's chance.
+    """Add a row's tree, from ``begin`` on, with each node's chance.
 
     Args:
-        said: the stated probability that a node is accepted; empty if the drafter states none.
+        stated: the stated probability that a node is accepted; empty if the drafter states none.
         deepest: the maximum depth of an accepted node.
         vocabulary: number of the target's tokens. Other tokens, and what is below them, cannot be accepted.
     """
     for node in range(len(tokens)):
         at, above = begin + node, begin + parents[node] if parents[node] != ROOT else ROOT
-        depth = 1 if above == ROOT else sheet.depths[above] + 1
-        chance = 1.0 if above == ROOT else sheet.chances[above]
-        sheet.tokens[at], sheet.parents[at], sheet.rows[at], sheet.depths[at] = tokens[node], above, row, depth
-        sheet.odds[at], sheet.groups[at], sheet.kept[at] = 0.0, GROUPS + min(depth, DEPTHS) - 1, -1
-        if len(said):
-            before = 1.0 if above == ROOT else max(said[parents[node]], 1e-12)
-            sheet.odds[at] = odds_of(said[node] / before)
-            sheet.groups[at] = group_of(sheet.odds[at])
-            chance *= corrected(table, sheet.odds[at])
+        depth = 1 if above == ROOT else table.depths[above] + 1
+        chance = 1.0 if above == ROOT else table.chances[above]
+        table.tokens[at], table.parents[at], table.rows[at], table.depths[at] = tokens[node], above, row, depth
+        table.odds[at], table.groups[at], table.kept[at] = 0.0, ODDS_GROUPS + min(depth, DEPTH_GROUPS) - 1, -1
+        if len(stated):
+            before = 1.0 if above == ROOT else max(stated[parents[node]], 1e-12)
+            table.odds[at] = odds_of(stated[node] / before)
+            table.groups[at] = group_of(table.odds[at])
+            chance *= calibrated(calibration, table.odds[at])
         else:
-            chance *= by_depth(table, depth)
+            chance *= chance_at_depth(calibration, depth)
         possible = depth <= deepest and 0 <= tokens[node] < vocabulary
-        sheet.chances[at] = chance if possible else 0.0
+        table.chances[at] = chance if possible else 0.0
 
 
 @compiled
-def _sort(sheet: NodeTable, end: int, scoring: FloatArray, rate: float) -> int:
+def _sort(table: NodeTable, end: int, scoring: FloatArray, rate: float) -> int:
     """Sort the nodes that can be accepted by their worth, parents before children; returns how many there are."""
-    order, worth, size = sheet.order, sheet.worth, 0
+    order, worth, size = table.order, table.worth, 0
     for node in range(end):
-        if sheet.chances[node] <= 0.0:
+        if table.chances[node] <= 0.0:
             continue
-        value = sheet.chances[node] - rate * scoring[sheet.rows[node]] / TILE
+        value = table.chances[node] - rate * scoring[table.rows[node]] / TILE_TOKENS
         at = size
         while at > 0 and worth[at - 1] < value:
             order[at], worth[at] = order[at - 1], worth[at - 1]
@@ -115,15 +115,15 @@ def _sort(sheet: NodeTable, end: int, scoring: FloatArray, rate: float) -> int:
 
 
 @compiled
-def choose(
-    sheet: NodeTable,
+def select_nodes(
+    table: NodeTable,
     end: int,
     curve: FloatArray,
     fed: int,
     scoring: FloatArray,
     counts: IntArray,
     plain: float,
-    sunk: float,
+    spent: float,
     lift: float,
     slope: float,
     rate: float,
@@ -131,13 +131,13 @@ def choose(
     """Keep the nodes that maximise expected tokens over cost.
 
     Args:
-        end: number of nodes that were entered.
+        end: number of nodes in the table.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
         fed: tokens of the pass besides nodes: one per row, more where prompts are read.
-        scoring: what each row's cache costs for each of its ``TILE`` tokens but the first.
+        scoring: what each row's cache costs for each of its ``TILE_TOKENS`` tokens but the first.
         counts: tokens of each row besides its nodes; written over.
         plain: cost of the pass without nodes.
-        sunk: what the step has cost already.
+        spent: what the step has cost already.
         lift, slope: a pass with nodes costs ``lift`` times ``plain``, and ``slope`` times what the nodes add.
         rate: recent tokens per cost. A pass that reads a prompt has to be made anyway; there, nodes are kept that give
             more tokens for their cost than this.
@@ -145,44 +145,44 @@ def choose(
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
-    size, rows = _sort(sheet, end, scoring, rate), len(scoring)
+    size, rows = _sort(table, end, scoring, rate), len(scoring)
     decoding = fed == rows
     best, best_tokens, best_added = 0, 0.0, 0.0
-    most = rows / (sunk + plain) if decoding else -rate * lift * plain
+    most = rows / (spent + plain) if decoding else -rate * lift * plain
     tokens, looking = 0.0, 0.0
     for number in range(size):
-        node = sheet.order[number]
-        row = sheet.rows[node]
-        tokens += sheet.chances[node]
-        if counts[row] % TILE == 0:
+        node = table.order[number]
+        row = table.rows[node]
+        tokens += table.chances[node]
+        if counts[row] % TILE_TOKENS == 0:
             looking += scoring[row]
         counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
         cost = lift * plain + slope * added
-        value = (rows + tokens) / (sunk + cost) if decoding else tokens - rate * cost
+        value = (rows + tokens) / (spent + cost) if decoding else tokens - rate * cost
         if value > most:
             most, best, best_tokens, best_added = value, number + 1, tokens, added
     for number in range(best):
-        sheet.kept[sheet.order[number]] = 0
+        table.kept[table.order[number]] = 0
     return best, best_tokens, best_added
 
 
 @compiled
-def take(sheet: NodeTable, begin: int, end: int, tokens: IntArray, parents: IntArray) -> int:
+def extract(table: NodeTable, begin: int, end: int, tokens: IntArray, parents: IntArray) -> int:
     """Copy the nodes of a row's tree that are kept; returns how many there are."""
     size = 0
     for node in range(begin, end):
-        if sheet.kept[node] >= 0:
-            above = sheet.parents[node]
-            tokens[size] = sheet.tokens[node]
-            parents[size] = ROOT if above == ROOT else sheet.kept[above]
-            sheet.kept[node] = size
+        if table.kept[node] >= 0:
+            above = table.parents[node]
+            tokens[size] = table.tokens[node]
+            parents[size] = ROOT if above == ROOT else table.kept[above]
+            table.kept[node] = size
             size += 1
     return size
 
 
 @compiled
-def learn(sheet: NodeTable, table: Table, begin: int, end: int, tokens: IntArray, scored: bool) -> int:
+def learn(table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool) -> int:
     """Count the nodes of a row's tree that its committed tokens show to be right or wrong: the children of the root and
     of right nodes, as far as the text is known.
 
@@ -192,32 +192,32 @@ def learn(sheet: NodeTable, table: Table, begin: int, end: int, tokens: IntArray
     Returns:
         How many were right.
     """
-    came, right = sheet.order, 0  # the depth of a node that was right, or 0
+    depths, right = table.order, 0  # the depth of each node that was right, else 0
     for node in range(begin, end):
-        above = sheet.parents[node]
-        depth = 0 if above == ROOT else came[above]
-        came[node] = 0
-        if (above != ROOT and depth == 0) or depth >= len(tokens) or (scored and sheet.kept[node] < 0):
+        above = table.parents[node]
+        depth = 0 if above == ROOT else depths[above]
+        depths[node] = 0
+        if (above != ROOT and depth == 0) or depth >= len(tokens) or (scored and table.kept[node] < 0):
             continue
-        if right == depth and sheet.tokens[node] == tokens[depth]:
-            came[node] = depth + 1
+        if right == depth and table.tokens[node] == tokens[depth]:
+            depths[node] = depth + 1
             right += 1
-        count(table, sheet.groups[node], sheet.odds[node], came[node] > 0)
+        count(calibration, table.groups[node], table.odds[node], depths[node] > 0)
     return right
 
 
 def warm_up() -> None:
     """Compile what choosing nodes runs, or load it from an earlier process."""
-    sheet, table, tokens, parents = (
+    table, calibration, tokens, parents = (
         NodeTable.allocate(1),
-        Table.empty(),
+        CalibrationTable.empty(),
         np.zeros(1, np.int64),
         np.full(1, ROOT, np.int64),
     )
-    for said in (np.empty(0), np.ones(1)):
-        enter(sheet, table, 0, 0, tokens, parents, said, 1, 1)
-    choose(sheet, 1, np.arange(3.0), 1, np.zeros(1), np.ones(1, np.int64), 1.0, 0.0, 1.0, 1.0, 1.0)
-    take(sheet, 0, 1, tokens, parents)
-    learn(sheet, table, 0, 1, tokens, False)
-    settle(table)
-    forget(table)
+    for stated in (np.empty(0), np.ones(1)):
+        add_tree(table, calibration, 0, 0, tokens, parents, stated, 1, 1)
+    select_nodes(table, 1, np.arange(3.0), 1, np.zeros(1), np.ones(1, np.int64), 1.0, 0.0, 1.0, 1.0, 1.0)
+    extract(table, 0, 1, tokens, parents)
+    learn(table, calibration, 0, 1, tokens, False)
+    settle(calibration)
+    forget(calibration)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from forerun.core.request import Request
-from forerun.engine.commit import Commit
+from forerun.engine.result import Commit
 from forerun.kv.kv_tiers import Tiers, least
 from forerun.kv.placement import NoRoomError
 

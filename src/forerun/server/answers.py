@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from forerun.core.logprobs import Logprob
 from forerun.core.origin import Origin
 from forerun.core.request import FinishReason, Request
-from forerun.engine.commit import Commit
+from forerun.engine.result import Commit
 from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.token_bytes import TokenBytes
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from forerun.core.request import Request
-from forerun.engine.commit import Commit
+from forerun.engine.result import Commit
 from forerun.kv.copy_engine import AwayError
 from forerun.models.text.grammar import GrammarError
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from forerun.core.memory import give_back
 from forerun.core.request import Request
 from forerun.engine.batch import Batch
-from forerun.engine.commit import Commit
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
+from forerun.engine.result import Commit
 from forerun.kv.placement import NoRoomError
 from forerun.server.admission import (
     Ending,
@@ -216,10 +216,8 @@ class Scheduler:
                 stepped = False
 
     def _new_batch(self) -> Batch:
-        batch = self.engine.batch(self.limits.step)
-        batch.pieces = OFFLOADED_CHUNKS
-        batch.pace = PrefillPacing() if self.engine.exactness.level == "bitwise" else None
-        return batch
+        pacing = PrefillPacing() if self.engine.exactness.level == "bitwise" else None
+        return self.engine.batch(self.limits.step, offloaded_chunks=OFFLOADED_CHUNKS, pacing=pacing)
 
     def _has_work(self) -> bool:
         """Whether there is anything to do."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from forerun.core.fair_lock import FairLock
 from forerun.core.request import Request, Stopping
-from forerun.core.turns import Turns
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
 from forerun.models.text.chat_template import apply_template, has_template, rendered
@@ -51,7 +51,7 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
         self._tokenizer, self._positions = tokenizer, positions
-        self._turn = Turns()
+        self._lock = FairLock()
 
     def __call__(self, body: CompletionRequest | ChatRequest) -> list[list[int]]:
         """Token ids of each prompt.
@@ -63,16 +63,16 @@ class PromptEncoder:
         if isinstance(body, CompletionRequest):
             return [self._encode(prompt) for prompt in body.prompts]
         messages = [message.for_template() for message in body.messages]
-        with self._turn:
+        with self._lock:
             text = rendered(messages, self._tokenizer, body.template_tools)
         self._check(text)
-        with self._turn:
+        with self._lock:
             return [apply_template(messages, self._tokenizer, body.template_tools, text)]
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             self._check(prompt)
-        with self._turn:
+        with self._lock:
             return encode(prompt, self._tokenizer)[0]
 
     def _check(self, text: str) -> None:
@@ -81,7 +81,7 @@ class PromptEncoder:
             return
         characters = FIRST_LOOK_CHARACTERS * self._positions
         while characters < len(text):
-            with self._turn:
+            with self._lock:
                 tokens = len(encode(text[:characters], self._tokenizer)[0])
             if tokens > EXCESS_TOKENS * self._positions:
                 message = f"the prompt has more than {tokens:,} tokens; the model takes {self._positions}"

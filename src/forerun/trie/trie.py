@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from forerun.core.turns import in_turn
+from forerun.core.fair_lock import locked
 from forerun.trie import entry_points, multibranch, text_cursor
 from forerun.trie.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
@@ -78,12 +78,12 @@ class Trie(TrieStore):
         trie.snapshot("")
         trie.withdraw("")
 
-    @in_turn
+    @locked
     def spell(self, tokenizer: Tokenizer) -> None:
         """Learn how words are spelled without a space, for requests from now on: matches follow them then."""
         self._spelling = spellings(tokenizer)
 
-    @in_turn
+    @locked
     def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
         """Start a request and index its prompt for it alone.
 
@@ -109,7 +109,7 @@ class Trie(TrieStore):
         self._live[request_id] = live
         space.writers[request_id] = live.cursor
 
-    @in_turn
+    @locked
     def extend(self, request_id: int, tokens: Tokens) -> None:
         """Take in generated ``tokens``: learn from them, count them.
 
@@ -136,7 +136,7 @@ class Trie(TrieStore):
             live.own = live.own.with_hints()
         space.make_room(tokens)
 
-    @in_turn
+    @locked
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
 
@@ -197,7 +197,7 @@ class Trie(TrieStore):
             workspace.at(self._workspace),
         )
 
-    @in_turn
+    @locked
     def finish(self, request_id: int) -> None:
         """Forget the request and its prompt; what it generated stays in the namespace. Unknown ones are ignored."""
         live = self._live.pop(request_id, None)
@@ -205,12 +205,12 @@ class Trie(TrieStore):
             self._shared.open(live.namespace).close(request_id)
 
     @property
-    @in_turn
+    @locked
     def nbytes(self) -> int:
         """Bytes in use for the texts of all namespaces and live requests, which is what grows."""
         return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
 
-    @in_turn
+    @locked
     def length(self, request_id: int) -> int:
         """Tokens of a live request that were taken in, its prompt included."""
         return self._of(request_id).length

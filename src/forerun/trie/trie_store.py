@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from forerun.core.fair_lock import FairLock, locked
 from forerun.core.tree import IntArray
-from forerun.core.turns import Turns, in_turn
 from forerun.trie import arrays, logistic_mixer, trie_file
 from forerun.trie.arrays import FloatArray
 from forerun.trie.logistic_mixer import Mixer
@@ -33,7 +33,7 @@ class TrieStore:
 
     def __init__(self, config: TrieConfig, mixer: Mixer | None = None) -> None:
         self.config = config
-        self.turns = Turns()
+        self.lock = FairLock()
         self._shared = NamespaceLRU(config)
         self._mixer = logistic_mixer.prior() if mixer is None else mixer
 
@@ -44,28 +44,28 @@ class TrieStore:
             ValueError: if a token is not in [0, 2**31); the sequences before it are counted.
         """
         for sequence in sequences:
-            with self.turns:
+            with self.lock:
                 self._publish(namespace, sequence)
 
-    @in_turn
+    @locked
     def withdraw(self, namespace: str) -> None:
         """Take the namespace's oldest finished output back, in time proportional to its length."""
         space = self._shared.open(namespace)
         space.withdraw()
         self._shared.note_change(space)
 
-    @in_turn
+    @locked
     def tokens(self, namespace: str) -> int:
         """Tokens that the index of ``namespace`` holds."""
         return sum(map(len, self._texts(namespace).read()))
 
     @property
-    @in_turn
+    @locked
     def kept(self) -> int:
         """Bytes in use for the texts of all namespaces."""
         return self._shared.nbytes
 
-    @in_turn
+    @locked
     def bound(self, limit: int, namespaces: int) -> None:
         """Let the namespaces take at most ``limit`` bytes together. Those used longest ago go, or the oldest outputs of
         the one that is written to; what live requests have of their own comes on top and ends with them.
@@ -75,12 +75,12 @@ class TrieStore:
         """
         self._shared.bound(limit, namespaces)
 
-    @in_turn
+    @locked
     def notify(self, on_change: Callable[[], None] | None) -> None:
         """Call ``on_change`` whenever a namespace has changed. It must return at once, and not use the trie."""
         self._shared.on_change = on_change
 
-    @in_turn
+    @locked
     def changes(self) -> dict[str, int]:
         """Every namespace that was written to, those used longest ago first, with a number that is another one after
         each change."""
@@ -91,11 +91,11 @@ class TrieStore:
 
         Steps wait while memory is copied: some four bytes for each token of the namespace.
         """
-        with self.turns:
+        with self.lock:
             texts, learned = self._texts(namespace), logistic_mixer.dump(self._mixer)
         return texts.read(), learned
 
-    @in_turn
+    @locked
     def adopt(self, mixer: Mixer) -> None:
         """Take over what was learned about evidence elsewhere."""
         self._mixer = mixer
@@ -110,7 +110,7 @@ class TrieStore:
         Raises:
             OSError: if it cannot be written, as on a full disk; what ``path`` held before is still there.
         """
-        with self.turns:
+        with self.lock:
             texts, learned = {name: self._texts(name) for name in self._shared}, logistic_mixer.dump(self._mixer)
         trie_file.write(path, {name: each.read() for name, each in texts.items()}, learned, vocabulary)
 
@@ -131,7 +131,7 @@ class TrieStore:
             raise TrieFileError(f"{path} is of another vocabulary than the model's")
         self._replace(content.namespaces, content.mixer)
 
-    @in_turn
+    @locked
     def _replace(self, namespaces: Mapping[str, Iterable[IntArray]], mixer: Mixer) -> None:
         self._mixer = mixer
         self._shared.clear()

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.block import Block
-from forerun.core.turns import Turns
+from forerun.core.fair_lock import FairLock
 from forerun.kernels import gpu
 from forerun.kernels.runtime.vector_ir import LINE
 from forerun.kv.cache import Addresses, Cache
@@ -56,7 +56,7 @@ class CompiledScorer(Scorer):
     def __init__(self, model: PreTrainedModel, otherwise: Scorer | None = None) -> None:
         super().__init__(model)
         self._otherwise = otherwise
-        self._turns = Turns()
+        self._lock = FairLock()
         self._slots = self._states = torch.empty(0, dtype=torch.uint8)
         self._read()
 
@@ -69,7 +69,7 @@ class CompiledScorer(Scorer):
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         """See ``Scorer.score``."""
-        with self._turns:
+        with self._lock:
             if not self._watch.same():
                 self._read()
             logits = None if self._parts is None else self._score(self._parts, blocks, caches)

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.block import Block
-from forerun.core.turns import Turns
+from forerun.core.fair_lock import FairLock
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.gpu.places import Places, Rows, Spare
 from forerun.kv.cache import Addresses, Cache
@@ -54,7 +54,7 @@ class GpuScorer(Scorer):
     def __init__(self, model: PreTrainedModel, otherwise: Scorer | None = None) -> None:
         super().__init__(model)
         self._otherwise = otherwise or Scorer(model)
-        self._turns = Turns()
+        self._lock = FairLock()
         self._begin()
 
     def _begin(self) -> None:
@@ -78,7 +78,7 @@ class GpuScorer(Scorer):
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         """See ``Scorer.score``."""
         alike = self._alike
-        with self._turns:
+        with self._lock:
             if not self._watch.same():
                 self._begin()
             rows = None if alike is None else _addressed(alike, blocks, caches)

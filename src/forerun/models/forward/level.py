@@ -91,7 +91,7 @@ class Level:
 
     def __init__(self, scorer: Scorer, cache: CacheFactory, self_test: SelfTest = tested) -> None:
         self.scorer = inner(scorer, self_test)
-        scorer.keeps_queries = True
+        scorer.keep_queries()
         self._make = cache
         self._readers: dict[int, _Reader] = {}
 

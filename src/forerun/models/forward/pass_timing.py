@@ -16,7 +16,7 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
-from forerun.policy.cost_curve import TILE, CostCurve
+from forerun.policy.cost_curve import TILE_TOKENS, CostCurve
 
 SIZES = (1, 8, 16, 32, 64, 2)
 """Sizes of the passes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
@@ -94,7 +94,7 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
     if (1, SEVERAL, FAR) in seconds:
         slopes = [(seconds[1, size, FAR] - seconds[1, size, near]) / one / (FAR - near) for size in (1, SEVERAL)]
         per_cached = max(slopes[0], 0.0)
-        per_tile = max(slopes[1] - per_cached, 0.0) / (SEVERAL // TILE - 1)
+        per_tile = max(slopes[1] - per_cached, 0.0) / (SEVERAL // TILE_TOKENS - 1)
     if (ROWS, 1, near) in seconds:
         alone = float(np.interp(ROWS, sizes, costs))
         per_row = max(min(seconds[ROWS, 1, near] / one, ROWS) - alone, 0.0) / (ROWS - 1)

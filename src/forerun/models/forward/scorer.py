@@ -147,7 +147,11 @@ class Scorer:
         """Number of learned positions, or None if there is no limit."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.keeps_queries = False
-        """Whether full caches keep each pass's queries, by which sparse caches choose."""
+        """Whether full caches keep each pass's queries; see ``keep_queries``."""
+
+    def keep_queries(self) -> None:
+        """Let full caches keep each pass's queries from now on, for sparse caches that choose by them."""
+        self.keeps_queries = True
 
     @cached_property
     def kv(self) -> KVShape:

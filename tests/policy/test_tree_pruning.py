@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.tree_pruning import Load, PrunedTrees, TreePruner
+from forerun.policy.tree_pruning import TreePruner, TreeSelection
 
 NO_LOGITS = torch.empty(0, 0)
 CHAIN = 16
@@ -22,15 +23,16 @@ CURVE = CostCurve((1, 2, 9, 17, 33, 65), (1.0, 1.22, 1.45, 1.74, 2.1, 2.9))
 """As measured for the bundled model."""
 
 
-def cut(
-    cutter: TreePruner,
+def prune(
+    pruner: TreePruner,
     trees: Sequence[DraftTree],
     pending: Sequence[int] = (),
     cached: Sequence[int] = (),
     left: int = 999,
-) -> PrunedTrees:
-    rows = [Request([1], left + 1) for _ in trees]
-    return cutter.cut(rows, trees, Load(pending or [1] * len(trees), cached or [0] * len(trees)))
+) -> TreeSelection:
+    pending, cached = pending or [1] * len(trees), cached or [0] * len(trees)
+    rows = [Request([1] * (new + old), left + 1) for new, old in zip(pending, cached, strict=True)]
+    return pruner.prune(PassContext(rows, [CHAIN] * len(rows), pending), trees)
 
 
 def chain(length: int = CHAIN, chance: float | None = None) -> DraftTree:
@@ -45,15 +47,15 @@ def follow(tree: DraftTree, right: int) -> Outcome:
     return Outcome(tree, Verdict(path, [*path, len(path) if len(path) < right else 99]), NO_LOGITS)
 
 
-def run(cutter: TreePruner, right: int, steps: int = 300, tree: DraftTree | None = None) -> list[int]:
+def run(pruner: TreePruner, right: int, steps: int = 300, tree: DraftTree | None = None) -> list[int]:
     """Scored nodes per step, for chains of which ``right`` tokens are."""
     sizes = []
     for _ in range(steps):
-        found = cut(cutter, [tree or chain()])
-        sizes.append(len(found.trees[0]))
-        outcome = follow(found.trees[0], right)
-        cutter.learn(0, outcome, False)
-        cutter.end(found, len(outcome.verdict.tokens))
+        selection = prune(pruner, [tree or chain()])
+        sizes.append(len(selection.trees[0]))
+        outcome = follow(selection.trees[0], right)
+        pruner.learn(0, outcome, False)
+        pruner.end(selection, len(outcome.verdict.tokens))
     return sizes
 
 
@@ -76,20 +78,20 @@ def test_what_is_kept_is_a_tree_of_nodes_that_can_be_accepted(
 ) -> None:
     rng = np.random.default_rng(seed)
     curve = CostCurve((1, 2), (1.0, 1 + 1 / critical), per_tile=1e-3)
-    cutter = TreePruner(curve, vocabulary=15)
+    pruner = TreePruner(curve, vocabulary=15)
     for _ in range(3):
         pending, cached = rng.integers(1, 9, len(rows)).tolist(), rng.integers(0, 99, len(rows)).tolist()
-        found = cut(cutter, rows, pending, cached, deepest)
-        assert found.nodes == sum(map(len, found.trees))
-        fed = [1 + len(kept) - 1 + count for kept, count in zip(found.trees, pending, strict=True)]
-        assert found.cost == pytest.approx(curve.of(fed, cached))
-        for row, (tree, kept) in enumerate(zip(rows, found.trees, strict=True)):
+        selection = prune(pruner, rows, pending, cached, deepest)
+        assert selection.nodes == sum(map(len, selection.trees))
+        fed = [1 + len(kept) - 1 + count for kept, count in zip(selection.trees, pending, strict=True)]
+        assert selection.cost == pytest.approx(curve.of(fed, cached))
+        for row, (tree, kept) in enumerate(zip(rows, selection.trees, strict=True)):
             assert branches(kept) <= branches(tree)
             assert all(len(branch) <= deepest and max(branch) < 15 for branch in branches(kept))
             leaf = int(rng.integers(-1, len(kept)))
             path = kept.ancestors[leaf].nonzero()[0].tolist() if leaf >= 0 else []
-            cutter.learn(row, Outcome(kept, Verdict(path, [*kept.tokens[path].tolist(), 99]), NO_LOGITS), False)
-        cutter.end(found, len(rows))
+            pruner.learn(row, Outcome(kept, Verdict(path, [*kept.tokens[path].tolist(), 99]), NO_LOGITS), False)
+        pruner.end(selection, len(rows))
 
 
 def branches(tree: DraftTree) -> set[tuple[int, ...]]:
@@ -107,9 +109,9 @@ def test_drafts_that_never_hit_cost_next_to_nothing(chance: float | None) -> Non
 @pytest.mark.parametrize("chance", [None, 0.1, 0.5, 0.9])
 def test_drafts_are_scored_again_soon_after_they_begin_to_hit(chance: float | None) -> None:
     """What was proposed and not scored is learnt from, too."""
-    cutter, tree = TreePruner(CURVE), chain(chance=chance)
-    assert not any(run(cutter, right=0, steps=1000, tree=tree)[30:])
-    sizes = run(cutter, right=CHAIN, steps=100, tree=tree)
+    pruner, tree = TreePruner(CURVE), chain(chance=chance)
+    assert not any(run(pruner, right=0, steps=1000, tree=tree)[30:])
+    sizes = run(pruner, right=CHAIN, steps=100, tree=tree)
     assert np.flatnonzero(sizes)[0] < 25
     assert all(size == CHAIN for size in sizes[60:])
 
@@ -131,59 +133,61 @@ def test_likelier_branches_are_kept_first() -> None:
     tree = DraftTree(
         np.arange(6), np.array([-1, 0, -1, 2, -1, 4]), probability=np.array([0.02, 0.01, 0.8, 0.7, 0.02, 0])
     )
-    (kept,) = cut(TreePruner(CURVE), [tree]).trees
+    (kept,) = prune(TreePruner(CURVE), [tree]).trees
     assert kept.tokens.tolist() == [2, 3]
 
 
 def test_a_cheap_pass_scores_more() -> None:
     tree = chain(chance=0.8)
-    kept = [cut(TreePruner(CostCurve.linear(critical)), [tree]).nodes for critical in (2, 24, 300)]
+    kept = [prune(TreePruner(CostCurve.linear(critical)), [tree]).nodes for critical in (2, 24, 300)]
     assert kept[0] < kept[1] < kept[2]
 
 
 def test_what_a_step_cost_already_makes_more_worth_scoring() -> None:
-    tree, row = chain(chance=0.7), [Request([1], 99)]
-    sizes = [TreePruner(CostCurve.linear(4)).cut(row, [tree], Load([1], [0]), sunk).nodes for sunk in (0.0, 1.0, 4.0)]
+    tree, context = chain(chance=0.7), PassContext.decoding([Request([1], 99)], CHAIN)
+    sizes = [TreePruner(CostCurve.linear(4)).prune(context, [tree], spent).nodes for spent in (0.0, 1.0, 4.0)]
     assert sizes[0] < sizes[1] < sizes[2]
 
 
 def test_rows_of_a_batch_share_what_a_pass_costs() -> None:
     sure, unsure = chain(chance=0.95), chain(chance=0.3)
-    found = cut(TreePruner(CostCurve.linear(8)), [sure, unsure])
-    assert len(found.trees[0]) > 2 * len(found.trees[1])
+    selection = prune(TreePruner(CostCurve.linear(8)), [sure, unsure])
+    assert len(selection.trees[0]) > 2 * len(selection.trees[1])
 
 
 def test_the_row_with_the_shorter_text_is_given_more() -> None:
     curve = CostCurve((1, 2), (1.0, 1.02), per_tile=1e-3)
-    found = cut(TreePruner(curve), [chain(chance=0.9), chain(chance=0.9)], cached=[400, 10])
-    assert len(found.trees[0]) < len(found.trees[1])
+    selection = prune(TreePruner(curve), [chain(chance=0.9), chain(chance=0.9)], cached=[400, 10])
+    assert len(selection.trees[0]) < len(selection.trees[1])
 
 
 def test_beside_rows_that_read_their_prompts_a_node_must_be_worth_what_it_adds() -> None:
     """At a quarter of a plain pass for each node, and a token for each plain pass of late."""
-    found = TreePruner(CostCurve.linear(4)).cut([Request([1], 99)], [chain(chance=0.8)], Load([1], [0], beside=60))
-    assert found.nodes == 6  # 0.8 ** 6 > 1 / 4 > 0.8 ** 7
-    assert not found.load.decoding
+    context = PassContext([Request([1], 99)], [CHAIN], [1], beside=60)
+    selection = TreePruner(CostCurve.linear(4)).prune(context, [chain(chance=0.8)])
+    assert selection.nodes == 6  # 0.8 ** 6 > 1 / 4 > 0.8 ** 7
+    assert not selection.context.decodes
 
 
 def test_beside_a_prompt_many_rows_draft_less_than_one() -> None:
     """Nine rows alone give nine tokens for the cost of three plain passes; so a quarter of one must give 0.75."""
-    rows, load = [Request([1], 99) for _ in range(9)], Load([1] * 9, [0] * 9, beside=60)
-    found = TreePruner(CostCurve.linear(4)).cut(rows, [chain(chance=0.8) for _ in rows], load)
-    assert [len(tree) for tree in found.trees] == [1] * 9
+    rows = [Request([1], 99) for _ in range(9)]
+    context = PassContext(rows, [CHAIN] * 9, [1] * 9, beside=60)
+    selection = TreePruner(CostCurve.linear(4)).prune(context, [chain(chance=0.8) for _ in rows])
+    assert [len(tree) for tree in selection.trees] == [1] * 9
 
 
 def test_a_drawn_token_s_own_probability_decides_nothing() -> None:
     q = torch.full((3, 5), 0.2)
     low, high = (DraftTree(np.arange(3), np.arange(-1, 2), q=q, probability=np.full(3, p)) for p in (0.01, 0.99))
-    assert cut(TreePruner(CURVE), [low]).nodes == cut(TreePruner(CURVE), [high]).nodes > 0
+    assert prune(TreePruner(CURVE), [low]).nodes == prune(TreePruner(CURVE), [high]).nodes > 0
 
 
 def test_a_drawn_node_that_was_not_scored_teaches_nothing() -> None:
     """The first two of a chain were scored and accepted; that the next token is the third's shows nothing of it."""
     tree = DraftTree(np.arange(4), np.arange(-1, 3), q=torch.full((4, 5), 0.2))
     for drawn, shown in ((True, 2), (False, 3)):
-        cutter = TreePruner(CostCurve.linear(2))
-        (kept,) = cut(cutter, [tree]).trees
+        pruner = TreePruner(CostCurve.linear(2))
+        (kept,) = prune(pruner, [tree]).trees
         assert len(kept) == 2
-        assert cutter.learn(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn) == shown
+        assert pruner.learn(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn) == shown

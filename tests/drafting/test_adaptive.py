@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.core.tree import DraftTree
@@ -17,8 +18,8 @@ from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
 from forerun.models.forward.runtime import Runtime
-from forerun.policy.calibration import LOWEST, odds_of
-from forerun.policy.chain_acceptance import Chains
+from forerun.policy.calibration import LOWEST_ODDS, odds_of
+from forerun.policy.chain_acceptance import ChainAcceptance
 from forerun.policy.cost_curve import CostCurve
 
 RIGHT, WRONG = 7, 9
@@ -74,7 +75,10 @@ class Branches(Drafter):
         self.world = world
         self.asked = 0
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(request, budget) for request, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
         self.asked += 1
         self.world.now += self.world.asking
         tokens = [RIGHT if self.world.hits(len(request) + i) else WRONG for i in range(min(8, budget))]
@@ -89,14 +93,12 @@ class Levels(Drafter):
         self.world = world
         self.drafted: list[int] = []
 
-    def propose_batch(self, requests: Sequence[Request], budget: int) -> list[DraftTree]:
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        budget = max(context.budgets)
         self.world.now += budget * self.world.drafting + self.world.stalled.get(len(self.drafted), 0.0)
         self.drafted.append(budget)
-        found = [[RIGHT if self.world.right(len(r) + i) else WRONG for i in range(budget)] for r in requests]
+        found = [[RIGHT if self.world.right(len(r) + i) else WRONG for i in range(budget)] for r in context.rows]
         return [DraftTree.chain(tokens) for tokens in found]
-
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        return self.propose_batch([request], budget)[0]
 
 
 class Target:
@@ -113,14 +115,14 @@ def decode(
     curve = CostCurve((1, 2), (1.0, 1 + world.each / world.plain), unit=world.loaded)
     inner = trees or chains
     assert inner is not None
-    chooser = AdaptiveDrafter(inner, trees=trees, chains=chains, most=most, weight=weight)
+    chooser = AdaptiveDrafter(inner, trees=trees, chains=chains, max_length=most, weight=weight)
     chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
     requests = [Request([1, 2, 3], tokens) for _ in range(rows)]
     for request in requests:
         chooser.begin(request)
     live = list(requests)
     while live:
-        trees_ = chooser.propose_batch(live, 64)
+        trees_ = chooser.propose(PassContext.decoding(live, 64))
         world.verify(sum(map(len, trees_)))
         for request, tree in zip(live, trees_, strict=True):
             path: list[int] = []
@@ -240,20 +242,20 @@ def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:
     requests = [Request([1, 2, 3], 100) for _ in range(4)]
     for request in requests:
         chooser.begin(request)
-    assert all(len(tree) > 1 for tree in chooser.propose_batch(requests, 64))
+    assert all(len(tree) > 1 for tree in chooser.propose(PassContext.decoding(requests, 64)))
     _, fresh = decode(World(accepted=lambda token: 0.9), 1, rows=4, trees=False)
     for request in requests:
         fresh.begin(request)
-    assert not any(map(len, fresh.propose_batch(requests, 64)))  # it has to see plain steps first
+    assert not any(map(len, fresh.propose(PassContext.decoding(requests, 64))))  # it has to see plain steps first
 
 
 def test_a_model_whose_chances_are_no_numbers_counts_as_unsure() -> None:
-    assert odds_of(float("nan")) == LOWEST
-    request, chains = Request([1, 2], 9), Chains()
+    assert odds_of(float("nan")) == LOWEST_ODDS
+    request, chains = Request([1, 2], 9), ChainAcceptance()
     chains.begin(request)
-    chains.open([request], 0.5)
-    assert chains.enough(request, float("nan"))
+    chains.start([request], 0.5)
+    assert chains.stop(request, float("nan"))
     for _ in range(3):
-        chains.enough(request, 0.9)
-    chains.count(request, 0, 3)
+        chains.stop(request, 0.9)
+    chains.record(request, 0, 3)
     assert chains._table.seen.sum() == 1 and all(np.isfinite(column).all() for column in chains._table)

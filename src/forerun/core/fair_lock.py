@@ -13,14 +13,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
-F = TypeVar("F", bound=Callable[..., Any])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class Turns:
-    """Used as ``with turns:``; not reentrant.
+class FairLock:
+    """Used as ``with lock:``; not reentrant.
 
-    Ctrl-C may come at any instruction, also before a turn is given back. So a thread that asks for a turn while it has
-    one is taken to have been interrupted then.
+    Ctrl-C may come at any instruction, also before the lock is released. So a thread that acquires the lock while it
+    holds it is taken to have been interrupted then.
     """
 
     def __init__(self) -> None:
@@ -49,17 +49,17 @@ class Turns:
             self._queue.popleft()
             self._changed.notify_all()
 
-    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+    def __reduce__(self) -> tuple[type[FairLock], tuple[()]]:
         """A copy has its own, empty queue."""
-        return Turns, ()
+        return FairLock, ()
 
 
-def in_turn(method: F) -> F:
-    """Let one thread at a time into the marked methods of an object that has ``turns``."""
+def locked(method: Method) -> Method:
+    """Let one thread at a time into the marked methods of an object that has a ``lock``."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.turns:
+        with self.lock:
             return method(self, *args, **kwargs)
 
-    return cast(F, run)
+    return cast(Method, run)

@@ -12,7 +12,7 @@ from support.tiny import build, tiny
 from forerun.core.block import Block
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
-from forerun.engine.prefill_pacing import BESIDE, LEAST, RECENT, PrefillPacing
+from forerun.engine.prefill_pacing import MIN_CHUNK_TOKENS, RECENT_STEPS, STEPS_BESIDE, PrefillPacing
 from forerun.kv.cache import Cache
 
 
@@ -33,16 +33,16 @@ def test_alone_a_step_always_works() -> None:
 
 
 def test_the_first_step_beside_others_only_decodes_and_so_does_one_now_and_then() -> None:
-    read = after(512, 3 * (RECENT + 1), 0.001)
-    assert [i for i, tokens in enumerate(read) if not tokens] == [0, RECENT + 1, 2 * (RECENT + 1)]
+    read = after(512, 3 * (RECENT_STEPS + 1), 0.001)
+    assert [i for i, tokens in enumerate(read) if not tokens] == [0, RECENT_STEPS + 1, 2 * (RECENT_STEPS + 1)]
 
 
 @pytest.mark.parametrize("seconds", [1e-5, 0.004, 0.03, 10.0])
 def test_what_is_read_settles_where_its_time_is_allowed(seconds: float) -> None:
     read = [tokens for tokens in after(512, 60, seconds) if tokens][20:]
-    allowed = (BESIDE - 1) / seconds
-    assert all(LEAST <= tokens <= 512 for tokens in read)
-    assert max(read) <= max(LEAST, 2 * allowed)
+    allowed = (STEPS_BESIDE - 1) / seconds
+    assert all(MIN_CHUNK_TOKENS <= tokens <= 512 for tokens in read)
+    assert max(read) <= max(MIN_CHUNK_TOKENS, 2 * allowed)
     assert min(read) >= min(512, allowed / 4)
 
 
@@ -73,7 +73,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
     prompts = [generator.integers(3, 48, count).tolist() for count in (5, 90, 70)]
     clock, cuts = Clock(), []
 
-    def texts(pace: PrefillPacing | None) -> list[list[int]]:
+    def texts(pacing: PrefillPacing | None) -> list[list[int]]:
         engine = Engine(tiny("llama"), drafter, prefill_block=32)
         assert engine.exactness.level == "bitwise"
         score = engine.target.score
@@ -85,8 +85,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
 
         engine.target.score = timed  # type: ignore[method-assign]
         requests = [Request(prompt, max_new_tokens=30) for prompt in prompts]
-        with engine.batch() as batch:
-            batch.pace = pace
+        with engine.batch(pacing=pacing) as batch:
             for request in requests:
                 batch.admit(request)
                 batch.step()
@@ -98,7 +97,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter: str) -> None:
     assert max(cuts) == 32
     cuts.clear()
     assert texts(PrefillPacing(clock)) == whole
-    assert LEAST in cuts
+    assert MIN_CHUNK_TOKENS in cuts
 
 
 def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
@@ -116,8 +115,7 @@ def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
     engine.target.score = timed  # type: ignore[method-assign]
     long = Request([7] * 2000, max_new_tokens=2)
     took = []
-    with engine.batch() as batch:
-        batch.pace = PrefillPacing(clock)
+    with engine.batch(pacing=PrefillPacing(clock)) as batch:
         batch.admit(Request([5] * 9, max_new_tokens=3000, eos_token_ids=()))
         batch.step()
         batch.admit(long)
@@ -128,4 +126,4 @@ def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more() -> None:
             batch.step()
             took.append(clock.now - before)
     far = took[len(took) // 2 :]
-    assert max(far) <= 1.5 * (1 + 0.001 * LEAST * 2000)
+    assert max(far) <= 1.5 * (1 + 0.001 * MIN_CHUNK_TOKENS * 2000)

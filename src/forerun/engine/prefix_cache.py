@@ -19,13 +19,13 @@ from forerun.kv.shared_prefix import SharedPrefix, Tensors
 Keys = Sequence[bytes]
 """A prompt's chunks but for the last: each key stands for the text up to the end of a chunk."""
 
-DIGEST = 16
+KEY_BYTES = 16
 """Bytes of a key."""
 
 
 def keys_of(request: Request, chunk: int) -> Keys:
-    """The keys of a request's prompt, for chunks of so many tokens. They differ between namespaces."""
-    digest = hashlib.blake2b(repr((request.namespace, chunk)).encode(), digest_size=DIGEST)
+    """The keys of a request's prompt, for chunks of ``chunk`` tokens. They differ between namespaces."""
+    digest = hashlib.blake2b(repr((request.namespace, chunk)).encode(), digest_size=KEY_BYTES)
     keys = []
     for end in range(chunk, request.prompt_length, chunk):
         digest.update(request.prompt[end - chunk : end].tobytes())
@@ -43,7 +43,7 @@ class PrefixCache:
     file open, so there are never more of them than half of what the process may have.
 
     Args:
-        limit: bytes of keys and values, at most; 0 keeps nothing.
+        limit: maximum bytes of keys and values; 0 keeps nothing.
 
     Raises:
         ValueError: for a limit below 0.
@@ -54,7 +54,7 @@ class PrefixCache:
             raise ValueError(f"the prefix cache's limit is {limit} bytes; it must be 0 or more")
         self.limit = limit
         self.hits = self.misses = 0
-        """Tokens that were found here or in a store, and tokens that had to be read."""
+        """Tokens of prompts that were kept here or in a store, and tokens that had to be read."""
         self._entries: OrderedDict[bytes, tuple[Keys, SharedPrefix]] = OrderedDict()  # by the last key
 
     def __len__(self) -> int:
@@ -78,8 +78,8 @@ class PrefixCache:
         return self._entries[best][1], count
 
     def keep(self, keys: Keys, beginning: SharedPrefix) -> None:
-        """Keep a prompt's beginning, unless a longer one that holds it is kept. What is kept of a shorter one that it
-        holds goes."""
+        """Keep a prompt's beginning, unless a longer one that holds it is kept. A shorter one that it holds is
+        dropped."""
         if beginning.nbytes > self.limit or not keys:
             return
         for last, (others, _) in list(self._entries.items()):
@@ -93,19 +93,19 @@ class PrefixCache:
         self._trim()
 
     def note(self, keys: Keys, name: str, tensors: Tensors) -> None:
-        """Keep what a view of this name made of a prompt's beginning, if that is still kept itself."""
+        """Keep the tensors of a view of this name with a prompt's beginning, if that is still kept itself."""
         entry = self._entries.get(keys[-1]) if keys else None
         if entry is not None:
             entry[1].note(name, tensors)
             self._trim()
 
     def count(self, hits: int, misses: int) -> None:
-        """A prompt was looked up; so many of its tokens, in whole chunks, were found, and so many were not."""
+        """Count a lookup: tokens of whole chunks that were kept, and that were not."""
         self.hits += hits
         self.misses += misses
 
     def clear(self) -> None:
-        """Keep nothing of what there is."""
+        """Drop everything."""
         self._entries.clear()
 
     def _trim(self) -> None:

@@ -1,0 +1,70 @@
+"""What a drafter is asked for: drafts for the rows of the next pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from forerun.core.request import Request
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """The rows that are drafted for, and all that the pass reads besides their drafts.
+
+    Iterating yields each row with its budget.
+
+    Attributes:
+        rows: the texts; a draft follows ``row.tokens``.
+        budgets: maximum number of nodes of each row's draft.
+        pending: committed tokens of each row that the pass reads; 1 for a row that only decodes.
+        beside: tokens that the pass reads for rows that are not drafted for, because they read their prompts.
+        cached: tokens of each row that the target's cache holds when the context is made.
+        stop: called by drafters that extend chains token by token, with the row and the probability that the drafting
+            model gave to the last token; the chain ends there if it returns true. None if chains end by their budget.
+    """
+
+    rows: Sequence[Request]
+    budgets: Sequence[int]
+    pending: Sequence[int]
+    beside: int = 0
+    stop: Callable[[Request, float], bool] | None = None
+    cached: Sequence[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        cached = [len(row) - pending for row, pending in zip(self.rows, self.pending, strict=True)]
+        object.__setattr__(self, "cached", cached)
+
+    @classmethod
+    def decoding(cls, rows: Sequence[Request], budget: int) -> PassContext:
+        """A pass in which every row reads one token, with the same budget for all."""
+        return cls(rows, [budget] * len(rows), [1] * len(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[tuple[Request, int]]:
+        return zip(self.rows, self.budgets, strict=True)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pass reads without drafts."""
+        return sum(self.pending) + self.beside
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the pass reads one token of each row and nothing else."""
+        return self.tokens == len(self)
+
+    def of(self, rows: Sequence[int]) -> PassContext:
+        """The context of some rows, by their numbers."""
+        return replace(
+            self,
+            rows=[self.rows[row] for row in rows],
+            budgets=[self.budgets[row] for row in rows],
+            pending=[self.pending[row] for row in rows],
+        )
+
+    def within(self, budget: int) -> PassContext:
+        """The context with no row's budget above ``budget``."""
+        return replace(self, budgets=[min(own, budget) for own in self.budgets])
