@@ -19,7 +19,7 @@ from forerun.core.compiling import stamp_of
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
-from forerun.drafting.trie_drafter import LATE, TrieDrafter
+from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter
 from forerun.trie import arrays, entry_points, multibranch, text_cursor
 from forerun.trie.trie import Form, Trie, TrieConfig
 
@@ -119,7 +119,7 @@ def test_a_text_is_learned_whole_whenever_it_is_learned() -> None:
             else:
                 request.append(answer[len(request.generated) % len(answer)])
                 drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], []), torch.zeros(1, VOCABULARY)))
-                assert len(request) - drafter.trie.length(request.id) < LATE
+                assert len(request) - drafter.trie.length(request.id) < LEARN_TOKENS
         drafter.finish(request)
     found = []
     for drafter in (asked, unasked):

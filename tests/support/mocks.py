@@ -84,6 +84,9 @@ class MockScorer:
     def led(self, work: Any) -> Any:
         return work()
 
+    def keep_queries(self) -> None:
+        pass
+
     def reads_whole(self, cache: Any) -> bool:
         return False
 
