@@ -98,7 +98,7 @@ def test_what_the_middle_level_hands_on_is_its_own_distribution(monkeypatch: pyt
     """Both the tokens and the ``q`` that comes with them, whatever the small model is like."""
     sampler = Sampler("rejection", processor=ban_repeats)
 
-    def draft(decide: Decide) -> tuple[int, ...]:
+    def drafted(decide: Decide) -> tuple[int, ...]:
         Noise(decide, set(), redraw=True).install(monkeypatch)
         request = Request((1, 2), 4, sampler=sampler)
         drafter = two_levels(2, 3)
@@ -110,7 +110,7 @@ def test_what_the_middle_level_hands_on_is_its_own_distribution(monkeypatch: pyt
             text.append(token)
         return tuple(tree.tokens.tolist())
 
-    assert_same_distribution(enumerate_outcomes(draft), joint(MIDDLE, (1, 2), 3, sampler))
+    assert_same_distribution(enumerate_outcomes(drafted), joint(MIDDLE, (1, 2), 3, sampler))
 
 
 @pytest.mark.parametrize("seeds", [1000, pytest.param(4000, marks=pytest.mark.matrix)])
