@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from models.test_load import small_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 import forerun.models.loading.gguf
@@ -178,6 +178,29 @@ def test_a_tokenizer_that_lies_beside_the_file_is_not_taken(exact: Path, tmp_pat
     other.add_tokens(["fox"])
     other.save_pretrained(tmp_path)
     assert load(str(file), device="cpu")[1].get_vocab() == small_tokenizer().get_vocab()
+
+
+def test_the_configuration_and_the_tokenizer_are_those_that_transformers_reads(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", change=lambda writer: writer.add_array("llama.numbers", [1, 2, 3]))
+    header = read_header(file)
+    assert header.metadata["llama.numbers"] == [1, 2, 3]
+
+    def read() -> tuple[Any, Any]:
+        config = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
+        tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+        return config.to_dict(), (tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map)
+
+    with forerun.models.loading.gguf.read_by(header):
+        ours = read()
+    assert ours == read()
+
+
+def test_gguf_s_slow_reader_is_not_asked(exact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: Any) -> None:
+        raise AssertionError("it was asked")
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", fail)
+    load(str(exact), "stored")
 
 
 def test_digits_are_split_where_the_vocabulary_was_learned_so(tmp_path: Path) -> None:

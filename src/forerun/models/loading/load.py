@@ -211,10 +211,11 @@ def _from_file(file: Path, dtype: str, yarn: float | None) -> tuple[PreTrainedMo
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
     with gguf.alone(file) as folder, gguf.without_bar():
         source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
-        config = _check_config(source)
+        with gguf.read_by(header):
+            config = _check_config(source)
+            tokenizer = _tokenizer(source)
         if yarn is not None:
             stretch(config, yarn)
-        tokenizer = _tokenizer(source)
         if dtype == STORED:
             from forerun.models.loading.as_stored import load_as_stored  # needs gguf, which may not be installed
 
