@@ -23,9 +23,9 @@ from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.attention.short_key_scan import CHUNK
 from forerun.kernels.attention.topk_attention import MARGIN
 from forerun.kv.cache import Cache
+from forerun.kv.full_cache import View
 from forerun.kv.low_rank import LowRankCache
 from forerun.kv.retrieval import RetrievalCache
-from forerun.kv.sparse_view import View
 from forerun.kv.streaming import StreamingCache
 from forerun.models.forward.level import CacheFactory, read
 from forerun.models.forward.scorer import Scorer
@@ -75,28 +75,23 @@ class Meter(Cache):
 
     @property
     def length(self) -> int:  # type: ignore[override]
-        """See ``Cache.length``."""
         return self.cache.length
 
     def positions(self, block: Block) -> IntArray:
-        """See ``Cache.positions``."""
         return self.cache.positions(block)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``."""
         row = k.element_size() * (k.shape[3] + v.shape[3])
         self._rows.setdefault(layer, []).append(row * rows_read(self.cache, layer, q, k.shape[1], spec))
         self._index.setdefault(layer, []).append(index_read(self.cache, layer, spec))
         return self.cache.attend(layer, q, k, v, block, spec)
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """See ``Cache.commit``."""
         self.cache.commit(block, path)
 
     def truncate(self, length: int) -> None:
-        """See ``Cache.truncate``."""
         self.cache.truncate(length)
 
     @property

@@ -26,8 +26,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache
-from forerun.kv.sparse_view import View
+from forerun.kv.full_cache import FullCache, View
 from forerun.models.forward.level import read
 from forerun.models.forward.scorer import Scorer
 

@@ -19,7 +19,7 @@ from benchmarks.studies.memory_bandwidth import Reader
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
-from forerun.kv.copy_engine import CopyEngine
+from forerun.kv.offloaded import CopyEngine
 
 SLOWER = 20
 """How many times slower the simulated link is than memory. An A100 reads its memory 62 times as fast as its host's
@@ -70,22 +70,22 @@ class Traffic:
     """Bytes that each contestant's runs bring in.
 
     Args:
-        link: of the engine.
+        copy_engine: of the engine.
         make: makes the requests.
     """
 
-    def __init__(self, link: CopyEngine, make: RequestMaker) -> None:
-        self._link, self._make = link, make
+    def __init__(self, copy_engine: CopyEngine, make: RequestMaker) -> None:
+        self._copy_engine, self._make = copy_engine, make
         self._begun: list[tuple[str, int]] = []
 
     def __call__(self, engine: Engine, tokens: Tokens, contestant: str) -> Request:
         """A ``RequestMaker``; it is called as a run begins."""
-        self._begun.append((contestant, self._link.fetched))
+        self._begun.append((contestant, self._copy_engine.fetched))
         return self._make(engine, tokens, contestant)
 
     def fetched(self, contestant: str) -> float:
         """Bytes of one of its runs, in the median."""
-        marks = [*self._begun, ("", self._link.fetched)]
+        marks = [*self._begun, ("", self._copy_engine.fetched)]
         return median(after - before for (name, before), (_, after) in pairwise(marks) if name == contestant)
 
 
@@ -113,7 +113,7 @@ class OffloadBench:
     def read(self, engine: Engine, tokens: Tokens, room: int) -> None:
         """Read a prompt, with room for so many tokens after it."""
         assert engine.tiers is not None
-        self._engine, self._link = engine, engine.tiers.link
+        self._engine, self._copy_engine = engine, engine.tiers.copy_engine
         self._prompt: Prefilled = prefill(engine, tokens, room, self._say)
         taken, size = engine.tiers.taken, engine.target.kv.nbytes * self._prompt.held
         share = (taken["host"] + taken["file"]) / (engine.target.kv.nbytes * self._prompt.cache.capacity)
@@ -123,9 +123,9 @@ class OffloadBench:
                 "context": len(tokens),
                 "kv_bytes": size,
                 "away_bytes": away,
-                "written": self._link.written,
-                "fetched": self._link.fetched,
-                "of_least": round(self._link.written / max(1, away), 4),
+                "written": self._copy_engine.written,
+                "fetched": self._copy_engine.fetched,
+                "of_least": round(self._copy_engine.written / max(1, away), 4),
                 "seconds": self._prompt.seconds,
             }
         )
@@ -134,7 +134,7 @@ class OffloadBench:
 
     def decode(self, temperature: float, make: RequestMaker) -> None:
         """Continue the prompt."""
-        traffic = Traffic(self._link, make)
+        traffic = Traffic(self._copy_engine, make)
         bench = LongBench(self._engine, self._rounds, self._say)
         found = bench.run([[self._prompt]], self._drafters, self._settings, traffic)
         for row, series in zip(
@@ -143,7 +143,9 @@ class OffloadBench:
             run = series.runs[0][0]
             row["bytes_per_token"] = round(traffic.fetched(series.contestant) / len(run.texts[0]))
             used = row["bytes_per_token"] * row["tokens_per_second"]
-            row["link_share"] = None if self._link.bandwidth is None else round(used / self._link.bandwidth, 3)
+            row["link_share"] = (
+                None if self._copy_engine.bandwidth is None else round(used / self._copy_engine.bandwidth, 3)
+            )
             self._rows.append(row)
         self._report.add("speed", "Decoding", self._rows, listing(self._rows, SPEED))
         self._report.plot("speed", lambda path: plot(self._rows, path))
@@ -151,7 +153,7 @@ class OffloadBench:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Speed-ups over plain autoregression with the same link."""
+    """Speed-ups over plain autoregression with the same copy_engine."""
     groups = list(dict.fromkeys(_group(row) for row in rows))
     names = [name for name in dict.fromkeys(row["contestant"] for row in rows) if name != PLAIN]
     found = []

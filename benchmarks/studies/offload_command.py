@@ -16,7 +16,7 @@ from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
 from forerun.cli.terminal import say, stderr, working
 from forerun.engine.engine import Engine
-from forerun.kv.kv_tiers import KVMemory, least
+from forerun.kv.kv_tiers import KVMemory, min_device_bytes
 from forerun.models.forward import gate
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import load
@@ -47,7 +47,7 @@ def run(options: OffloadOptions) -> None:
     delivery = Delivery(report, options.out, "offload", options.json)
     bench = OffloadBench(drafters, settings, options.rounds, report, delivery.save, say)
     for context in contexts:
-        device = sizes.get("kv_memory", least(shape, context + _room(options)))
+        device = sizes.get("kv_memory", min_device_bytes(shape, context + _room(options)))
         memory = KVMemory(device, sizes.get("kv_host_memory"), options.kv_folder, bandwidth)
         engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
         bench.read(engine, texts.tokens(0, context), _room(options))

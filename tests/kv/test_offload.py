@@ -28,10 +28,9 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kernels.runtime import vector_ir
-from forerun.kv.copy_engine import CopyEngine, Parts, size
 from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_tiers import KVMemory, NoRoomError, least
-from forerun.kv.offloaded import OffloadedCache
+from forerun.kv.kv_tiers import KVMemory, NoRoomError, min_device_bytes
+from forerun.kv.offloaded import CopyEngine, OffloadedCache, Parts, size
 from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.scorer import Scorer
 
@@ -63,7 +62,7 @@ def engines(
     """Without offloading, and with room on the device for the buffers of some texts and a share of the longest."""
     plain = Engine(one, "none", settings=SETTINGS, prune_drafts=False)
     kv = plain.target.kv
-    buffers = sum(least(kv, length + ROOM + plain.budget) for length in lengths)
+    buffers = sum(min_device_bytes(kv, length + ROOM + plain.budget) for length in lengths)
     memory = KVMemory(buffers + int(share * kv.nbytes * max(lengths)), **more)
     return plain, Engine(one, "none", settings=SETTINGS, prune_drafts=False, kv_memory=memory)
 
@@ -95,7 +94,7 @@ def test_every_bit_is_that_of_a_text_on_the_device(dtype: torch.dtype, place: st
         wanted = texts(plain, "none", PROMPTS, **how)
         for drafter in ("none", "trie", "retrieval", "low-rank", "triforce-trie"):
             assert texts(away, drafter, PROMPTS, **how) == wanted, (drafter, how)
-    assert away.tiers is not None and away.tiers.link.fetched > 0
+    assert away.tiers is not None and away.tiers.copy_engine.fetched > 0
     gc.collect()
     assert not any(away.tiers.taken.values())
 
@@ -117,39 +116,39 @@ def test_the_device_is_filled_first(share: float) -> None:
         assert type(cache) is FullCache and taken["host"] == 0
         return
     assert isinstance(cache, OffloadedCache)
-    layer = least(kv, tokens) // 2
-    assert len(cache.away) == (len(kv.layers) - (limit - 2 * layer) // layer)
-    assert taken["host"] == len(cache.away) * layer
+    layer = min_device_bytes(kv, tokens) // 2
+    assert len(cache.offloaded_layers) == (len(kv.layers) - (limit - 2 * layer) // layer)
+    assert taken["host"] == len(cache.offloaded_layers) * layer
 
 
 @NATIVE
 def test_a_prompt_is_brought_away_once_and_does_not_come_back() -> None:
     _, away = engines(model())
     assert away.tiers is not None
-    link, length = away.tiers.link, 3001
-    away.tiers.memory = KVMemory(least(away.target.kv, length + 64))
+    copy_engine, length = away.tiers.copy_engine, 3001
+    away.tiers.memory = KVMemory(min_device_bytes(away.target.kv, length + 64))
     fetched: list[int] = []
-    leave = OffloadedCache.leave
+    leave = OffloadedCache.write_back
 
     def noting(cache: OffloadedCache, layer: int, count: int) -> None:
-        fetched.append(link.fetched)
+        fetched.append(copy_engine.fetched)
         leave(cache, layer, count)
 
-    OffloadedCache.leave = noting  # type: ignore[method-assign]
+    OffloadedCache.write_back = noting  # type: ignore[method-assign]
     try:
         cache = away.prefill(prompt(length), 64)
     finally:
-        OffloadedCache.leave = leave  # type: ignore[method-assign]
+        OffloadedCache.write_back = leave  # type: ignore[method-assign]
     whole = away.target.kv.nbytes * (length - 1)
-    assert isinstance(cache, OffloadedCache) and len(cache.away) == len(away.target.kv.layers)
-    assert link.written == whole and fetched[-1] == 0
+    assert isinstance(cache, OffloadedCache) and len(cache.offloaded_layers) == len(away.target.kv.layers)
+    assert copy_engine.written == whole and fetched[-1] == 0
     request = away.requests(prompt(length), max_new_tokens=5)[0]
     request.eos_token_ids = frozenset()
-    before = link.fetched
+    before = copy_engine.fetched
     for _ in away.run([request], caches=[cache]):
         pass
-    assert 4 * whole < link.fetched - before <= 1.1 * 5 * whole  # five passes, of which two layers were there
-    assert link.written - whole <= 5 * away.target.kv.nbytes
+    assert 4 * whole < copy_engine.fetched - before <= 1.1 * 5 * whole  # five passes, of which two layers were there
+    assert copy_engine.written - whole <= 5 * away.target.kv.nbytes
 
 
 @NATIVE
@@ -158,9 +157,11 @@ def test_the_next_layer_comes_while_one_is_computed(monkeypatch: pytest.MonkeyPa
     fetch = CopyEngine.fetch
     _, away = engines(model(), lengths=(700,))
     cache = away.prefill(prompt(700), 80)
-    assert isinstance(cache, OffloadedCache) and len(cache.away) == 6
-    monkeypatch.setattr(CopyEngine, "fetch", lambda link, parts: asked.append("fetch") or fetch(link, parts))
-    leave = OffloadedCache.leave
+    assert isinstance(cache, OffloadedCache) and len(cache.offloaded_layers) == 6
+    monkeypatch.setattr(
+        CopyEngine, "fetch", lambda copy_engine, parts: asked.append("fetch") or fetch(copy_engine, parts)
+    )
+    leave = OffloadedCache.write_back
     monkeypatch.setattr(
         OffloadedCache, "leave", lambda cache, layer, count: asked.append("done") or leave(cache, layer, count)
     )
@@ -179,13 +180,13 @@ def test_any_decoder_can_be_offloaded(name: str) -> None:
     plain = Engine(one, "none", settings=SETTINGS, prune_drafts=False)
     away = Engine(
         one, "trie", settings=SETTINGS, prune_drafts=False, prefill_block=16,
-        kv_memory=KVMemory(least(plain.target.kv, 256)),
+        kv_memory=KVMemory(min_device_bytes(plain.target.kv, 256)),
     )  # fmt: skip
     assert not isinstance(away.target, CompiledScorer)
     ids = prompt(70)
     found, wanted = (one.generate(ids, max_new_tokens=24, do_sample=False).requests[0] for one in (away, plain))
     assert found.generated.tolist() == wanted.generated.tolist()
-    assert away.tiers is not None and away.tiers.link.fetched > 0
+    assert away.tiers is not None and away.tiers.copy_engine.fetched > 0
 
 
 @NATIVE
@@ -236,11 +237,15 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
     bad, good = (away.requests(prompt(n, n), max_new_tokens=ROOM, do_sample=False)[0] for n in (700, 301))
     fetch = CopyEngine.fetch
 
-    def failing(link: CopyEngine, parts: Parts) -> Any:
+    def failing(copy_engine: CopyEngine, parts: Parts) -> Any:
         def fail() -> None:
             raise OSError("in the test")
 
-        return link.then(fail) if size(parts) > 600 * away.target.kv.nbytes // 6 else fetch(link, parts)
+        return (
+            copy_engine.run_in_order(fail)
+            if size(parts) > 600 * away.target.kv.nbytes // 6
+            else fetch(copy_engine, parts)
+        )
 
     monkeypatch.setattr(CopyEngine, "fetch", failing)
     with away.batch() as batch:
@@ -259,7 +264,7 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatc
 @NATIVE
 def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
     kv = Engine(model(), "none").target.kv
-    away = Engine(model(), "none", kv_memory=KVMemory(least(kv, 300)))
+    away = Engine(model(), "none", kv_memory=KVMemory(min_device_bytes(kv, 300)))
     assert away.tiers is not None
     with torch.inference_mode():
         cache = away.tiers.cache(300)
@@ -270,7 +275,7 @@ def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in() -> None:
         cache.commit(block, [1])
         assert cache.lost is None
     assert isinstance(cache, OffloadedCache) and cache.length == 2
-    for layer in cache.away:
+    for layer in cache.offloaded_layers:
         assert cache._layers[layer][0][0, 0, :2, 0].tolist() == [0.0, 2.0]
 
 
@@ -323,11 +328,11 @@ def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
                 batch.step()
             (view,) = cache.views
             assert type(view).__name__ == name
-            before = away.tiers.link.fetched
+            before = away.tiers.copy_engine.fetched
             q, k = (torch.randn(1, heads, 1, 16, generator=torch.Generator().manual_seed(4)) for heads in (6, 2))
             block = Block(np.array([7]), DraftTree.empty(), view.length)
             seen.append(view.attend(3, q, k, k, block, cache.specs[3]))
-    moved = away.tiers.link.fetched - before
+    moved = away.tiers.copy_engine.fetched - before
     assert moved < away.target.kv.nbytes // 6 * 64  # its budget is 64 tokens
     assert torch.allclose(*seen, atol=1e-5)
 
@@ -335,7 +340,7 @@ def test_a_sparse_cache_over_it_copies_what_it_chooses(name: str) -> None:
 @NATIVE
 def test_a_cache_of_a_fixed_size_says_when_it_is_full() -> None:
     kv = Scorer(model()).kv
-    cache = Engine(model(), "none", kv_memory=least(kv, 200)).prefill(prompt(100), 60)
+    cache = Engine(model(), "none", kv_memory=min_device_bytes(kv, 200)).prefill(prompt(100), 60)
     assert isinstance(cache, OffloadedCache) and cache.capacity == 256
     rows = {i: tuple(torch.zeros(1, t.shape[1], 200, t.shape[3]) for t in cache.read(i, 0, 1)) for i in cache.layers}
     with pytest.raises(ValueError, match="room for 256 tokens, not for 299"):

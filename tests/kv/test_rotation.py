@@ -12,7 +12,7 @@ from support.tiny import ARCHITECTURES, LAYOUTS, tiny
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache
-from forerun.kv.rerotation import Rotation, Turn
+from forerun.kv.rerotation import LayerRotation, Rotation
 from forerun.models.forward import gate
 from forerun.models.forward.rotary_probe import find_rotation
 from forerun.models.forward.scorer import Scorer
@@ -43,7 +43,7 @@ def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) ->
     assert rotation is not None
     for token, p, by in ((3, 0, 1), (4, 5, 37), (7, 60, -60), (9, 33, -8), (11, 12, 0), (20, 0, 127), (21, 127, -100)):
         before, after = keys_at(scorer, token, p), keys_at(scorer, token, p + by)
-        assert before.keys() == rotation.turns.keys()
+        assert before.keys() == rotation.layers.keys()
         # the model rounds angles (position x frequency), then their cosines and sines, to float32: 2**-24, relative
         limit = (p + abs(by) + 4) * 2.0**-23
         for layer, keys in before.items():
@@ -56,8 +56,8 @@ def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) ->
 def test_the_same_is_found_in_lower_precision(name: str, dtype: torch.dtype) -> None:
     exact, rounded = find_rotation(tiny(name)), find_rotation(copy.deepcopy(tiny(name)).to(dtype))
     assert exact is not None and rounded is not None
-    for layer, turn in exact.turns.items():
-        other = rounded.turns[layer]
+    for layer, turn in exact.layers.items():
+        other = rounded.layers[layer]
         if turn is None or other is None:
             assert turn is other
         else:
@@ -81,7 +81,7 @@ def test_frequencies_that_the_model_does_not_use_are_no_rotation() -> None:
 def test_layers_without_positions_stay_as_they_are() -> None:
     rotation = find_rotation(tiny("smollm3, without positions"))
     assert rotation is not None
-    assert [rotation.turns[layer] is None for layer in range(4)] == [False, True, False, True]
+    assert [rotation.layers[layer] is None for layer in range(4)] == [False, True, False, True]
     keys = torch.randn(1, 2, 3, 8)
     assert rotation(1, keys, 9) is keys
 
@@ -89,13 +89,13 @@ def test_layers_without_positions_stay_as_they_are() -> None:
 def test_two_frequencies_are_told_apart() -> None:
     rotation = find_rotation(tiny("gemma3, two frequencies"))
     assert rotation is not None
-    local, distant = (rotation.turns[layer] for layer in range(2))
+    local, distant = (rotation.layers[layer] for layer in range(2))
     assert local is not None and distant is not None
     assert not torch.equal(local.frequencies, distant.frequencies)
 
 
 def test_turning_keeps_the_dtype_and_there_and_back_again_is_nothing() -> None:
-    rotation = Rotation({0: Turn(slice(2, 4), slice(4, 6), torch.tensor([1.0, 0.01], dtype=torch.float64))})
+    rotation = Rotation({0: LayerRotation(slice(2, 4), slice(4, 6), torch.tensor([1.0, 0.01], dtype=torch.float64))})
     for dtype, limit in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-2)):
         keys = torch.randn(1, 2, 5, 8, dtype=dtype)
         turned = rotation(0, keys, -70)

@@ -26,12 +26,11 @@ from support.tiny import tiny
 import forerun
 from forerun.engine import kv_store, prefix_cache
 from forerun.engine.engine import Engine
+from forerun.engine.kv_store import KV_FILE_SUFFIX, UNFINISHED_SUFFIX, DiskLRU
 from forerun.kv import kv_file
-from forerun.kv.disk_lru import SUFFIX, UNFINISHED, DiskLRU
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_file import DamagedFileError, KVFile
-from forerun.kv.low_rank import LowRankCache
-from forerun.kv.short_keys import ShortKeys
+from forerun.kv.low_rank import LowRankCache, ShortKeys
 
 BOOK, QUESTION, NEW = 90, 5, 6
 """Tokens of a prompt's beginning, of what follows it, and of an answer."""
@@ -64,7 +63,7 @@ def question(number: int) -> list[int]:
 
 
 def files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob(f"*{SUFFIX}"))
+    return sorted(folder.rglob(f"*{KV_FILE_SUFFIX}"))
 
 
 @pytest.mark.one_in(3)
@@ -248,14 +247,14 @@ def test_a_text_takes_the_place_of_its_beginning_if_it_is_an_eighth_longer(tmp_p
     sizes = []
     for count in (81, 85, 90, 115):
         ask(one, long[:count])
-        sizes.append([KVFile(path).told["length"] for path in files(tmp_path)])
+        sizes.append([KVFile(path).metadata["length"] for path in files(tmp_path)])
     assert sizes == [["80"], ["80"], ["80"], ["112"]]
 
 
 def test_a_text_is_found_while_it_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, _ = ask(engine(None), question(1))
     go, put = threading.Event(), DiskLRU.put
-    monkeypatch.setattr(DiskLRU, "put", lambda self, *told: go.wait(60) and put(self, *told))
+    monkeypatch.setattr(DiskLRU, "put", lambda self, *metadata: go.wait(60) and put(self, *metadata))
     one = engine(tmp_path)
     finish_all(one, one.requests([question(0)], max_new_tokens=NEW))
     (request,) = one.requests([question(1)], max_new_tokens=NEW)
@@ -270,7 +269,7 @@ def test_a_text_is_found_while_it_is_being_written(tmp_path: Path, monkeypatch: 
 def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_store, "MAX_PENDING_FILES", 1)
     go, put = threading.Event(), DiskLRU.put
-    monkeypatch.setattr(DiskLRU, "put", lambda self, *told: go.wait(60) and put(self, *told))
+    monkeypatch.setattr(DiskLRU, "put", lambda self, *metadata: go.wait(60) and put(self, *metadata))
     one = engine(tmp_path)
     for number in range(3):
         finish_all(one, one.requests([prompt(BOOK, number)], max_new_tokens=NEW))
@@ -300,7 +299,7 @@ def test_a_full_disk_costs_nothing_but_the_keeping(
 def test_the_index_of_a_text_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     of = ShortKeys.of
-    monkeypatch.setattr(ShortKeys, "of", lambda keys, *told: made.append(keys.shape[1]) or of(keys, *told))
+    monkeypatch.setattr(ShortKeys, "of", lambda keys, *metadata: made.append(keys.shape[1]) or of(keys, *metadata))
     wanted = [ask(engine(None, "none"), question(n))[0] for n in range(2)]
     assert ask(engine(tmp_path, "low-rank"), question(0))[0] == wanted[0]
     assert len(made) == 2 and len(files(tmp_path)) == 2  # one for each layer; the text and its index
@@ -317,7 +316,7 @@ def test_the_index_of_a_text_is_made_once(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     of = ShortKeys.of
-    monkeypatch.setattr(ShortKeys, "of", lambda keys, *told: made.append(keys.shape[1]) or of(keys, *told))
+    monkeypatch.setattr(ShortKeys, "of", lambda keys, *metadata: made.append(keys.shape[1]) or of(keys, *metadata))
     wanted = [ask(engine(None, "none"), question(n))[0] for n in range(3)]
     one = engine(None, "low-rank", prefix_cache=1 << 24)
     assert ask(one, question(0)) == (wanted[0], 0)
@@ -337,7 +336,7 @@ def test_a_folder_that_cannot_be_looked_into_harms_no_request(
     wanted = [ask(engine(None), question(n))[0] for n in range(2)]
     one = engine(tmp_path)
 
-    def fail(shelf: DiskLRU, within: str) -> list[str]:
+    def fail(files: DiskLRU, within: str) -> list[str]:
         raise OSError(errno.EMFILE, "too many open files")
 
     monkeypatch.setattr(DiskLRU, "names", fail)
@@ -360,7 +359,7 @@ def test_texts_may_come_and_go_while_one_looks(tmp_path: Path, monkeypatch: pyte
     assert kept is not None
     names = [f"space/{number}" for number in range(2000)]
     kept._texts.update({name: [b"key"] for name in names})
-    monkeypatch.setattr(DiskLRU, "names", lambda shelf, within: names)
+    monkeypatch.setattr(DiskLRU, "names", lambda files, within: names)
     done = threading.Event()
 
     def change() -> None:
@@ -373,7 +372,7 @@ def test_texts_may_come_and_go_while_one_looks(tmp_path: Path, monkeypatch: pyte
     thread.start()
     try:
         for _ in range(50):
-            assert set(kept._known("space")) == set(names)
+            assert set(kept._stored_keys("space")) == set(names)
     finally:
         done.set()
         thread.join()
@@ -384,8 +383,8 @@ def test_an_index_is_kept_beside_a_text_as_far_as_both_are_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    of_text = LowRankCache.made
-    monkeypatch.setattr(LowRankCache, "made", lambda view, length: made.append(length) or of_text(view, length))
+    of_text = LowRankCache.saved_state
+    monkeypatch.setattr(LowRankCache, "saved_state", lambda view, length: made.append(length) or of_text(view, length))
     ask(engine(tmp_path), question(0))
     shared = HELD - CHUNK
     other = [*question(0)[: shared + 1], *prompt(BOOK + QUESTION - shared - 1, 77)]
@@ -434,7 +433,7 @@ def test_safetensors_reads_a_text(tmp_path: Path) -> None:
     with safe_open(tmp_path / "text", "pt") as found:
         assert torch.equal(found.get_tensor("1.values")[:, :, :300], rows[1][1])
     assert (tmp_path / "text").stat().st_blocks * 512 < 2 * sum(t.nbytes for both in rows.values() for t in both)
-    beginning = KVFile(tmp_path / "text").beginning(300, lambda part: None)
+    beginning = KVFile(tmp_path / "text").prefix(300, lambda part: None)
     for capacity in (0, 700, 5000):  # the last one has more than the file
         begun = FullCache(capacity)
         begun.begin_with(beginning, 290)
@@ -475,36 +474,36 @@ def test_a_writer_that_is_killed_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         os.write(writing, b"!")
         signal.pause()
 
-    child = FORK.Process(target=lambda: DiskLRU(tmp_path, 1 << 20).put(f"a/b{SUFFIX}", 9, write))
+    child = FORK.Process(target=lambda: DiskLRU(tmp_path, 1 << 20).put(f"a/b{KV_FILE_SUFFIX}", 9, write))
     child.start()
     assert os.read(reading, 1) == b"!"
     living = DiskLRU(tmp_path, 1 << 20)  # while it writes, others leave it alone
-    assert len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
+    assert len(list(tmp_path.rglob(f"*{UNFINISHED_SUFFIX}"))) == 1
     assert child.pid is not None
     os.kill(child.pid, signal.SIGKILL)
     child.join()
-    assert living.names("a") == [] and len(list(tmp_path.rglob(f"*{UNFINISHED}"))) == 1
-    living.put(f"a/c{SUFFIX}", 9, lambda file: None)
-    assert list(tmp_path.rglob(f"*{UNFINISHED}")) == []
-    assert living.names("a") == [f"a/c{SUFFIX}"]
+    assert living.names("a") == [] and len(list(tmp_path.rglob(f"*{UNFINISHED_SUFFIX}"))) == 1
+    living.put(f"a/c{KV_FILE_SUFFIX}", 9, lambda file: None)
+    assert list(tmp_path.rglob(f"*{UNFINISHED_SUFFIX}")) == []
+    assert living.names("a") == [f"a/c{KV_FILE_SUFFIX}"]
 
 
 def test_processes_that_share_a_folder_never_see_half_a_file(tmp_path: Path) -> None:
     """Each writes and reads the same few names, under a limit that lets some of them go."""
 
     def work(seed: int) -> None:
-        shelf = DiskLRU(tmp_path, 90_000)
+        files = DiskLRU(tmp_path, 90_000)
         for turn in range(25):
-            name = f"a/{(turn * (seed + 1)) % 5}{SUFFIX}"
+            name = f"a/{(turn * (seed + 1)) % 5}{KV_FILE_SUFFIX}"
             areas = kv_file.tensor_areas({"t": torch.full((2000,), float(turn % 5))})
-            shelf.put(name, 16_000, lambda file, areas=areas: kv_file.write(file, areas, {}))
-            for each in shelf.names("a"):
+            files.put(name, 16_000, lambda file, areas=areas: kv_file.write(file, areas, {}))
+            for each in files.names("a"):
                 try:
                     file = KVFile(tmp_path / each)
                 except FileNotFoundError:
                     continue
                 file.verify()
-        assert shelf.nbytes <= 90_000 + 2 * 20_480  # what the others write just now
+        assert files.nbytes <= 90_000 + 2 * 20_480  # what the others write just now
 
     children = [FORK.Process(target=work, args=(seed,)) for seed in range(3)]
     for child in children:
@@ -513,7 +512,7 @@ def test_processes_that_share_a_folder_never_see_half_a_file(tmp_path: Path) -> 
         child.join()
     assert [child.exitcode for child in children] == [0, 0, 0]
     assert 0 < DiskLRU(tmp_path, 90_000).nbytes <= 90_000
-    assert list(tmp_path.rglob(f"*{UNFINISHED}")) == []
+    assert list(tmp_path.rglob(f"*{UNFINISHED_SUFFIX}")) == []
 
 
 def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:

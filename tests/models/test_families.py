@@ -20,10 +20,9 @@ from forerun.core.tree import DraftTree
 from forerun.drafting.recipes import RECIPES
 from forerun.kernels.attention.attention import AttentionSpec, attend, merge
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache
+from forerun.kv.full_cache import FullCache, View
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
-from forerun.kv.sparse_view import View
 from forerun.kv.streaming import StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe

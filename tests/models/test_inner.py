@@ -18,10 +18,9 @@ from forerun.core.tree import DraftTree
 from forerun.kernels.attention import topk_rank
 from forerun.kernels.runtime import vector_ir
 from forerun.kv.cache import Cache
-from forerun.kv.full_cache import FullCache
+from forerun.kv.full_cache import FullCache, View
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
-from forerun.kv.sparse_view import View
 from forerun.kv.streaming import StreamingCache
 from forerun.models.forward.compiled_scorer import CompiledScorer, inner
 from forerun.models.forward.gate import admit

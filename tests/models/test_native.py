@@ -176,7 +176,7 @@ def test_queries_are_those_of_their_pass() -> None:
     model = kept("llama", torch.float32)
     scorers, caches = [Scorer(model), native(Scorer(model))], [FullCache(), FullCache()]
     views = [RetrievalCache(cache, RetrievalConfig()) for cache in caches]  # which choose by them
-    assert all(view.asks for view in views)
+    assert all(view.uses_queries for view in views)
     for scorer, cache in zip(scorers, caches, strict=True):
         scorer.keep_queries()
         scored(scorer, [7, 5], cache)

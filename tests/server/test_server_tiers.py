@@ -21,9 +21,8 @@ from forerun.cli.serve_options import ServeOptions
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
 from forerun.kv.cache import KVShape
-from forerun.kv.copy_engine import AwayError, CopyEngine, Parts
-from forerun.kv.offloaded import OffloadedCache
-from forerun.kv.placement import TIERS, KVMemory, NoRoomError, layer_bytes, least, place
+from forerun.kv.kv_tiers import TIERS, KVMemory, NoRoomError, layer_bytes, min_device_bytes, place
+from forerun.kv.offloaded import CopyEngine, OffloadedCache, OffloadError, Parts
 from forerun.models.loading.load import load
 from forerun.server import settings as settings_of
 from forerun.server.admission import SchedulerLimits
@@ -121,9 +120,9 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(
     kv = plain.target.kv
     longest = max(tokens(plain, text) for text in texts)
     drafting = Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]).drafter.needs(longest)
-    device = least(kv, longest) + kv.nbytes * 100 + 2 * drafting  # the longest, and a short one beside it
+    device = min_device_bytes(kv, longest) + kv.nbytes * 100 + 2 * drafting  # the longest, and a short one beside it
     assert device - drafting < kv.nbytes * longest
-    one = engine(model, drafter, device, least(kv, longest) // 2, folder=tmp_path)
+    one = engine(model, drafter, device, min_device_bytes(kv, longest) // 2, folder=tmp_path)
     held = PausableEngine(one)
     server = LiveServer(held, SchedulerLimits(1, rows=4))
     servers.append(server)
@@ -139,12 +138,12 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(
             until(lambda: server.scheduler.running + server.scheduler.waiting == 6)
             held.gate.set()
             assert [each.result(PATIENCE) for each in answers] == expected
-    assert one.tiers is not None and one.tiers.link.written > kv.nbytes * longest // 4
+    assert one.tiers is not None and one.tiers.copy_engine.written > kv.nbytes * longest // 4
     assert max(each["n"] for each in seen) > 1
     assert 0 < max(each["device"] for each in seen) <= device
-    assert 0 < max(each["host"] for each in seen) <= least(kv, longest) // 2
+    assert 0 < max(each["host"] for each in seen) <= min_device_bytes(kv, longest) // 2
     assert max(each["file"] for each in seen) > 0
-    assert server.metric('forerun:kv_tier_copied_bytes_total{way="out"}') == one.tiers.link.written
+    assert server.metric('forerun:kv_tier_copied_bytes_total{way="out"}') == one.tiers.copy_engine.written
     assert server.metric('forerun:kv_tier_limit_bytes{tier="device"}') == device
     nothing_taken(server)
     assert list(tmp_path.iterdir()) == []
@@ -167,7 +166,7 @@ def narrow(model: Any, servers: list[LiveServer], text: str, **told: Any) -> tup
     """Room on the device for the buffers of one such text, and beside it for two."""
     one = Engine(model[0], "none", tokenizer=model[1])
     kv, size = one.target.kv, tokens(one, text, 200)
-    held = PausableEngine(engine(model, "none", least(kv, size), 2 * sum(layer_bytes(kv, size).values())))
+    held = PausableEngine(engine(model, "none", min_device_bytes(kv, size), 2 * sum(layer_bytes(kv, size).values())))
     servers.append(LiveServer(held, SchedulerLimits(1, rows=4, **told), max_tokens=200))
     return held, servers[-1]
 
@@ -175,10 +174,10 @@ def narrow(model: Any, servers: list[LiveServer], text: str, **told: Any) -> tup
 def test_what_fits_in_no_tier_is_refused_with_the_numbers(model: Any, plain: Engine, servers: list[LiveServer]) -> None:
     kv, text = plain.target.kv, prompt(300)
     size = tokens(plain, text)
-    short = engine(model, "none", least(kv, size) - 1, 1 << 30)
-    low = engine(model, "none", least(kv, size), 1000)
+    short = engine(model, "none", min_device_bytes(kv, size) - 1, 1 << 30)
+    low = engine(model, "none", min_device_bytes(kv, size), 1000)
     for one, why in (
-        (short, f"needs {least(kv, size):,} bytes on the device, .*; {least(kv, size) - 1:,} of"),
+        (short, f"needs {min_device_bytes(kv, size):,} bytes on the device, .*; {min_device_bytes(kv, size) - 1:,} of"),
         (low, f"needs {sum(layer_bytes(kv, size).values()):,} bytes beside the device; 1,000 of 1,000 are free"),
     ):
         servers.append(LiveServer(one, SchedulerLimits(1)))
@@ -249,11 +248,11 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
     model: Any, plain: Engine, servers: list[LiveServer]
 ) -> None:
     long, short = prompt(700), prompt(5)
-    one = engine(model, "none", 2 * least(plain.target.kv, tokens(plain, long)), None)
+    one = engine(model, "none", 2 * min_device_bytes(plain.target.kv, tokens(plain, long)), None)
     servers.append(LiveServer(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200))
     scheduler, unread = servers[0].scheduler, list[int]()
     assert one.tiers is not None
-    one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
+    one.tiers.device_reserve = lambda tokens: 1 << 40  # no layer stays on the device
     step = scheduler._step
     scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())  # type: ignore
     with ThreadPoolExecutor(2) as pool:
@@ -264,7 +263,7 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(
         assert text_of(second.result(PATIENCE)) == wanted(plain, long)
     read = [before - after for before, after in pairwise(unread) if before > after]
     assert max(read) == OFFLOADED_CHUNKS * 16 and len(read) > 5
-    assert one.tiers.link.fetched > 0
+    assert one.tiers.copy_engine.fetched > 0
 
 
 # --- failures
@@ -307,22 +306,22 @@ def test_copies_that_fail_end_one_request_and_no_other(
     expected = [wanted(plain, text) for text in texts]
     kv, size = plain.target.kv, max(tokens(plain, text) for text in texts)
     drafting = Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]).drafter.needs(size)
-    one = engine(model, drafter, 3 * (least(kv, size) + drafting), 1 << 30)
+    one = engine(model, drafter, 3 * (min_device_bytes(kv, size) + drafting), 1 << 30)
     servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
     server, write, broken = servers[0], CopyEngine.write, threading.Event()
     assert one.tiers is not None
-    one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
+    one.tiers.device_reserve = lambda tokens: 1 << 40  # no layer stays on the device
 
-    def failing(link: CopyEngine, parts: Parts) -> Any:
+    def failing(copy_engine: CopyEngine, parts: Parts) -> Any:
         def fail() -> None:
             broken.set()
             raise RuntimeError("in the test")
 
         mine = parts[0][0].untyped_storage().data_ptr() == chosen
-        return link.then(fail) if mine and parts[0][0].shape[2] < 100 else write(link, parts)
+        return copy_engine.run_in_order(fail) if mine and parts[0][0].shape[2] < 100 else write(copy_engine, parts)
 
     chosen = 0
-    leave = OffloadedCache.leave
+    leave = OffloadedCache.write_back
 
     def choosing(cache: OffloadedCache, layer: int, count: int) -> None:
         nonlocal chosen
@@ -353,9 +352,9 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
     one = engine(model, "low-rank", 1 << 26, None)
     servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
     assert one.tiers is not None
-    one.tiers.leave = lambda tokens: 1 << 40  # no layer stays on the device
+    one.tiers.device_reserve = lambda tokens: 1 << 40  # no layer stays on the device
     caches: list[OffloadedCache] = []
-    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.urgent, one.drafter.propose
+    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.fetch_now, one.drafter.propose
     drafting = failing = False
 
     def asking(cache: OffloadedCache, *told: Any) -> Any:
@@ -368,10 +367,10 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
         finally:
             failing = False
 
-    def hurried(link: CopyEngine, parts: Parts) -> None:
+    def hurried(copy_engine: CopyEngine, parts: Parts) -> None:
         if failing:
-            raise AwayError("in the test")
-        urgent(link, parts)
+            raise OffloadError("in the test")
+        urgent(copy_engine, parts)
 
     def proposing(*told: Any) -> Any:
         nonlocal drafting
@@ -399,7 +398,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
 
 
 def test_what_is_freed_is_free_whoever_still_has_the_cache(model: Any, plain: Engine) -> None:
-    one = engine(model, "none", least(plain.target.kv, 300), None)
+    one = engine(model, "none", min_device_bytes(plain.target.kv, 300), None)
     assert one.tiers is not None
     for size in (20, 300):
         cache = one.tiers.cache(size)
@@ -410,7 +409,7 @@ def test_what_is_freed_is_free_whoever_still_has_the_cache(model: Any, plain: En
 
 def test_threads_share_one_budget_and_nothing_of_it_is_lost(model: Any, plain: Engine) -> None:
     kv = plain.target.kv
-    one = engine(model, "none", 8 * least(kv, 64), 12 * least(kv, 64))
+    one = engine(model, "none", 8 * min_device_bytes(kv, 64), 12 * min_device_bytes(kv, 64))
     assert one.tiers is not None
     tiers, worst, refused = one.tiers, dict.fromkeys(TIERS, 0), 0
 
@@ -433,12 +432,12 @@ def test_threads_share_one_budget_and_nothing_of_it_is_lost(model: Any, plain: E
         refused = sum(pool.map(work, range(6)))
     assert refused < 300
     assert tiers.taken == dict.fromkeys(TIERS, 0)
-    assert 0 < worst["device"] <= 8 * least(kv, 64) and worst["host"] <= 12 * least(kv, 64)
+    assert 0 < worst["device"] <= 8 * min_device_bytes(kv, 64) and worst["host"] <= 12 * min_device_bytes(kv, 64)
 
 
 def test_a_file_has_its_limit(plain: Engine, tmp_path: Path) -> None:
     kv: KVShape = plain.target.kv
-    layer = least(kv, 64) // 2
+    layer = min_device_bytes(kv, 64) // 2
     memory = KVMemory(2 * layer, layer, tmp_path, file=3 * layer)
     found = place(memory, dict.fromkeys(TIERS, 0), kv, 200)
     assert found.nbytes == {"device": 2 * layer, "host": layer, "file": 3 * layer}
@@ -449,14 +448,14 @@ def test_a_file_has_its_limit(plain: Engine, tmp_path: Path) -> None:
 
 
 def test_a_failed_copy_is_an_error_of_its_own() -> None:
-    link = CopyEngine(torch.device("cpu"))
+    copy_engine = CopyEngine(torch.device("cpu"))
 
     def fail() -> None:
         raise RuntimeError("in the test")
 
-    with pytest.raises(AwayError, match="could not be copied: in the test"):
-        link.then(fail).wait()
-    link.close()
+    with pytest.raises(OffloadError, match="could not be copied: in the test"):
+        copy_engine.run_in_order(fail).wait()
+    copy_engine.close()
 
 
 # --- settings

@@ -12,10 +12,10 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import Cache
-from forerun.kv.rerotation import Rotation, Turn
+from forerun.kv.rerotation import LayerRotation, Rotation
 
 VOCABULARY, HEADS, KV_HEADS, SIZE = 40, 4, 2, 8
-ROTATION = Rotation({0: Turn(slice(0, 3), slice(3, 6), torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64))})
+ROTATION = Rotation({0: LayerRotation(slice(0, 3), slice(3, 6), torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64))})
 _generator = torch.Generator().manual_seed(5)
 QUERIES, KEYS, VALUES = (
     torch.randn(1, h, VOCABULARY, SIZE, generator=_generator, dtype=torch.float64) for h in (HEADS, KV_HEADS, KV_HEADS)

@@ -13,7 +13,7 @@ from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.merged import MergedDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.kv.bounded import SLACK
+from forerun.kv.cache import ROLLBACK_TOKENS
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.rerotation import Rotation
@@ -74,7 +74,7 @@ def small_cache(settings: LongContextConfig) -> CacheFactory:
 
 def rollback_tokens(settings: LongContextConfig) -> int:
     """Tokens that a level's cache must be able to take back: those that both levels draft in a step."""
-    return max(SLACK, settings.gamma1 + settings.gamma2)
+    return max(ROLLBACK_TOKENS, settings.gamma1 + settings.gamma2)
 
 
 def streaming_cache(settings: LongContextConfig, window: int) -> CacheFactory:

@@ -19,7 +19,6 @@ from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.batch import Batch
-from forerun.engine.kv_store import KVStore
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_cache import PrefixCache
 from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixSharing
@@ -27,8 +26,6 @@ from forerun.engine.result import Commit, GenerationInterrupted, GenerationResul
 from forerun.engine.step import DecodingStep
 from forerun.kernels.runtime.warm_up import warm_up
 from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_tiers import KVMemory, Tiers
-from forerun.models.forward.fingerprint import fingerprint
 from forerun.models.forward.gate import admit
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
@@ -42,6 +39,8 @@ from forerun.models.text.requests import RowOptions, build_requests
 from forerun.models.text.vocabulary import fingerprint as vocabulary_of
 
 if TYPE_CHECKING:
+    from forerun.engine.kv_store import KVStore
+    from forerun.kv.kv_tiers import KVMemory, Tiers
     from forerun.models.text.grammar import Grammars
 
 BUDGET = 64
@@ -112,9 +111,9 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
-        self.store = KVStore.of(kv_store, lambda: fingerprint(self.target, self.exactness), kv_store_limit)
+        self.store = self._store(kv_store, kv_store_limit)
         """Keys and values of prompts that are kept on disk."""
-        self.tiers = None if kv_memory is None else Tiers(kv_memory, self.target.device, self.target.kv, model.dtype)
+        self.tiers = None if kv_memory is None else self._tiers(kv_memory)
         """Where keys and values lie, if ``kv_memory`` bounds them."""
         self._tokenizer, self._lock = tokenizer, FairLock()
         self._grammars: Grammars | None = None
@@ -137,6 +136,21 @@ class Engine:
         from forerun.tensor_parallel import ranks  # only a model in several processes needs it
 
         return ranks.admit(model, **whole)
+
+    def _store(self, folder: str | Path | None, limit: int | None) -> KVStore | None:
+        if folder is None and limit is not None:
+            raise ValueError(f"kv_store_limit is {limit}, and there is no kv_store")
+        if folder is None:
+            return None
+        from forerun.engine.kv_store import KVStore  # imported only where a store is asked for
+        from forerun.models.forward.fingerprint import fingerprint
+
+        return KVStore(folder, fingerprint(self.target, self.exactness), limit)
+
+    def _tiers(self, memory: int | KVMemory) -> Tiers:
+        from forerun.kv.kv_tiers import Tiers  # imported only where memory is bounded
+
+        return Tiers(memory, self.target.device, self.target.kv, self.target.model.dtype)
 
     def set_drafter(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on.

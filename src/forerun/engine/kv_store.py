@@ -1,6 +1,6 @@
 """Texts read once: keys and values of prompts' beginnings on disk, for later prompts that begin alike.
 
-A text is a file (``kv_file.py``) in a bounded folder (``disk_lru.py``), under the fingerprint of what its bits depend on
+A text is a file (``kv_file.py``), under the fingerprint of what its bits depend on
 and a digest of its namespace. It is mapped, not read. The tensors of views over it lie beside it. A thread writes;
 whoever looks for a text that is being written gets a copy. Nothing here ends a request: what cannot be kept is read
 again.
@@ -8,26 +8,33 @@ again.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
+import os
 import shutil
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from forerun.engine.prefix_cache import KEY_BYTES, Keys, common
-from forerun.kv.disk_lru import SUFFIX, DiskLRU
 from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_file import Area, DamagedFileError, KVFile, place_of, tensor_areas, text_areas, write
+from forerun.kv.kv_file import Area, DamagedFileError, KVFile, inode_of, tensor_areas, text_areas, write
 from forerun.kv.kv_rows import Rows
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
+KV_FILE_SUFFIX, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
+STAT_BLOCK_BYTES = 512
+"""Bytes of the blocks in which POSIX counts what a file takes."""
 MIN_STORED_TOKENS = 512
 """Minimum tokens of a text that is kept. A shorter one is read in about the time in which a file is made, found and
 checked, and a server would make a file for every question."""
@@ -40,14 +47,14 @@ MAX_PENDING_FILES = 8
 """Maximum number of files that wait to be written; each keeps a text's cache in memory. Further texts are not kept."""
 
 
-Kept = tuple[str, int]
+StoredText = tuple[str, int]
 """The name of a text that is kept, and how many of a prompt's chunks it holds."""
 
 
 class StoredPrefix(NamedTuple):
     """A text that shares chunks with a prompt."""
 
-    beginning: SharedPrefix
+    prefix: SharedPrefix
     chunks: int
 
 
@@ -91,17 +98,6 @@ class KVStore:
         self._writer = ThreadPoolExecutor(1, "forerun-kv-store")  # ends its work before the process ends
         self._closed = False
 
-    @classmethod
-    def of(cls, folder: str | Path | None, mark: Callable[[], str], limit: int | None) -> KVStore | None:
-        """A store, if there is a folder.
-
-        Raises:
-            ValueError: for a limit without one.
-        """
-        if folder is None and limit is not None:
-            raise ValueError(f"kv_store_limit is {limit}, and there is no kv_store")
-        return None if folder is None else cls(folder, mark(), limit)
-
     @property
     def limit(self) -> int:
         """Maximum bytes on disk."""
@@ -117,14 +113,14 @@ class KVStore:
         return _safely("no kept text can be looked for", lambda: self._find(keys, namespace, least))
 
     def _find(self, keys: Keys, namespace: str, least: int) -> StoredPrefix | None:
-        for name, count in self._alike(keys, self._space(namespace)):
+        for name, count in self._matches(keys, self._folder(namespace)):
             if count <= least:
                 break
             if (beginning := self._open(name)) is not None:
                 return StoredPrefix(beginning, count)
         return None
 
-    def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> Kept | None:
+    def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
         """Keep a prompt's beginning, unless most of it is kept. A shorter one that it holds is dropped.
 
         The cache may go on meanwhile: the tokens that it has committed do not change.
@@ -140,15 +136,15 @@ class KVStore:
         """
         return _safely("a text could not be kept", lambda: self._keep(keys, namespace, chunk, cache))
 
-    def _keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> Kept | None:
+    def _keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
         length = len(keys) * chunk
         if length < MIN_STORED_TOKENS:
             return None
-        space = self._space(namespace)
-        for name, count in self._alike(keys, space)[:1]:
+        space = self._folder(namespace)
+        for name, count in self._matches(keys, space)[:1]:
             if (len(keys) - count) * GROWTH_DIVISOR < len(keys):
                 return name, count
-        name = f"{space}/{keys[-1].hex()}{SUFFIX}"
+        name = f"{space}/{keys[-1].hex()}{KV_FILE_SUFFIX}"
         layers: dict[int, Rows] = {layer: cache.read(layer, 0, length) for layer in cache.layers}
         text = _PendingText(keys, layers, length, max(length, cache.capacity))
         with self._lock:
@@ -158,12 +154,12 @@ class KVStore:
         self._done(name)
         return None
 
-    def note(self, name: str, part: str, tensors: Tensors) -> None:
+    def add_state(self, name: str, part: str, tensors: Tensors) -> None:
         """Keep the tensors of a view over a text that is kept, unless they are kept already.
 
         Args:
             name: of the text.
-            part: of the view (``View.keepsake``).
+            part: of the view (``View.state_name``).
             tensors: not to be changed any more.
         """
         beside = _part(name, part)
@@ -181,16 +177,16 @@ class KVStore:
         self._closed = True
         self._writer.shutdown()
 
-    def _space(self, namespace: str) -> str:
+    def _folder(self, namespace: str) -> str:
         """The folder of a namespace, without its name."""
         return f"{self._mark}/{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
 
-    def _alike(self, keys: Keys, space: str) -> list[tuple[str, int]]:
+    def _matches(self, keys: Keys, space: str) -> list[tuple[str, int]]:
         """All texts of a namespace with the chunks that they share with a prompt, most first."""
-        shared = [(name, common(keys, others)) for name, others in self._known(space).items()]
+        shared = [(name, common(keys, others)) for name, others in self._stored_keys(space).items()]
         return sorted(shared, key=lambda item: -item[1])
 
-    def _known(self, space: str) -> dict[str, Keys]:
+    def _stored_keys(self, space: str) -> dict[str, Keys]:
         """The texts of a namespace, on disk and on their way there."""
         names = dict.fromkeys(self._files.names(space))
         for name in list(self._texts):  # a copy, as the writer's thread changes it meanwhile
@@ -200,7 +196,7 @@ class KVStore:
         for name in names:
             keys = self._texts.get(name)
             if keys is None and (file := self._read(name)) is not None:
-                keys = self._texts[name] = _split(file.told["keys"])
+                keys = self._texts[name] = _split(file.metadata["keys"])
             if keys is not None:
                 texts[name] = keys
         with self._lock:
@@ -237,9 +233,9 @@ class KVStore:
         if file is None:
             return None
         self._files.use(name)
-        return file.beginning(int(file.told["length"]), lambda part: self._noted(name, part))
+        return file.prefix(int(file.metadata["length"]), lambda part: self._state_of(name, part))
 
-    def _noted(self, name: str, part: str) -> Tensors | None:
+    def _state_of(self, name: str, part: str) -> Tensors | None:
         file = self._read(_part(name, part), verified=True)
         return None if file is None else file.tensors()
 
@@ -248,7 +244,7 @@ class KVStore:
             header = {"keys": b"".join(text.keys).hex(), "length": str(text.length)}
             self._put(name, text_areas(text.layers, text.capacity), header)
             space = name.rpartition("/")[0]
-            for other, keys in self._known(space).items():
+            for other, keys in self._stored_keys(space).items():
                 if other != name and common(text.keys, keys) == len(keys):
                     self._files.drop(other)
                     self._texts.pop(other, None)
@@ -262,7 +258,7 @@ class KVStore:
 
         def fill(file: int) -> None:
             write(file, areas, header)
-            places.append(place_of(file))
+            places.append(inode_of(file))
 
         if not self._files.put(name, size, fill):
             log.warning("a text of %s bytes is not kept: the store's limit is %s", f"{size:,}", f"{self.limit:,}")
@@ -293,9 +289,138 @@ def _safely(failed: str, job: Callable[[], Result]) -> Result | None:
 
 
 def _part(name: str, part: str) -> str:
-    return f"{name.removesuffix(SUFFIX)}.{part}{SUFFIX}"
+    return f"{name.removesuffix(KV_FILE_SUFFIX)}.{part}{KV_FILE_SUFFIX}"
 
 
 def _split(keys: str) -> Keys:
     data = bytes.fromhex(keys)
     return [data[place : place + KEY_BYTES] for place in range(0, len(data), KEY_BYTES)]
+
+
+class DiskLRU:
+    """Files by name. A name is ``folder/.../group.safetensors`` or ``folder/.../group.part.safetensors``; the files of
+    a group go together.
+
+    Args:
+        folder: made if it is not there, for its owner alone.
+        limit: the most bytes on disk.
+
+    Raises:
+        OSError: if the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, limit: int) -> None:
+        self.folder, self.limit = folder, limit
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._alone():
+            self._sweep()
+            self._make_room(0)
+
+    def put(self, name: str, size: int, write: Callable[[int], None]) -> bool:
+        """Write a file.
+
+        Args:
+            name: of a file that is replaced if it is there.
+            size: bytes that it will take.
+            write: fills an empty file, given its descriptor.
+
+        Returns:
+            False if it is larger than all that may be there.
+
+        Raises:
+            OSError: if it cannot be written; nothing of it is left then.
+        """
+        if size > self.limit:
+            return False
+        path = self.folder / name
+        with self._alone():
+            self._sweep()
+            self._make_room(size)
+            for folder in reversed(Path(name).parents[:-1]):  # a mode does not hold for the parents of what is made
+                (self.folder / folder).mkdir(mode=0o700, exist_ok=True)
+            file, temporary = tempfile.mkstemp(UNFINISHED_SUFFIX, ".", path.parent)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            write(file)
+            os.fsync(file)
+            with self._alone():
+                Path(temporary).replace(path)
+                self._make_room(0)
+            _sync(path.parent)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(file)
+        return True
+
+    def names(self, within: str) -> list[str]:
+        """The groups in a folder: names of their files without a part."""
+        try:
+            found = os.listdir(self.folder / within)  # noqa: PTH208 - a third of the time
+        except FileNotFoundError:
+            return []
+        return [f"{within}/{name}" for name in found if name.endswith(KV_FILE_SUFFIX) and name.count(".") == 1]
+
+    def use(self, name: str) -> Path:
+        """Where a file is; it was used now."""
+        path = self.folder / name
+        with suppress(FileNotFoundError):
+            os.utime(path)
+        return path
+
+    def drop(self, name: str) -> None:
+        """Remove a file, and all of its group if it is no part."""
+        path = self.folder / name
+        for each in path.parent.glob(f"{path.name.removesuffix(KV_FILE_SUFFIX)}.*"):
+            each.unlink(missing_ok=True)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk."""
+        return sum(taken for _, taken, _ in self._files())
+
+    def _files(self) -> Iterator[tuple[Path, int, int]]:
+        """All files with the bytes that they take, and when they were used last."""
+        for path in self.folder.rglob(f"*{KV_FILE_SUFFIX}"):
+            with suppress(FileNotFoundError):
+                found = path.stat()
+                yield path, found.st_blocks * STAT_BLOCK_BYTES, found.st_mtime_ns
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was used least recently until ``size`` bytes more are within the limit."""
+        groups: dict[Path, list[tuple[int, int]]] = defaultdict(list)
+        for path, taken, used in self._files():
+            groups[path.parent / path.name.partition(".")[0]].append((used, taken))
+        total = size + sum(taken for files in groups.values() for _, taken in files)
+        for group, files in sorted(groups.items(), key=lambda item: max(item[1])):
+            if total <= self.limit:
+                return
+            self.drop(str(group.relative_to(self.folder)) + KV_FILE_SUFFIX)
+            total -= sum(taken for _, taken in files)
+
+    def _sweep(self) -> None:
+        """Remove what dead processes did not finish. NFS locks only files that are open for writing."""
+        for path in self.folder.rglob(f".*{UNFINISHED_SUFFIX}"):
+            with suppress(FileNotFoundError), path.open("r+b") as file, suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process or thread is here meanwhile; never for long."""
+        file = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+
+def _sync(folder: Path) -> None:
+    """Make a renaming last through a power cut."""
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)

@@ -92,11 +92,11 @@ class PrefixCache:
         self._entries[keys[-1]] = keys, beginning
         self._trim()
 
-    def note(self, keys: Keys, name: str, tensors: Tensors) -> None:
+    def add_state(self, keys: Keys, name: str, tensors: Tensors) -> None:
         """Keep the tensors of a view of this name with a prompt's beginning, if that is still kept itself."""
         entry = self._entries.get(keys[-1]) if keys else None
         if entry is not None:
-            entry[1].note(name, tensors)
+            entry[1].add_state(name, tensors)
             self._trim()
 
     def count(self, hits: int, misses: int) -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from forerun.core.request import Request
-from forerun.engine.kv_store import Kept, KVStore
 from forerun.engine.prefix_cache import Keys, PrefixCache, common, keys_of
 from forerun.engine.step import Row
 from forerun.kv.shared_prefix import SharedPrefix
+
+if TYPE_CHECKING:
+    from forerun.engine.kv_store import KVStore, StoredText
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ class PrefixSharing:
         self._keys: dict[Row, Keys] = {}
         self._leaders: dict[Row, tuple[Row, int]] = {}  # the row to follow, and the chunks that both share
         self._unkept: set[Row] = set()
-        self._stored: dict[Row, Kept] = {}  # the text on disk that holds most of a row's
+        self._stored: dict[Row, StoredText] = {}  # the text on disk that holds most of a row's
 
     def join(self, row: Row) -> None:
         """A row with an empty cache: it begins with what is kept, or follows a row that shares more with it."""
@@ -95,13 +98,13 @@ class PrefixSharing:
         if row.request.error is not None:
             return
         for view in row.cache.views:
-            if view.keepsake is None:
+            if view.state_name is None:
                 continue
             if self._store is not None and kept is not None:
                 name, chunks = kept
-                self._store.note(name, view.keepsake, view.made(min(row.cache.length, chunks * self.chunk)))
+                self._store.add_state(name, view.state_name, view.saved_state(min(row.cache.length, chunks * self.chunk)))
             elif row.cache.length >= len(keys) * self.chunk:
-                self._prefixes.note(keys, view.keepsake, view.made(len(keys) * self.chunk))
+                self._prefixes.add_state(keys, view.state_name, view.saved_state(len(keys) * self.chunk))
 
     def _follow(self, row: Row, keys: Keys) -> None:
         kept, most = self._kept(row, keys)
@@ -125,7 +128,7 @@ class PrefixSharing:
         if self._store is None:
             return kept, most
         stored = self._store.find(keys, row.request.namespace, max(0, most - 1))
-        return (kept, most) if stored is None else (stored.beginning, stored.chunks)
+        return (kept, most) if stored is None else (stored.prefix, stored.chunks)
 
     def _begin(self, row: Row, leader: Row, count: int) -> None:
         self._leaders.pop(row, None)

@@ -13,7 +13,9 @@ from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec
 
 READ_BLOCK = 512
-"""Tokens of a prompt that are read in one pass, at most."""
+"""The most tokens of a prompt that are read in one pass."""
+ROLLBACK_TOKENS = 64
+"""Tokens on trial that caches of drafts can take back by default: more than the usual draft length."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,9 @@ class Addresses:
     Attributes:
         layers: addresses of each layer's keys and values, int64 ``[layers, 2]``.
         strides: in bytes: heads and rows of keys, heads and rows of values.
-        place: index there of the block's first token. All before it are seen.
-        sought: what queries choose among besides, one row of ``SoughtFields`` per layer, int64; None if they do not
-            choose. Fields that depend on the pass are 0.
+        place: index of the block's first token in this memory. The block sees all tokens before it.
+        sought: one row of ``SoughtFields`` per layer, int64, with 0 in the fields that depend on the pass. None if the
+            queries choose no chunks.
     """
 
     layers: IntArray
@@ -103,11 +105,12 @@ class Cache(ABC):
         """Room for a block of ``count`` tokens, for kernels that write their keys and values and attend to them.
 
         Args:
-            layers: how many the model has.
-            like: any tokens' keys, ``[1, Hkv, m, d]``; the values are like them.
+            layers: number of layers of the model.
+            like: keys of any tokens, ``[1, Hkv, m, d]``; values have the same shape and type.
+            count: tokens of the block.
 
         Returns:
-            None if the cache computes attention only itself, by ``attend``.
+            None if only ``attend`` can compute the attention.
         """
         return None
 
@@ -135,7 +138,7 @@ class Cache(ABC):
         """Bytes held."""
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """Bytes that it holds at most until a text has so many tokens: known before it holds any.
+        """Upper bound of the bytes it holds for a text of ``tokens`` tokens, known before it holds any.
 
         Args:
             shape: of the model that it is for.

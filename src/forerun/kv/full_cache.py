@@ -1,10 +1,10 @@
-"""The full cache: keys and values of every committed token. It decides what is generated."""
+"""The full cache, which decides what is generated, and the base class of sparse caches that see a part of it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import numpy as np
@@ -17,13 +17,13 @@ from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape
 from forerun.kv.kv_rows import Rows, append, attend_in_order, compact
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
-if TYPE_CHECKING:
-    from forerun.kv.sparse_view import View
-
-GROWTH = 256
+MIN_GROWTH_TOKENS = 256
 """The cache grows by at least this many tokens."""
-SAMPLED = 128
-"""Queries of a text that are kept, at most: as many as a wide head has dimensions."""
+SAMPLED_QUERIES = 128
+"""The most queries of a text that are sampled: as many as a wide head has dimensions."""
+KEYS_PER_READ_TOKEN = 32
+"""Keys that a view indexes in about the time in which the target reads one token of a long text. A rough figure: steps
+that read 256 tokens then index 8,192 keys. Where the time of a step is bounded, it is measured instead."""
 
 
 class FullCache(Cache):
@@ -31,15 +31,16 @@ class FullCache(Cache):
 
     Args:
         capacity: initial room in tokens; memory is touched only as it fills.
-        shareable: whether others are likely to begin with its text. Then its memory is of a kind that can be given to
-            them.
+        shareable: allocate memory that other caches can begin with without a copy (on a CPU): their texts are likely
+            to begin with this one.
     """
 
     offloaded = False
-    """Whether some of it is not on the device that computes."""
+    """True if a part of it is not on the device that computes."""
 
     def __init__(self, capacity: int = 0, shareable: bool = False) -> None:
         self.length = 0
+        self._shareable = shareable
         self._capacity = capacity
         self._layers: dict[int, Rows] = {}
         self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
@@ -47,40 +48,38 @@ class FullCache(Cache):
         """Queries of the last pass by layer, ``[1, H, n, d]``; sparse caches choose keys by them. Empty if the tokens
         of that pass were truncated."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Up to ``SAMPLED`` queries by layer, ``[1, H, n, d]``: what the text asks of its keys. They are of the last
-        pass that had so many, or else of the longest. Truncating leaves them."""
+        """Up to ``SAMPLED_QUERIES`` queries by layer, ``[1, H, n, d]``, of the last pass that had as many, or else of
+        the longest pass. Truncating leaves them."""
         self.specs: dict[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
         """Sparse caches over this one that are in use."""
-        self._shareable = shareable
-        self._shared: SharedMemory | None = None  # that memory
-        self._beginning: SharedPrefix | None = None
-        self._begun = 0  # tokens that it holds of that
+        self._shared: SharedMemory | None = None  # its memory, if that can be shared
+        self._prefix: SharedPrefix | None = None
+        self._prefix_length = 0  # tokens that it holds of that
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``."""
         rows = self.append(layer, k, v)
-        self.asked(layer, q, spec)
+        self.record_queries(layer, q, spec)
         return merge(*attend_in_order(q, rows, self.length, block, spec), sinks=spec.sinks)
 
-    def asked(self, layer: int, q: torch.Tensor, spec: AttentionSpec | None = None) -> None:
+    def record_queries(self, layer: int, q: torch.Tensor, spec: AttentionSpec | None = None) -> None:
         """Keep a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
         self.queries[layer] = q
         if spec is not None:
             self.specs[layer] = spec
-        count = min(q.shape[2], SAMPLED)
+        count = min(q.shape[2], SAMPLED_QUERIES)
         if layer not in self.sample or self.sample[layer].shape[2] <= count:
             self.sample[layer] = q[:, :, :: q.shape[2] // count][:, :, :count].clone()
 
-    def wants(self, block: Block) -> bool:
-        """Whether to keep the queries of a pass over this block: of a text that is read, of a pass with more of them
-        than ever before, or for a view that chooses by them. Keeping them takes time."""
+    def wants_queries(self, block: Block) -> bool:
+        """True if the queries of a pass over this block should be recorded, which takes time: if a prompt is read, if
+        the pass has more queries than any before, or if a view chooses by them."""
         known = next(iter(self.sample.values()), None)
         more = known is None or len(block) >= known.shape[2]
-        return len(block.pending) > 1 or more or any(view.asks for view in self.views)
+        return len(block.pending) > 1 or more or any(view.uses_queries for view in self.views)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; returns all of the layer's."""
@@ -114,7 +113,6 @@ class FullCache(Cache):
         return self._store
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
-        """See ``Cache.addressed``."""
         if self.offloaded:
             return None
         store = self.reserve(layers, like, count)
@@ -135,7 +133,7 @@ class FullCache(Cache):
 
     def _grow(self, end: int) -> None:
         if end > self._capacity:
-            self._capacity = end + max(GROWTH, end // 32)
+            self._capacity = end + max(MIN_GROWTH_TOKENS, end // 32)
 
     def _hold(self, store: torch.Tensor) -> None:
         self._store = store
@@ -146,7 +144,7 @@ class FullCache(Cache):
         """Addresses of each layer's keys and values, int64 ``[layers, 2]``."""
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """See ``Cache.commit``. An accepted chain is already in place and costs nothing."""
+        """An accepted chain is already in place and costs nothing."""
         start = self.length + len(block.pending)
         if self._store is not None:
             compact((self._store.flatten(0, 2)[None],), start, path)
@@ -156,19 +154,18 @@ class FullCache(Cache):
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
-        """See ``Cache.truncate``."""
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
         if length < self.length:
             self.queries = {}
-        self._begun = min(self._begun, length)
+        self._prefix_length = min(self._prefix_length, length)
         self.length = length
 
     def clear(self) -> None:
-        """Hold nothing, and let go of all memory; it is of no use afterwards."""
-        self.length, self._capacity, self._begun = 0, 0, 0
+        """Free all memory. The cache cannot be used afterwards."""
+        self.length, self._capacity, self._prefix_length = 0, 0, 0
         self._layers, self.queries, self.sample = {}, {}, {}
-        self._store = self._shared = self._beginning = None
+        self._store = self._shared = self._prefix = None
 
     def blank(self, length: int) -> None:
         """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
@@ -194,30 +191,31 @@ class FullCache(Cache):
         self.length = end
 
     def share(self, length: int) -> SharedPrefix:
-        """The first ``length`` committed tokens, for other caches to begin with; this one goes on over that memory.
+        """The first ``length`` committed tokens, for other caches to begin with. This cache continues in the same
+        memory.
 
         Raises:
             ValueError: if fewer are committed.
         """
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
-        if self._begun < length:
+        if self._prefix_length < length:
             queries, shared = self.queries, self._shared
             if shared is None:
                 whole = SharedPrefix.of(self._layers, self.length, self._capacity)
             else:
-                whole = shared.beginning(self.length)
+                whole = shared.prefix(self.length)
             self.begin_with(whole, self.length)
             self.queries = queries  # of the same text
-        assert self._beginning is not None
-        return self._beginning
+        assert self._prefix is not None
+        return self._prefix
 
-    def begin_with(self, beginning: SharedPrefix, length: int) -> None:
-        """Hold the first ``length`` tokens of a beginning, and nothing else."""
+    def begin_with(self, prefix: SharedPrefix, length: int) -> None:
+        """Replace the content by the first ``length`` tokens of a shared prefix."""
         capacity = max(self._capacity, length)
-        self._layers = beginning.layers(capacity)  # if there is no memory for it, all stays as it was
+        self._layers = prefix.layers(capacity)  # if there is no memory for it, all stays as it was
         self._capacity, self._store, self._shared = capacity, None, None
-        self._beginning, self._begun = beginning, length
+        self._prefix, self._prefix_length = prefix, length
         self.length, self.queries = length, {}
         if self._uniform():
             first = self._layers[0][0]
@@ -225,11 +223,11 @@ class FullCache(Cache):
             strides = torch.empty(shape, device="meta").stride()
             self._hold(first.as_strided(shape, strides, first.storage_offset()))
 
-    def kept(self, name: str) -> tuple[Tensors, int]:
-        """What a view of this name had made of the text that this cache began with, and how many of the tokens there
-        this one holds; nothing if nothing is kept."""
-        found = self._beginning.notes(name) if self._beginning is not None and self._begun else None
-        return (found, self._begun) if found else ({}, 0)
+    def saved_state(self, name: str) -> tuple[Tensors, int]:
+        """The saved state of the view of this name for the shared prefix, and how many of the prefix's tokens this
+        cache holds. Empty if there is none."""
+        found = self._prefix.state(name) if self._prefix is not None and self._prefix_length else None
+        return (found, self._prefix_length) if found else ({}, 0)
 
     def _uniform(self) -> bool:
         """Whether all layers lie in one piece and are alike."""
@@ -245,8 +243,8 @@ class FullCache(Cache):
         keys, values = self._layers[layer]
         return keys[:, :, first:last], values[:, :, first:last]
 
-    def every(self, layer: int, step: int) -> torch.Tensor:
-        """Each ``step``-th of a layer's committed keys, ``[1, Hkv, m, d]``."""
+    def strided_keys(self, layer: int, step: int) -> torch.Tensor:
+        """Every ``step``-th of a layer's committed keys, ``[1, Hkv, m, d]``."""
         return self._layers[layer][0][:, :, : self.length : step]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
@@ -260,7 +258,7 @@ class FullCache(Cache):
 
     @property
     def lost(self) -> Exception | None:
-        """Why some of its keys and values are lost; None if none are."""
+        """The error by which some keys and values were lost, or None."""
         return None
 
     @property
@@ -279,12 +277,11 @@ class FullCache(Cache):
         return self.token_bytes * self._capacity
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """See ``Cache.needs``."""
         return shape.nbytes * max(tokens, self._capacity)
 
     @property
     def shape(self) -> KVShape:
-        """Of the layers that a pass has filled."""
+        """The shape of the layers that a pass has filled."""
         shapes = {
             layer: LayerShape(k.shape[1], k.shape[3], v.shape[3], k.element_size())
             for layer, (k, v) in self._layers.items()
@@ -295,3 +292,87 @@ class FullCache(Cache):
     def token_bytes(self) -> int:
         """Bytes of one token's keys and values in all layers that a pass has filled."""
         return self.shape.nbytes
+
+
+class View(Cache):
+    """A sparse view of one row's full cache, for the same model.
+
+    Tokens committed here are speculative. ``sync`` drops them and takes over what the full cache has committed since,
+    so that all settled keys come from full attention.
+
+    Args:
+        source: the target's cache; read, never changed.
+    """
+
+    state_name: str | None = None
+    """Under this name ``saved_state`` is kept with a text; None if the state is cheap to compute again."""
+
+    uses_queries = False
+    """True if it chooses by the queries of the source's last pass."""
+
+    copies = False
+    """True if it copies the chunks it chooses. A view that reads the source's memory in each pass cannot work over an
+    offloaded cache."""
+
+    def __init__(self, source: FullCache) -> None:
+        if source.offloaded and not self.copies:
+            raise ValueError(
+                f"a {type(self).__name__} reads all keys in each of its passes, and some are not on the device; "
+                "allowed is one that copies what it chooses: low-rank or retrieval, or a small model of its own"
+            )
+        self.source = source
+        source.views.add(self)
+        self.length = 0
+        self.settled = 0
+        """Tokens that the source had committed at the last ``sync``; later ones are speculative."""
+
+    @property
+    def ready(self) -> bool:
+        """True if the source has read enough for this view to work."""
+        return bool(self.source.layers)
+
+    @property
+    def whole(self) -> bool:
+        """True if the view holds all tokens of the source. Reading through it then saves nothing."""
+        return False
+
+    def prepare(self, tokens: int) -> bool:
+        """Do a part of the work of the first ``sync``, in about the time in which the target reads ``tokens`` tokens.
+
+        Returns:
+            True if all is done.
+        """
+        return True
+
+    def saved_state(self, length: int) -> Tensors:
+        """State for the text's first ``length`` tokens that is expensive to compute, as tensors that must not be
+        changed. A later view with the same ``state_name``, over a text with the same beginning, reads it from the
+        source's ``saved_state``."""
+        return {}
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Drop speculative tokens and follow the source."""
+
+    def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
+        """Called when the source has verified and committed a draft that was made with this view.
+
+        Args:
+            rows: indices of the accepted tokens' queries in ``source.queries``.
+            drafted, accepted: number of tokens.
+        """
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        start = self.length + len(block.pending)
+        self._compact(start, path)
+        self.length = start + len(path)
+
+    def truncate(self, length: int) -> None:
+        """Only speculative tokens can be dropped."""
+        if not self.settled <= length <= self.length:
+            raise ValueError(f"length is {length}; it must be between {self.settled} and {self.length}")
+        self.length = length
+
+    @abstractmethod
+    def _compact(self, start: int, path: Sequence[int]) -> None:
+        """Move the nodes of ``path``, of a tree at position ``start``, side by side; all are speculative."""

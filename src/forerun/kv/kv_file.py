@@ -1,8 +1,8 @@
 """Tensors in a safetensors file that is mapped, not read: a text's keys and values, and what views made of them.
 
 Any reader of safetensors can open it. Besides, the data begin on a page, so that they can be mapped; each head has room
-behind its tokens, so that a cache can take the mapping as its memory (such room is a hole, which takes no disk); and
-the header has a checksum of every run of bytes that was written, and one of itself. A checksum is CRC-32: it finds
+behind its tokens, so that a cache can take the mapping as its memory (the room is a hole, which takes no disk space);
+and the header has a checksum of every run of bytes that was written, and one of itself. A checksum is CRC-32: it finds
 damage, at 3.5 GB a second and core. It is no proof against somebody who may write to the file anyway.
 """
 
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 
 from forerun.kv.kv_rows import Rows
-from forerun.kv.shared_prefix import Kind, Layout, SharedPrefix, Tensors, privately
+from forerun.kv.shared_prefix import Kind, Layout, SharedPrefix, Tensors, map_private
 
-TYPES = {
+SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -33,13 +33,13 @@ TYPES = {
     torch.uint8: "U8",
 }
 """Names in safetensors."""
-DTYPES = {name: dtype for dtype, name in TYPES.items()}
-MARK = "1"
+TORCH_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+LAYOUT_VERSION = "1"
 """Version of this layout, in the header's ``forerun``."""
-PIECE = 1 << 24
-"""Bytes that are written, and summed up while they are near, at a time: more makes nothing faster."""
-LONGEST = 1 << 26
-"""Bytes of a header, at most; who names more is damaged."""
+WRITE_BYTES = 1 << 24
+"""Bytes that are written and added to the checksum at a time, while they are in the processor's cache."""
+MAX_HEADER_BYTES = 1 << 26
+"""The most bytes of a header. A file that names more is damaged."""
 
 
 class DamagedFileError(ValueError):
@@ -69,7 +69,7 @@ class Area(NamedTuple):
 
 
 def text_areas(layers: Mapping[int, Rows], capacity: int) -> list[Area]:
-    """Of a text's keys and values, ``[1, Hkv, length, d]`` each, as ``KVFile.beginning`` finds them.
+    """Areas for a text's keys and values, ``[1, Hkv, length, d]`` each, as ``KVFile.prefix`` reads them.
 
     Args:
         layers: by layer.
@@ -84,18 +84,18 @@ def text_areas(layers: Mapping[int, Rows], capacity: int) -> list[Area]:
 
 
 def tensor_areas(tensors: Tensors) -> list[Area]:
-    """Of any tensors; the widest numbers come first, so that each lies at a multiple of its width."""
+    """Areas for any tensors, the widest numbers first, so that each starts at a multiple of its width."""
     widest = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     return [Area(name, t, t.shape) for name, t in widest]
 
 
-def write(file: int, areas: Sequence[Area], told: Mapping[str, str]) -> None:
+def write(file: int, areas: Sequence[Area], metadata: Mapping[str, str]) -> None:
     """Fill an empty file; it is complete with the last bytes written, which are the first of the header.
 
     Args:
         file: its descriptor.
         areas: tensors on a CPU.
-        told: kept in the header.
+        metadata: kept in the header.
 
     Raises:
         OSError: for a full disk, among others.
@@ -107,23 +107,23 @@ def write(file: int, areas: Sequence[Area], told: Mapping[str, str]) -> None:
     runs = [
         (first + at, rows.contiguous()) for first, area in zip(places, areas, strict=True) for at, rows in area.runs()
     ]
-    empty = _header(areas, told, [(at, rows.nbytes, 0) for at, rows in runs])
+    empty = _header(areas, metadata, [(at, rows.nbytes, 0) for at, rows in runs])
     os.ftruncate(file, len(empty) + place)
     sums = [(at, rows.nbytes, _put(file, rows, len(empty) + at)) for at, rows in runs]
-    _put_bytes(file, memoryview(_header(areas, told, sums)), 0)
+    _put_bytes(file, memoryview(_header(areas, metadata, sums)), 0)
 
 
-def place_of(file: int) -> tuple[int, int]:
+def inode_of(file: int) -> tuple[int, int]:
     """Device and number of an open file."""
     found = os.fstat(file)
     return found.st_dev, found.st_ino
 
 
-def _header(areas: Sequence[Area], told: Mapping[str, str], runs: Sequence[tuple[int, int, int]]) -> bytes:
-    """As long whatever the checksums are."""
+def _header(areas: Sequence[Area], metadata: Mapping[str, str], runs: Sequence[tuple[int, int, int]]) -> bytes:
+    """The header. Its length does not depend on the checksums."""
     checked = ",".join(f"{at}:{size}:{found:08x}" for at, size, found in runs)
-    own = zlib.crc32(json.dumps([_shapes(areas), {**told}, checked]).encode())
-    metadata = {"forerun": MARK, **told, "checked": checked, "header": f"{own:08x}"}
+    own = zlib.crc32(json.dumps([_shapes(areas), {**metadata}, checked]).encode())
+    metadata = {"forerun": LAYOUT_VERSION, **metadata, "checked": checked, "header": f"{own:08x}"}
     text = json.dumps({"__metadata__": metadata, **_shapes(areas)}).encode()
     page = mmap.ALLOCATIONGRANULARITY
     text += b" " * (-(len(text) + 8) % page)
@@ -134,7 +134,7 @@ def _shapes(areas: Sequence[Area]) -> dict[str, Any]:
     found, place = {}, 0
     for name, t, shape in areas:
         end = place + math.prod(shape) * t.element_size()
-        found[name] = {"dtype": TYPES[t.dtype], "shape": list(shape), "data_offsets": [place, end]}
+        found[name] = {"dtype": SAFETENSORS_NAMES[t.dtype], "shape": list(shape), "data_offsets": [place, end]}
         place = end
     return found
 
@@ -142,8 +142,8 @@ def _shapes(areas: Sequence[Area]) -> dict[str, Any]:
 def _put(file: int, rows: torch.Tensor, place: int) -> int:
     """Write rows, and sum them up."""
     data, found = rows.reshape(-1).view(torch.uint8).numpy().data, 0
-    for first in range(0, len(data), PIECE):
-        piece = data[first : first + PIECE]
+    for first in range(0, len(data), WRITE_BYTES):
+        piece = data[first : first + WRITE_BYTES]
         found = zlib.crc32(piece, found)
         _put_bytes(file, piece, place + first)
     return found
@@ -159,7 +159,7 @@ class KVFile:
     """A file of ``write``, open; what becomes of its name later changes nothing here.
 
     Attributes:
-        told: what it was written with.
+        metadata: what it was written with.
 
     Raises:
         DamagedFileError: if its header is damaged, or it has not the size that the header says.
@@ -171,7 +171,7 @@ class KVFile:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._file)
         length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-        if not 0 < length <= LONGEST:
+        if not 0 < length <= MAX_HEADER_BYTES:
             raise DamagedFileError(f"{path} has no header")
         try:
             self._parse(os.pread(self._file, length, 8))
@@ -184,20 +184,20 @@ class KVFile:
 
     def _parse(self, text: bytes) -> None:
         shapes = json.loads(text)
-        told = shapes.pop("__metadata__")
-        mark, checked, own = (told.pop(name) for name in ("forerun", "checked", "header"))
-        if mark != MARK or f"{zlib.crc32(json.dumps([shapes, told, checked]).encode()):08x}" != own:
+        metadata = shapes.pop("__metadata__")
+        mark, checked, own = (metadata.pop(name) for name in ("forerun", "checked", "header"))
+        if mark != LAYOUT_VERSION or f"{zlib.crc32(json.dumps([shapes, metadata, checked]).encode()):08x}" != own:
             raise ValueError("its checksum does not match")
         runs = [run.split(":") for run in checked.split(",")]
         self._own: str = own
-        self.told: dict[str, str] = told
+        self.metadata: dict[str, str] = metadata
         self._shapes: dict[str, Any] = shapes
         self._runs = [(int(place), int(size), int(found, 16)) for place, size, found in runs]
 
     @property
     def identity(self) -> tuple[int, int, str]:
-        """Of the file, and of what was written there: its place may be given to another one when it is gone."""
-        return *place_of(self._file), self._own
+        """The file's inode and checksum. An inode number may be used again when its file was removed."""
+        return *inode_of(self._file), self._own
 
     def verify(self) -> None:
         """Compare all data with their checksums, on as many threads as torch uses.
@@ -206,25 +206,25 @@ class KVFile:
             DamagedFileError: if they differ.
             OSError: if the file cannot be read.
         """
-        data = privately(self._file, self._size, self._first).numpy().data
+        data = map_private(self._file, self._size, self._first).numpy().data
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             sums = threads.map(lambda run: zlib.crc32(data[run[0] : run[0] + run[1]]), self._runs)
         if list(sums) != [found for _, _, found in self._runs]:
             raise DamagedFileError(f"{self._path} is damaged: a checksum does not match")
 
-    def beginning(self, length: int, notes: Callable[[str], Tensors | None]) -> SharedPrefix:
-        """The text of ``text_areas``, of which ``length`` tokens were written; ``notes`` as in ``SharedPrefix``."""
+    def prefix(self, length: int, read_state: Callable[[str], Tensors | None]) -> SharedPrefix:
+        """The text that was written by ``text_areas``, ``length`` tokens; ``read_state`` as for ``SharedPrefix``."""
         kinds: dict[int, list[Kind]] = {}
         for name, each in self._shapes.items():
             _, heads, capacity, width = each["shape"]
-            kinds.setdefault(int(name.partition(".")[0]), []).append((heads, width, DTYPES[each["dtype"]]))
+            kinds.setdefault(int(name.partition(".")[0]), []).append((heads, width, TORCH_DTYPES[each["dtype"]]))
         layout = Layout({layer: tuple(both) for layer, both in kinds.items()}, capacity)
-        return SharedPrefix(layout, length, os.dup(self._file), self._first, notes)
+        return SharedPrefix(layout, length, os.dup(self._file), self._first, read_state)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors; what is written to them stays in this process."""
-        data, found = privately(self._file, self._size, self._first), {}
+        data, found = map_private(self._file, self._size, self._first), {}
         for name, each in self._shapes.items():
             start, end = each["data_offsets"]
-            found[name] = data[start:end].view(DTYPES[each["dtype"]]).view(each["shape"])
+            found[name] = data[start:end].view(TORCH_DTYPES[each["dtype"]]).view(each["shape"])
         return found

@@ -37,7 +37,7 @@ def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int) -
     return grown
 
 
-def located(rows: Sequence[Rows], index: int, sought: IntArray | None = None) -> Addresses | None:
+def addresses_of(rows: Sequence[Rows], index: int, sought: IntArray | None = None) -> Addresses | None:
     """Where a program finds each layer's keys and values; see ``Addresses``. None if the layers' strides differ, as a
     pass that failed half-way may leave them."""
     keys, values = rows[0]

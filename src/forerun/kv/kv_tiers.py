@@ -1,4 +1,4 @@
-"""Where the keys and values of full caches lie: on the device, in the host's memory, and in a file.
+"""Tiers of memory for the keys and values of full caches: the device, the host's memory, and a file.
 
 The device is filled first. A cache that does not fit in what is left of it is offloaded (``offloaded.py``): as many
 layers as fit stay on the device, and the others go to the host's memory, or to a file if that is full too.
@@ -6,6 +6,7 @@ layers as fit stay on the device, and the others go to the host's memory, or to 
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
@@ -14,22 +15,170 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from forerun.kv.cache import KVShape
-from forerun.kv.copy_engine import AwayError, CopyEngine
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_rows import Rows
-from forerun.kv.offloaded import BUFFERS, OffloadedCache
-from forerun.kv.placement import TIERS, KVMemory, NoRoomError, Placement, layer_bytes, least, place
-from forerun.kv.shared_prefix import Kind, Layout
+from forerun.kv.offloaded import BUFFERS, CopyEngine, OffloadedCache, OffloadError
+from forerun.kv.shared_prefix import ALIGNMENT, Kind, Layout
 
-__all__ = ["KVMemory", "NoRoomError", "Tiers", "least"]
+TIERS = ("device", "host", "file")
+"""Tiers of memory, in the order in which they are filled."""
+
+
+@dataclass(frozen=True)
+class KVMemory:
+    """How much memory all full caches of an engine may take.
+
+    Attributes:
+        device: bytes on the device that computes.
+        host: bytes of the host's memory for what does not fit there; None for no limit.
+        folder: where files are made for what does not fit in either; None for no files.
+        bandwidth: bytes a second between the device and the rest, to try out what a slower link would do; on a CPU.
+        file: bytes of all files in the folder together; None for as many as the disk has.
+
+    Raises:
+        ValueError: for a value out of range.
+    """
+
+    device: int
+    host: int | None = None
+    folder: str | Path | None = None
+    bandwidth: float | None = None
+    file: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in TIERS:
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} is {value} bytes; it must be 0 or more")
+        if self.bandwidth is not None and not self.bandwidth > 0:
+            raise ValueError(f"the bandwidth is {self.bandwidth} bytes a second; it must be more than 0")
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """Bytes by tier; infinity for a tier without a limit."""
+        file = 0.0 if self.folder is None else _or_all(self.file)
+        return {"device": float(self.device), "host": _or_all(self.host), "file": file}
+
+
+class NoRoomError(MemoryError):
+    """A cache fits in no tier."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which tiers hold a text's keys and values.
+
+    Attributes:
+        tokens: that there is room for.
+        whole: whether all of it is on the device, as a cache that is not offloaded.
+        layers: by tier, if it is offloaded.
+        nbytes: by tier; on the device with the buffers.
+    """
+
+    tokens: int
+    whole: bool
+    layers: Mapping[str, Sequence[int]]
+    nbytes: Mapping[str, int]
+
+
+def min_device_bytes(shape: KVShape, tokens: int) -> int:
+    """Device bytes without which a text of ``tokens`` tokens cannot be offloaded: two buffers for its largest layer."""
+    return BUFFERS * max(each.nbytes for each in shape.layers.values()) * _rounded(tokens)
+
+
+def layer_bytes(shape: KVShape, tokens: int) -> dict[int, int]:
+    """Bytes of each layer of an offloaded text."""
+    return {layer: each.nbytes * _rounded(tokens) for layer, each in shape.layers.items()}
+
+
+def place(
+    memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, needed: int = 0, wanted: int = 0
+) -> Placement:
+    """Which tiers hold the layers of a text of ``tokens`` tokens.
+
+    Args:
+        memory: the limits.
+        taken: bytes of it, by tier.
+        shape: of a token's keys and values.
+        tokens: of the text at its longest, drafts included.
+        needed: device bytes that must stay free.
+        wanted: further device bytes that should stay free if the text can be offloaded. Its buffers may take of them.
+
+    Raises:
+        NoRoomError: if it fits nowhere; with the numbers.
+    """
+    left = memory.device - taken["device"] - needed
+    for spare in dict.fromkeys((wanted, 0)):
+        if shape.nbytes * tokens <= left - spare:
+            return Placement(tokens, True, {}, {"device": shape.nbytes * tokens, "host": 0, "file": 0})
+        if min_device_bytes(shape, tokens) > left:
+            break
+        free = _offloaded(memory, taken, shape, tokens, left - spare)
+        if free is not None:
+            return free
+    raise NoRoomError(_why(memory, taken, shape, tokens, left))
+
+
+def _offloaded(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, left: int) -> Placement | None:
+    """Fill the device with layers, then the tiers below; None if they are full."""
+    sizes = layer_bytes(shape, tokens)
+    buffers, limits = min_device_bytes(shape, tokens), memory.limits
+    stay = _fitting(sizes, list(sizes), left - buffers)
+    away = [layer for layer in sizes if layer not in stay]
+    host = _fitting(sizes, away, limits["host"] - taken["host"])
+    layers = {"device": stay, "host": host, "file": away[len(host) :]}
+    nbytes = {tier: sum(sizes[layer] for layer in layers[tier]) for tier in TIERS}
+    if nbytes["file"] and nbytes["file"] > limits["file"] - taken["file"]:
+        return None
+    return Placement(_rounded(tokens), False, layers, nbytes | {"device": nbytes["device"] + buffers})
+
+
+def _why(memory: KVMemory, taken: Mapping[str, int], shape: KVShape, tokens: int, left: int) -> str:
+    """Why a text fits nowhere."""
+    buffers, sizes = min_device_bytes(shape, tokens), layer_bytes(shape, tokens)
+    if buffers > left:
+        return (
+            f"a text of {tokens:,} tokens needs {buffers:,} bytes on the device, for two of its "
+            f"layers; {max(0, left):,} of {memory.device:,} are free"
+        )
+    stay = _fitting(sizes, list(sizes), left - buffers)
+    beside = sum(size for layer, size in sizes.items() if layer not in stay)
+    message = f"a text of {tokens:,} tokens needs {beside:,} bytes beside the device"
+    host = memory.host or 0
+    free = f"{max(0, host - taken['host']):,} of {host:,} are free"
+    if memory.folder is None:
+        return f"{message}; {free}, and no folder is given for a file"
+    file = memory.file or 0
+    return f"{message}; {free} in the host's memory, and {max(0, file - taken['file']):,} of {file:,} in files"
+
+
+def _fitting(sizes: Mapping[int, int], layers: Sequence[int], left: float) -> list[int]:
+    """The first layers that fit in what is left."""
+    free: list[int] = []
+    for layer in layers:
+        left -= sizes[layer]
+        if left < 0:
+            break
+        free.append(layer)
+    return free
+
+
+def _rounded(tokens: int) -> int:
+    return math.ceil(tokens / ALIGNMENT) * ALIGNMENT
+
+
+def _or_all(limit: int | None) -> float:
+    return math.inf if limit is None else float(limit)
 
 
 class Tiers:
-    """Makes full caches within a ``KVMemory``. What a cache takes is free again when it is gone. Threads may share it.
+    """Makes full caches within a ``KVMemory``; a cache's memory is free again after its last use. Thread-safe.
 
     Args:
         memory: the limits, or bytes on the device.
@@ -41,87 +190,91 @@ class Tiers:
     def __init__(self, memory: KVMemory | int, device: torch.device, shape: KVShape, dtype: torch.dtype) -> None:
         self.memory = memory if isinstance(memory, KVMemory) else KVMemory(memory)
         self.shape, self.dtype = shape, dtype
-        self.link = CopyEngine(device, self.memory.bandwidth)
-        self.leave: Callable[[int], int] = _nothing
-        """Of the tokens of a new text: bytes on the device that it is to leave to others, if it can go elsewhere."""
+        self.copy_engine = CopyEngine(device, self.memory.bandwidth)
+        self.device_reserve: Callable[[int], int] = _nothing
+        """From a new text's tokens to device memory kept free for later requests, if the text can be offloaded."""
         self._lock = threading.Lock()
         self._taken = dict.fromkeys(TIERS, 0)
-        self._gone: deque[Mapping[str, int]] = deque()  # of caches that are gone; a finalizer must wait for no lock
-        self._held: weakref.WeakKeyDictionary[FullCache, weakref.finalize[..., FullCache]] = weakref.WeakKeyDictionary()
-        self._told = threading.local()  # each thread expects its own caches
+        self._released: deque[Mapping[str, int]] = deque()  # by finalizers, which must not wait for a lock
+        self._finalizers: weakref.WeakKeyDictionary[FullCache, weakref.finalize[..., FullCache]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._thread = threading.local()  # each thread expects its own caches
 
     @property
     def taken(self) -> dict[str, int]:
         """Bytes by tier."""
         with self._lock:
-            return dict(self._count())
+            return dict(self._collect())
 
     @contextmanager
     def expecting(self, texts: Sequence[int]) -> Iterator[None]:
-        """A context in which this thread makes caches, in order, of so many tokens: each leaves the others what they
-        need on the device."""
-        self._told.expected = [min(self.shape.nbytes * tokens, least(self.shape, tokens)) for tokens in texts]
+        """A context in which this thread makes caches of these lengths, in order. Each leaves device memory for the
+        rest."""
+        self._thread.expected = [
+            min(self.shape.nbytes * tokens, min_device_bytes(self.shape, tokens)) for tokens in texts
+        ]
         try:
             yield
         finally:
-            self._told.expected = []
+            self._thread.expected = []
 
-    def placed(self, tokens: int, beside: int = 0, empty: bool = False) -> Placement:
-        """Where a cache would lie now; nothing is made.
+    def placement(self, tokens: int, beside: int = 0, empty: bool = False) -> Placement:
+        """Where a cache would be placed now; nothing is allocated.
 
         Args:
             tokens: as for ``cache``.
-            beside: bytes on the device that are needed besides it; see ``lend``.
-            empty: as if nothing were taken.
+            beside: device bytes that are needed besides it; see ``charge``.
+            empty: as if no memory were in use.
 
         Raises:
             NoRoomError: if it would fit nowhere.
         """
         with self._lock:
-            taken = dict.fromkeys(TIERS, 0) if empty else self._count()
-            return place(self.memory, taken, self.shape, tokens, beside, 0 if empty else self.leave(tokens))
+            taken = dict.fromkeys(TIERS, 0) if empty else self._collect()
+            return place(self.memory, taken, self.shape, tokens, beside, 0 if empty else self.device_reserve(tokens))
 
-    def lend(self, nbytes: int) -> None:
-        """Count bytes on the device for something else than a full cache; what is negative is given back."""
+    def charge(self, nbytes: int) -> None:
+        """Count device bytes for something else than a full cache; a negative number releases them."""
         with self._lock:
             self._taken["device"] += nbytes
 
     def cache(self, tokens: int, shareable: bool = False) -> FullCache:
-        """A cache with room for ``tokens`` tokens; see ``FullCache`` for ``shareable``.
+        """A cache with room for ``tokens`` tokens; ``shareable`` as for ``FullCache``.
 
         Raises:
             NoRoomError: if it fits nowhere.
-            AwayError: if its file cannot be made.
+            OffloadError: if its file cannot be made.
         """
-        self._told.expected = others = getattr(self._told, "expected", [])[1:]
+        self._thread.expected = others = getattr(self._thread, "expected", [])[1:]
         with self._lock:
-            placed = place(self.memory, self._count(), self.shape, tokens, sum(others), self.leave(tokens))
+            placed = place(self.memory, self._collect(), self.shape, tokens, sum(others), self.device_reserve(tokens))
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
             made = FullCache(tokens, shareable) if placed.whole else self._offloaded(placed)
         except BaseException:
-            self._gone.append(placed.nbytes)
+            self._released.append(placed.nbytes)
             raise
         with self._lock:
-            self._held[made] = weakref.finalize(made, self._gone.append, placed.nbytes)
+            self._finalizers[made] = weakref.finalize(made, self._released.append, placed.nbytes)
         return made
 
     def free(self, cache: FullCache) -> None:
-        """Let go of a cache's memory now, whoever still has the cache; nothing can be read from it any more."""
+        """Free a cache's memory now. The cache cannot be read afterwards."""
         with self._lock:
-            held = self._held.pop(cache, None)
-        if held is not None:
+            release = self._finalizers.pop(cache, None)
+        if release is not None:
             cache.clear()
-            held()
+            release()
 
     def close(self) -> None:
-        """End the link's thread."""
-        self.link.close()
+        """Stop the copying thread."""
+        self.copy_engine.close()
 
-    def _count(self) -> dict[str, int]:
-        while self._gone:
-            for tier, size in self._gone.popleft().items():
+    def _collect(self) -> dict[str, int]:
+        while self._released:
+            for tier, size in self._released.popleft().items():
                 self._taken[tier] -= size
         return self._taken
 
@@ -137,20 +290,19 @@ class Tiers:
         home = cut["host"].cut(self._host_memory(placed.nbytes["host"]))
         home |= cut["file"].cut(self._file_memory(placed.nbytes["file"]))
         largest = max(layer_bytes(self.shape, placed.tokens).values())
-        spare = [torch.empty(largest, dtype=torch.uint8, device=self.link.device) for _ in range(BUFFERS)]
+        spare = [torch.empty(largest, dtype=torch.uint8, device=self.copy_engine.device) for _ in range(BUFFERS)]
         buffers: dict[int, Rows] = {}
         for number, layer in enumerate(sorted(home)):
             one = Layout({layer: kinds[layer]}, placed.tokens)
             buffers |= one.cut(spare[number % BUFFERS][: one.size])
-        resident = cut["device"].cut(torch.empty(cut["device"].size, dtype=torch.uint8, device=self.link.device))
-        return OffloadedCache(placed.tokens, resident, home, buffers, self.link)
+        resident = cut["device"].cut(torch.empty(cut["device"].size, dtype=torch.uint8, device=self.copy_engine.device))
+        return OffloadedCache(placed.tokens, resident, home, buffers, self.copy_engine)
 
     def _host_memory(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self.link.device.type == "cuda")
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self.copy_engine.device.type == "cuda")
 
     def _file_memory(self, size: int) -> torch.Tensor:
-        """A part of a file without a name, as memory. Its bytes are on the disk from the start: a full disk is an error
-        here, and not when it is written to."""
+        """Memory mapped from an unnamed file. Its disk space is allocated here, so that a full disk is an error now."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
         try:
@@ -158,8 +310,8 @@ class Tiers:
                 os.posix_fallocate(file.fileno(), 0, size)
                 return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
         except OSError as error:
-            told = f"{size:,} bytes of keys and values cannot be kept in {self.memory.folder}"
-            raise AwayError(error.errno, f"{told}: {error.strerror}") from error
+            message = f"{size:,} bytes of keys and values cannot be kept in {self.memory.folder}"
+            raise OffloadError(error.errno, f"{message}: {error.strerror}") from error
 
 
 def _nothing(tokens: int) -> int:

@@ -20,23 +20,24 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, AttentionState, attend, attend_chosen, merge
-from forerun.kernels.attention.short_key_scan import CHUNK, GROUP, QUAD
+from forerun.kernels.attention.short_key_scan import CHUNK, GROUP, QUAD, ZERO, best_keys
 from forerun.kernels.attention.topk_attention import MARGIN
 from forerun.kernels.attention.topk_rank import SoughtFields
-from forerun.kv.bounded import SLACK
-from forerun.kv.cache import Addresses, KVShape
-from forerun.kv.chunks import HeldChunks
-from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_rows import attend_in_order, compact, located
+from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape
+from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
+from forerun.kv.kv_rows import Rows, addresses_of, attend_in_order, compact
 from forerun.kv.shared_prefix import Tensors
-from forerun.kv.short_keys import GROUPS, ShortKeys, sampled
-from forerun.kv.sparse_view import LOOKED_AT, View
 
-SHARE, LONG = 4, 60
+BUDGET_DIVISOR, LENGTH_DIVISOR = 4, 60
 """A query chooses tokens for 1/4 of the budget, or for 1/60 of the text if that is more: in a long text the target's
 own pass is so slow that drafts may cost more. Every query of a group sees what any of them chose."""
-ROOM = 64
+NEAR_GROWTH_TOKENS = 64
 """The buffer of recent tokens grows by at least this many."""
+
+MIN_GROWTH_GROUPS = 8
+"""An index grows by at least this many groups of chunks."""
+SAMPLED_KEYS = 2048
+"""The dimensions are found from at most this many keys; see ``sampled``."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class LowRankConfig:
 
     def slots(self, length: int, group: int = 1) -> int:
         """Chunks of a text of ``length`` tokens that ``group`` query heads of one KV head see."""
-        return max(1, min(self.budget, group * max(self.budget // SHARE, length // LONG)) // CHUNK)
+        return max(1, min(self.budget, group * max(self.budget // BUDGET_DIVISOR, length // LENGTH_DIVISOR)) // CHUNK)
 
 
 class LowRankCache(View):
@@ -90,25 +91,23 @@ class LowRankCache(View):
         super().__init__(source)
         self.config = config
         self._tail = 0  # position of the first recent token; the chunks before it are indexed
-        self.keepsake = f"low-rank-{config.rank}"
+        self.state_name = f"low-rank-{config.rank}"
         self._indexes = self._kept()
         self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent and speculative tokens
-        self._brought: dict[int, HeldChunks] = {}  # what the last query saw of an offloaded source
-        self._table: tuple[IntArray, IntArray] | None = None  # for the source's addresses: see _sought
+        self._fetched: dict[int, RecentChunks] = {}  # what the last query saw of an offloaded source
+        self._table: tuple[IntArray, IntArray] | None = None  # for the source's addresses: see _topk_table
 
     @property
     def ready(self) -> bool:
-        """See ``View.ready``. Finding the dimensions takes queries."""
+        """Finding the dimensions takes queries."""
         return bool(self.source.specs and (self._indexes or self.source.sample))
 
     @property
     def whole(self) -> bool:
-        """See ``View.whole``."""
         return self.source.length <= self.config.budget
 
     def prepare(self, tokens: int) -> bool:
-        """See ``View.prepare``."""
-        end, piece, done = self._far(self.source.length), LOOKED_AT * tokens, True
+        end, piece, done = self._far(self.source.length), KEYS_PER_READ_TOKEN * tokens, True
         for layer in self.source.layers:
             if self.source.specs[layer].window is None:
                 index = self._index(layer)
@@ -118,7 +117,6 @@ class LowRankCache(View):
         return done
 
     def sync(self) -> None:
-        """See ``View.sync``."""
         self.length = self.settled = self.source.length
         self._tail, self._table = self._far(self.length), None
         for layer in self.source.layers:
@@ -127,14 +125,14 @@ class LowRankCache(View):
                 continue
             self._index(layer).extend(self._keys(layer), self._tail)
 
-    def made(self, length: int) -> Tensors:
-        """See ``View.made``: the index, once it is complete."""
+    def saved_state(self, length: int) -> Tensors:
+        """The index, once it is complete."""
         indexes = self._indexes if self.settled else {}
         return {f"{layer}.{name}": t for layer, index in indexes.items() for name, t in index.tensors(length).items()}
 
     def _kept(self) -> dict[int, ShortKeys]:
         """The index that an earlier cache made of the same beginning, by layer."""
-        tensors, length = self.source.kept(self.keepsake or "")
+        tensors, length = self.source.saved_state(self.state_name or "")
         parts: dict[int, dict[str, torch.Tensor]] = {}
         for name, t in tensors.items():
             layer, _, part = name.partition(".")
@@ -158,7 +156,7 @@ class LowRankCache(View):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``. A layer with a sliding window chooses nothing: it sees its whole window."""
+        """A layer with a sliding window chooses nothing: it sees its whole window."""
         near = self._store(layer, self.length, k, v)
         if spec.window is not None:
             return self._attend_window(layer, q, near, block, spec)
@@ -170,22 +168,22 @@ class LowRankCache(View):
         worth = self.worth(layer, q)
         if self.source.offloaded:
             parts = attend_in_order(q, near, held, block, spec)
-            return merge(self._attend_brought(layer, q, worth, spec), *parts, sinks=spec.sinks)
+            return merge(self._attend_fetched(layer, q, worth, spec), *parts, sinks=spec.sinks)
         alone, (keys, values) = len(block) == 1, self.source.read(layer, 0, self._tail)
         seen = attend_chosen(q, keys, values, worth, self.slots(layer), (*near, held + alone), spec)
         local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
         return merge(seen, *local, sinks=spec.sinks)
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
-        """See ``Cache.addressed``. Attention with windows, soft caps or sinks is left to ``attend``."""
+        """Attention with windows, soft caps or sinks is left to ``attend``."""
         source = self.source.addressed(layers, like, 0)
         if source is None or not all(spec.plain for spec in self.source.specs.values()):
             return None
         place = self.near
         near = [self._reserve(layer, place, place + count) for layer in range(layers)]
-        return located(near, place, self._sought(source))
+        return addresses_of(near, place, self._topk_table(source))
 
-    def _sought(self, source: Addresses) -> IntArray:
+    def _topk_table(self, source: Addresses) -> IntArray:
         """One row of ``SoughtFields`` per layer; made again when the index, or the source's memory, may have moved."""
         known = self._table
         if known is None or known[0] is not source.layers:
@@ -199,14 +197,14 @@ class LowRankCache(View):
             self._table = known = source.layers, np.array(rows, np.int64)
         return known[1]
 
-    def _attend_brought(self, layer: int, q: torch.Tensor, worth: torch.Tensor, spec: AttentionSpec) -> AttentionState:
-        """Attention over each query's chunks, one query after the other. The source's memory is far away: of the chunks
-        that are not here, only those are copied that could have some weight."""
+    def _attend_fetched(self, layer: int, q: torch.Tensor, worth: torch.Tensor, spec: AttentionSpec) -> AttentionState:
+        """Attention over each query's chunks, one query after the other. The source is offloaded, so of the missing
+        chunks only those are copied that could have some weight."""
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
         values, best = beside.topk(self.slots(layer) + 1, -1)
         wanted = (values - values[..., 1:2]) * spec.scaling >= -MARGIN
-        chunks = self._brought.setdefault(layer, HeldChunks(CHUNK))
+        chunks = self._fetched.setdefault(layer, RecentChunks(CHUNK))
         states = []
         for i in range(q.shape[2]):
             chunks.hold(best[:, i], wanted[:, i], worth.shape[-1], self.source, layer)
@@ -223,7 +221,7 @@ class LowRankCache(View):
         return self.config.slots(self._tail, self._indexes[layer].group)
 
     def choosing(self, layer: int) -> bool:
-        """Whether queries of a layer choose chunks; otherwise they see everything."""
+        """True if queries of a layer choose chunks; otherwise they see all tokens."""
         return not self.whole and layer in self._indexes and self._tail // CHUNK > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
@@ -281,14 +279,13 @@ class LowRankCache(View):
     def nbytes(self) -> int:
         """Bytes of the short keys and of the recent tokens."""
         near = sum(t.nbytes for rows in self._near.values() for t in rows)
-        brought = sum(chunks.nbytes for chunks in self._brought.values())
-        return near + brought + sum(index.nbytes for index in self._indexes.values())
+        fetched = sum(chunks.nbytes for chunks in self._fetched.values())
+        return near + fetched + sum(index.nbytes for index in self._indexes.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """See ``Cache.needs``."""
-        near = self.config.recent + SLACK + 3 * CHUNK + ROOM
+        near = self.config.recent + ROLLBACK_TOKENS + 3 * CHUNK + NEAR_GROWTH_TOKENS
         groups = -(-tokens // (CHUNK * GROUP))
-        short = (groups + groups // 16 + GROUPS) * GROUP * CHUNK
+        short = (groups + groups // 16 + MIN_GROWTH_GROUPS) * GROUP * CHUNK
         ranks = sum(
             layer.heads * -(-min(self.config.rank, layer.dim) // QUAD) * QUAD for layer in shape.layers.values()
         )
@@ -297,4 +294,173 @@ class LowRankCache(View):
 
 def _room(like: torch.Tensor, count: int) -> torch.Tensor:
     """Zeros like ``like`` for ``count`` tokens, for room to grow, and for one chunk that is read beyond them."""
-    return like.new_zeros(*like.shape[:2], count + ROOM + CHUNK, like.shape[3])
+    return like.new_zeros(*like.shape[:2], count + NEAR_GROWTH_TOKENS + CHUNK, like.shape[3])
+
+
+class ShortKeys:
+    """One layer's keys in a few dimensions, chunk by chunk.
+
+    Args:
+        of_keys, of_queries: projections ``[Hkv, d, rank]`` of keys (minus their mean) and of queries into those
+            dimensions; the latter in float32.
+        mean: of the keys, ``[Hkv, 1, d]``.
+        group: query heads per KV head.
+    """
+
+    def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:
+        self.group = group
+        self._of_keys, self._of_queries, self._mean = of_keys, of_queries.contiguous(), mean
+        shape = (len(mean), 0, CHUNK, of_keys.shape[2] // QUAD, GROUP, QUAD)
+        self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
+        self._known = 0  # chunks
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
+        """An index for a text, from some of its keys ``[Hkv, m, d]`` and of its queries ``[H, n, d]``.
+
+        We want keys of rank r whose products with the queries are closest to the true products. They come from the r
+        largest eigenvectors of S = Q^1/2 K Q^1/2, where Q and K are the second moments of queries and keys.
+        """
+        heads, _, d = keys.shape
+        some = keys.double()
+        mean = some.mean(1, keepdim=True)
+        asked = queries.double().reshape(heads, -1, d)
+        moments = _moments(asked)
+        even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * torch.eye(d).to(moments)
+        values, vectors = torch.linalg.eigh(moments + (0.01 + 1 / asked.shape[1]) * even)
+        root, inverse = ((vectors * power.unsqueeze(1)) @ vectors.mT for power in (values.sqrt(), values.rsqrt()))
+        best = torch.linalg.eigh(root @ _moments(some - mean) @ root)[1][:, :, -rank:]
+        best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD))  # narrow heads have fewer
+        of_keys = root @ best
+        scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+        of_queries = (inverse @ best * scale).float()
+        return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
+
+    def tensors(self, length: int) -> Tensors:
+        """The index of the full groups in a text's first ``length`` tokens, for ``of_tensors``. They do not change any
+        more when the text goes on, so no copy is made."""
+        groups = min(self._known, length // CHUNK) // GROUP
+        return {
+            "short": self._short[:, :groups],
+            "of_keys": self._of_keys,
+            "of_queries": self._of_queries,
+            "mean": self._mean,
+            "group": torch.tensor([self.group]),
+        }
+
+    @classmethod
+    def of_tensors(cls, tensors: Tensors, length: int) -> ShortKeys:
+        """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same. It writes
+        nothing into these tensors: what it adds are whole groups."""
+        index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], int(tensors["group"]))
+        groups = min(tensors["short"].shape[1], length // CHUNK // GROUP)
+        index._short, index._known = tensors["short"][:, :groups], groups * GROUP
+        return index
+
+    def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
+        """Index a text's keys up to ``length``, a multiple of ``CHUNK``.
+
+        Args:
+            read: gives the keys of some positions, ``[Hkv, m, d]``.
+        """
+        count = length // CHUNK
+        groups = -(-count // GROUP)
+        if self._short.shape[1] < groups:
+            room = self._short.new_zeros(
+                len(self._short), groups + groups // 16 + MIN_GROWTH_GROUPS, *self._short.shape[2:]
+            )
+            room[:, : self._short.shape[1]] = self._short
+            self._short = room
+        if self._known < count:
+            first = self._known // GROUP
+            new = (read(first * GROUP * CHUNK, length) - self._mean) @ self._of_keys
+            rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP - count) * CHUNK))
+            chunks = rows.view(len(rows), -1, GROUP, CHUNK, rows.shape[2] // QUAD, QUAD).permute(0, 1, 3, 4, 2, 5)
+            self._short[:, first:groups] = (chunks.round() + ZERO).clamp(0, 255).to(torch.uint8)
+        self._known = count
+
+    def worth(self, queries: torch.Tensor) -> torch.Tensor:
+        """Worth of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
+        heads, n, d = queries.shape
+        turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
+        return best_keys(self._short, self._known, turned)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """As in ``SoughtFields``: ``rank``, ``short``, ``short_head`` and ``turn``."""
+        return self._of_queries.shape[2], self._short.data_ptr(), self._short.stride(0), self._of_queries.data_ptr()
+
+    @property
+    def known(self) -> int:
+        """Keys that it has taken in."""
+        return self._known * CHUNK
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the indexed keys."""
+        heads, _, _, quads, _, _ = self._short.shape
+        return heads * self._known * CHUNK * quads * QUAD
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return self._short.nbytes
+
+
+def sampled(source: FullCache, layer: int) -> torch.Tensor:
+    """Keys of a layer from all over its text, ``[Hkv, m, d]``: at most ``SAMPLED_KEYS``."""
+    return source.strided_keys(layer, -(-source.length // SAMPLED_KEYS))[0]
+
+
+def _moments(rows: torch.Tensor) -> torch.Tensor:
+    """Second moments: ``[H, n, d]`` to ``[H, d, d]``."""
+    return rows.mT @ rows / rows.shape[1]
+
+
+class RecentChunks:
+    """Chunks of one layer in slots, with least-recently-used eviction.
+
+    Args:
+        chunk: tokens of a chunk.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._held = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
+        self._age = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], calls since it was wanted
+        self._slots: Rows = ()  # [Hkv, slots, chunk, d]
+
+    def hold(self, best: torch.Tensor, wanted: torch.Tensor, known: int, source: FullCache, layer: int) -> None:
+        """Hold those of the chunks ``[Hkv, slots]``, of the first ``known`` ones of a layer, that are wanted.
+
+        Args:
+            wanted: bool ``[Hkv, slots]``. At the first call all are held.
+        """
+        if self._held.shape != best.shape:
+            heads, count = best.shape
+            head = torch.arange(heads, device=best.device).repeat_interleave(count)
+            new = source.chunks(layer, head, best.flatten(), self._chunk)
+            self._slots = tuple(t.view(heads, count, *t.shape[1:]) for t in new)
+            self._held, self._age = best.clone(), torch.zeros_like(best)
+            return
+        mark = torch.zeros(best.shape[0], known, dtype=torch.bool, device=best.device).scatter_(1, best, wanted)
+        self._age = torch.where(mark.gather(1, self._held), 0, self._age + 1)
+        mark.scatter_(1, self._held, False)
+        head, chunk = mark.nonzero(as_tuple=True)
+        if len(head):
+            oldest = self._age.argsort(1, descending=True)  # wanted ones come last, and there is room for all
+            slot = oldest[torch.arange(best.shape[1], device=best.device) < mark.sum(1, keepdim=True)]
+            self._held[head, slot], self._age[head, slot] = chunk, 0
+            for slots, rows in zip(self._slots, source.chunks(layer, head, chunk, self._chunk), strict=True):
+                slots[head, slot] = rows
+
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, ``[1, Hkv, slots * chunk, d]``."""
+        keys, values = (t.flatten(1, 2)[None] for t in self._slots)
+        return keys, values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(t.nbytes for t in self._slots)

@@ -1,27 +1,190 @@
 """A full cache whose keys and values do not all fit on the device (TriForce, section 5.3: offloading).
 
-The first layers stay on the device, the others lie at home: in the host's memory, or in a file. A pass brings them in
-layer by layer, into two buffers in turn: while it computes with one layer, the next one comes. Only new rows are
-written back. The buffers are in text order, as a full cache is, so the bits of a pass are the same.
+The first layers stay on the device, the others are in the host's memory, or in a file. A pass fetches them layer by
+layer, into two buffers in turn: while one layer is computed, the next one is prefetched. Only new rows are written
+back. The buffers are in text order, as a full cache is, so the bits of a pass are the same.
+
+Copies run beside the computation, in the order in which they were requested. On a CPU a thread copies, piece by piece,
+and lets urgent copies pass between two pieces. On CUDA a copy stream does, and events order it with the stream that
+computes; nothing waits for the whole device (not run on a GPU yet).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from forerun.core.block import Block
 from forerun.kv.cache import KVShape
-from forerun.kv.copy_engine import AwayError, CopyEngine, Ticket
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_rows import Rows, compact
 from forerun.kv.shared_prefix import SharedPrefix
 
+COPY_PIECE_BYTES = 4 << 20
+"""Bytes that are copied without a break: 0.2 ms at 20 GB/s, the longest wait of an urgent copy."""
+
+Parts = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors ``[1, Hkv, m, d]`` to write, each with the one that is copied there."""
 BUFFERS = 2
 """Layers that are on the device besides those that stay: the one that is computed with, and the next."""
+
+
+class OffloadError(OSError):
+    """Keys and values cannot be stored off the device, or cannot be copied to it."""
+
+
+class PendingCopy(Protocol):
+    """A copy that was requested."""
+
+    def wait(self) -> None:
+        """Let all later computation come after the copy.
+
+        Raises:
+            OffloadError: if it failed.
+        """
+
+    def done(self) -> bool:
+        """True if it has ended.
+
+        Raises:
+            OffloadError: if it failed.
+        """
+
+
+class CopyEngine:
+    """Copies between tiers, beside the computation.
+
+    Args:
+        device: that computes.
+        bandwidth: bytes a second that copies on a CPU are slowed down to; None for full speed.
+
+    Raises:
+        ValueError: for a bandwidth that is not positive, or one given for another device than a CPU.
+    """
+
+    def __init__(self, device: torch.device, bandwidth: float | None = None) -> None:
+        if bandwidth is not None and not bandwidth > 0:
+            raise ValueError(f"the bandwidth is {bandwidth} bytes a second; it must be more than 0")
+        if bandwidth is not None and device.type != "cpu":
+            raise ValueError(f"a bandwidth is simulated on a CPU only, and the model is on {device}")
+        self.device, self.bandwidth = device, bandwidth
+        self.fetched = 0
+        """Bytes copied to the device so far."""
+        self.written = 0
+        """Bytes copied away from it so far."""
+        self._free = 0.0  # when the last copy has had its time
+        self._channel, self._urgent_done, self._urgent = threading.Lock(), threading.Condition(), 0
+        self._thread = ThreadPoolExecutor(1, "forerun-link") if device.type == "cpu" else None
+        self._stream = None if self._thread is not None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def fetch(self, parts: Parts) -> PendingCopy:
+        """Request a copy to the device."""
+        self.fetched += size(parts)
+        return self._submit(lambda: self._copy(parts))
+
+    def write(self, parts: Parts) -> PendingCopy:
+        """Request a copy away from the device."""
+        self.written += size(parts)
+        return self._submit(lambda: self._copy(parts))
+
+    def run_in_order(self, job: Callable[[], None]) -> PendingCopy:
+        """Request a job that runs in order with the copies and moves nothing between tiers."""
+        return self._submit(torch.inference_mode()(job))  # a mode belongs to a thread
+
+    def fetch_now(self, parts: Parts) -> None:
+        """Copy to the device now, before copies that were requested earlier.
+
+        Raises:
+            OffloadError: if it failed.
+        """
+        self.fetched += size(parts)
+        with self._urgent_done:
+            self._urgent += 1
+        try:
+            with self._channel:
+                for to, source in parts:
+                    self._copy_at_bandwidth(to, source)
+        except Exception as error:
+            raise OffloadError(f"keys and values could not be copied: {error}") from error
+        finally:
+            with self._urgent_done:
+                self._urgent -= 1
+                self._urgent_done.notify_all()
+
+    def close(self) -> None:
+        """End the thread after the requested copies."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _submit(self, job: Callable[[], None]) -> PendingCopy:
+        if self._thread is not None:
+            return _ThreadCopy(self._thread.submit(job))
+        return _StreamCopy(job, self._stream)
+
+    def _copy(self, parts: Parts) -> None:
+        for to, source in parts:
+            rows = to.shape[2] if self._thread is None else max(1, COPY_PIECE_BYTES * to.shape[2] // max(1, to.nbytes))
+            for first in range(0, to.shape[2], rows):
+                with self._urgent_done:
+                    self._urgent_done.wait_for(lambda: not self._urgent)
+                with self._channel:
+                    self._copy_at_bandwidth(to[:, :, first : first + rows], source[:, :, first : first + rows])
+
+    @torch.inference_mode()
+    def _copy_at_bandwidth(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        begin = max(time.perf_counter(), self._free)
+        to.copy_(source, non_blocking=True)
+        if self.bandwidth is not None:
+            self._free = begin + to.nbytes / self.bandwidth
+            time.sleep(max(0.0, self._free - time.perf_counter()))
+
+
+class _ThreadCopy:
+    """By a thread."""
+
+    def __init__(self, done: Future[None]) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        try:
+            self._done.result()
+        except Exception as error:
+            told = f"keys and values could not be copied: {error}"
+            raise OffloadError(told) from error.with_traceback(None)  # its frames would keep them alive
+
+    def done(self) -> bool:
+        if not self._done.done():
+            return False
+        self.wait()
+        return True
+
+
+class _StreamCopy:
+    """By a stream of its own: after what the present stream was given so far."""
+
+    def __init__(self, job: Callable[[], None], stream: Any) -> None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            job()
+            self._done = stream.record_event()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._done)
+
+    def done(self) -> bool:
+        return bool(self._done.query())
+
+
+def size(parts: Parts) -> int:
+    """Bytes of all parts."""
+    return sum(to.nbytes for to, _ in parts)
 
 
 @dataclass
@@ -30,212 +193,209 @@ class _Buffer:
 
     layer: int
     held: int
-    copies: list[Ticket] = field(default_factory=list)
+    copies: list[PendingCopy] = field(default_factory=list)
 
 
 class OffloadedCache(FullCache):
-    """As a full cache, of a fixed size.
+    """A full cache of a fixed size, with some layers off the device.
 
     Args:
-        capacity: tokens, at most.
+        capacity: the most tokens.
         resident: keys and values of the layers that stay on the device, ``[1, Hkv, capacity, d]``.
-        home: those of the others, in memory of the host.
+        host: those of the others, in the host's memory or mapped from a file.
         buffers: for each of the others, in order, its rows in one of the buffers on the device, which take turns.
-        link: between device and home.
+        copy_engine: copies between the two.
     """
 
     offloaded = True
 
     def __init__(
-        self, capacity: int, resident: Mapping[int, Rows], home: Mapping[int, Rows], buffers: Mapping[int, Rows],
-        link: CopyEngine,
+        self, capacity: int, resident: Mapping[int, Rows], host: Mapping[int, Rows], buffers: Mapping[int, Rows],
+        copy_engine: CopyEngine,
     ) -> None:  # fmt: skip
         super().__init__(capacity)
-        every = {**resident, **home}
+        every = {**resident, **host}
         self._layers = {layer: every[layer] for layer in sorted(every)}
-        self._rows, self.link = dict(buffers), link
-        self._away = sorted(home)
-        self._buffers = [_Buffer(layer, 0) for layer in self._away[:BUFFERS]]
-        self._writes: list[Ticket] = []
-        self._failed: AwayError | None = None
+        self._rows, self.copy_engine = dict(buffers), copy_engine
+        self._offloaded_layers = sorted(host)
+        self._buffers = [_Buffer(layer, 0) for layer in self._offloaded_layers[:BUFFERS]]
+        self._writes: list[PendingCopy] = []
+        self._failure: OffloadError | None = None
 
     @property
     def lost(self) -> Exception | None:
-        """See ``FullCache.lost``. It waits for what is being copied."""
+        """It waits for what is being copied."""
         try:
-            for ticket in self._asked():
-                ticket.wait()
-        except AwayError as error:
+            for copy in self._pending_copies():
+                copy.wait()
+        except OffloadError as error:
             return error
-        return self._failed
+        return self._failure
 
     def clear(self) -> None:
-        """See ``FullCache.clear``. Copies on their way end first: they write to this memory."""
-        for ticket in self._asked():
-            with suppress(AwayError):
-                ticket.wait()
+        """Copies on their way end first: they write to this memory."""
+        for copy in self._pending_copies():
+            with suppress(OffloadError):
+                copy.wait()
         super().clear()
-        self._rows, self._away, self._buffers, self._writes = {}, [], [], []
+        self._rows, self._offloaded_layers, self._buffers, self._writes = {}, [], [], []
 
     @property
-    def away(self) -> Sequence[int]:
+    def offloaded_layers(self) -> Sequence[int]:
         """The layers that are not on the device."""
-        return self._away
+        return self._offloaded_layers
 
-    def enter(self, layer: int, count: int) -> Rows:
-        """A layer's rows on the device, the committed ones and room for ``count`` after them; the next layer is sent
-        for.
+    def fetch_layer(self, layer: int, count: int) -> Rows:
+        """A layer's rows on the device, with room for ``count`` after the committed ones. Prefetches the next layer.
 
         Raises:
             ValueError: if there is no room.
-            AwayError: if a copy failed.
+            OffloadError: if a copy failed.
         """
         if self.length + count > self._capacity:
             raise ValueError(f"this cache has room for {self._capacity} tokens, not for {self.length + count}")
         if layer not in self._rows:
             return self._layers[layer]
-        buffer = self._send_for(layer)
-        for ticket in buffer.copies:
-            ticket.wait()
+        buffer = self._prefetch(layer)
+        for copy in buffer.copies:
+            copy.wait()
         buffer.copies = []
-        self._writes = [ticket for ticket in self._writes if not ticket.done()]
-        following = self._away[(self._away.index(layer) + 1) % len(self._away)]
+        self._writes = [copy for copy in self._writes if not copy.done()]
+        following = self._offloaded_layers[(self._offloaded_layers.index(layer) + 1) % len(self._offloaded_layers)]
         if self._buffer(following) is not buffer:  # the first layer, after the last one, may have the same
-            self._send_for(following)
+            self._prefetch(following)
         return self._rows[layer]
 
-    def leave(self, layer: int, count: int) -> None:
-        """Bring the ``count`` rows home that were written after the committed ones."""
+    def write_back(self, layer: int, count: int) -> None:
+        """Copy the ``count`` rows that were written after the committed ones back to the host."""
         if layer in self._rows:
             first, last = self.length, self.length + count
             parts = [
-                (home[:, :, first:last], new[:, :, first:last])
-                for home, new in zip(self._layers[layer], self._rows[layer], strict=True)
+                (host[:, :, first:last], new[:, :, first:last])
+                for host, new in zip(self._layers[layer], self._rows[layer], strict=True)
             ]
-            ticket = self.link.write(parts)
-            self._buffer(layer).copies.append(ticket)
-            self._writes.append(ticket)
+            copy = self.copy_engine.write(parts)
+            self._buffer(layer).copies.append(copy)
+            self._writes.append(copy)
 
     def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``FullCache.append``."""
         count = k.shape[2]
-        keys, values = self.enter(layer, count)
+        keys, values = self.fetch_layer(layer, count)
         keys[:, :, self.length : self.length + count] = k
         values[:, :, self.length : self.length + count] = v
-        self.leave(layer, count)
+        self.write_back(layer, count)
         return keys, values
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """See ``Cache.commit``. Rows at home are moved there."""
+        """Rows on the host are moved there."""
         start = self.length + len(block.pending)
         moved = list(path)
         for layer in self._layers:
             if layer not in self._rows:
                 compact(self._layers[layer], start, moved)
         if moved != list(range(len(moved))):
-            away = [self._layers[layer] for layer in self._away]
-            self._writes.append(self.link.then(lambda: _compact_all(away, start, moved)))
+            away = [self._layers[layer] for layer in self._offloaded_layers]
+            self._writes.append(self.copy_engine.run_in_order(lambda: _compact_all(away, start, moved)))
         self.length = start + len(moved)
-        for layer in self._away[:BUFFERS]:
-            self._send_for(layer)
+        for layer in self._offloaded_layers[:BUFFERS]:
+            self._prefetch(layer)
 
     def truncate(self, length: int) -> None:
-        """See ``Cache.truncate``."""
         super().truncate(length)
         for buffer in self._buffers:
             buffer.held = min(buffer.held, length)
 
     def blank(self, length: int) -> None:
-        """See ``FullCache.blank``."""
-        self._settle()
+        self._wait_for_writes()
         super().blank(length)
         for buffer in self._buffers:
             buffer.held = 0
 
     def extend(self, layers: Mapping[int, Rows]) -> None:
-        """See ``FullCache.extend``."""
         count = {rows[0].shape[2] for rows in layers.values()}
         if len(count) != 1 or set(layers) != set(self._layers):
             raise ValueError("keys and values must be given for every layer, for as many tokens in each")
         end = self.length + max(count)
         if end > self._capacity:
             raise ValueError(f"this cache has room for {self._capacity} tokens, not for {end}")
-        self._settle()
+        self._wait_for_writes()
         for layer, rows in layers.items():
             for to, new in zip(self._layers[layer], rows, strict=True):
                 to[:, :, self.length : end] = new
         self.length = end
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``FullCache.read``; what is not on the device is brought there."""
+        """Rows that are not on the device are copied to it."""
         keys, values = super().read(layer, first, last)
         if layer in self._rows:
-            keys, values = self._brought((keys, values))
+            keys, values = self._fetch_now((keys, values))
         return keys, values
 
-    def every(self, layer: int, step: int) -> torch.Tensor:
-        """See ``FullCache.every``; what is not on the device is brought there."""
-        keys = super().every(layer, step)
-        return keys if layer not in self._rows else self._brought((keys,))[0]
+    def strided_keys(self, layer: int, step: int) -> torch.Tensor:
+        """Rows that are not on the device are copied to it."""
+        keys = super().strided_keys(layer, step)
+        return keys if layer not in self._rows else self._fetch_now((keys,))[0]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """See ``FullCache.chunks``; what is not on the device is brought there."""
+        """Rows that are not on the device are copied to it."""
         if layer not in self._rows:
             return super().chunks(layer, head, chunk, size)
-        self._settle()
+        self._wait_for_writes()
         place = self._layers[layer][0].device
         found = super().chunks(layer, head.to(place), chunk.to(place), size)
-        return tuple(t[0] for t in self._brought([t[None] for t in found]))
+        return tuple(t[0] for t in self._fetch_now([t[None] for t in found]))
 
     def reserve(self, layers: int, like: torch.Tensor, count: int) -> torch.Tensor:
-        """There is no one piece of memory to reserve."""
-        raise TypeError("an offloaded cache is not in one piece; its passes go layer by layer (enter, leave)")
+        """Not possible: an offloaded cache is not one piece of memory."""
+        raise TypeError(
+            "an offloaded cache is not in one piece; its passes go layer by layer (fetch_layer, write_back)"
+        )
 
     def share(self, length: int) -> SharedPrefix:
-        """Its beginning cannot be shared: it is too large to be kept twice."""
+        """Not possible: the text is too large to be kept twice."""
         raise TypeError("the beginning of an offloaded cache cannot be shared")
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """See ``Cache.needs``: on all tiers."""
+        """On all tiers."""
         return shape.nbytes * self._capacity
 
     def _buffer(self, layer: int) -> _Buffer:
-        return self._buffers[self._away.index(layer) % BUFFERS]
+        return self._buffers[self._offloaded_layers.index(layer) % BUFFERS]
 
-    def _send_for(self, layer: int) -> _Buffer:
-        """Bring a layer's committed rows to its buffer, unless they are there or on their way."""
+    def _prefetch(self, layer: int) -> _Buffer:
+        """Copy a layer's committed rows to its buffer, unless they are there or being copied."""
         buffer = self._buffer(layer)
         if buffer.layer != layer:
             buffer.layer, buffer.held = layer, 0
         first, last = buffer.held, self.length
         if first < last:
             parts = [
-                (to[:, :, first:last], home[:, :, first:last])
-                for to, home in zip(self._rows[layer], self._layers[layer], strict=True)
+                (to[:, :, first:last], host[:, :, first:last])
+                for to, host in zip(self._rows[layer], self._layers[layer], strict=True)
             ]
-            buffer.copies.append(self.link.fetch(parts))
+            buffer.copies.append(self.copy_engine.fetch(parts))
             buffer.held = last
         return buffer
 
-    def _brought(self, rows: Sequence[torch.Tensor]) -> Rows:
-        """Rows at home, on the device, at the link's speed."""
-        self._settle()
-        to = tuple(t.new_empty(t.shape, device=self.link.device) for t in rows)
+    def _fetch_now(self, rows: Sequence[torch.Tensor]) -> Rows:
+        """Copies of rows from the host, on the device."""
+        self._wait_for_writes()
+        to = tuple(t.new_empty(t.shape, device=self.copy_engine.device) for t in rows)
         try:
-            self.link.urgent(list(zip(to, rows, strict=True)))
-        except AwayError as error:
-            self._failed = error
+            self.copy_engine.fetch_now(list(zip(to, rows, strict=True)))
+        except OffloadError as error:
+            self._failure = error
             raise
         return to
 
-    def _asked(self) -> list[Ticket]:
-        """Copies that may not be done."""
-        return [*self._writes, *(ticket for buffer in self._buffers for ticket in buffer.copies)]
+    def _pending_copies(self) -> list[PendingCopy]:
+        """Copies that may not have ended."""
+        return [*self._writes, *(copy for buffer in self._buffers for copy in buffer.copies)]
 
-    def _settle(self) -> None:
-        """What was written is at home."""
-        for ticket in self._writes:
-            ticket.wait()
+    def _wait_for_writes(self) -> None:
+        """Wait until all rows are written back."""
+        for copy in self._writes:
+            copy.wait()
         self._writes = []
 
 

@@ -13,7 +13,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class LayerRotation:
     """The rotation of one layer's keys.
 
     Attributes:
@@ -42,12 +42,12 @@ class Rotation:
     """A model's rotary embedding, found by ``forerun.models.forward.rotary_probe.find_rotation``.
 
     Attributes:
-        turns: the rotation of each layer's keys, or None if they do not depend on position.
+        layers: the rotation of each layer's keys, or None if they do not depend on position.
     """
 
-    turns: Mapping[int, Turn | None]
+    layers: Mapping[int, LayerRotation | None]
 
     def __call__(self, layer: int, keys: torch.Tensor, by: int) -> torch.Tensor:
         """A layer's keys ``[1, Hkv, n, d]`` moved ``by`` positions later (earlier if negative)."""
-        turn = self.turns[layer]
-        return keys if turn is None or by == 0 else turn(keys, by)
+        rotation = self.layers[layer]
+        return keys if rotation is None or by == 0 else rotation(keys, by)

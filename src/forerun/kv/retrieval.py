@@ -18,12 +18,9 @@ import torch
 from forerun.core.block import Block
 from forerun.core.long_context import Policy
 from forerun.kernels.attention.attention import AttentionSpec, attend, merge
-from forerun.kv.bounded import SLACK
-from forerun.kv.cache import Addresses, KVShape
-from forerun.kv.chunks import ROOM, ChosenChunks
-from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_rows import located
-from forerun.kv.sparse_view import LOOKED_AT, View
+from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape
+from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
+from forerun.kv.kv_rows import Rows, addresses_of, append, compact, reserve
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,10 @@ class RetrievalConfig:
         return max(1, (self.budget - self.recent - self.growth) // self.chunk)
 
 
-ROLLING = 0.7
+BUFFER_GROWTH_TOKENS = 64
+"""A buffer grows by at least this many tokens."""
+
+ACCEPTANCE_DECAY = 0.7
 """Decay of the rolling acceptance rate per verification."""
 
 
@@ -89,7 +89,7 @@ class RetrievalCache(View):
         config: what is kept.
     """
 
-    asks = True
+    uses_queries = True
     copies = True
 
     def __init__(self, source: FullCache, config: RetrievalConfig) -> None:
@@ -104,18 +104,17 @@ class RetrievalCache(View):
 
     @property
     def ready(self) -> bool:
-        """See ``View.ready``. The first choice needs the queries of a pass."""
+        """The first choice needs the queries of a pass."""
         return bool(self._layers or self.source.queries)
 
     @property
     def whole(self) -> bool:
-        """See ``View.whole``."""
         return self.source.length <= self.config.budget
 
     def prepare(self, tokens: int) -> bool:
-        """See ``View.prepare``: means of a piece of chunks."""
+        """Means of a piece of chunks."""
         size, done = self.config.chunk, True
-        end, piece = self._far(self.source.length), max(1, LOOKED_AT * tokens // size) * size
+        end, piece = self._far(self.source.length), max(1, KEYS_PER_READ_TOKEN * tokens // size) * size
         for index in self.source.layers:
             if self.source.specs[index].window is None:
                 layer = self._layers.setdefault(index, ChosenChunks(size))
@@ -125,7 +124,6 @@ class RetrievalCache(View):
         return done
 
     def sync(self) -> None:
-        """See ``View.sync``."""
         known, self.length = self.settled, self.source.length
         self.settled = self.length
         if not self.refreshes or self.length - self._tail > self.config.recent + self.config.growth + self.config.chunk:
@@ -135,11 +133,10 @@ class RetrievalCache(View):
                 layer.write(self._place(known), *self.source.read(index, known, self.length))
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
-        """See ``View.verified``."""
         if not self.refreshes:
             return
         if drafted:
-            self._acceptance = ROLLING * self._acceptance + (1 - ROLLING) * accepted / drafted
+            self._acceptance = ACCEPTANCE_DECAY * self._acceptance + (1 - ACCEPTANCE_DECAY) * accepted / drafted
         poor = self.config.refresh == "acceptance" and self._acceptance < self.config.threshold
         if poor or self.config.refresh == "verify":
             self.length = self.settled = self.source.length
@@ -171,7 +168,7 @@ class RetrievalCache(View):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``. A layer with a sliding window chooses nothing: it sees its whole window."""
+        """A layer with a sliding window chooses nothing: it sees its whole window."""
         held = self._place(self.length)
         mine = self._layers[layer]
         mine.write(held, k, v)
@@ -183,11 +180,11 @@ class RetrievalCache(View):
         return merge(*parts, attend(q, k, v, spec, block.bias(None, range(0), q)), sinks=spec.sinks)
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
-        """See ``Cache.addressed``. A layer with a sliding window reads more than the cache's own memory."""
+        """A layer with a sliding window reads more than the cache's own memory."""
         if any(self.source.specs[layer].window is not None for layer in self._layers):
             return None
         held = self._place(self.length)
-        return located([self._layers[layer].reserve(held, count) for layer in range(layers)], held)
+        return addresses_of([self._layers[layer].reserve(held, count) for layer in range(layers)], held)
 
     def _attend_window(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -219,15 +216,132 @@ class RetrievalCache(View):
         return sum(layer.known_bytes for layer in self._layers.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """See ``Cache.needs``."""
         config = self.config
-        places = min(tokens, config.budget) + config.recent + config.growth + 2 * config.chunk + SLACK
+        places = min(tokens, config.budget) + config.recent + config.growth + 2 * config.chunk + ROLLBACK_TOKENS
         chunks = tokens // config.chunk
         means = sum(layer.heads * layer.dim * torch.bfloat16.itemsize for layer in shape.layers.values())
-        most = (places + max(ROOM, places // 32)) * shape.nbytes
-        return most + ((chunks + chunks // 8 + ROOM) * means if tokens > config.budget else 0)
+        most = (places + max(BUFFER_GROWTH_TOKENS, places // 32)) * shape.nbytes
+        return most + ((chunks + chunks // 8 + BUFFER_GROWTH_TOKENS) * means if tokens > config.budget else 0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values held, and of the chunk means (1/32 of a full cache in float32)."""
         return sum(layer.key_bytes + layer.mean_bytes for layer in self._layers.values())
+
+
+class ChosenChunks:
+    """One layer's rows: the chosen chunks in slots, then recent tokens, then the block being scored."""
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._rows: Rows | None = None
+        self._means = torch.empty(0)  # [Hkv, room, d]; half precision is enough for choosing
+        self._known = 0  # number of means so far
+        self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
+
+    def choose(self, query: torch.Tensor, source: FullCache, layer: int, end: int, count: int) -> None:
+        """Hold the ``count`` best chunks of a layer's first ``end`` tokens for the query ``[1, H, d]``."""
+        self.extend(source.read(layer, self.known, end)[0])
+        held = self._chosen.shape[1]
+        if held < count:  # all chunks so far are held, in order: append the next ones
+            first = held * self._chunk
+            keys, values = source.read(layer, first, count * self._chunk)
+            self.write(first, keys, values)
+            self._chosen = torch.arange(count, device=keys.device).repeat(keys.shape[1], 1)
+        if count < self._known:
+            self._replace(self._best(query, count), source, layer)
+
+    def extend(self, keys: torch.Tensor) -> None:
+        """Add the means of the next keys, ``[1, Hkv, m * chunk, d]``."""
+        if keys.shape[2]:
+            self._extend_means(self._in_chunks(keys[0]))
+
+    @property
+    def known(self) -> int:
+        """Tokens whose means are known."""
+        return self._known * self._chunk
+
+    def write(self, place: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write keys and values ``[1, Hkv, n, d]`` at index ``place``; those at later indices may be lost."""
+        self._rows = append(self._rows, (k, v), place, _grown(place + k.shape[2]))
+
+    def reserve(self, place: int, count: int) -> Rows:
+        """Its keys and values, with room for ``count`` more at index ``place``."""
+        assert self._rows is not None
+        self._rows = reserve(self._rows, self._rows, place, place + count, _grown(place + count))
+        return self._rows
+
+    def read(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of indices ``first`` to ``last`` (excluded)."""
+        assert self._rows is not None
+        keys, values = self._rows
+        return keys[:, :, first:last], values[:, :, first:last]
+
+    def compact(self, place: int, path: Sequence[int]) -> None:
+        """Move the nodes of ``path``, of a tree at index ``place``, side by side."""
+        assert self._rows is not None
+        compact(self._rows, place, path)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes reserved for keys and values."""
+        return sum(t.nbytes for t in self._rows or ())
+
+    @property
+    def known_bytes(self) -> int:
+        """Bytes of the means so far."""
+        return self._means[:, : self._known].nbytes if self._known else 0
+
+    @property
+    def mean_bytes(self) -> int:
+        """Bytes reserved for the chunk means."""
+        return self._means.nbytes
+
+    def _in_chunks(self, rows: torch.Tensor) -> torch.Tensor:
+        """A view of ``[Hkv, m * chunk, d]`` as ``[Hkv, m, chunk, d]``."""
+        return rows.view(rows.shape[0], -1, self._chunk, rows.shape[2])
+
+    def _extend_means(self, chunks: torch.Tensor) -> None:
+        heads, new, _, d = chunks.shape
+        count = self._known + new
+        if not self._known or self._means.shape[1] < count:
+            room = chunks.new_empty(heads, count + count // 8 + BUFFER_GROWTH_TOKENS, d, dtype=torch.bfloat16)
+            if self._known:
+                room[:, : self._known] = self._means[:, : self._known]
+            self._means = room
+        self._means[:, self._known : count] = chunks.mean(2)
+        self._known = count
+
+    def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
+        """The chunks with the best scores, ``[Hkv, count]``; the first chunk always comes first.
+
+        Half precision finds the candidates, single precision decides. The whole reserved buffer is multiplied, because
+        oneDNN compiles and keeps a program for each new shape.
+        """
+        means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
+        coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
+        coarse[:, 0] = torch.inf
+        some = coarse.topk(min(self._known, count + max(BUFFER_GROWTH_TOKENS, count // 4)), -1, sorted=False).indices
+        near = means.gather(1, some.unsqueeze(-1).expand(-1, -1, means.shape[2]))
+        scores = torch.bmm(near.float(), summed.float().unsqueeze(-1)).squeeze(-1)
+        scores[some == 0] = torch.inf
+        return some.gather(1, scores.topk(count, -1).indices)
+
+    def _replace(self, best: torch.Tensor, source: FullCache, layer: int) -> None:
+        """Write the chunks of ``best`` that are not held yet into slots whose chunks are no longer wanted."""
+        assert self._rows is not None
+        wanted = torch.zeros(best.shape[0], self._known, dtype=torch.bool, device=best.device)
+        wanted.scatter_(1, best, True)
+        stays = wanted.gather(1, self._chosen)
+        wanted.scatter_(1, self._chosen, False)
+        head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
+        chunk = wanted.nonzero(as_tuple=True)[1]
+        self._chosen[head, slot] = chunk
+        for mine, new in zip(self._rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
+            slots = self._in_chunks(mine[0, :, : best.shape[1] * self._chunk])
+            slots[head, slot] = new
+
+
+def _grown(end: int) -> int:
+    """Tokens that a buffer which must hold ``end`` has room for."""
+    return end + max(BUFFER_GROWTH_TOKENS, end // 32)

@@ -1,8 +1,8 @@
-"""A text's first keys and values, in a file that several caches take as their memory.
+"""Keys and values of a text's beginning, in a file that several caches map as their memory.
 
-The file is one without a name in memory (``memfd``), or one on disk (``keyfile.py``). Each cache maps it privately:
-what it reads is there once, and what it writes goes to pages of its own, which the operating system copies at the first
-write (copy on write). So a cache stays one piece of memory, and no kernel has to know.
+The file is one without a name in memory (``memfd``), or one on disk (``kv_file.py``). Each cache maps it privately:
+what it reads is there once, and the operating system copies a page when the cache first writes to it (copy on write).
+So a cache stays one piece of memory, and no kernel has to know.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from forerun.kv.kv_rows import Rows
 
 ALIGNMENT = 256
-"""Tokens to a multiple of which the capacity is rounded up, so that each head's keys begin on a page of their own."""
-SPACE = 2
-"""Tokens that the file has places for, as a multiple of what its first cache needs: the next text may be longer. This
-is address space; memory, or disk, is only taken by what is written."""
+"""Capacities are multiples of this many tokens, so that each head's keys begin on a page of their own."""
+CAPACITY_FACTOR = 2
+"""Capacity of a file by the capacity of its first cache, because the next text may be longer. This is address space;
+memory or disk space is only used where something is written."""
 
 Kind = tuple[int, int, torch.dtype]
 """Heads, numbers of a head's row, and their type."""
@@ -43,9 +43,9 @@ class Layout:
 
     @classmethod
     def of(cls, layers: Mapping[int, Rows], capacity: int) -> Layout:
-        """For rows such as these, and room for what may follow ``capacity`` tokens."""
+        """A layout for rows like these, with room for longer texts than ``capacity`` tokens."""
         kinds = {layer: tuple((t.shape[1], t.shape[3], t.dtype) for t in rows) for layer, rows in layers.items()}
-        return cls(kinds, -(-SPACE * capacity // ALIGNMENT) * ALIGNMENT)
+        return cls(kinds, -(-CAPACITY_FACTOR * capacity // ALIGNMENT) * ALIGNMENT)
 
     @property
     def token_bytes(self) -> int:
@@ -78,7 +78,7 @@ class SharedPrefix:
         length: tokens.
         file: descriptor of the file that holds them, which is closed with this object.
         offset: where they begin there, on a page.
-        notes: gives what views had made of the text, by a name of theirs (``View.keepsake``); None if nothing is kept.
+        read_state: reads the saved state of a view by its name (``View.state_name``); None if there is none.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class SharedPrefix:
         length: int,
         file: int | None,
         offset: int = 0,
-        notes: Callable[[str], Tensors | None] = lambda name: None,
+        read_state: Callable[[str], Tensors | None] = lambda name: None,
     ) -> None:
         self.layout, self.length = layout, length
-        self._file, self._offset, self._notes = file, offset, notes
-        self._noted: dict[str, Tensors] = {}
+        self._file, self._offset, self._read_state = file, offset, read_state
+        self._states: dict[str, Tensors] = {}
         self._held: dict[int, Rows] = {}
         if file is not None:
             weakref.finalize(self, os.close, file)
@@ -114,13 +114,13 @@ class SharedPrefix:
         for layer, rows in layers.items():
             for to, old in zip(memory.rows[layer], rows, strict=True):
                 to[:, :, :length] = old[:, :, :length]
-        return memory.beginning(length)
+        return memory.prefix(length)
 
     def layers(self, capacity: int) -> dict[int, Rows]:
         """Rows for a cache of its own that begins so, with room for ``capacity`` tokens at least; on a CPU all layers
         lie in one piece, one behind the other, where nothing has to be copied."""
         if self._file is not None and capacity <= self.layout.capacity:
-            return self.layout.cut(privately(self._file, self.layout.size, self._offset))
+            return self.layout.cut(map_private(self._file, self.layout.size, self._offset))
         held = self._held if self._file is None else self.layers(0)
         grown = {layer: tuple(_room(t, capacity) for t in rows) for layer, rows in held.items()}
         for layer, rows in held.items():
@@ -128,24 +128,24 @@ class SharedPrefix:
                 new[:, :, : self.length] = old[:, :, : self.length]
         return grown
 
-    def note(self, name: str, tensors: Tensors) -> None:
-        """Keep what a view has made of the text, by its ``keepsake``, unless there is such a thing already."""
-        if tensors and not self.notes(name):
-            self._noted[name] = tensors
+    def add_state(self, name: str, tensors: Tensors) -> None:
+        """Keep a view's state by its name, unless one is kept already."""
+        if tensors and not self.state(name):
+            self._states[name] = tensors
 
-    def notes(self, name: str) -> Tensors | None:
-        """What a view of this name has made of the text; None if nothing is kept."""
-        return self._noted.get(name) or self._notes(name)
+    def state(self, name: str) -> Tensors | None:
+        """The saved state of the view of this name, or None."""
+        return self._states.get(name) or self._read_state(name)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens' keys and values, and of what views have made of them."""
-        noted = sum(t.nbytes for tensors in self._noted.values() for t in tensors.values())
-        return self.layout.token_bytes * self.length + noted
+        """Bytes of the tokens' keys and values, and of the views' states."""
+        states = sum(t.nbytes for tensors in self._states.values() for t in tensors.values())
+        return self.layout.token_bytes * self.length + states
 
 
 class SharedMemory:
-    """Memory for a text with which others may begin: a cache writes it here, and nothing has to be copied for them.
+    """Memory for a text that other caches may begin with, without a copy.
 
     A forked process does not get it. There it would be the same memory, and both would write into one text.
 
@@ -167,15 +167,16 @@ class SharedMemory:
 
     @classmethod
     def of(cls, layout: Layout) -> SharedMemory | None:
-        """For rows that lie so; None on systems without such files."""
+        """Memory with this layout; None on systems without such files."""
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
-    def beginning(self, length: int) -> SharedPrefix:
-        """The first ``length`` tokens. Whoever wrote them writes no more here, but begins with them, too."""
+    def prefix(self, length: int) -> SharedPrefix:
+        """The first ``length`` tokens. The cache that wrote them continues with this prefix, too, and writes no more
+        here."""
         return SharedPrefix(self.layout, length, os.dup(self._file))
 
 
-def privately(file: int, size: int, offset: int) -> torch.Tensor:
+def map_private(file: int, size: int, offset: int) -> torch.Tensor:
     """A part of a file as memory, uint8 ``[size]``; what is written there stays in this process."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(file, size, flags=flags, offset=offset), dtype=torch.uint8)

@@ -3,74 +3,102 @@
 The first tokens are attention sinks: heads with nothing to attend to put their attention there, and a model fails
 without them. Positions are counted in the cache, not in the text (section 3.2). So a model only sees positions that it
 was trained on, however long the text is. When the window moves, its keys are rotated by the difference of positions.
+
+Between evictions tokens are only added, so the cache is copied only once in ``slack`` tokens. An eviction writes what
+it keeps into a second buffer; the first stays unchanged until the next eviction. A drafter commits its drafts one by
+one and truncates when they are rejected. If an eviction came in between, the cache goes back to the first buffer. So
+its state does not depend on rejected drafts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, merge
-from forerun.kv.bounded import SLACK, BoundedCache, Extent
-from forerun.kv.cache import READ_BLOCK, Addresses
-from forerun.kv.kv_rows import Rows, attend_in_order, located
+from forerun.kv.cache import READ_BLOCK, ROLLBACK_TOKENS, Addresses, Cache, KVShape
+from forerun.kv.kv_rows import Rows, addresses_of, append, attend_in_order, compact, reserve
 from forerun.kv.rerotation import Rotation
 
 
-class StreamingCache(BoundedCache):
+class _Extent(NamedTuple):
+    """How many tokens a cache has read, and how many it holds."""
+
+    length: int
+    held: int
+
+
+class StreamingCache(Cache):
     """Sinks and a recent window of one row.
 
     One buffer per layer holds the sinks, the window and the block being scored. A layer with a sliding window measures
     distances in this buffer. A token of a block sees the sinks, at least ``window`` tokens before the block (fewer
     only if there are fewer), and its ancestors in the block, however large the block is.
 
+    A commit that leaves more than ``sinks + window + slack`` tokens evicts down to ``sinks + window``. After up to
+    ``slack`` drafts, committed one by one, truncating restores the earlier state bit for bit.
+
     Args:
-        window: recent tokens that are always kept. Up to ``slack`` more are held; then all of these go at once.
+        window: recent tokens that are always kept.
         sinks: first tokens, always kept.
-        slack: see ``BoundedCache``. At least the draft length, so that drafts can be rolled back exactly.
+        slack: tokens that may be added after an eviction before the next one. At least the draft length, so that drafts
+            can be rolled back exactly.
         rotation: how the model's keys rotate with position. Positions are then those in the cache: below
             ``sinks + window + slack`` plus the block's length. None keeps each token's position in the text, for a
             model with learned positions.
+
+    Raises:
+        ValueError: for a value out of range.
     """
 
-    def __init__(self, window: int, sinks: int = 4, slack: int = SLACK, rotation: Rotation | None = None) -> None:
+    def __init__(
+        self, window: int, sinks: int = 4, slack: int = ROLLBACK_TOKENS, rotation: Rotation | None = None
+    ) -> None:
         if window < 1:
             raise ValueError(f"window is {window}; it must be at least 1")
-        if sinks < 0:
-            raise ValueError(f"sinks is {sinks}; it must be 0 or more")
-        super().__init__(sinks, window, slack)
-        self.window = window
-        self.sinks = sinks
-        self.rotation = rotation
+        for name, value in (("sinks", sinks), ("slack", slack)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; it must be 0 or more")
+        self.window, self.sinks, self.slack, self.rotation = window, sinks, slack, rotation
+        self.length = 0
+        self._sinks = sinks  # fewer if tokens were skipped before there were as many
+        self._held = 0
+        self._layers: dict[int, Rows] = {}
+        self._spare: dict[int, Rows] = {}
+        self._before: _Extent | None = None  # what self._spare holds: the state before the last eviction
+
+    @property
+    def held(self) -> int:
+        """Committed tokens that a pass sees."""
+        return self._held
 
     def positions(self, block: Block) -> IntArray:
-        """See ``Cache.positions``."""
         return block.positions if self.rotation is None else self._held + block.offsets
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Cache.attend``."""
-        rows = self._store(layer, k, v)
+        rows = append(self._layers.get(layer), (k, v), self._held, self._capacity(k.shape[2]))
+        self._layers[layer] = rows
         return merge(*attend_in_order(q, rows, self._held, block, spec), sinks=spec.sinks)
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
-        """See ``Cache.addressed``."""
-        rows = [self._reserve(layer, (like, like), count) for layer in range(layers)]
-        return located(rows, self._held)
+        held, end, capacity = self._held, self._held + count, self._capacity(count)
+        for layer in range(layers):
+            self._layers[layer] = reserve(self._layers.get(layer), (like, like), held, end, capacity)
+        return addresses_of([self._layers[layer] for layer in range(layers)], held)
 
     def next_read(self, goal: int) -> int:
-        """See ``Cache.next_read``: reads the sinks, then skips to the last ``window`` tokens before ``goal``."""
+        """Reads the sinks, then skips to the last ``window`` tokens before ``goal``."""
         if self.length < self.sinks:
             return min(goal, self.sinks) - self.length
-        if self._held == self._fixed:
+        if self._held == self._sinks:
             self.skip(max(0, goal - self.window - self.length))
         return goal - self.length
-
-    @property
-    def _largest(self) -> int:
-        return min(READ_BLOCK, max(self.sinks, self.window, self.slack))
 
     def skip(self, count: int) -> None:
         """Treat the next ``count`` tokens as read and evicted, so that of a long prompt only its ends are read.
@@ -82,26 +110,79 @@ class StreamingCache(BoundedCache):
         """
         if count < 0:
             raise ValueError(f"count is {count}; it must be 0 or more")
-        if self._held > self._fixed:
-            raise ValueError(f"tokens can be skipped behind the {self._fixed} sinks only, and {self._held} are held")
+        if self._held > self._sinks:
+            raise ValueError(f"tokens can be skipped behind the {self._sinks} sinks only, and {self._held} are held")
         if count:
-            self._fixed = self._held
+            self._sinks = self._held
             self.length += count
 
-    def truncate(self, length: int) -> None:
-        """See ``BoundedCache.truncate``; any length works whose tokens are still held."""
-        super().truncate(length)
-        if self.length == self._held:  # nothing held has been evicted or skipped
-            self._fixed = self.sinks
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        start = self._held + len(block.pending)
+        for rows in self._layers.values():
+            compact(rows, start, path)
+        self._held = start + len(path)
+        self.length += len(block.pending) + len(path)
+        if self._held > self._sinks + self.window + self.slack:
+            self._evict()
 
-    def _lowest(self, back: Extent | None) -> int:
-        length, held = back or (self.length, self._held)
-        return self._fixed + length - held
+    def _evict(self) -> None:
+        kept = {
+            layer: append(self._spare.get(layer), self._sinks_and_window(layer, rows), 0, rows[0].shape[2])
+            for layer, rows in self._layers.items()
+        }
+        self._layers, self._spare = kept, self._layers
+        self._before = _Extent(self.length, self._held)
+        self._held = self._sinks + self.window
 
-    def _thin(self, layer: int, rows: Rows) -> Rows:
+    def _sinks_and_window(self, layer: int, rows: Rows) -> Rows:
         keys, values = rows
-        sinks, recent = slice(0, self._fixed), slice(self._held - self.window, self._held)
+        sinks, recent = slice(0, self._sinks), slice(self._held - self.window, self._held)
         moved = keys[:, :, recent]
         if self.rotation is not None:
-            moved = self.rotation(layer, moved, self._fixed + self.window - self._held)
+            moved = self.rotation(layer, moved, self._sinks + self.window - self._held)
         return torch.cat((keys[:, :, sinks], moved), 2), torch.cat((values[:, :, sinks], values[:, :, recent]), 2)
+
+    def truncate(self, length: int) -> None:
+        """Drop the committed tokens from ``length`` on; tokens before it must still be held.
+
+        Raises:
+            ValueError: if they are not, or for a length out of range.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
+        back = self._before if self._before is not None and length < self._before.length else None
+        lowest = self._lowest(back)
+        if self._sinks < length < lowest:
+            raise ValueError(
+                f"length is {length}, and tokens before it are evicted; "
+                f"it must be between {lowest} and {self.length}, or at most {self._sinks} (slack is {self.slack})"
+            )
+        if back is not None:
+            self.length, self._held = back
+            self._layers, self._spare, self._before = self._spare, self._layers, None
+        if length <= self._sinks:
+            self._held, self._before = length, None
+        else:
+            self._held -= self.length - length
+        self.length = length
+        if self.length == self._held:  # nothing held has been evicted or skipped
+            self._sinks = self.sinks
+
+    def _lowest(self, back: _Extent | None) -> int:
+        """The shortest length above the sinks that truncation can reach, now or after going ``back``."""
+        length, held = back or (self.length, self._held)
+        return self._sinks + length - held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved, in both buffers."""
+        return sum(t.nbytes for layers in (self._layers, self._spare) for rows in layers.values() for t in rows)
+
+    def needs(self, shape: KVShape, tokens: int) -> int:
+        """Both buffers, with the largest block that is read at once."""
+        block = min(tokens, READ_BLOCK, max(self.sinks, self.window, self.slack))
+        return 2 * self._capacity(block) * shape.nbytes
+
+    def _capacity(self, count: int) -> int:
+        """Tokens that a buffer for blocks of ``count`` tokens has room for."""
+        return self._sinks + self.window + self.slack + count

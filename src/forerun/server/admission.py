@@ -11,8 +11,7 @@ from typing import Literal
 
 from forerun.core.request import Request
 from forerun.engine.result import Commit
-from forerun.kv.kv_tiers import Tiers, least
-from forerun.kv.placement import NoRoomError
+from forerun.kv.kv_tiers import NoRoomError, Tiers, min_device_bytes
 
 log = logging.getLogger(__name__)
 
@@ -204,26 +203,26 @@ class TieredKVAdmission(KVAdmission):
     def __init__(self, tiers: Tiers, places: Callable[[], int]) -> None:
         super().__init__(0)
         self._tiers, self._places = tiers, places
-        tiers.leave = self._left_to_others
+        tiers.device_reserve = self._left_to_others
 
     def check(self, request: ScheduledRequest) -> None:
         try:
-            self._tiers.placed(request.tokens, request.drafting, empty=True)
+            self._tiers.placement(request.tokens, request.drafting, empty=True)
         except NoRoomError as error:
             raise ValueError(f"{error}; {SMALLER_REQUEST}") from None
 
     def fits(self, request: ScheduledRequest) -> bool:
         try:
-            self._tiers.placed(request.tokens, request.drafting)
+            self._tiers.placement(request.tokens, request.drafting)
         except NoRoomError:
             return False
         return True
 
     def acquire(self, request: ScheduledRequest) -> None:
-        self._tiers.lend(request.drafting)
+        self._tiers.charge(request.drafting)
 
     def release(self, request: ScheduledRequest) -> None:
-        self._tiers.lend(-request.drafting)
+        self._tiers.charge(-request.drafting)
 
     @property
     def usage(self) -> float:
@@ -234,6 +233,6 @@ class TieredKVAdmission(KVAdmission):
 
     def _left_to_others(self, tokens: int) -> int:
         """Device bytes that a new text leaves free: the buffers of later texts of the same length."""
-        each = least(self._tiers.shape, tokens)
+        each = min_device_bytes(self._tiers.shape, tokens)
         reserved = int(RESERVED_DEVICE_FRACTION * self._tiers.memory.device) // each
         return each * max(0, min(self._places() - 1, reserved))

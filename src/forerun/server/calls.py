@@ -14,7 +14,7 @@ from functools import partial
 
 from forerun.core.request import Request
 from forerun.engine.result import Commit
-from forerun.kv.copy_engine import AwayError
+from forerun.kv.offloaded import OffloadError
 from forerun.models.text.grammar import GrammarError
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
 from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, StepTrace, step_trace
@@ -165,7 +165,7 @@ class Call:
         if isinstance(row.request.error, GrammarError):
             raise ApiError(400, str(row.request.error), "invalid_value", "response_format")
         log.error("call %s failed", self.number, exc_info=row.request.error)
-        if isinstance(row.request.error, AwayError):
+        if isinstance(row.request.error, OffloadError):
             raise _kv_failure(row.request.error, self.number)
         raise ApiError(500, f"the request failed in the server, whose log says more of {self.number}", "failed")
 
@@ -196,7 +196,7 @@ class ClientGoneError(Exception):
     """The client has gone, or the server closes."""
 
 
-def _kv_failure(error: AwayError, number: str) -> ApiError:
+def _kv_failure(error: OffloadError, number: str) -> ApiError:
     """For the client; the place of the files is for the log alone."""
     why = "copying failed" if error.errno is None else os.strerror(error.errno)
     message = f"the keys and values of this text could not be kept off the device: {why}; the log says more of {number}"

@@ -91,7 +91,7 @@ class _TierCollector(Collector):
         self._tiers = tiers
 
     def collect(self) -> Iterator[Metric]:
-        limits, link = self._tiers.memory.limits, self._tiers.link
+        limits, copy_engine = self._tiers.memory.limits, self._tiers.copy_engine
         bounded = {tier: size for tier, size in limits.items() if size != float("inf")}
         for name, help_text, values in (
             ("kv_tier_bytes", "Bytes that running texts take of a tier.", self._tiers.taken),
@@ -103,7 +103,7 @@ class _TierCollector(Collector):
             yield gauge
         help_text = "Bytes of keys and values that were copied to the device, and away from it."
         counter = CounterMetricFamily("forerun:kv_tier_copied_bytes", help_text, labels=["way"])
-        for way, value in (("in", link.fetched), ("out", link.written)):
+        for way, value in (("in", copy_engine.fetched), ("out", copy_engine.written)):
             counter.add_metric([way], value)
         yield counter
 

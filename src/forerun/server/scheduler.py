@@ -18,7 +18,7 @@ from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.result import Commit
-from forerun.kv.placement import NoRoomError
+from forerun.kv.kv_tiers import NoRoomError
 from forerun.server.admission import (
     Ending,
     FairQueue,

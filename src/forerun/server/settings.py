@@ -19,7 +19,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from forerun.kv.placement import KVMemory
+from forerun.kv.kv_tiers import KVMemory
 from forerun.server.admission import SchedulerLimits
 
 ENVIRONMENT_PREFIX = "FORERUN_"

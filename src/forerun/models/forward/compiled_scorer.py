@@ -27,7 +27,6 @@ from forerun.models.forward.architecture import known
 from forerun.models.forward.compiled_forward import CompiledForward, Parts, Size
 from forerun.models.forward.flat import flatten
 from forerun.models.forward.gpu_scorer import GpuScorer
-from forerun.models.forward.layer_streaming import run_by_layers
 from forerun.models.forward.packing import Packed, address
 from forerun.models.forward.scorer import Scorer, SelfTest, tested
 from forerun.models.forward.sharded import is_sharded
@@ -81,6 +80,8 @@ class CompiledScorer(Scorer):
         """All rows' logits; None if a program cannot read some of the caches."""
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
+            from forerun.models.forward.layer_streaming import run_by_layers  # imported only where memory is bounded
+
             return run_by_layers(self, parts, blocks, full)
         count = len(parts.layers)
         rows = [cache.addressed(count, parts.like, len(block)) for cache, block in zip(caches, blocks, strict=True)]
@@ -161,11 +162,13 @@ class CompiledScorer(Scorer):
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if isinstance(cache, FullCache):
                 cache.specs, cache.queries = dict(specs), {}
-            if isinstance(cache, FullCache) and self.keeps_queries and cache.wants(block):  # of what is overwritten
+            if (
+                isinstance(cache, FullCache) and self.keeps_queries and cache.wants_queries(block)
+            ):  # of what is overwritten
                 turned = written.mixed[:, first : first + count, : heads.heads * heads.dim].clone()
                 parted = turned.view(*turned.shape[:2], heads.heads, heads.dim).transpose(1, 2)
                 for layer, queries in enumerate(parted):
-                    cache.asked(layer, queries[None])
+                    cache.record_queries(layer, queries[None])
             first += count
 
 

@@ -119,9 +119,9 @@ class GpuScorer(Scorer):
             last = first + len(block)
             if isinstance(cache, FullCache):
                 cache.specs, cache.queries = dict(asked.specs), {}
-            if isinstance(cache, FullCache) and self.keeps_queries and cache.wants(block):
+            if isinstance(cache, FullCache) and self.keeps_queries and cache.wants_queries(block):
                 for layer, queries in asked.queries.items():
-                    cache.asked(layer, queries[:, :, first:last].clone())
+                    cache.record_queries(layer, queries[:, :, first:last].clone())
             first = last
 
 

@@ -75,7 +75,7 @@ def run_by_layers(runner: Runner, parts: Parts, blocks: Sequence[Block], caches:
                 _ask(written, part, layer, caches, parts)
         for cache, count in zip(caches, counts, strict=True):
             if isinstance(cache, OffloadedCache):
-                cache.leave(layer, count)
+                cache.write_back(layer, count)
     specs = {number: layer.spec for number, layer in enumerate(parts.layers)}
     for cache in caches:
         cache.specs = dict(specs)
@@ -108,7 +108,7 @@ def _pieces(block: Block) -> list[Block]:
 
 def _enter(cache: FullCache, layer: int, count: int, parts: Parts) -> Rows:
     if isinstance(cache, OffloadedCache):
-        return cache.enter(layer, count)
+        return cache.fetch_layer(layer, count)
     store = cache.reserve(len(parts.layers), parts.like, count)
     return store[layer, 0][None], store[layer, 1][None]
 
@@ -133,7 +133,7 @@ def _ask(written: CompiledForward, part: _Part, layer: int, caches: Sequence[Ful
     mixed = written.mixed[layer % len(written.mixed)]
     for row, count in zip(part.rows, part.packed.counts, strict=True):
         turned = mixed[first : first + count, : heads.heads * heads.dim].clone()
-        caches[row].asked(layer, turned.view(count, heads.heads, heads.dim).transpose(0, 1)[None])
+        caches[row].record_queries(layer, turned.view(count, heads.heads, heads.dim).transpose(0, 1)[None])
         first += count
 
 

@@ -13,8 +13,7 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.kv.cache import READ_BLOCK, Cache
-from forerun.kv.full_cache import FullCache
-from forerun.kv.sparse_view import View
+from forerun.kv.full_cache import FullCache, View
 from forerun.models.forward.compiled_scorer import inner
 from forerun.models.forward.scorer import Scorer, SelfTest, tested
 

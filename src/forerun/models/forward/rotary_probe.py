@@ -17,7 +17,7 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import Cache
-from forerun.kv.rerotation import Rotation, Turn
+from forerun.kv.rerotation import LayerRotation, Rotation
 from forerun.models.forward.scorer import Scorer
 
 POSITIONS = (1, 2, 5, 19, 61)
@@ -42,7 +42,7 @@ def find_rotation(model: PreTrainedModel) -> Rotation | None:
     limit = getattr(model.config, "max_position_embeddings", None) or POSITIONS[-1] + 1
     at = {position: _keys(scorer, position) for position in (0, *POSITIONS) if position < limit}
     frequencies = _frequencies(model)
-    turns: dict[int, Turn | None] = {}
+    layers: dict[int, LayerRotation | None] = {}
     for layer, keys in at[0].items():
         moved = {position: found[layer] for position, found in at.items() if position}
         candidates = [None, *_candidates(frequencies, keys.shape[-1])]
@@ -50,8 +50,8 @@ def find_rotation(model: PreTrainedModel) -> Rotation | None:
         best = int(np.argmin(errors))
         if not errors[best] <= 1:
             return None
-        turns[layer] = candidates[best]
-    return Rotation(turns)
+        layers[layer] = candidates[best]
+    return Rotation(layers)
 
 
 class _Probe(Cache):
@@ -97,15 +97,15 @@ def _frequencies(model: PreTrainedModel) -> list[torch.Tensor]:
     return found
 
 
-def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[Turn]:
+def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[LayerRotation]:
     for f in frequencies:
         m = len(f)
         for start in {0, d - 2 * m} if d >= 2 * m else ():
-            yield Turn(slice(start, start + m), slice(start + m, start + 2 * m), f)
-            yield Turn(slice(start, start + 2 * m, 2), slice(start + 1, start + 2 * m, 2), f)
+            yield LayerRotation(slice(start, start + m), slice(start + m, start + 2 * m), f)
+            yield LayerRotation(slice(start, start + 2 * m, 2), slice(start + 1, start + 2 * m, 2), f)
 
 
-def _error(turn: Turn | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
+def _error(turn: LayerRotation | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
     """The largest relative error of the predicted keys, in units of the error that rounding explains.
 
     Models compute angles, cosines and sines in float32; an angle's error grows with the position. Then they round

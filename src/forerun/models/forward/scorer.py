@@ -80,7 +80,7 @@ class Pass:
         rows = []
         for cache, asked, keys, values in zip(caches, *parts, strict=True):
             rows.append(cache.append(layer, keys, values))
-            cache.asked(layer, asked, spec)
+            cache.record_queries(layer, asked, spec)
         packed = self._packed(Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
         table = packed.rows([(*place(keys)[1:], *place(values)[1:]) for keys, values in rows])
         tables = {
