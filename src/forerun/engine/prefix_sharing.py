@@ -102,7 +102,9 @@ class PrefixSharing:
                 continue
             if self._store is not None and kept is not None:
                 name, chunks = kept
-                self._store.add_state(name, view.state_name, view.saved_state(min(row.cache.length, chunks * self.chunk)))
+                self._store.add_state(
+                    name, view.state_name, view.saved_state(min(row.cache.length, chunks * self.chunk))
+                )
             elif row.cache.length >= len(keys) * self.chunk:
                 self._prefixes.add_state(keys, view.state_name, view.saved_state(len(keys) * self.chunk))
 
