@@ -1,0 +1,231 @@
+"""The Lookahead paper's trie and its three forms of a draft (sections 4.2 and 4.3.2), in plain Python.
+
+A stage takes the context of one length and adds the branches behind it, those of the largest weighted frequency first.
+A branch that is longer than the trie counts goes on from its last tokens. If a stage yields too few nodes, the next
+shorter context has a stage, too. Forerun's own trie (``forerun.trie``) goes by learned probability instead.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Literal, get_args
+
+from forerun.core.pass_context import PassContext
+from forerun.core.request import Request
+from forerun.core.tree import ROOT, DraftTree
+from forerun.core.verify import Outcome
+from forerun.drafting.drafter import Drafter
+
+Form = Literal["hierarchical", "parallel", "single"]
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True)
+class LookaheadTrieConfig:
+    """The paper's parameters.
+
+    Attributes:
+        form: ``hierarchical`` merges branches on shared prefixes, ``parallel`` has them side by side, and ``single`` is
+            the likeliest branch.
+        branch_length: tokens of a branch, context included (L_b).
+        max_prefix: longest context that is counted and matched.
+        min_matches: the next shorter context is used too while there are fewer nodes (N_m).
+        prompt_weight: weight of a count in the request's own text; in earlier outputs it is 1.
+        prompt_tokens: maximum number of a prompt's tokens that are indexed; of a longer prompt it is the end.
+        capacity: tokens of outputs that a namespace keeps; the oldest outputs give way.
+        learns_outputs: whether generated tokens are counted.
+    """
+
+    form: Form = "hierarchical"
+    branch_length: int = 12
+    max_prefix: int = 4
+    min_matches: int = 64
+    prompt_weight: float = 2.0
+    prompt_tokens: int = 1 << 20
+    capacity: int = 1 << 20
+    learns_outputs: bool = True
+
+    def __post_init__(self) -> None:
+        if self.form not in get_args(Form):
+            raise ValueError(f"form is {self.form!r}; allowed: {', '.join(get_args(Form))}")
+        if not 1 <= self.max_prefix < self.branch_length:
+            raise ValueError(f"max_prefix is {self.max_prefix}; allowed: 1 to branch_length - 1")
+
+
+class NGrams:
+    """How often each token followed each context of one to ``orders`` tokens."""
+
+    def __init__(self, orders: int) -> None:
+        self.orders = orders
+        self.followers: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+
+    def count(self, text: Tokens, start: int = 0, times: int = 1) -> None:
+        """Count the tokens of a text from ``start`` on behind their contexts; take them back with ``times=-1``."""
+        for place in range(max(start, 1), len(text)):
+            for order in range(1, min(self.orders, place) + 1):
+                context = tuple(text[place - order : place])
+                self.followers[context][text[place]] += times
+                if self.followers[context][text[place]] <= 0:
+                    del self.followers[context][text[place]]
+                    if not self.followers[context]:
+                        del self.followers[context]
+
+    def after(self, context: tuple[int, ...]) -> Counter[int]:
+        """The followers of a context."""
+        return self.followers.get(context, Counter())
+
+
+class Outputs:
+    """The outputs of one namespace, the oldest of which give way to new ones."""
+
+    def __init__(self, orders: int, capacity: int) -> None:
+        self.ngrams, self.capacity = NGrams(orders), capacity
+        self.texts: deque[list[int]] = deque()
+        self.tokens = 0
+
+    def extend(self, text: list[int], tokens: Tokens) -> None:
+        """Append tokens to an output."""
+        if not text:
+            self.texts.append(text)
+        start = len(text)
+        text.extend(tokens)
+        self.ngrams.count(text, start)
+        self.tokens += len(tokens)
+        while self.tokens > self.capacity and len(self.texts) > 1:
+            oldest = self.texts.popleft()
+            self.ngrams.count(oldest, times=-1)
+            self.tokens -= len(oldest)
+            oldest.clear()
+
+
+@dataclass
+class _Live:
+    """A request: its n-grams, how much of its text is counted, and its output."""
+
+    own: NGrams
+    known: int
+    output: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Branches:
+    """A draft under construction."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root to a node."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def child(self, parent: int, token: int) -> int:
+        """The child of a node with a token, or ``ROOT``."""
+        same = (n for n, above in enumerate(self.parents) if above == parent and self.tokens[n] == token)
+        return next(same, ROOT)
+
+    def side_by_side(self, budget: int) -> DraftTree:
+        """Every branch on its own, the heaviest leaf first, as far as the budget goes (section 4.2.1)."""
+        leaves = sorted(set(range(len(self.tokens))) - set(self.parents), key=lambda leaf: -self.weights[leaf])
+        tokens: list[int] = []
+        parents: list[int] = []
+        for leaf in leaves:
+            path = self.path(leaf)[: budget - len(tokens)]
+            parents += [ROOT if step == 0 else len(tokens) + step - 1 for step in range(len(path))]
+            tokens += [self.tokens[node] for node in path]
+        return DraftTree(tokens, parents)
+
+
+class LookaheadTrieDrafter(Drafter):
+    """Drafts from the request's prompt and from all that was generated in its namespace, by frequency."""
+
+    def __init__(self, config: LookaheadTrieConfig | None = None) -> None:
+        self.config = config or LookaheadTrieConfig()
+        self._outputs: dict[str, Outputs] = {}
+        self._live: dict[int, _Live] = {}
+
+    def _of(self, namespace: str) -> Outputs:
+        return self._outputs.setdefault(namespace, Outputs(self.config.max_prefix, self.config.capacity))
+
+    def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
+        for sequence in sequences:
+            self._of(namespace).extend([], list(map(int, sequence)))
+
+    def begin(self, request: Request) -> None:
+        own = NGrams(self.config.max_prefix)
+        own.count(request.prompt.tolist()[-self.config.prompt_tokens :])
+        self._live[request.id] = _Live(own, request.prompt_length)
+
+    def observe(self, request: Request, outcome: Outcome) -> None:
+        live, orders = self._live[request.id], self.config.max_prefix
+        first, live.known = live.known, len(request)
+        if self.config.learns_outputs:
+            text = request.tokens[max(0, first - orders) :].tolist()
+            live.own.count(text, min(first, orders))
+            self._of(request.drafts_from).extend(live.output, text[min(first, orders) :])
+
+    def finish(self, request: Request) -> None:
+        self._live.pop(request.id, None)
+
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self._draft(row, min(budget, 1 << 10)) for row, budget in context]
+
+    def _draft(self, request: Request, budget: int) -> DraftTree:
+        config, draft = self.config, _Branches()
+        text = request.tokens[-config.max_prefix :].tolist()
+        for length in range(min(config.max_prefix, len(text)), 0, -1):
+            if self._followers(request, tuple(text[-length:])):
+                self._stage(request, draft, text, length, budget)
+            if len(draft.tokens) >= config.min_matches or (config.form == "single" and draft.tokens):
+                break
+        if config.form == "parallel":
+            return draft.side_by_side(budget)
+        return DraftTree(draft.tokens, draft.parents)
+
+    def _followers(self, request: Request, context: tuple[int, ...]) -> Counter[int]:
+        """Weighted counts of what followed a context, in the request's own text and in earlier outputs."""
+        weights: Counter[int] = Counter(self._of(request.drafts_from).ngrams.after(context))
+        for token, times in self._live[request.id].own.after(context).items():
+            weights[token] += self.config.prompt_weight * times  # type: ignore[assignment]
+        return weights
+
+    def _stage(self, request: Request, draft: _Branches, text: list[int], length: int, budget: int) -> None:
+        """Add the branches behind the last ``length`` tokens to the draft."""
+        orders, single = self.config.max_prefix, self.config.form == "single"
+        deepest = min(request.max_draft_depth, self.config.branch_length - length)
+        frontier: list[tuple[float, int, int, int]] = []  # minus the weight, order of entry, node above, token
+        number = count()
+
+        def expand(node: int, order: int, weight: float | None) -> None:
+            path = text + [draft.tokens[each] for each in draft.path(node)]
+            followers = self._followers(request, tuple(path[-order:]))
+            factor = 1.0 if weight is None else weight / max(sum(followers.values()), 1)
+            for token, times in followers.items():
+                heapq.heappush(frontier, (-factor * times, next(number), node, token))
+
+        if deepest < 1:
+            return
+        expand(ROOT, length, None)
+        for _ in range(budget):
+            if not frontier or len(draft.tokens) >= budget:
+                return
+            minus, _, above, token = heapq.heappop(frontier)
+            node = draft.child(above, token)
+            if node == ROOT:
+                node = len(draft.tokens)
+                draft.tokens.append(token)
+                draft.parents.append(above)
+                draft.weights.append(-minus)
+            if single:
+                frontier.clear()
+            if (depth := len(draft.path(node))) < deepest:
+                expand(node, min(length + depth, orders), -minus)
