@@ -15,6 +15,7 @@ from itertools import count
 from typing import Literal, get_args
 
 from forerun.core.pass_context import PassContext
+
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome

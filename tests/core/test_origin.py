@@ -18,7 +18,6 @@ from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import RECIPES, trie_of
 from forerun.engine.engine import Engine
 from forerun.trie.trie import Trie
-from forerun.trie.trie_config import Form, TrieConfig
 
 PROMPT = [1, *[7, 8, 9, 10] * 6]
 NEW = 40
@@ -32,9 +31,6 @@ SOURCES: dict[str, set[Origin]] = {
     "none": set(),
     "lookup": {TEXT},
     "trie": {TEXT},
-    "trie-hierarchical": {TEXT},
-    "trie-single": {TEXT},
-    "trie-parallel": {TEXT},
     "triforce": {MODEL, SELF},
     "triforce-trie": {TEXT, SELF},
     "triforce-auto": {TEXT, MODEL, SELF},
@@ -85,9 +81,8 @@ def origins_of(trie: Trie, request: int, pending: Sequence[int] = ()) -> dict[in
     return {token: Origin(origin) for token, origin in zip(draft.tokens.tolist(), draft.origins.tolist(), strict=True)}
 
 
-@pytest.mark.parametrize("form", ["merged", "hierarchical", "single", "parallel"])
-def test_a_trie_says_in_which_text_it_found_a_token(form: Form) -> None:
-    trie = Trie(TrieConfig(form=form))
+def test_a_trie_says_in_which_text_it_found_a_token() -> None:
+    trie = Trie()
     trie.warm("a", [[9, 20, 21, 22, 23], [9, 30, 31, 32]])
     trie.begin(0, "a", [5, 30, 31, 32, 40, 41, 42, 5])
     assert origins_of(trie, 0, [40, 41])[42] == TEXT

@@ -20,8 +20,8 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.trie_drafter import LEARN_TOKENS, TrieDrafter
-from forerun.trie import arrays, entry_points, multibranch, text_cursor
-from forerun.trie.trie import Form, Trie, TrieConfig
+from forerun.trie import arrays, entry_points, text_cursor
+from forerun.trie.trie import Trie, TrieConfig
 
 VOCABULARY = 32
 
@@ -57,12 +57,11 @@ def generate(drafter: TrieDrafter, prompt: list[int], answer: list[int], new: in
     st.lists(st.integers(0, 3), min_size=1, max_size=6),
     st.integers(1, 20),
     st.integers(0, 12),
-    st.sampled_from(["merged", "hierarchical", "parallel", "single"]),
 )
 def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(
-    prompt: list[int], answer: list[int], new: int, budget: int, form: Form
+    prompt: list[int], answer: list[int], new: int, budget: int
 ) -> None:
-    drafter = TrieDrafter(TrieConfig(branch_length=6, max_prefix=3, capacity=1 << 16, form=form))
+    drafter = TrieDrafter(TrieConfig(capacity=1 << 16))
     request = Request(prompt, new)
     drafter.begin(request)
     while not request.finish_reason:
@@ -158,12 +157,11 @@ def test_no_draft_is_made_for_the_last_token() -> None:
     assert not len(draft(drafter, request, 4))
 
 
-@pytest.mark.parametrize("form", ["merged", "hierarchical", "parallel", "single"])
-def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed(form: Form) -> None:
-    drafter = TrieDrafter(TrieConfig(capacity=1 << 16, learning_rate=0, prompt_weight=1, form=form))
+def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed() -> None:
+    drafter = TrieDrafter(TrieConfig(capacity=1 << 16, learning_rate=0))
     drafter.warm_up()
     assert drafter.trie.nbytes == 0
-    functions = [entry_points.grow, multibranch.retrieve, entry_points.extend, arrays.valid, arrays.tight]
+    functions = [entry_points.grow, entry_points.extend, arrays.valid, arrays.tight]
     functions += [text_cursor.ingest, text_cursor.publish, text_cursor.withdraw, text_cursor.peek]
     before = [len(function.signatures) for function in functions]  # type: ignore[attr-defined]
     for _ in range(60):
@@ -177,7 +175,7 @@ def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed(form: Form) ->
 
 
 def test_a_given_trie_is_used_with_its_own_configuration() -> None:
-    trie = Trie(TrieConfig(branch_length=4, max_prefix=1))
+    trie = Trie(TrieConfig(capacity=1 << 17))
     assert TrieDrafter(trie=trie).trie is trie
     with pytest.raises(ValueError, match="config and trie are both given"):
         TrieDrafter(TrieConfig(), trie)

@@ -478,7 +478,7 @@ def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> N
     assert fingerprint(changed) != fingerprint(model[1])
 
 
-@pytest.mark.parametrize("name", ["trie", "trie-single", "auto", "triforce-trie"])
+@pytest.mark.parametrize("name", ["trie", "auto", "triforce-trie"])
 def test_drafters_with_a_trie_show_it(name: str) -> None:
     assert isinstance(trie_of(build_drafter(name)), Trie)
 

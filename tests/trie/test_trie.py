@@ -26,14 +26,13 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.trie import logistic_mixer, trie_file
 from forerun.trie.arrays import CLASSES, ORDERS, Index, find, mix
 from forerun.trie.gapped_match import SKIP_MARK, substitute_hash
-from forerun.trie.trie import Draft, Form, Trie, TrieConfig, TrieFileError
+from forerun.trie.trie import Draft, Trie, TrieConfig, TrieFileError
 
 Path_ = tuple[int, ...]
 Counts = Counter[tuple[Path_, int]]
 
 SMALL = TrieConfig(capacity=1 << 16)
 START = (-1,) * ORDERS
-FORMS: list[Form] = ["merged", "hierarchical", "parallel", "single"]
 quick = settings(max_examples=60, deadline=None)
 
 token = st.integers(0, 3)
@@ -235,18 +234,17 @@ def test_extending_token_by_token_counts_the_same_as_at_once(prompt: list[int], 
     text,
     st.integers(-1, 70),
     st.integers(-1, 9),
-    st.sampled_from(FORMS),
 )
 def test_drafts_are_trees_within_budget_and_depth_of_tokens_that_were_seen(
-    operations: list[Any], prompt: list[int], output: list[int], budget: int, max_depth: int, form: Form
+    operations: list[Any], prompt: list[int], output: list[int], budget: int, max_depth: int
 ) -> None:
-    trie, oracle = Trie(dataclasses.replace(SMALL, form=form)), Oracle()
+    trie, oracle = Trie(SMALL), Oracle()
     play(trie, oracle, [*operations, ("finish", 0), ("begin", 0, "a", prompt), ("extend", 0, output)])
     draft = trie.retrieve(0, budget, max_depth)
     nodes = paths(draft)
     assert len(nodes) <= max(budget, 0)
     assert max(map(len, nodes), default=0) <= max(max_depth, 0)
-    assert form == "parallel" or len(set(nodes)) == len(nodes)
+    assert len(set(nodes)) == len(nodes)
     seen = {token for _, token in oracle.own(0) + oracle.shared("a")}
     assert set(draft.tokens.tolist()) <= seen
     above = np.where(draft.parents == ROOT, 1.0, draft.probability[draft.parents])
@@ -344,42 +342,6 @@ def test_no_evidence_is_learned_from_texts_that_warm_the_index() -> None:
     before = logistic_mixer.dump(trie._mixer)
     trie.warm("a", [[1, 2, 3] * 9])
     assert (logistic_mixer.dump(trie._mixer) == before).all()
-
-
-def with_form(form: Form) -> Trie:
-    trie = Trie(TrieConfig(form=form))
-    trie.warm("a", [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 6]])
-    trie.begin(0, "a", [9])
-    return trie
-
-
-def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first() -> None:
-    draft = with_form("hierarchical").retrieve(0, 10, 9, [1])
-    assert paths(draft)[0] == (2,)
-    assert sorted(paths(draft)) == [(2,), (2, 3), (2, 3, 4), (2, 5), (6,)]
-    expected = {(2,): 2.25 / 4.5, (2, 3): 0.8 * 1.25 / 4.5, (2, 5): 0.8 * 0.25 / 4.5, (6,): 0.25 / 4.5}
-    found = dict(zip(paths(draft), draft.probability.tolist(), strict=True))
-    assert {path: found[path] for path in expected} == pytest.approx(expected)
-
-
-def test_in_the_papers_forms_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
-    trie = Trie(TrieConfig(form="hierarchical", prompt_weight=3.0))
-    trie.warm("a", [[6, 1, 7], [6, 1, 7]])
-    trie.begin(0, "a", [1, 8, 5])
-    assert trie.retrieve(0, 2, 1, [1]).tokens.tolist() == [8, 7]
-    trie.extend(0, [2, 1, 4, 1, 3, 1, 3, 2, 1])
-    assert trie.retrieve(0, 1, 1).tokens.tolist() == [4]
-
-
-def test_the_parallel_form_repeats_shared_prefixes_within_the_budget() -> None:
-    draft = with_form("parallel").retrieve(0, 6, 9, [1])
-    assert paths(draft) == [(2,), (2, 3), (2, 3, 4), (6,), (2,), (2, 5)]
-    assert draft.parents.tolist() == [-1, 0, 1, -1, -1, 4]
-
-
-def test_the_single_form_is_one_chain_of_the_most_frequent() -> None:
-    draft = with_form("single").retrieve(0, 10, 9, [1])
-    assert paths(draft) == [(2,), (2, 3), (2, 3, 4)]
 
 
 def test_a_finished_prompt_is_gone_and_its_memory_free() -> None:
@@ -561,15 +523,9 @@ def test_requests_begin_once_and_before_anything_else() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("branch_length", 1),
-        ("max_prefix", 5),
-        ("max_prefix", 0),
-        ("min_matches", 0),
         ("capacity", 10),
         ("prompt_capacity", 0),
-        ("prompt_weight", 0.0),
         ("learning_rate", 0.5),
-        ("form", "wide"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_its_name_value_and_what_is_allowed(field: str, value: Any) -> None:

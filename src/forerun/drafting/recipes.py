@@ -23,7 +23,7 @@ from forerun.models.forward import gate
 from forerun.models.forward.level import CacheFactory
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.sharded import is_sharded
-from forerun.trie.trie import Form, Trie, TrieConfig
+from forerun.trie.trie import Trie
 
 TRIE_NODES = 16
 """Maximum size of a trie's tree that the target verifies over its sparse cache."""
@@ -151,17 +151,10 @@ def self_drafting(sparse: Callable[[LongContextConfig], CacheFactory]) -> Recipe
     return long_context(lambda s: ModelDrafter(sparse(s), s.gamma2), sparse)
 
 
-def _trie(form: Form) -> Recipe:
-    return Recipe(lambda s: TrieDrafter(TrieConfig(form=form)))
-
-
 RECIPES: dict[str, Recipe] = {
     "none": Recipe(lambda s: NoDrafter()),
     "lookup": Recipe(lambda s: LookupDrafter()),
     "trie": Recipe(lambda s: TrieDrafter()),
-    "trie-hierarchical": _trie("hierarchical"),
-    "trie-single": _trie("single"),
-    "trie-parallel": _trie("parallel"),
     "auto": Recipe(_auto, sparse=sparse_cache),
     "triforce": long_context(lambda s: _triforce(s, small_drafter(s, s.gamma1), s.gamma1), sparse_cache, small=True),
     "triforce-trie": long_context(lambda s: _triforce(s, TrieDrafter(), TRIE_NODES), sparse_cache),
@@ -174,7 +167,7 @@ RECIPES: dict[str, Recipe] = {
     "low-rank": self_drafting(_low_rank),
     "streaming": long_context(lambda s: small_drafter(s, s.gamma2), small=True),
 }
-"""``trie`` merges all it knows by probability; the other tries are the Lookahead paper's forms; ``none`` is plain.
+"""``trie`` merges all it knows by probability; ``none`` is plain.
 
 For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a trie in the small model's place, and
 ``triforce-auto`` both; ``low-rank`` is the target alone over their middle cache. From the paper: ``retrieval`` is

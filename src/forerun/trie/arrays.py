@@ -90,7 +90,7 @@ class Index(NamedTuple):
     def for_tokens(cls, tokens: int) -> Index:
         """An empty index with room for any text of so many tokens.
 
-        Each token is counted behind ``ORDERS`` contexts, and behind up to two that ``match`` adds.
+        Each token is counted behind ``ORDERS`` contexts, and behind up to two that gapped matches add.
         """
         return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 2)
 

@@ -15,7 +15,7 @@ class Saved(Protocol):
     """Where an index is saved, such as a ``Folder``."""
 
     def save(self, store: TrieStore, /) -> object:
-        """Write what is new; an ``OSError`` is told of in the log, and it is tried again."""
+        """Write what is new; an ``OSError`` is logged, and saving is tried again."""
 
     def close(self) -> None:
         """Nothing is saved any more."""
@@ -29,12 +29,12 @@ class AutoSaver:
 
     Args:
         trie: the index.
-        cursor: where it is saved.
+        destination: where it is saved.
         interval: seconds from a change to the save that has it.
     """
 
-    def __init__(self, trie: TrieStore, cursor: Saved, interval: float) -> None:
-        self._trie, self._place, self._interval = trie, cursor, interval
+    def __init__(self, trie: TrieStore, destination: Saved, interval: float) -> None:
+        self._trie, self._destination, self._interval = trie, destination, interval
         self._changed, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
 
@@ -45,14 +45,14 @@ class AutoSaver:
         self._thread.start()
 
     def close(self) -> None:
-        """Save what is new, and let the place go."""
+        """Save what is new, and close the destination."""
         self._trie.notify(None)
         self._closing.set()
         self._changed.set()
         if self._thread.ident is not None:
             self._thread.join()
             self._save()
-        self._place.close()
+        self._destination.close()
 
     def _work(self) -> None:
         while self._changed.wait() and not self._closing.wait(self._interval):
@@ -62,7 +62,7 @@ class AutoSaver:
 
     def _save(self) -> bool:
         try:
-            self._place.save(self._trie)
+            self._destination.save(self._trie)
         except OSError as error:
             log.warning("%s: %s", error.filename, error.strerror)
             return False

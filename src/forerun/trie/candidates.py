@@ -19,7 +19,7 @@ from forerun.trie.tables import ABSENT, CANDIDATE, PREDICTION, RecordArray
 
 COPIED, UNIGRAM, SUBSTITUTE, SKIPPED, MATCHED = (2 * ORDERS + start for start in (0, 2, 4, 5, 7))
 """First inputs of each kind behind the ``2 * ORDERS`` contexts: two copies, by source; the token's own frequency and
-recency, by source; the substitute; two skips and two matches, by match."""
+recency, by source; the substitute; two skips and two gapped matches."""
 
 BIAS = MATCHED + 2
 """Number of inputs; in ``Mixer.weights`` the column of the constant, which has no cell."""
@@ -93,7 +93,7 @@ class PositionEvidence(NamedTuple):
 
     Attributes:
         absent: for contexts that a candidate was not found behind; ``ABSENT`` ``[2, ORDERS + 1]``, by source and order
-            less one. ``[OWN, ORDERS].shorter`` is for a candidate that did not set_root in.
+            less one. ``[OWN, ORDERS].shorter`` is for a candidate that is no substitute.
         skips: cells of each match's skips on, or ``NONE``; int32 ``[2, SKIPS + 1]``.
         copies: what each source's copy predicts; ``PREDICTION`` ``[2]``.
         unpredicted: for each match, the cell of a token that it does not predict, or ``NONE``; int64 ``[2]``.
@@ -133,7 +133,7 @@ def class_of_total(total: int) -> int:
 
 @compiled
 def cell_of(group: int, count_class: int, total_class: int, state: int) -> int:
-    """The cell of evidence from counts; ``group`` is that of the context, the substitute or the skip_hash."""
+    """The cell of evidence from counts; ``group`` is that of the context, the substitute or the skip."""
     return ((group * COUNTS + count_class) * TOTALS + total_class) * STATES + state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
-from forerun.trie import best_first, learning, multibranch, text_cursor
+from forerun.trie import best_first, learning, text_cursor
 from forerun.trie.array_handles import reader
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
@@ -16,34 +16,15 @@ cursor_at = reader(TextCursor.start())
 mixer_at = reader(untrained())
 workspace_at = reader(DraftWorkspace.allocate(1))
 
-_grow, _retrieve, _extend, _peek = best_first.grow, multibranch.retrieve, learning.extend, text_cursor.peek
+_grow, _extend, _peek = best_first.grow, learning.extend, text_cursor.peek
 
 
 @compiled
 def grow(own: int, shared: int, cursor: int, mixer: int, workspace: int, draft: Draft, deepest: int) -> int:
-    """See ``bestfirst.grow``."""
+    """See ``best_first.grow``."""
     return _grow(
         index_at(own), index_at(shared), cursor_at(cursor), mixer_at(mixer), workspace_at(workspace), draft, deepest
     )
-
-
-@compiled
-def retrieve(
-    own: int,
-    shared: int,
-    cursor: int,
-    workspace: int,
-    draft: Draft,
-    weight: float,
-    longest: int,
-    enough: int,
-    max_depth: int,
-    branch_length: int,
-    single: bool,
-) -> int:
-    """See ``multibranch.retrieve``."""
-    texts = (index_at(own), index_at(shared), cursor_at(cursor))
-    return _retrieve(*texts, weight, workspace_at(workspace), draft, longest, enough, max_depth, branch_length, single)
 
 
 @compiled
@@ -56,5 +37,5 @@ def extend(own: int, shared: int, cursor: int, mixer: int, workspace: int, token
 
 @compiled
 def peek(own: int, shared: int, cursor: int, scratch: int, tokens: IntArray) -> None:
-    """See ``cursor.skip``."""
+    """See ``text_cursor.peek``."""
     _peek(index_at(own), index_at(shared), cursor_at(cursor), cursor_at(scratch), tokens)

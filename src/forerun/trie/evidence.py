@@ -101,7 +101,7 @@ def _followers(
 
 @compiled
 def _substitutes(own: Index, match: np.record, evidence: PositionEvidence, table: CandidateTable, least: float) -> None:
-    """Make what stood in for the next token of the prompt's match candidates."""
+    """Make substitutes for the next token of the prompt's match candidates."""
     substitutes = current_substitute_hash(own, match)
     slot = find(own, substitutes) if substitutes != 0 else 0
     evidence.absent[OWN, ORDERS].shorter = NONE

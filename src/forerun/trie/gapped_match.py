@@ -1,21 +1,21 @@
-"""Gapped matches: how an output is predicted that says an earlier passage again in another form.
+"""Gapped matches predict an output that repeats an earlier passage in another form.
 
-A table is predicted again as JSON, or a record like the record before it. Such an output copies a value, writes a few tokens
+A table is repeated as JSON, or a record like the record before it. Such an output copies a value, writes a few tokens
 of its own, and copies the next value. The last tokens before that next value are no known context, so n-grams cannot
-predict it. A match can. It is a pointer behind what was copied last. It predicts the next few tokens of that passage,
-and the first of them that comes moves it on.
+predict it. A gapped match can. It points behind the token that was copied last. It predicts the next few tokens of that
+passage, and moves behind the first of them that comes.
 
 Two matches are kept for the text, and for each node of a draft. ``PROMPT_MATCH`` leads through the prompt, for what is
 rearranged. ``OUTPUT_MATCH`` leads through the output, for a form that repeats itself.
 
-Three more things are known to matches:
+Matches also know:
 
 - *Spelling.* A word with a space before it in the prompt may have none in the output, and then has other tokens. The
   prompt's match goes through that spelling (``spelling``).
 - *Substitutes.* The token that the prompt's match is sure of is a context of its own. Where a table has a comma, JSON may
   have a quote and a comma. Such substitutes are counted. One that was counted twice moves the match on, as if the
   predicted token had come.
-- *Skips.* The output's last two tokens, together with the match, are a context of the *skip* on: which of the
+- *Skips.* The output's last two tokens, together with the match, are a context of the *skip*: which of the
   predicted tokens comes next. After a colon and a quote, for example, it is the spelling of the token after next.
 """
 
@@ -34,16 +34,16 @@ PROMPT_LOOKAHEAD, OUTPUT_LOOKAHEAD = 4, 8
 """How many tokens the prompt's match and the output's look ahead to be moved on. The output's is drafted one ahead."""
 
 MAX_GAP_TOKENS = 40
-"""A match that was not followed for more tokens than this is given up."""
+"""A match is given up after more tokens than this that it did not predict."""
 
 START_AGREED, RESTART_AGREED = 3, 6
-"""Tokens that must agree before a match is laid where there is none, and where one waits."""
+"""Tokens that must agree before a match is started where there is none, and where one waits."""
 
 MIN_RESUMED = 2
-"""A match says nothing before it was resumed so often."""
+"""Times that a match must have been resumed before it predicts anything."""
 
 PLAIN_COPY_RUN = 32
-"""After so many tokens in a row a match is an ordinary copy and says nothing either."""
+"""Tokens in a row after which a match is an ordinary copy, and predicts nothing either."""
 
 RESUMED_CLASSES, GAP_CLASSES = 3, 7
 """Classes of ``GAPPED_MATCH.resumed`` and of ``GAPPED_MATCH.gap``."""
@@ -51,7 +51,7 @@ RESUMED_CLASSES, GAP_CLASSES = 3, 7
 SPELT, SPELT_AHEAD, INSIDE_SPELLING, UNPREDICTED, OUTSIDE_SPELLING, NEXT, OTHER = range(
     PROMPT_LOOKAHEAD, PROMPT_LOOKAHEAD + 7
 )
-"""What a match says of a token.
+"""How a match predicts a token.
 
 - The prompt's: from 0 to ``PROMPT_LOOKAHEAD - 1``, it is so many ahead. ``SPELT``, ``SPELT_AHEAD``: it begins the spelling of the
   token at the match, or of one further ahead. ``INSIDE_SPELLING``: it is the next of a spelling that has begun. ``UNPREDICTED``
@@ -67,10 +67,10 @@ SUBSTITUTE_SEED = np.uint64(0xD6E8FEB86659FD93)
 """The hashes of substitutes' contexts start from this, far from those of a text's contexts."""
 
 SKIP_MARK = 1 << 31
-"""The hash of a skip_hash is that of two tokens mixed with this plus the match's number. No token has such an id."""
+"""The hash of a skip context is that of two tokens mixed with this plus the match's number. No token has such an id."""
 
 SKIPS = 2 * PROMPT_LOOKAHEAD
-"""Ways on: 0 to ``PROMPT_LOOKAHEAD - 1`` to a token so many ahead, from ``PROMPT_LOOKAHEAD`` on to its spelling, and this to any other."""
+"""Skips: 0 to ``PROMPT_LOOKAHEAD - 1`` to a token so many ahead, from ``PROMPT_LOOKAHEAD`` on to its spelling, and this to any other."""
 
 
 @compiled
@@ -83,20 +83,20 @@ def next_on(own: Index, match: np.record, row: int, position: int) -> int:
 
 @compiled
 def active(match: np.record) -> bool:
-    """Whether a match says anything here."""
+    """Whether a match predicts anything here."""
     plain = match.gap == 0 and match.run >= PLAIN_COPY_RUN
     return bool(match.position != 0 and match.resumed >= MIN_RESUMED and not plain)
 
 
 @compiled
 def substitute_hash(predicted: int) -> np.uint64:
-    """The context of what stands in for a token that a match predicts."""
+    """The context of the substitutes for a token that a match predicts."""
     return mix(SUBSTITUTE_SEED, predicted)
 
 
 @compiled
 def current_substitute_hash(own: Index, match: np.record) -> np.uint64:
-    """The context of what stands in for the next token of the prompt's match, while that is being followed; else 0."""
+    """The context of the substitutes for the next token of the prompt's match while the output follows it; else 0."""
     if match.gap != 0 or not active(match) or match.spelled != 0:
         return np.uint64(0)
     predicted = next_on(own, match, PROMPT_MATCH, match.position)
@@ -105,7 +105,7 @@ def current_substitute_hash(own: Index, match: np.record) -> np.uint64:
 
 @compiled
 def skip_hash(match: np.record, row: int, hashed: np.uint64) -> np.uint64:
-    """The context of the skip on, or 0; ``hashed`` is of the last two tokens.
+    """The context of the skip, or 0; ``hashed`` is of the last two tokens.
 
     There is one where the prompt's match waits, and one where the output's match is being followed.
     """
@@ -142,7 +142,7 @@ def _note_hit(match: np.record) -> None:
 
 @compiled
 def _spell(own: Index, match: np.record, position: int, predicted: int, came: int) -> None:
-    """Note that so many tokens of a word's spelling came; after the last one the match moves on."""
+    """Note how many tokens of a word's spelling came; after the last one the match moves on."""
     more = spelled(own.spelling, predicted, came) != UNWRITTEN
     match.spelled = came if more else 0
     match.position = position if more else following(own, position)
@@ -197,7 +197,7 @@ def _note_miss(own: Index, match: np.record, row: int, token: int) -> None:
 
 @compiled
 def _follow(own: Index, match: np.record, row: int, token: int, ahead: int) -> None:
-    """Tell a match which token came."""
+    """Move a match by the token that came."""
     if match.spelled != 0 and _inside(own, match, token):
         return
     if match.position != 0 and not _advance_on_hit(own, match, row, token, ahead):
@@ -206,7 +206,7 @@ def _follow(own: Index, match: np.record, row: int, token: int, ahead: int) -> N
 
 @compiled
 def follow_matches(own: Index, matches: RecordArray, node: int, token: int) -> None:
-    """Tell both matches which token came."""
+    """Move both matches by the token that came."""
     _follow(own, matches[node, PROMPT_MATCH], PROMPT_MATCH, token, PROMPT_LOOKAHEAD)
     _follow(own, matches[node, OUTPUT_MATCH], OUTPUT_MATCH, token, OUTPUT_LOOKAHEAD)
 

@@ -1,7 +1,7 @@
 """How a word is spelled where no space stands before it.
 
 A table may say `` silver`` in one token. JSON says ``silver`` behind a quote, without the space, and that takes other
-tokens. Gapped matches (``match``) use this table to recognise the word.
+tokens. Gapped matches use this table to recognise the word.
 """
 
 from __future__ import annotations

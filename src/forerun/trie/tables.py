@@ -5,8 +5,8 @@ compiled code and in plain Python alike. Compiled, it is one load or store, as w
 costs a microsecond or two and ``table["column"]`` a tenth of that, so code that runs at every step takes the latter.
 
 Conventions: 0 is "none" in every link and position, so row 0 of ``slots``, ``blocks`` and ``text`` is never used. A
-*source* is one of two texts, ``OWN`` (the request's own) or ``SHARED`` (its namespace's). A *match* leads through the
-``PROMPT_MATCH`` or through the ``OUTPUT_MATCH``. ``docs/trie.md`` fills these tables step by step from one short text.
+*source* is one of two texts, ``OWN`` (the request's own) or ``SHARED`` (its namespace's). A gapped *match* is either the
+``PROMPT_MATCH`` or the ``OUTPUT_MATCH``. ``docs/trie.md`` fills these tables step by step from one short text.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ GAPPED_MATCH = _records(
     ("prompt_end", np.int64),
     ("spelled", np.int64),
 )
-"""``TextCursor.matches``: where the text takes up an earlier passage again and again, with tokens of its own in between.
+"""``TextCursor.matches``: where the text repeats an earlier passage, with tokens of its own in between.
 
 - ``position``: of the token that the match predicts first.
 - ``resumed``: how often two tokens in a row were as predicted, behind a gap. A single one counts against it: that was

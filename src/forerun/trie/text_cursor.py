@@ -1,6 +1,6 @@
 """Where a text stands, and what happens when a token is added to it or taken back.
 
-A token that is added is counted behind its contexts, appended to the text, and told to the copies and matches.
+A token that is added is counted behind its contexts, appended to the text, and moves the copies and matches.
 
 A copy points behind an earlier occurrence of the text's last tokens and predicts that the text goes on as it did there.
 It survives a wrong prediction, because one word of a repeated passage is often replaced. It ends when it is wrong too
@@ -92,7 +92,7 @@ class TextCursor(NamedTuple):
 
 @compiled
 def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token: int, again: int) -> None:
-    """Tell a copy which token came. Where its text ends, it goes on at position ``again``, as in LZ77."""
+    """Move a copy by the token that came. Where its text ends, it goes on at position ``again``, as in LZ77."""
     copy = copies[node, source]
     position = copy.position
     if position == 0:
@@ -165,7 +165,7 @@ def ingest(own: Index, cursor: TextCursor, tokens: IntArray) -> None:
 
 @compiled
 def _count_beside(own: Index, cursor: TextCursor, token: int) -> None:
-    """Count a token behind the two contexts that matches add: as a substitute, and as the skip on at a skip_hash."""
+    """Count a token behind the two contexts that matches add: as a substitute, and as a skip."""
     substitutes = current_substitute_hash(own, cursor.matches[0, PROMPT_MATCH])
     if substitutes != 0:
         count(own, substitutes, token)

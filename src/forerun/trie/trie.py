@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forerun.core.fair_lock import locked
-from forerun.trie import entry_points, multibranch, text_cursor
+from forerun.trie import entry_points, text_cursor
 from forerun.trie.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
 from forerun.trie.draft_workspace import Draft, DraftWorkspace
@@ -22,14 +22,14 @@ from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import PIECE_TOKENS, Namespace
 from forerun.trie.spelling import spellings
 from forerun.trie.text_cursor import TextCursor
-from forerun.trie.trie_config import Form, TrieConfig
+from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_file import TrieFileError
 from forerun.trie.trie_store import Tokens, TrieStore, checked
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Draft", "Form", "Trie", "TrieConfig", "TrieFileError"]
+__all__ = ["Draft", "Trie", "TrieConfig", "TrieFileError"]
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Trie(TrieStore):
         """
         live, new = self._of(request_id), checked(tokens)
         space = self._shared.open(live.namespace)
-        rate = float(self.config.learning_rate) if self.config.form == "merged" else 0.0
+        rate = float(self.config.learning_rate)
         while live.room < live.own.tokens + len(new):
             live.own, live.room = live.own.grown(), 2 * live.room
         for start in range(0, len(new), PIECE_TOKENS):
@@ -160,29 +160,10 @@ class Trie(TrieStore):
         if budget and max_depth >= 1:
             if not self._workspace.holds(budget):
                 self._workspace = DraftWorkspace.allocate(budget)
-            size = self._fill(live, self._moved(live, pending), draft, max_depth)
-        if size < budget:
-            draft = draft.cut(size)
-        return multibranch.unmerge(draft, budget) if self.config.form == "parallel" else draft
-
-    def _fill(self, live: _Live, where: TextCursor, draft: Draft, max_depth: int) -> int:
-        config, space = self.config, self._shared.get(live.namespace, self._nothing)
-        own, shared, stands, mixer, workspace = self._addresses(live, space, where)
-        if config.form == "merged":
-            return entry_points.grow(own, shared, stands, mixer, workspace, draft, max_depth)
-        return entry_points.retrieve(
-            own,
-            shared,
-            stands,
-            workspace,
-            draft,
-            float(config.prompt_weight),
-            config.max_prefix,
-            config.min_matches,
-            max_depth,
-            config.branch_length,
-            config.form == "single",
-        )
+            space = self._shared.get(live.namespace, self._nothing)
+            addresses = self._addresses(live, space, self._moved(live, pending))
+            size = entry_points.grow(*addresses, draft, max_depth)
+        return draft.cut(size) if size < budget else draft
 
     def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:
         """Of what the functions of ``calls`` work on: own and shared index, cursor, mixer, workspace."""

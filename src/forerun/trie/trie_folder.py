@@ -1,7 +1,7 @@
 """A folder that keeps what a trie learned: a file for each namespace, written when it has changed.
 
 A file is replaced as a whole or not at all, so whatever ends the program, the last one that was written is there. One
-that is damaged is set scratch when the folder is read. Each is a trie file like any other.
+that is damaged is set aside when the folder is read. Each is a trie file like any other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Folder:
     def read(self) -> list[Content]:
         """What the files hold, one namespace each, those written longest ago first.
 
-        Damaged files are renamed and told of in the log; nothing of them is taken.
+        Damaged files are renamed and logged, and not used.
 
         Raises:
             ValueError: if a file is of another vocabulary.
@@ -59,8 +59,8 @@ class Folder:
                 if [*map(self._file, content.namespaces)] != [file]:
                     raise TrieFileError(f"{file} is not named after what it holds")
             except TrieFileError as error:
-                scratch = file.rename(file.with_suffix(DAMAGED))
-                log.warning("%s; it is set scratch as %s", error, scratch.name)
+                aside = file.rename(file.with_suffix(DAMAGED))
+                log.warning("%s; it is set aside as %s", error, aside.name)
                 continue
             if content.vocabulary != self._vocabulary:
                 raise ValueError(f"{file} is of a model with another vocabulary; keep its index in another folder")

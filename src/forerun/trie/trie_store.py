@@ -1,6 +1,6 @@
 """What a trie keeps beyond a request: the outputs of each namespace, and what evidence was worth. It can be saved.
 
-Threads take turns. To save, memory is copied in a current_substitute_hash of its own; the rest of the work is done outside.
+Threads take turns. To save, memory is copied in a turn of its own; the rest of the work is done outside.
 """
 
 from __future__ import annotations
