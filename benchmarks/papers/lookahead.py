@@ -183,7 +183,7 @@ class LookaheadBench:
     def lengths(self) -> None:
         """Figures 4 and 5: speed and tokens per step by decoding and branch length."""
         answers, sizes = self._knows(self.focus).answers, self.sizes
-        found = sweeps.by_lengths(sizes.decodings, sizes.branches, sizes.lengths.branch, answers)
+        found = sweeps.by_lengths(sizes.decodings, sizes.branches, answers)
         self.say(f"lengths: {self.focus.task}, {len(found)} settings")
         tables.report_lengths(self.report, self._speeds(self._short(), found))
 

@@ -10,20 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeVar
 
 from benchmarks.papers.lookahead_decoding import JacobiConfig, JacobiDrafter
+from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieDrafter
 from benchmarks.papers.variants import Variant
 from benchmarks.tasks.contestants import WrongDrafter
 from forerun.bench.rounds import Tokens
-from forerun.drafting.drafter import NoDrafter
+from forerun.drafting.drafter import Drafter, NoDrafter
 from forerun.drafting.lookup import LookupConfig, LookupDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.trie.trie import Form, TrieConfig
+from forerun.trie.trie import TrieConfig
+
+D = TypeVar("D", bound=Drafter)
 
 NAMESPACE = "default"
 PLAIN = "forerun none"
 """No drafts, but the same passes."""
-FORMS: tuple[Form, ...] = ("single", "parallel", "hierarchical", "merged")
+FORMS: tuple[Form, ...] = ("single", "parallel", "hierarchical")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Known:
         return list(chain.from_iterable(zip(self.prompts, self.answers, strict=True)))
 
 
-def warmed(drafter: TrieDrafter, texts: Sequence[Tokens]) -> TrieDrafter:
+def warmed(drafter: D, texts: Sequence[Tokens]) -> D:
     """The drafter after learning the texts as if it had generated them."""
     drafter.warm(NAMESPACE, texts)
     return drafter
@@ -71,17 +75,22 @@ def llma(length: int) -> Variant:
 def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Variant:
     """A published form of the trie with the paper's lengths; all drafts are scored."""
     config = form_config(form, lengths)
-    return Variant(lambda: warmed(TrieDrafter(config), texts), lengths.decoding, planned=False)
+    return Variant(lambda: warmed(LookaheadTrieDrafter(config), texts), lengths.decoding, planned=False)
 
 
-def form_config(form: Form, lengths: Lengths) -> TrieConfig:
-    """The trie's configuration: contexts shorter than a branch, and drafts filled to the decoding length."""
-    return TrieConfig(
+def form_config(form: Form, lengths: Lengths) -> LookaheadTrieConfig:
+    """The paper's trie: contexts shorter than a branch, and drafts filled to the decoding length."""
+    return LookaheadTrieConfig(
         form=form,
         branch_length=lengths.branch,
-        max_prefix=min(TrieConfig.max_prefix, lengths.branch - 1),
-        min_matches=max(TrieConfig.min_matches, lengths.decoding),
+        max_prefix=min(LookaheadTrieConfig.max_prefix, lengths.branch - 1),
+        min_matches=max(LookaheadTrieConfig.min_matches, lengths.decoding),
     )
+
+
+def merged(decoding: int, texts: Sequence[Tokens]) -> Variant:
+    """Forerun's own trie, up to a decoding length; all drafts are scored."""
+    return Variant(lambda: warmed(TrieDrafter(), texts), decoding, planned=False)
 
 
 def default(texts: Sequence[Tokens], config: TrieConfig | None = None) -> Variant:
@@ -96,6 +105,7 @@ def methods(lengths: Lengths, known: Known) -> dict[str, Variant]:
         "forerun lookup (LLMA)": llma(lengths.decoding),
         "forerun jacobi (LookaheadDecoding)": Variant(JacobiDrafter, JacobiConfig().nodes),
         **{f"forerun {form}": published(form, lengths, known.answers) for form in FORMS},
+        "forerun merged": merged(lengths.decoding, known.answers),
         "forerun trie, the default": default(known.answers),
         "forerun, wrong drafts, all scored": Variant(WrongDrafter, lengths.decoding, planned=False),
     }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.papers.lookahead_methods import PLAIN
-from benchmarks.papers.sweeps import PRUNED
+from benchmarks.papers.sweeps import PRUNED_BYTES
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame, Line
 from benchmarks.reporting.tables import Report, listing
@@ -55,7 +55,7 @@ def report_updating(report: Report, rows: Sequence[Row]) -> None:
         "Table 3: updating the trie, as tokens/s (tokens per step)",
         rows,
         "`default` is Forerun's own trie, `hierarchical` the paper's form with all of it scored. Pruned tries keep "
-        f"{PRUNED >> 10} KiB; the others have room for all they saw (the paper's *w/o pruning*).\n",
+        f"{PRUNED_BYTES >> 10} KiB; the others have room for all they saw (the paper's *w/o pruning*).\n",
         pivot(named, "updating", "task", _speed_cell),
         equality(rows),
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Literal, get_args
 
-from forerun.core.pass_context import PassContext
+import numpy as np
 
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
@@ -143,7 +143,7 @@ class _Branches:
             path = self.path(leaf)[: budget - len(tokens)]
             parents += [ROOT if step == 0 else len(tokens) + step - 1 for step in range(len(path))]
             tokens += [self.tokens[node] for node in path]
-        return DraftTree(tokens, parents)
+        return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
 
 
 class LookaheadTrieDrafter(Drafter):
@@ -161,6 +161,10 @@ class LookaheadTrieDrafter(Drafter):
         for sequence in sequences:
             self._of(namespace).extend([], list(map(int, sequence)))
 
+    def tokens(self, namespace: str) -> int:
+        """Tokens of the outputs that a namespace keeps."""
+        return self._of(namespace).tokens
+
     def begin(self, request: Request) -> None:
         own = NGrams(self.config.max_prefix)
         own.count(request.prompt.tolist()[-self.config.prompt_tokens :])
@@ -177,10 +181,11 @@ class LookaheadTrieDrafter(Drafter):
     def finish(self, request: Request) -> None:
         self._live.pop(request.id, None)
 
-    def propose(self, context: PassContext) -> list[DraftTree]:
-        return [self._draft(row, min(budget, 1 << 10)) for row, budget in context]
+    def propose(self, request: Request, budget: int) -> DraftTree:
+        return self.draft(request, budget)
 
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
+        """A tree of at most ``budget`` nodes behind a request's text."""
         config, draft = self.config, _Branches()
         text = request.tokens[-config.max_prefix :].tolist()
         for length in range(min(config.max_prefix, len(text)), 0, -1):
@@ -190,7 +195,7 @@ class LookaheadTrieDrafter(Drafter):
                 break
         if config.form == "parallel":
             return draft.side_by_side(budget)
-        return DraftTree(draft.tokens, draft.parents)
+        return DraftTree(np.array(draft.tokens, np.int64), np.array(draft.parents, np.int64))
 
     def _followers(self, request: Request, context: tuple[int, ...]) -> Counter[int]:
         """Weighted counts of what followed a context, in the request's own text and in earlier outputs."""

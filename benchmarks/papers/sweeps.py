@@ -13,22 +13,24 @@ from benchmarks.papers.lookahead_methods import (
     default,
     form_config,
     llma,
+    merged,
     published,
     warmed,
 )
+from benchmarks.papers.lookahead_trie import Form, LookaheadTrieDrafter
 from benchmarks.papers.timed_drafter import Clocked, Times
 from benchmarks.papers.variants import Variant
 from forerun.bench.rounds import Tokens
 from forerun.core.request import Request
 from forerun.core.verify import Outcome
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.trie.trie import Form, TrieConfig
+from forerun.trie.trie import TrieConfig
 
 Row = dict[str, Any]
 Labelled = dict[str, tuple[Row, Variant]]
 """Variants by name, with labels for their rows."""
-PRUNED = 1 << 16
-"""Bytes of a pruned trie, the least possible: some hundreds of tokens."""
+PRUNED_BYTES, PRUNED_TOKENS = 1 << 16, 600
+"""Size of a pruned trie: the least that Forerun's takes, and about as many tokens for the paper's."""
 CONTEXT = 4
 """Prompt tokens that remain if the prompt is not inserted: the context of the first drafts."""
 BRANCHED: tuple[Form, ...] = ("parallel", "hierarchical")
@@ -44,29 +46,38 @@ class WithoutOutputs(TrieDrafter):
 
 def by_updating(lengths: Lengths, known: Known) -> Labelled:
     """Table 3: updating the trie with parts left out, for Forerun's default and for the paper's form."""
-    scored_all = (form_config("hierarchical", lengths), lengths.decoding)
-    found: Labelled = {}
-    for form, (config, budget) in {"default": (TrieConfig(), None), "hierarchical": scored_all}.items():
-        for update, variant in _updates(config, budget, known).items():
-            found[f"{form}: {update}"] = {"form": form, "update": update}, variant
-    return found
+    labelled: Labelled = {}
+    for form, updates in {"default": _default_updates(known), "hierarchical": _form_updates(lengths, known)}.items():
+        for update, variant in updates.items():
+            labelled[f"{form}: {update}"] = {"form": form, "update": update}, variant
+    return labelled
 
 
-def _updates(config: TrieConfig, budget: int | None, known: Known) -> dict[str, Variant]:
-    """The variants of one configuration; without a budget, what pays is scored."""
+def _default_updates(known: Known) -> dict[str, Variant]:
+    """Forerun's default; what pays is scored."""
+    config = TrieConfig()
+    return {
+        "all": default(known.answers),
+        "without prompt": default(known.answers, replace(config, prompt_capacity=CONTEXT)),
+        "without output": Variant(lambda: WithoutOutputs(config)),
+        "pruned": default(known.answers, replace(config, capacity=PRUNED_BYTES)),
+        "without eliminating": default(known.texts),
+    }
 
-    def variant(config: TrieConfig, texts: Sequence[Tokens], drafter: type[TrieDrafter] = TrieDrafter) -> Variant:
-        def make() -> TrieDrafter:
-            return warmed(drafter(config), texts)
 
-        return Variant(make) if budget is None else Variant(make, budget, planned=False)
+def _form_updates(lengths: Lengths, known: Known) -> dict[str, Variant]:
+    """The paper's hierarchical form; all drafts are scored."""
+
+    def variant(texts: Sequence[Tokens], **changed: Any) -> Variant:
+        config = replace(form_config("hierarchical", lengths), **changed)
+        return Variant(lambda: warmed(LookaheadTrieDrafter(config), texts), lengths.decoding, planned=False)
 
     return {
-        "all": variant(config, known.answers),
-        "without prompt": variant(replace(config, prompt_capacity=CONTEXT), known.answers),
-        "without output": variant(config, (), WithoutOutputs),
-        "pruned": variant(replace(config, capacity=PRUNED), known.answers),
-        "without eliminating": variant(config, known.texts),
+        "all": variant(known.answers),
+        "without prompt": variant(known.answers, prompt_tokens=CONTEXT),
+        "without output": variant((), learns_outputs=False),
+        "pruned": variant(known.answers, capacity=PRUNED_TOKENS),
+        "without eliminating": variant(known.texts),
     }
 
 
@@ -91,13 +102,12 @@ def _clocked(config: TrieConfig, texts: Sequence[Tokens], times: Times) -> Varia
     return Variant(lambda: Clocked(warmed(TrieDrafter(config), texts), times))
 
 
-def by_lengths(decodings: Sequence[int], branches: Sequence[int], branch: int, answers: Sequence[Tokens]) -> Labelled:
+def by_lengths(decodings: Sequence[int], branches: Sequence[int], answers: Sequence[Tokens]) -> Labelled:
     """Figures 4 and 5: every method by decoding length, and the paper's forms also by branch length.
 
     Args:
         decodings: the most drafted tokens per step.
         branches: tokens of a branch, including its context.
-        branch: the merged form's branch length.
         answers: answers that tries know.
     """
     found: Labelled = {}
@@ -106,7 +116,7 @@ def by_lengths(decodings: Sequence[int], branches: Sequence[int], branch: int, a
         for form in BRANCHED:
             for length in branches:
                 lines[f"{form}, branch {length}"] = published(form, Lengths(decoding, length), answers)
-        lines["merged"] = published("merged", Lengths(decoding, branch), answers)
+        lines["merged"] = merged(decoding, answers)
         lines["default (planned)"] = replace(default(answers), budget=decoding)
         for line, variant in lines.items():
             found[f"{line}, {decoding}"] = {"line": line, "decoding": decoding}, variant

@@ -1,0 +1,67 @@
+"""The Lookahead paper's trie: its three forms of a draft, over weighted counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieDrafter
+from forerun.core.request import Request
+from forerun.core.tree import ROOT, DraftTree
+
+pytestmark = pytest.mark.matrix
+
+
+def paths(tree: DraftTree) -> list[tuple[int, ...]]:
+    nodes: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        nodes.append((*(() if parent == ROOT else nodes[parent]), token))
+    return nodes
+
+
+def draft(form: Form, budget: int) -> DraftTree:
+    drafter = LookaheadTrieDrafter(LookaheadTrieConfig(form=form))
+    drafter.warm("default", [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 5], [1, 6]])
+    request = Request([9, 1], 20)
+    drafter.begin(request)
+    return drafter.draft(request, budget)
+
+
+def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first() -> None:
+    tree = draft("hierarchical", 10)
+    assert paths(tree)[0] == (2,)
+    assert sorted(paths(tree)) == [(2,), (2, 3), (2, 3, 4), (2, 5), (6,)]
+
+
+def test_the_parallel_form_repeats_shared_prefixes_within_the_budget() -> None:
+    tree = draft("parallel", 6)
+    assert sorted(paths(tree)) == [(2,), (2,), (2, 3), (2, 3, 4), (2, 5), (6,)]
+    assert len(draft("parallel", 4)) == 4
+
+
+def test_the_single_form_is_one_chain_of_the_most_frequent() -> None:
+    assert paths(draft("single", 10)) == [(2,), (2, 3), (2, 3, 4)]
+
+
+def test_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
+    drafter = LookaheadTrieDrafter(LookaheadTrieConfig(prompt_weight=3.0))
+    drafter.warm("default", [[6, 1, 7], [6, 1, 7]])
+    request = Request([1, 8, 5, 1], 2)
+    drafter.begin(request)
+    assert drafter.draft(request, 2).tokens.tolist() == [8, 7]
+    longer = Request([2, 1, 4, 1, 3, 1, 3, 2, 1], 20)
+    drafter.begin(longer)
+    assert drafter.draft(longer, 1).tokens.tolist() == [4]
+
+
+def test_the_oldest_outputs_give_way() -> None:
+    drafter = LookaheadTrieDrafter(LookaheadTrieConfig(capacity=6))
+    drafter.warm("default", [[1, 2, 3], [1, 4, 5], [7, 8, 9]])
+    request = Request([1], 20)
+    drafter.begin(request)
+    assert drafter.draft(request, 8).tokens.tolist() == [4, 5]
+
+
+@pytest.mark.parametrize(("field", "value"), [("form", "wide"), ("max_prefix", 12)])
+def test_a_wrong_setting_is_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        LookaheadTrieConfig(**{field: value})  # type: ignore[arg-type]
