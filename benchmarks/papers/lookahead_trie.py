@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
@@ -181,8 +182,8 @@ class LookaheadTrieDrafter(Drafter):
     def finish(self, request: Request) -> None:
         self._live.pop(request.id, None)
 
-    def propose(self, request: Request, budget: int) -> DraftTree:
-        return self.draft(request, budget)
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        return [self.draft(row, budget) for row, budget in context]
 
     def draft(self, request: Request, budget: int) -> DraftTree:
         """A tree of at most ``budget`` nodes behind a request's text."""
