@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.long_context import needles
 from benchmarks.long_context.analyse_options import ANALYSE_PARTS, CACHES, AnalyseOptions
 from benchmarks.long_context.long_bench import prefill
-from benchmarks.long_context.sparse_analysis import Analysis, Sizes
+from benchmarks.long_context.sparse_analysis import Analysis, AnalysisSizes
 from benchmarks.long_context.texts import Texts
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
@@ -55,8 +55,8 @@ def run(options: AnalyseOptions) -> None:
     delivery.end()
 
 
-def _sizes(options: AnalyseOptions) -> Sizes:
-    return Sizes(
+def _sizes(options: AnalyseOptions) -> AnalysisSizes:
+    return AnalysisSizes(
         contexts=sorted(numbers("--contexts", options.contexts, int, 1)),
         temperatures=numbers("--temperatures", options.temperatures, float, 0.0),
         budgets=numbers("--budgets", options.budgets, int, 1),

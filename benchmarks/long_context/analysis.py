@@ -29,14 +29,14 @@ from forerun.models.forward.scorer import Scorer
 
 
 @dataclass(frozen=True)
-class Reader:
+class CacheReader:
     """A cheap way to read a text: a model and a factory for its cache."""
 
     scorer: Scorer
     make: CacheFactory
 
 
-Readers = Mapping[str, Reader]
+Readers = Mapping[str, CacheReader]
 Caches = dict[str, Cache]
 
 

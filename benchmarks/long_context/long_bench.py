@@ -101,7 +101,7 @@ def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
 
 
 @dataclass(frozen=True)
-class Run:
+class LongRun:
     """One continuation of a row or a batch of rows.
 
     Attributes:
@@ -125,11 +125,11 @@ class Run:
 
 
 @dataclass
-class Series:
+class LongSeries:
     """A contestant's runs, ``runs[prompt][round]``; a prompt is a row or a batch of rows."""
 
     contestant: str
-    runs: list[list[Run]] = field(default_factory=list)
+    runs: list[list[LongRun]] = field(default_factory=list)
     prefill_seconds: list[float | None] = field(default_factory=list)
 
     @property
@@ -137,7 +137,7 @@ class Series:
         """Over all prompts, in the median round."""
         return 1 / median(self._seconds_per_token())
 
-    def speed_ups(self, plain: Series) -> list[float]:
+    def speed_ups(self, plain: LongSeries) -> list[float]:
         """Speed-up over plain autoregression in each round. The medians' speed-up is within their range."""
         return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
 
@@ -160,7 +160,7 @@ class Series:
         """Seconds from prompt to last token; as ``first_seconds``."""
         return self._mean(lambda run: run.first_seconds + run.decode_seconds)
 
-    def _mean(self, seconds: Callable[[Run], float]) -> float | None:
+    def _mean(self, seconds: Callable[[LongRun], float]) -> float | None:
         known = [prefill for prefill in self.prefill_seconds if prefill is not None]
         if len(known) < len(self.prefill_seconds):
             return None
@@ -168,10 +168,10 @@ class Series:
         return float(np.mean(known) + np.mean(own))
 
 
-def combine(parts: Sequence[Sequence[Series]]) -> list[Series]:
+def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
     """Join series of the same contestants over different prompts."""
     return [
-        Series(
+        LongSeries(
             same[0].contestant,
             [rounds for one in same for rounds in one.runs],
             [seconds for one in same for seconds in one.prefill_seconds],
@@ -201,7 +201,7 @@ class LongBench:
         contestants: Sequence[str],
         settings: LongContextConfig,
         make: RequestMaker,
-    ) -> list[Series]:
+    ) -> list[LongSeries]:
         """Measure plain autoregression and the contestants.
 
         Args:
@@ -211,7 +211,7 @@ class LongBench:
             make: makes the requests.
         """
         names = [PLAIN, *(name for name in contestants if name != PLAIN)]
-        found = {name: Series(name) for name in names}
+        found = {name: LongSeries(name) for name in names}
         for rows in prompts:
             seconds = [row.seconds for row in rows]
             known = [each for each in seconds if each is not None]
@@ -234,7 +234,7 @@ class LongBench:
             self._say(f"  {name}: once untimed")
             self._once(rows, name, settings, make)
 
-    def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> Run:
+    def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> LongRun:
         self.engine.set_drafter(build_drafter(name, settings))
         for row in rows:
             row.rewind()
@@ -250,7 +250,7 @@ class LongBench:
         decoded = sum(map(len, texts)) - first
         if not decoded:
             raise ValueError(f"{name} has all tokens from its first step, which is not timed; raise --max-new-tokens")
-        return Run(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
+        return LongRun(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
 
 
 def sampled(temperature: float, new_tokens: int, seed: int = 0) -> RequestMaker:
@@ -267,7 +267,7 @@ def sampled(temperature: float, new_tokens: int, seed: int = 0) -> RequestMaker:
     return make
 
 
-def described(run: Run) -> str:
+def described(run: LongRun) -> str:
     """A one-line summary of a run."""
     accepted = acceptance(run.stats)
     share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"

@@ -37,7 +37,7 @@ FACT_TOKENS = 30
 
 
 @dataclass(frozen=True)
-class Question:
+class NeedleQuestion:
     """A question after the text, and its answer; ``depth`` is the fact's place in the text, from 0 to 1."""
 
     prompt: Tokens
@@ -50,7 +50,7 @@ class Haystack:
     """A text with facts in it, and the questions about them."""
 
     text: Tokens
-    questions: Sequence[Question]
+    questions: Sequence[NeedleQuestion]
 
 
 def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
@@ -66,7 +66,7 @@ def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
     chars = int((context - FACT_TOKENS * count) * texts.chars_per_token(index))
     text, asked = tasks.haystack(Random(f"needles/{index}"), texts.material(index), chars, count)
     questions = [
-        Question(texts.encode(task.prompt), texts.encode(task.answer), text.index(task.sources[0]) / len(text))
+        NeedleQuestion(texts.encode(task.prompt), texts.encode(task.answer), text.index(task.sources[0]) / len(text))
         for task in asked
     ]
     return Haystack(texts.encode(text), questions)

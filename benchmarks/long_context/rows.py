@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.long_context.long_bench import PLAIN, Series, acceptance
+from benchmarks.long_context.long_bench import PLAIN, LongSeries, acceptance
 from forerun.core.stats import Stats
 
 Row = dict[str, Any]
 
 
-def summarise(series: Sequence[Series], more: Mapping[str, Row] | None = None, **labels: Any) -> list[Row]:
+def summarise(series: Sequence[LongSeries], more: Mapping[str, Row] | None = None, **labels: Any) -> list[Row]:
     """One row per contestant; ``labels`` are added to every row, ``more`` to the named contestants' rows."""
     plain = next(one for one in series if one.contestant == PLAIN)
     return [labels | _row(one, plain) | (more or {}).get(one.contestant, {}) for one in series]
 
 
-def _row(one: Series, plain: Series) -> Row:
+def _row(one: LongSeries, plain: LongSeries) -> Row:
     every = [stats for rounds in one.runs for run in rounds for stats in run.stats]
     middle = [stats.middle for stats in every if stats.middle is not None]
     ups, total, base = one.speed_ups(plain), one.total_seconds, plain.total_seconds
@@ -40,7 +40,7 @@ def _row(one: Series, plain: Series) -> Row:
     }
 
 
-def _seconds_per_token(one: Series) -> float:
+def _seconds_per_token(one: LongSeries) -> float:
     """Seconds per token of one row; rows of a batch get their tokens at the same time."""
     rows = len(one.runs[0][0].texts)
     return rows / one.tokens_per_second
@@ -51,18 +51,18 @@ def _share(stats: Sequence[Stats]) -> float | None:
     return sum(sum(one.accepted) for one in stats) / drafted if drafted else None
 
 
-def _pairs(one: Series, plain: Series) -> list[tuple[list[int], list[int]]]:
+def _pairs(one: LongSeries, plain: LongSeries) -> list[tuple[list[int], list[int]]]:
     mine, theirs = ([text for rounds in series.runs for run in rounds for text in run.texts] for series in (one, plain))
     return list(zip(mine, theirs, strict=True))
 
 
-def _same(one: Series, plain: Series) -> float:
+def _same(one: LongSeries, plain: LongSeries) -> float:
     """Share of texts that are equal to plain's."""
     pairs = _pairs(one, plain)
     return sum(mine == theirs for mine, theirs in pairs) / len(pairs)
 
 
-def _first_difference(one: Series, plain: Series) -> int | None:
+def _first_difference(one: LongSeries, plain: LongSeries) -> int | None:
     """Index of the earliest token at which a text differs from plain's."""
     found = [
         next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.long_context import analysis_report as pages
-from benchmarks.long_context.analysis import Reader, Readers, on_needles, on_prose
+from benchmarks.long_context.analysis import CacheReader, Readers, on_needles, on_prose
 from benchmarks.long_context.attention_recovery import locality_rows, top_rows, watch
 from benchmarks.long_context.draft_trees import tree_rows
 from benchmarks.long_context.long_bench import Prefilled, sampled
@@ -24,7 +24,7 @@ SMALL = "small model"
 
 
 @dataclass(frozen=True)
-class Sizes:
+class AnalysisSizes:
     """What is measured.
 
     Attributes:
@@ -62,7 +62,7 @@ class Analysis:
 
     target: Scorer
     settings: LongContextConfig
-    sizes: Sizes
+    sizes: AnalysisSizes
     prompts: Sequence[Prefilled]
     report: Report
     say: Say
@@ -147,10 +147,10 @@ class Analysis:
             self.save()
         return found
 
-    def _sparse(self, settings: LongContextConfig, names: Sequence[str] = ()) -> dict[str, Reader]:
-        return {name: Reader(self.target, SPARSE[name](settings)) for name in names or self.caches}
+    def _sparse(self, settings: LongContextConfig, names: Sequence[str] = ()) -> dict[str, CacheReader]:
+        return {name: CacheReader(self.target, SPARSE[name](settings)) for name in names or self.caches}
 
-    def _small(self) -> dict[str, Reader]:
+    def _small(self) -> dict[str, CacheReader]:
         if self.settings.draft_model is None:
             return {}
-        return {SMALL: Reader(small_model(self.settings), small_cache(self.settings))}
+        return {SMALL: CacheReader(small_model(self.settings), small_cache(self.settings))}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.papers.lookahead_methods import PLAIN
-from benchmarks.tasks.graded import Question, share_right
+from benchmarks.tasks.graded import GradedQuestion, share_right
 from forerun.bench.rounds import BASELINE, Decode, Series, Tokens
 
 Row = dict[str, Any]
@@ -18,7 +18,7 @@ class Exam:
     """Questions of one kind, and their prompts as tokens."""
 
     kind: str
-    questions: Sequence[Question]
+    questions: Sequence[GradedQuestion]
     prompts: Sequence[Tokens]
 
 

@@ -28,7 +28,7 @@ LEAST_PASSES = 9
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LookaheadSizes:
     """What is measured.
 
     Attributes:
@@ -89,7 +89,7 @@ class LookaheadBench:
     focus: PromptSet
     ballast: Sequence[Tokens]
     half: Callable[[], Half]
-    sizes: Sizes
+    sizes: LookaheadSizes
     decode: Decode
     report: Report
     say: Say

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.papers.accuracy import Exam
-from benchmarks.papers.lookahead import Half, LookaheadBench, Sizes
+from benchmarks.papers.lookahead import Half, LookaheadBench, LookaheadSizes
 from benchmarks.papers.lookahead_methods import Lengths
 from benchmarks.papers.lookahead_options import PARTS, Amounts, LookaheadOptions
 from benchmarks.papers.variants import Track
@@ -22,7 +22,7 @@ from benchmarks.tasks.task_prompts import Counts, LackingError, build_jobs, posi
 from benchmarks.tasks.task_sets import tasks_for
 from benchmarks.training import material
 from forerun.bench.machine import plain_values
-from forerun.bench.prompts_file import PromptEncoder
+from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import PromptSet, Tokens
 from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.terminal import say, stderr, working
@@ -41,7 +41,7 @@ def run(options: LookaheadOptions) -> None:
     sizes, parts = _sizes(options, amounts), names("--parts", options.parts, PARTS)
     with working(stderr(), "loading"):
         model, tokenizer = _load(options, options.dtype)
-    encoder = PromptEncoder(tokenizer, options.raw)
+    encoder = TemplateEncoder(tokenizer, options.raw)
     if "passes" in parts:
         check_positions(max(sizes.contexts), max(sizes.decodings) + 1, positions_of(model))
     jobs, focus = _jobs(options, amounts, sizes, encoder, model)
@@ -77,12 +77,12 @@ def _track(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Track:
     return Track(Engine(model, "none", tokenizer=tokenizer))
 
 
-def _sizes(options: LookaheadOptions, amounts: Amounts) -> Sizes:
+def _sizes(options: LookaheadOptions, amounts: Amounts) -> LookaheadSizes:
     def rising(name: str, least: int) -> list[int]:
         flag = f"--{name.replace('_', '-')}"
         return sorted(set(numbers(flag, getattr(amounts, name), int, least)))
 
-    return Sizes(
+    return LookaheadSizes(
         lengths=Lengths(options.decoding_length, options.branch_length),
         rounds=amounts.rounds,
         max_new_tokens=amounts.max_new_tokens,
@@ -97,7 +97,7 @@ def _sizes(options: LookaheadOptions, amounts: Amounts) -> Sizes:
 
 
 def _jobs(
-    options: LookaheadOptions, amounts: Amounts, sizes: Sizes, encoder: PromptEncoder, model: PreTrainedModel
+    options: LookaheadOptions, amounts: Amounts, sizes: LookaheadSizes, encoder: TemplateEncoder, model: PreTrainedModel
 ) -> tuple[list[PromptSet], PromptSet]:
     """The tasks' jobs, and the focus task's job with enough prompts for the largest batch.
 
@@ -127,7 +127,7 @@ def _other_texts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Tokens
     return [ids[start : start + OUTPUT] for start in range(0, min(tokens, len(ids)), OUTPUT)]
 
 
-def _half(options: LookaheadOptions, amounts: Amounts, encoder: PromptEncoder, model: PreTrainedModel) -> Half:
+def _half(options: LookaheadOptions, amounts: Amounts, encoder: TemplateEncoder, model: PreTrainedModel) -> Half:
     """The target in bfloat16, and its questions."""
     half, tokenizer = _load(options, "bfloat16")
     texts = material.read_held_out(None, options.maths)

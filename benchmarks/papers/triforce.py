@@ -10,7 +10,7 @@ from typing import NamedTuple
 from benchmarks.capacity.speculation import expected_tokens
 from benchmarks.long_context import needles
 from benchmarks.long_context.bytes_read import at_end
-from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, RequestMaker, Series, combine, shortened
+from benchmarks.long_context.long_bench import PLAIN, LongBench, LongSeries, Prefilled, RequestMaker, combine, shortened
 from benchmarks.long_context.needles import Haystack
 from benchmarks.long_context.pass_costs import Costs, measure, speed_up_limit
 from benchmarks.long_context.rows import Row, summarise
@@ -33,7 +33,7 @@ ReadPrompt = Callable[[int, int], Prefilled]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class TriforceSizes:
     """What is measured.
 
     Attributes:
@@ -96,7 +96,7 @@ class TriforceBench:
 
     bench: LongBench
     settings: LongContextConfig
-    sizes: Sizes
+    sizes: TriforceSizes
     read: ReadPrompt
     make: MakerAt
     report: Report
@@ -112,7 +112,7 @@ class TriforceBench:
             parts: which of ``temperatures``, ``budgets`` and ``contexts`` to report.
         """
         longest = self.sizes.contexts[-1]
-        found: dict[Case, list[list[Series]]] = {case: [] for case in self._cases(parts)}
+        found: dict[Case, list[list[LongSeries]]] = {case: [] for case in self._cases(parts)}
         costs: dict[int, Costs] = {}
         reads: Reads = {}
         for index in range(self.sizes.prompts):
@@ -208,7 +208,7 @@ class TriforceBench:
 
     def _run(
         self, prompts: Sequence[Sequence[Prefilled]], temperature: float, settings: LongContextConfig
-    ) -> list[Series]:
+    ) -> list[LongSeries]:
         return self.bench.run(prompts, self.sizes.drafters, settings, self.make(temperature))
 
 

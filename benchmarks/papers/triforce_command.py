@@ -13,7 +13,7 @@ from benchmarks.long_context.long_bench import LongBench, Prefilled, RequestMake
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.recipes import RECIPES, buildable, check_drafter
 from benchmarks.papers.simulated_acceptance import SIMULATED, check_simulated, random_model, random_prompt, simulated
-from benchmarks.papers.triforce import MakerAt, ReadPrompt, Sizes, TriforceBench
+from benchmarks.papers.triforce import MakerAt, ReadPrompt, TriforceBench, TriforceSizes
 from benchmarks.papers.triforce_options import TRIFORCE_PARTS, TriforceOptions
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
@@ -37,7 +37,7 @@ ALONE = frozenset({"temperatures", "budgets", "contexts"})
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredModel:
     """Models and prompts to measure, real or simulated.
 
     Attributes:
@@ -78,7 +78,7 @@ def run(options: TriforceOptions) -> None:
     delivery.end()
 
 
-def _measure(bench: TriforceBench, options: TriforceOptions, subject: Subject) -> None:
+def _measure(bench: TriforceBench, options: TriforceOptions, subject: MeasuredModel) -> None:
     parts, haystack = names("--parts", options.parts, TRIFORCE_PARTS), None
     if subject.texts is not None:
         _check_texts(bench.sizes, subject.texts, parts)
@@ -93,7 +93,7 @@ def _measure(bench: TriforceBench, options: TriforceOptions, subject: Subject) -
         bench.needles(haystack, needles.read_text(subject.engine, haystack, _room(options), say))
 
 
-def _check_texts(sizes: Sizes, texts: Texts, parts: Sequence[str]) -> None:
+def _check_texts(sizes: TriforceSizes, texts: Texts, parts: Sequence[str]) -> None:
     """Check that the texts are long enough for all that will be read."""
     if ALONE & set(parts):
         texts.check(sizes.prompts, sizes.contexts[-1])
@@ -118,7 +118,7 @@ def _room(options: TriforceOptions) -> int:
     return max(options.max_new_tokens, options.needle_tokens) + options.gamma2 + 128
 
 
-def _real(options: TriforceOptions, named: list[str]) -> Subject:
+def _real(options: TriforceOptions, named: list[str]) -> MeasuredModel:
     """Real models and texts."""
     model, tokenizer = load(
         options.model,
@@ -141,10 +141,10 @@ def _real(options: TriforceOptions, named: list[str]) -> Subject:
     def make(temperature: float) -> RequestMaker:
         return sampled(temperature, options.max_new_tokens)
 
-    return Subject(engine, settings, drafters, read, make, texts)
+    return MeasuredModel(engine, settings, drafters, read, make, texts)
 
 
-def _simulated(options: TriforceOptions, named: list[str]) -> Subject:
+def _simulated(options: TriforceOptions, named: list[str]) -> MeasuredModel:
     """Random weights and keys, with given acceptance rates."""
     drafters = named or [name for name in DRAFTERS if name in SIMULATED]
     check_simulated(drafters)
@@ -165,14 +165,14 @@ def _simulated(options: TriforceOptions, named: list[str]) -> Subject:
         return simulated(accepted, small, options.max_new_tokens, vocabulary)
 
     label = f"simulated acceptance {accepted:g}, of the small model {small:g}; {options.shape}, random, {dtype}"
-    return Subject(engine, options.settings(draft), drafters, read, make, label=label)
+    return MeasuredModel(engine, options.settings(draft), drafters, read, make, label=label)
 
 
-def _sizes(options: TriforceOptions, subject: Subject) -> Sizes:
+def _sizes(options: TriforceOptions, subject: MeasuredModel) -> TriforceSizes:
     """The sizes from the options; a simulation has one temperature, which has no effect on it."""
     temperatures = [0.0] if subject.label else numbers("--temperatures", options.temperatures, float, 0.0)
     of_batches = [0.0] if subject.label else numbers("--batch-temperatures", options.batch_temperatures, float, 0.0)
-    return Sizes(
+    return TriforceSizes(
         contexts=sorted(numbers("--contexts", options.contexts, int, 1)),
         temperatures=temperatures,
         drafters=subject.drafters,

@@ -28,7 +28,7 @@ SPARE = 64
 
 
 @dataclass(frozen=True)
-class Subject:
+class PeerSubject:
     """The model to measure.
 
     Attributes:
@@ -63,8 +63,8 @@ class Kind:
     package: str
     needs: Mapping[str, str]
     module: str
-    prepare: Callable[[Subject, Path], None]
-    options: Callable[[Subject], dict[str, Any]]
+    prepare: Callable[[PeerSubject, Path], None]
+    options: Callable[[PeerSubject], dict[str, Any]]
     variants: Mapping[str, dict[str, Any]]
 
     @property
@@ -89,7 +89,7 @@ class Loaded:
     notes: list[str] = field(default_factory=list)
 
 
-def write_gguf(subject: Subject, folder: Path) -> None:
+def write_gguf(subject: PeerSubject, folder: Path) -> None:
     """Write the model for llama.cpp; if its weights are as stored, use the original file."""
     if is_stored(subject.model):
         (folder / "model.gguf").symlink_to(Path(subject.model.name_or_path).resolve())
@@ -97,7 +97,7 @@ def write_gguf(subject: Subject, folder: Path) -> None:
     weights.write(subject.model, subject.tokenizer, folder / "model.gguf", subject.source)
 
 
-def write_openvino(subject: Subject, folder: Path) -> None:
+def write_openvino(subject: PeerSubject, folder: Path) -> None:
     """Write the model for OpenVINO, which reads float16: a graph, and the exact values to put into it.
 
     Raises:
@@ -154,7 +154,7 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 
 
 @contextmanager
-def loaded(subject: Subject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
+def loaded(subject: PeerSubject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
     """A context with all installed peers, each in its own process."""
     found = Loaded()
     with ExitStack() as stack:
@@ -174,7 +174,7 @@ def loaded(subject: Subject, kinds: Sequence[Kind] = KINDS) -> Iterator[Loaded]:
         yield found
 
 
-def _load(kind: Kind, subject: Subject, folder: Path, found: Loaded, stack: ExitStack) -> None:
+def _load(kind: Kind, subject: PeerSubject, folder: Path, found: Loaded, stack: ExitStack) -> None:
     """Load a library's variants; for one that cannot be loaded, note the reason."""
     said: dict[str, None] = {}
     for name, more in kind.variants.items():

@@ -81,7 +81,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Run:
+class LoadRun:
     """All replies under one load, and the seconds that it took: of this computer's time, and of this process's own."""
 
     replies: list[Reply]
@@ -113,17 +113,17 @@ async def answer(http: httpx.AsyncClient, door: Door, reply: Reply, extension: E
     return reply
 
 
-def run(door: Door, level: Level, extension: Extension) -> Run:
+def run(door: Door, level: Level, extension: Extension) -> LoadRun:
     """Ask all of a level's requests."""
     return asyncio.run(_run(door, level, extension))
 
 
-async def _run(door: Door, level: Level, extension: Extension) -> Run:
+async def _run(door: Door, level: Level, extension: Extension) -> LoadRun:
     async with connected(door) as http:
         began, own = time.perf_counter(), time.process_time()
         asked = _opened if level.kind == "rate" else _closed
         replies = await asked(http, door, level, extension)
-        return Run(replies, time.perf_counter() - began, time.process_time() - own)
+        return LoadRun(replies, time.perf_counter() - began, time.process_time() - own)
 
 
 async def _closed(http: httpx.AsyncClient, door: Door, level: Level, extension: Extension) -> list[Reply]:

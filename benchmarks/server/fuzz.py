@@ -22,7 +22,7 @@ import typer
 from benchmarks.reporting.options import StudyOptions
 from benchmarks.server.malformed_requests import Fuzz, Shot
 from benchmarks.server.response_checks import ask_all, wrong
-from benchmarks.server.server_process import Served
+from benchmarks.server.server_process import ServerProcess
 
 OPTIONS = ("--max-tokens", "64", "--kv-memory", "1GiB", "--namespaces", "8")
 """Of the server: answers so short that thousands take minutes."""
@@ -45,7 +45,7 @@ class FuzzOptions(StudyOptions):
 def run(options: FuzzOptions) -> None:
     """Fuzz; exit status 1 if anything was wrong."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with Served(OPTIONS, options.out.with_suffix(".log")) as served:
+    with ServerProcess(OPTIONS, options.out.with_suffix(".log")) as served:
         result = _fuzz(served, options.requests, options.clients, options.seed)
     options.out.write_text(json.dumps(result, indent=1))
     print(json.dumps({name: value for name, value in result.items() if name != "wrong"}))
@@ -53,7 +53,7 @@ def run(options: FuzzOptions) -> None:
         raise typer.Exit(1)
 
 
-def _fuzz(served: Served, requests: int, clients: int, seed: int) -> dict[str, Any]:
+def _fuzz(served: ServerProcess, requests: int, clients: int, seed: int) -> dict[str, Any]:
     with urlopen(f"http://127.0.0.1:{served.port}/openapi.json") as answer:
         description = json.load(answer)
     warm = Fuzz(description, seed + 1, large=0)

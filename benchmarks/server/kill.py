@@ -26,8 +26,8 @@ import httpx
 import typer
 
 from benchmarks.reporting.options import StudyOptions
-from benchmarks.server.request_mixture import TEXT, Asked, Said, mixed, streamed, whole
-from benchmarks.server.server_process import Served
+from benchmarks.server.request_mixture import TEXT, MixedRequest, TextAnswer, mixed, streamed, whole
+from benchmarks.server.server_process import ServerProcess
 
 CLIENTS = 6
 LEVEL = re.compile(r"\d{4}-\d\d-\d\dT\S+ ([A-Z]+) ")
@@ -35,7 +35,7 @@ LEVEL = re.compile(r"\d{4}-\d\d-\d\dT\S+ ([A-Z]+) ")
 QUIET = ("DEBUG", "INFO")
 KNOWN = {"model": "bundled", "max_tokens": 48, "seed": 1}
 FIXED = [
-    Asked("text", {**KNOWN, "prompt": TEXT[at : at + 6000], "temperature": heat})
+    MixedRequest("text", {**KNOWN, "prompt": TEXT[at : at + 6000], "temperature": heat})
     for at, heat in ((0, 0), (900, 0), (3000, 1))
 ]
 """Questions whose answers are known; their prompts are long enough to be stored."""
@@ -83,7 +83,7 @@ def _life(out: Path, number: int, chance: random.Random, last: bool) -> dict[str
     """One server, from its start to its end."""
     store, index, log = out / "store", out / "index", out / f"server-{number}.log"
     options = ("--kv-store", str(store), "--index", str(index), "--index-interval", "0.5", "--kv-memory", "512MiB")
-    with Served(options, log) as served:
+    with ServerProcess(options, log) as served:
         row: dict[str, Any] = {
             "unfinished": len(_unfinished(out)),
             "learned_before": served.metrics()["index_bytes"],
@@ -109,12 +109,12 @@ def warnings_in(log: str) -> list[str]:
     return [line for level, line in levels if (level and level[1] not in QUIET) or line.startswith("Traceback")]
 
 
-async def _questions(port: int) -> list[Said]:
+async def _questions(port: int) -> list[TextAnswer]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
         return [await whole(client, asked) for asked in FIXED]
 
 
-async def _load(served: Served, chance: random.Random) -> None:
+async def _load(served: ServerProcess, chance: random.Random) -> None:
     """Clients ask until the server is killed."""
 
     async def ask(seed: int) -> None:

@@ -17,11 +17,11 @@ from benchmarks.server.equality import compare, sample
 from benchmarks.server.figures import figures, reasons
 from benchmarks.server.levels import Level
 from benchmarks.server.load_requests import Ask
-from benchmarks.server.servers import Contestant, ServerError
+from benchmarks.server.servers import ServerContestant, ServerError
 from forerun.bench.journal import Journal, Turn, TurnKey
 
 Row = dict[str, Any]
-Start = Callable[[Contestant], AbstractContextManager[Door]]
+Start = Callable[[ServerContestant], AbstractContextManager[Door]]
 """Starts a contestant's server for as long as the context lasts."""
 ALONE = {"namespace": "alone", "drafter": "none"}
 """How a text is asked for that load may not have changed."""
@@ -67,7 +67,7 @@ class ServeBench:
         save: told all turns so far whenever one has new figures, and whether the last one is whole.
     """
 
-    contestants: Sequence[Contestant]
+    contestants: Sequence[ServerContestant]
     rounds: Sequence[Round]
     start: Start
     journal: Journal
@@ -134,7 +134,7 @@ class ServeBench:
         """Why a contestant took no part in an earlier round, if so: it is not tried again."""
         return next((why for turn in self.turns[:-1] if (why := absent(turn, name))), None)
 
-    def _answers(self, door: Door, level: Level, extension: client.Extension) -> tuple[client.Run, list[Answer]]:
+    def _answers(self, door: Door, level: Level, extension: client.Extension) -> tuple[client.LoadRun, list[Answer]]:
         """A level's answers.
 
         Raises:

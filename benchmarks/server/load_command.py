@@ -21,13 +21,13 @@ from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.load_options import DEFAULT, TRANSFORMERS, ServingOptions
 from benchmarks.server.load_report import fill
 from benchmarks.server.load_requests import Ask, mixed
-from benchmarks.server.servers import Contestant, Subject
+from benchmarks.server.servers import ServedModel, ServerContestant
 from benchmarks.tasks.questions import Files
 from benchmarks.tasks.task_prompts import LackingError, Tasks, check_names
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Journal, Turn, about
 from forerun.bench.machine import plain_values
-from forerun.bench.prompts_file import PromptEncoder, check_length
+from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.terminal import say, stderr, working
 from forerun.drafting.recipes import check_drafter
@@ -66,7 +66,7 @@ def run(options: ServingOptions) -> None:
     journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
     contestants = _contestants(options, subject)
 
-    def start(contestant: Contestant) -> AbstractContextManager[Door]:
+    def start(contestant: ServerContestant) -> AbstractContextManager[Door]:
         log = options.out / "logs" / f"{contestant.name.replace(' ', '-')}.log"
         return servers.started(contestant, subject.chats, log)
 
@@ -77,14 +77,14 @@ def run(options: ServingOptions) -> None:
         raise typer.Exit(FAILED)
 
 
-def _prepared(options: ServingOptions) -> tuple[Subject, list[Round]]:
+def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round]]:
     """What is served, and all that is asked; the model is read to be checked, and forgotten."""
     with working(stderr(), "loading"):
         model, tokenizer = load(
             options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
         )
-    encoder = PromptEncoder(tokenizer, options.raw)
-    subject = Subject(
+    encoder = TemplateEncoder(tokenizer, options.raw)
+    subject = ServedModel(
         options.model,
         find(options.model),
         dtype_name(model),
@@ -98,7 +98,7 @@ def _prepared(options: ServingOptions) -> tuple[Subject, list[Round]]:
     return subject, _rounds(options, encoder, limit)
 
 
-def _rounds(options: ServingOptions, encoder: PromptEncoder, limit: int | None) -> list[Round]:
+def _rounds(options: ServingOptions, encoder: TemplateEncoder, limit: int | None) -> list[Round]:
     """Each round has requests of its own: none is known from an earlier one."""
     warm = max([1, *options.clients])
     of_each = warm + levels.needed(options.clients, options.arrivals, options.requests)
@@ -115,7 +115,7 @@ def _rounds(options: ServingOptions, encoder: PromptEncoder, limit: int | None) 
     return found
 
 
-def _asks(options: ServingOptions, encoder: PromptEncoder, limit: int | None, count: int) -> list[Ask]:
+def _asks(options: ServingOptions, encoder: TemplateEncoder, limit: int | None, count: int) -> list[Ask]:
     """So many requests; tasks that lack something are left out, and named.
 
     Raises:
@@ -173,7 +173,7 @@ def _check(what: str, tokens: int, limit: int | None, new: int) -> None:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _contestants(options: ServingOptions, subject: Subject) -> list[Contestant]:
+def _contestants(options: ServingOptions, subject: ServedModel) -> list[ServerContestant]:
     """In the order of the options."""
     found = []
     for name in options.drafters:

@@ -21,8 +21,8 @@ import httpx
 import typer
 
 from benchmarks.reporting.options import StudyOptions
-from benchmarks.server.request_mixture import Asked, Said, mixed, streamed, whole
-from benchmarks.server.server_process import Served
+from benchmarks.server.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
+from benchmarks.server.server_process import ServerProcess
 
 ALONE = ("--drafter", "none", "--rows", "1", "--prefix-cache", "0", "--kv-memory", "1GiB")
 TOGETHER = ("--kv-memory", "1GiB", "--waiting", "512")
@@ -44,7 +44,7 @@ def run(options: StreamsOptions) -> None:
     """Ask; exit status 1 if a text differs, a request fails, or something is left."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
     asked = mixed(options.streams, options.seed)
-    with Served(ALONE) as served:
+    with ServerProcess(ALONE) as served:
         wanted = asyncio.run(_alone(served.port, asked))
     result = _together(asked, wanted, options.rounds, options.seed)
     options.out.write_text(json.dumps(result, indent=1))
@@ -53,10 +53,10 @@ def run(options: StreamsOptions) -> None:
         raise typer.Exit(1)
 
 
-def _together(asked: list[Asked], wanted: list[Said], rounds: int, seed: int) -> dict[str, Any]:
+def _together(asked: list[MixedRequest], wanted: list[TextAnswer], rounds: int, seed: int) -> dict[str, Any]:
     chance = random.Random(seed)
     compared, left_early, different, failed = 0, 0, [], []
-    with Served(TOGETHER) as served:
+    with ServerProcess(TOGETHER) as served:
         asyncio.run(_round(served.port, asked, [None] * len(asked)))  # threads and what is kept are there from now on
         before = served.rest()
         for number in range(rounds):
@@ -86,12 +86,12 @@ def _together(asked: list[Asked], wanted: list[Said], rounds: int, seed: int) ->
     }
 
 
-async def _alone(port: int, asked: list[Asked]) -> list[Said]:
+async def _alone(port: int, asked: list[MixedRequest]) -> list[TextAnswer]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600) as client:
         return [await whole(client, each) for each in asked]
 
 
-async def _round(port: int, asked: list[Asked], pieces: list[int | None]) -> list[Said | BaseException]:
+async def _round(port: int, asked: list[MixedRequest], pieces: list[int | None]) -> list[TextAnswer | BaseException]:
     """Each client has a connection of its own."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, limits=limits) as client:

@@ -24,7 +24,7 @@ TEXT = Path(json.__file__).read_text()
 
 
 @dataclass(frozen=True)
-class Asked:
+class MixedRequest:
     """A request: its kind, and where it goes."""
 
     kind: str
@@ -36,11 +36,11 @@ class Asked:
         return "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
 
 
-Said = dict[int, tuple[str, str]]
+TextAnswer = dict[int, tuple[str, str]]
 """Of each choice, the text and why it ended."""
 
 
-def mixed(number: int, seed: int, longest: int = 96) -> list[Asked]:
+def mixed(number: int, seed: int, longest: int = 96) -> list[MixedRequest]:
     """So many requests, each kind in turn; greedy and sampled, with short and long prompts and answers.
 
     Args:
@@ -52,7 +52,7 @@ def mixed(number: int, seed: int, longest: int = 96) -> list[Asked]:
     return [_asked(KINDS[each % len(KINDS)], chance, longest) for each in range(number)]
 
 
-def _asked(kind: str, chance: random.Random, longest: int) -> Asked:
+def _asked(kind: str, chance: random.Random, longest: int) -> MixedRequest:
     begin, length = chance.randrange(len(TEXT) - 4000), chance.choice((8, 40, 200, 1000, 3000))
     prompt = TEXT[begin : begin + length]
     warmth = {"temperature": 0} if chance.random() < 0.5 else {"temperature": chance.choice((0.7, 1)), "top_p": 0.95}
@@ -74,10 +74,10 @@ def _asked(kind: str, chance: random.Random, longest: int) -> Asked:
         },
         "logprobs": {"prompt": prompt, "logprobs": 3},
     }
-    return Asked(kind, body | own[kind])
+    return MixedRequest(kind, body | own[kind])
 
 
-async def whole(client: httpx.AsyncClient, asked: Asked) -> Said:
+async def whole(client: httpx.AsyncClient, asked: MixedRequest) -> TextAnswer:
     """The answer in one piece."""
     answer = await client.post(asked.address, json=asked.body)
     answer.raise_for_status()
@@ -90,9 +90,9 @@ async def whole(client: httpx.AsyncClient, asked: Asked) -> Said:
     }
 
 
-async def streamed(client: httpx.AsyncClient, asked: Asked, pieces: int | None = None) -> Said:
+async def streamed(client: httpx.AsyncClient, asked: MixedRequest, pieces: int | None = None) -> TextAnswer:
     """The answer of a stream; of so many pieces, after which the client goes."""
-    said: Said = {}
+    said: TextAnswer = {}
     async with client.stream("POST", asked.address, json={**asked.body, "stream": True}) as answer:
         answer.raise_for_status()
         async for choice in _choices(answer):

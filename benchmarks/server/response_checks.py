@@ -21,7 +21,7 @@ FIELDS = {"message", "type", "param", "code"}
 
 
 @dataclass(frozen=True)
-class Answer:
+class RawAnswer:
     """Bytes up to the connection's end, and the seconds that it took; ``complete`` if the server ended it."""
 
     said: bytes
@@ -44,7 +44,7 @@ class Answer:
         return body[: int(length[1])] if length else body
 
 
-async def ask(port: int, shot: Shot) -> Answer:
+async def ask(port: int, shot: Shot) -> RawAnswer:
     """Send a shot; wait for the server to close, unless the client goes."""
     begun = time.monotonic()
     reader, writer = await asyncio.open_connection(HOST, port)
@@ -59,10 +59,10 @@ async def ask(port: int, shot: Shot) -> Answer:
         pass
     finally:
         writer.close()
-    return Answer(said, time.monotonic() - begun, complete)
+    return RawAnswer(said, time.monotonic() - begun, complete)
 
 
-def wrong(shot: Shot, answer: Answer) -> str | None:
+def wrong(shot: Shot, answer: RawAnswer) -> str | None:
     """What is wrong with an answer; None if nothing is."""
     if shot.goes:
         return None
@@ -121,11 +121,11 @@ def _whole(chunked: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def ask_all(port: int, shots: Sequence[Shot], clients: int) -> list[Answer]:
+async def ask_all(port: int, shots: Sequence[Shot], clients: int) -> list[RawAnswer]:
     """Answers of shots that so many clients send at once."""
     turn = asyncio.Semaphore(clients)
 
-    async def one(shot: Shot) -> Answer:
+    async def one(shot: Shot) -> RawAnswer:
         async with turn:
             return await ask(port, shot)
 

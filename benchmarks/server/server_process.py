@@ -38,7 +38,7 @@ PATIENCE = 300.0
 """Seconds that a server may take to start (the first start compiles kernels), and to end."""
 
 
-class Served:
+class ServerProcess:
     """``forerun serve`` with the bundled model, that has a chat template, as long as the ``with`` block lasts.
 
     Args:
@@ -63,7 +63,7 @@ class Served:
         self._wait_until_ready(started + PATIENCE)
         self.seconds_to_ready = time.monotonic() - started
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServerProcess:
         return self
 
     def __exit__(

@@ -39,7 +39,7 @@ class ServerError(ChildProcessError):
 
 
 @dataclass(frozen=True)
-class Subject:
+class ServedModel:
     """What is served.
 
     Attributes:
@@ -60,7 +60,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class ServerContestant:
     """A server that can be started.
 
     Attributes:
@@ -78,26 +78,26 @@ class Contestant:
     lacking: str | None = None
 
 
-def forerun(subject: Subject, drafter: str | None) -> Contestant:
+def forerun(subject: ServedModel, drafter: str | None) -> ServerContestant:
     """``forerun serve`` with a drafter; None for its default."""
     command = [sys.executable, "-m", "forerun.cli", "serve", "--model", subject.model, "--name", "measured"]
     command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1", "--no-page"]
     command += ["--namespaces", str(MANY)]
     command += ["--trust-remote-code"] * subject.trust_remote_code
     command += [] if drafter is None else ["--drafter", drafter]
-    return Contestant("forerun" if drafter is None else f"forerun {drafter}", command, "measured", True)
+    return ServerContestant("forerun" if drafter is None else f"forerun {drafter}", command, "measured", True)
 
 
-def transformers(subject: Subject) -> Contestant:
+def transformers(subject: ServedModel) -> ServerContestant:
     """``transformers serve`` with continuous batching, on the same files in the same type."""
     model = str(subject.folder)
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", model, "--continuous-batching"]
     command += ["--dtype", subject.dtype, "--device", subject.device, "--host", "127.0.0.1"]
     command += ["--trust-remote-code"] * subject.trust_remote_code
-    return Contestant(TRANSFORMERS, command, model, False, why_not(subject))
+    return ServerContestant(TRANSFORMERS, command, model, False, why_not(subject))
 
 
-def why_not(subject: Subject) -> str | None:
+def why_not(subject: ServedModel) -> str | None:
     """Why ``transformers serve`` cannot serve this here; None if it may."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if (
@@ -113,7 +113,7 @@ def why_not(subject: Subject) -> str | None:
 
 
 @contextmanager
-def started(contestant: Contestant, chats: bool, log: Path) -> Iterator[Door]:
+def started(contestant: ServerContestant, chats: bool, log: Path) -> Iterator[Door]:
     """A context with a server that answers.
 
     Args:

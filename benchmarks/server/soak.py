@@ -35,7 +35,7 @@ import typer
 
 from benchmarks.reporting.options import StudyOptions
 from benchmarks.server.request_mixture import mixed, streamed
-from benchmarks.server.server_process import Served
+from benchmarks.server.server_process import ServerProcess
 
 BOUNDS = {"allocated": 64 << 20, "threads": 1, "files": 1, "tasks": 1, "index_bytes": 1 << 20}
 """What an hour may add. Of minutes, the slope of bytes in use is uncertain by some 30 MiB an hour."""
@@ -68,7 +68,7 @@ class SoakOptions(StudyOptions):
 def run(options: SoakOptions) -> None:
     """Soak; exit status 1 if something grows or a request fails."""
     options.out.mkdir(parents=True, exist_ok=True)
-    with Served(OPTIONS, options.out / "server.log") as served:
+    with ServerProcess(OPTIONS, options.out / "server.log") as served:
         asyncio.run(_fill(served, 2 * options.clients))
         before = served.rest()
         samples, answered, failed = asyncio.run(_soak(served, options))
@@ -84,7 +84,7 @@ def run(options: SoakOptions) -> None:
         raise typer.Exit(1)
 
 
-async def _fill(served: Served, clients: int) -> None:
+async def _fill(served: ServerProcess, clients: int) -> None:
     """Ask for every text ``FIRST`` times."""
     left = FIRST * mixed(TEXTS, seed=0)
 
@@ -96,7 +96,7 @@ async def _fill(served: Served, clients: int) -> None:
     await asyncio.gather(*(ask() for _ in range(clients)))
 
 
-async def _soak(served: Served, options: SoakOptions) -> tuple[Samples, int, int]:
+async def _soak(served: ServerProcess, options: SoakOptions) -> tuple[Samples, int, int]:
     """Samples, and how many requests were answered and failed."""
     until = time.monotonic() + 60 * options.minutes
     watching = asyncio.create_task(_watch(served, until, options.out / "samples.jsonl"))
@@ -121,7 +121,7 @@ async def _ask(port: int, until: float, seed: int) -> tuple[int, int]:
     return done, failed
 
 
-async def _watch(served: Served, until: float, file: Path) -> Samples:
+async def _watch(served: ServerProcess, until: float, file: Path) -> Samples:
     samples: Samples = []
     with file.open("w") as out:
         while time.monotonic() < until:

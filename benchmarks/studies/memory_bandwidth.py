@@ -8,7 +8,7 @@ BUFFER = 1 << 30
 """Bytes of the buffer: many times a processor's caches."""
 
 
-class Reader:
+class BufferReader:
     """Sums a buffer with all of torch's threads.
 
     Args:

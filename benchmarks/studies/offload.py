@@ -15,7 +15,7 @@ from benchmarks.long_context.rows import Row, summarise
 from benchmarks.reporting.plots import Frame, Line, bars
 from benchmarks.reporting.progress import Say
 from benchmarks.reporting.tables import Report, listing
-from benchmarks.studies.memory_bandwidth import Reader
+from benchmarks.studies.memory_bandwidth import BufferReader
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
@@ -57,7 +57,7 @@ def slow_link(device: torch.device) -> float | None:
     where the link is a real one."""
     if device.type != "cpu":
         return None
-    reader, found = Reader(device), []
+    reader, found = BufferReader(device), []
     reader()
     for _ in range(TRIES):
         begin = time.perf_counter()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from benchmarks.studies.memory_bandwidth import BUFFER, Reader, weight_bytes
+from benchmarks.studies.memory_bandwidth import BUFFER, BufferReader, weight_bytes
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
@@ -31,7 +31,7 @@ THEIR_SIZES = (1, 8)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class PassSizes:
     """What to measure.
 
     Attributes:
@@ -84,7 +84,7 @@ class Work:
 @torch.inference_mode()
 def measure(
     models: Sequence[PreTrainedModel],
-    sizes: Sizes,
+    sizes: PassSizes,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
@@ -100,7 +100,7 @@ def measure(
         ValueError: if the model has too few positions.
     """
     check_positions(models[0], sizes)
-    reader = Reader(models[0].device, sizes.buffer)
+    reader = BufferReader(models[0].device, sizes.buffer)
     works = [Work("-", MEMORY, "read", 0, reader.nbytes, reader)]
     works += [work for model in models for work in _works(model, sizes)]
     for turn in range(sizes.rounds + 1):
@@ -111,7 +111,7 @@ def measure(
     return summarise(works)
 
 
-def check_positions(model: PreTrainedModel, sizes: Sizes) -> None:
+def check_positions(model: PreTrainedModel, sizes: PassSizes) -> None:
     """Refuse lengths for which the model has no positions.
 
     Raises:
@@ -125,7 +125,7 @@ def check_positions(model: PreTrainedModel, sizes: Sizes) -> None:
         )
 
 
-def _works(model: PreTrainedModel, sizes: Sizes) -> Iterator[Work]:
+def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
     dtype = dtype_name(model)
     engine = Engine(model, "none")
     text = np.random.default_rng(0).integers(0, engine.target.vocabulary, sizes.longest + 1)
@@ -139,7 +139,7 @@ def _works(model: PreTrainedModel, sizes: Sizes) -> Iterator[Work]:
         yield Work(dtype, TRANSFORMERS, "prompt", count, nbytes, _their_reading(model, text[:count]))
 
 
-def _our_passes(engine: Engine, text: np.ndarray, sizes: Sizes) -> Iterator[tuple[int, Callable[[], None]]]:
+def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[tuple[int, Callable[[], None]]]:
     """Forerun's scorer over a chain, as in a verifying step; nothing of it stays in the cache."""
     cache = engine.prefill(text[: sizes.context + 1].tolist(), max(sizes.passes) + 1)
     for count in sizes.passes:

@@ -7,7 +7,7 @@ from benchmarks.reporting.delivery import deliver
 from benchmarks.reporting.options import names, numbers
 from benchmarks.reporting.tables import Report
 from benchmarks.studies import passes
-from benchmarks.studies.passes import Sizes
+from benchmarks.studies.passes import PassSizes
 from benchmarks.studies.passes_options import DTYPES, PassesOptions
 from benchmarks.studies.passes_report import add_passes
 from forerun.bench.machine import plain_values
@@ -24,7 +24,7 @@ def run(options: PassesOptions) -> None:
             load(options.model, dtype, device=options.device, trust_remote_code=options.trust_remote_code)[0]
             for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
         ]
-    sizes = Sizes(
+    sizes = PassSizes(
         passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),
         context=options.context,
         prompts=[length for length in sorted(numbers("--prompt-tokens", options.prompt_tokens, int, 0)) if length],

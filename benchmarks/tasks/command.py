@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from benchmarks.papers.recipes import RECIPES
-from benchmarks.peers.known import Loaded, Subject, check, loaded
+from benchmarks.peers.known import Loaded, PeerSubject, check, loaded
 from benchmarks.reporting import plots
 from benchmarks.tasks.contestants import PADDED, TaskBench
 from benchmarks.tasks.options import DRAFTERS, PROMPTS, TaskOptions
@@ -22,7 +22,7 @@ from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.contestants import check_drafters
 from forerun.bench.journal import Journal, about
 from forerun.bench.machine import plain_values
-from forerun.bench.prompts_file import PromptEncoder, PromptLine, encode_lines, prompt_sets, read_prompts_file
+from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, Row, summarise, write
 from forerun.bench.rounds import Decode, PromptSet, Tokens
 from forerun.cli.terminal import measuring, stderr, stdout, working
@@ -42,7 +42,7 @@ def run(options: TaskOptions) -> None:
             options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
         )
         draft = load(BUNDLED_DRAFT, options.dtype, device=options.device)[0] if options.model == BUNDLED else None
-    encoder = PromptEncoder(tokenizer, options.raw)
+    encoder = TemplateEncoder(tokenizer, options.raw)
     jobs, skipped, tasks = _jobs(options, encoder, lines, target)
     for name, reason in skipped.items():
         console.print(f"skipped {name}: {reason}")
@@ -53,7 +53,7 @@ def run(options: TaskOptions) -> None:
         "tasks": tasks,
         "prompts": max(len(job.prompts) for job in jobs),
     }
-    with _peers(options, Subject(target, tokenizer, _source(options), longest(jobs))) as peers:
+    with _peers(options, PeerSubject(target, tokenizer, _source(options), longest(jobs))) as peers:
         long = LongContextConfig(draft_model=draft)
         bench = TaskBench(
             target, options.drafter or DRAFTERS, long, tokenizer, options.skip or (), others=peers.contestants
@@ -93,7 +93,7 @@ def _measured(
 
 
 def _jobs(
-    options: TaskOptions, encoder: PromptEncoder, lines: Sequence[PromptLine], model: PreTrainedModel
+    options: TaskOptions, encoder: TemplateEncoder, lines: Sequence[PromptLine], model: PreTrainedModel
 ) -> tuple[list[PromptSet], dict[str, str], str]:
     """The jobs, the skipped tasks with reasons, and the source of the tasks."""
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
@@ -110,7 +110,7 @@ def _jobs(
 
 
 @contextmanager
-def _peers(options: TaskOptions, subject: Subject) -> Iterator[Loaded]:
+def _peers(options: TaskOptions, subject: PeerSubject) -> Iterator[Loaded]:
     """The other engines, if requested."""
     if not options.peers:
         yield Loaded()

@@ -21,14 +21,14 @@ _DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
-class Question:
+class GradedQuestion:
     """A prompt, and a check whether a text answers it correctly."""
 
     prompt: str
     right: Callable[[str], bool]
 
 
-def questions(kind: str, count: int, material: Material, fits: Callable[[str], bool]) -> list[Question]:
+def questions(kind: str, count: int, material: Material, fits: Callable[[str], bool]) -> list[GradedQuestion]:
     """``count`` different questions, or as many as there are.
 
     Args:
@@ -43,11 +43,11 @@ def questions(kind: str, count: int, material: Material, fits: Callable[[str], b
     name, grade = KINDS[kind]
     if name == "maths" and not material.maths:
         raise LackingError("needs word problems with answers (--maths)")
-    found: dict[str, Question] = {}
+    found: dict[str, GradedQuestion] = {}
     for number in range(PATIENCE * count):
         task = tasks.make(name, Random(f"{SEED}/{kind}/{number}"), material)
         if fits(task.answer):
-            found.setdefault(task.prompt, Question(task.prompt, grade(task)))
+            found.setdefault(task.prompt, GradedQuestion(task.prompt, grade(task)))
         if len(found) == count:
             break
     return list(found.values())
@@ -93,6 +93,6 @@ KINDS: dict[str, tuple[str, Callable[[Task], Callable[[str], bool]]]] = {
 """By a kind's name in the tables: its name in ``benchmarks.training.tasks``, and its check."""
 
 
-def share_right(found: Sequence[Question], texts: Sequence[str]) -> float:
+def share_right(found: Sequence[GradedQuestion], texts: Sequence[str]) -> float:
     """The share of texts that answer their question correctly."""
     return sum(question.right(text) for question, text in zip(found, texts, strict=True)) / len(found)

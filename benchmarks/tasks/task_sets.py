@@ -6,10 +6,10 @@ from benchmarks.tasks.continuations import continuations
 from benchmarks.tasks.questions import Files, questions
 from benchmarks.tasks.task_prompts import Tasks
 from benchmarks.training import material
-from forerun.bench.prompts_file import PromptEncoder
+from forerun.bench.prompts_file import TemplateEncoder
 
 
-def tasks_for(encoder: PromptEncoder, files: Files) -> Tasks:
+def tasks_for(encoder: TemplateEncoder, files: Files) -> Tasks:
     """The tasks by name.
 
     Args:

@@ -24,7 +24,7 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Subject:
+class FactSubject:
     """Something invented, with the facts its document states, in order."""
 
     name: str
@@ -175,12 +175,12 @@ def _fact(rng: Random, name: str, template: tuple[str, str]) -> Fact:
     return Fact(question, sentence)
 
 
-def subject(rng: Random, facts: tuple[int, int] = (2, 4)) -> Subject:
+def subject(rng: Random, facts: tuple[int, int] = (2, 4)) -> FactSubject:
     """Invent a subject with `facts[0]` to `facts[1]` facts in random order."""
     naming, templates = _SUBJECTS[rng.choice(sorted(_SUBJECTS))]
     name = naming.format_map(_Drawn(rng, {}))
     chosen = rng.sample(templates, rng.randint(*facts))
-    return Subject(name, tuple(_fact(rng, name, template) for template in chosen))
+    return FactSubject(name, tuple(_fact(rng, name, template) for template in chosen))
 
 
 def needle(rng: Random) -> Fact:

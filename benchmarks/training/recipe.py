@@ -18,7 +18,7 @@ ROW_KINDS = frozenset(KINDS) | {"spans"}
 
 
 @dataclass(frozen=True)
-class Shape:
+class TrainingShape:
     """The dimensions of a Llama model with tied embeddings and heads of 64."""
 
     layers: int
@@ -109,7 +109,7 @@ QUICK = (
 class Recipe:
     """How one model is trained; the schedule's length is `minutes` or `steps`, whichever is given."""
 
-    shape: Shape
+    shape: TrainingShape
     stages: tuple[Stage, ...] = STAGES
     minutes: float | None = None
     steps: int | None = None
@@ -144,6 +144,6 @@ class Recipe:
         return min(1.0, (progress + 1e-3) / self.warm_up, (1 - progress) / self.decay)
 
 
-TARGET = Shape(layers=4, hidden=256, intermediate=704)
-DRAFT = Shape(layers=2, hidden=192, intermediate=512)
-TINY = Shape(layers=1, hidden=64, intermediate=96, vocabulary=512)
+TARGET = TrainingShape(layers=4, hidden=256, intermediate=704)
+DRAFT = TrainingShape(layers=2, hidden=192, intermediate=512)
+TINY = TrainingShape(layers=1, hidden=64, intermediate=96, vocabulary=512)

@@ -75,7 +75,7 @@ def rag(rng: Random, material: Material, documents: int | None = None) -> Task:
     return Task("rag", prompt, f" According to the documents: {' '.join(sentences)}", sentences)
 
 
-def _ask(rng: Random, subject: facts.Subject) -> tuple[str, tuple[str, ...]]:
+def _ask(rng: Random, subject: facts.FactSubject) -> tuple[str, tuple[str, ...]]:
     """Return a question about one, two or all facts of a subject, and the sentences that answer it."""
     style = rng.choice(("one", "two", "all"))
     if style == "all":

@@ -57,7 +57,7 @@ def _logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """One model being trained; `advance` takes a step, `save` a checkpoint."""
 
     name: str
@@ -121,7 +121,7 @@ class Run:
         checkpoint.save(self.folder, self.model, self.optimizers, self.done)
 
 
-def fit(run: Run, weights: Path, stop_after: int | None = None) -> PreTrainedModel:
+def fit(run: TrainingRun, weights: Path, stop_after: int | None = None) -> PreTrainedModel:
     """Train to the end of the schedule (or for `stop_after` steps), with checkpoints, reports and exports."""
     (run.out / run.name).mkdir(parents=True, exist_ok=True)
     saved, first = time.monotonic(), run.done.step
@@ -159,8 +159,8 @@ def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedT
 def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weights: Path) -> None:
     """Train the target, then the draft on the target's distributions."""
     data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
-    teacher = fit(Run("target", target, data, out, fresh(target)), weights).eval()
-    fit(Run("draft", draft, data, out, fresh(draft), teacher), weights)
+    teacher = fit(TrainingRun("target", target, data, out, fresh(target)), weights).eval()
+    fit(TrainingRun("draft", draft, data, out, fresh(draft), teacher), weights)
 
 
 def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None:
@@ -169,7 +169,7 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None
     texts = Material(tuple(tasks.paragraph(rng, Material()) for _ in range(200)))
     plan = Recipe(recipe.TINY, stages=recipe.QUICK, steps=8, half=False, log_every=2)
     data = corpus.build(texts, shared_tokenizer(texts, out, plan.shape.vocabulary))
-    fit(Run("target", plan, data, out, fresh(plan)), weights, stop_after)
+    fit(TrainingRun("target", plan, data, out, fresh(plan)), weights, stop_after)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from forerun.bench.prompts_file import PromptEncoder, PromptLine, encode_lines, prompt_sets, read_prompts_file
+from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.cli import app
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{% if m.role == 'owl' %}{{ raise_exception('no owls') }}{% endif %}"
@@ -37,10 +37,10 @@ def written(tmp_path: Path, *lines: Any) -> Path:
 
 
 def test_a_prompt_becomes_one_user_message_and_begins_once() -> None:
-    encoder = PromptEncoder(tokenizer())
+    encoder = TemplateEncoder(tokenizer())
     assert encoder("a b") == [1, 2, 6, 7, 3]
     assert encoder([{"role": "system", "content": "c"}, {"role": "user", "content": "a"}]) == [1, 4, 8, 2, 6, 3]
-    for plain in (PromptEncoder(tokenizer(), raw=True), PromptEncoder(tokenizer(None))):
+    for plain in (TemplateEncoder(tokenizer(), raw=True), TemplateEncoder(tokenizer(None))):
         assert plain("a b") == [1, 6, 7]
         assert plain("<s> a b") == [1, 6, 7]
         assert plain.count("a b") == 2
@@ -94,11 +94,11 @@ def test_what_the_model_cannot_read_is_named_by_its_line() -> None:
     chat = [{"role": "owl", "content": "a"}]
     lines = [PromptLine(3, "t", chat), PromptLine(4, "t", "a b c"), PromptLine(9, "t", "a")]
     with pytest.raises(ValueError, match=r"line 3: the chat template refuses these messages: no owls; line 4: 6 "):
-        encode_lines(Path("f"), lines, PromptEncoder(tokenizer()), 8, 4)
-    assert encode_lines(Path("f"), lines[2:], PromptEncoder(tokenizer()), 8, 4) == [[1, 2, 6, 3]]
+        encode_lines(Path("f"), lines, TemplateEncoder(tokenizer()), 8, 4)
+    assert encode_lines(Path("f"), lines[2:], TemplateEncoder(tokenizer()), 8, 4) == [[1, 2, 6, 3]]
     for raw, reason in ((True, "--raw turns it off"), (False, "tokenizer has none")):
         with pytest.raises(ValueError, match=f"line 3: messages need a chat template, and .*{reason}"):
-            encode_lines(Path("f"), lines[:1], PromptEncoder(tokenizer(TEMPLATE if raw else None), raw), None, 4)
+            encode_lines(Path("f"), lines[:1], TemplateEncoder(tokenizer(TEMPLATE if raw else None), raw), None, 4)
 
 
 def test_tasks_are_measured_in_the_file_s_order_and_the_rest_warms() -> None:

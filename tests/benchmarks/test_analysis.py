@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.long_context import needles
-from benchmarks.long_context.analysis import Follower, Reader, on_prose, overlap
+from benchmarks.long_context.analysis import CacheReader, Follower, on_prose, overlap
 from benchmarks.long_context.attention_recovery import locality_rows, top_rows, watch
 from benchmarks.long_context.bytes_read import at_end
 from benchmarks.long_context.draft_trees import rank_rates, shapes, tree_rows
 from benchmarks.long_context.long_bench import LongBench, Prefilled, prefill, sampled
-from benchmarks.long_context.needles import Alone, Haystack, Question
+from benchmarks.long_context.needles import Alone, Haystack, NeedleQuestion
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.recipes import SPARSE
 from forerun.core.block import Block
@@ -46,8 +46,8 @@ def prompt(engine: Engine) -> Prefilled:
     return prefill(engine, PROMPT, 60)
 
 
-def readers(engine: Engine, settings: LongContextConfig) -> dict[str, Reader]:
-    return {name: Reader(engine.target, make(settings)) for name, make in SPARSE.items()}
+def readers(engine: Engine, settings: LongContextConfig) -> dict[str, CacheReader]:
+    return {name: CacheReader(engine.target, make(settings)) for name, make in SPARSE.items()}
 
 
 def plain(engine: Engine, tokens: list[int], new_tokens: int) -> list[int]:
@@ -204,7 +204,7 @@ def test_a_haystack_holds_what_it_asks_for() -> None:
 @pytest.mark.parametrize("name", SPARSE)
 def test_alone_over_a_cache_that_holds_everything_is_plain(engine: Engine, name: str) -> None:
     text, question = PROMPT[:70], PROMPT[70:]
-    read = needles.read_text(engine, Haystack(text, [Question(question, [1], 0.5)]), 60)
+    read = needles.read_text(engine, Haystack(text, [NeedleQuestion(question, [1], 0.5)]), 60)
     assert read.cache.length == 70
     expected = plain(engine, PROMPT, 8)
     alone = Alone(engine.target, name, LARGE, read.cache, text)
@@ -216,7 +216,7 @@ def test_alone_over_a_cache_that_holds_everything_is_plain(engine: Engine, name:
 def test_accuracy_counts_right_answers_of_all_contestants(engine: Engine) -> None:
     text, asked = PROMPT[:70], [PROMPT[70:80], PROMPT[80:]]
     answers = [plain(engine, [*text, *question], 4) for question in asked]
-    right, wrong = Question(asked[0], answers[0], 0.2), Question(asked[1], [answers[1][0] + 1], 0.8)
+    right, wrong = NeedleQuestion(asked[0], answers[0], 0.2), NeedleQuestion(asked[1], [answers[1][0] + 1], 0.8)
     haystack = Haystack(text, [right, wrong])
     read = needles.read_text(engine, haystack, 60)
     rows = needles.run(LongBench(engine, 1), haystack, read, ["retrieval"], SMALL, 8)

@@ -31,7 +31,7 @@ from benchmarks.server.levels import TURNS, Level, arrivals, build, needed
 from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.load_report import fill
 from benchmarks.server.load_requests import Ask, mixed
-from benchmarks.server.servers import Contestant, ServerError, Subject
+from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
 from forerun.bench.journal import Journal, Turn
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import find, load
@@ -39,7 +39,7 @@ from forerun.models.loading.load import find, load
 pytestmark = pytest.mark.matrix
 
 PROMPTS = {"json": ["Table:\na,b\n1,2\n", '{"name": "', "[1, 2,", "[{"], "rag": ["Once", "The sun", "She said", "He"]}
-OURS, PLAIN = Contestant("forerun", (), "bundled", True), Contestant(servers.PLAIN, (), "bundled", True)
+OURS, PLAIN = ServerContestant("forerun", (), "bundled", True), ServerContestant(servers.PLAIN, (), "bundled", True)
 
 
 def asks(count: int, tokens: int = 4) -> list[Ask]:
@@ -147,13 +147,17 @@ def one_round(long: bool = False) -> Round:
 
 
 def bench_of(
-    server: LiveServer, tmp_path: Path, contestants: Sequence[Contestant], rounds: Sequence[Round], resume: bool = False
+    server: LiveServer,
+    tmp_path: Path,
+    contestants: Sequence[ServerContestant],
+    rounds: Sequence[Round],
+    resume: bool = False,
 ) -> tuple[ServeBench, list[str]]:
     """A bench whose servers are this one, and which servers were started."""
     started = list[str]()
 
     @contextmanager
-    def start(contestant: Contestant) -> Iterator[Door]:
+    def start(contestant: ServerContestant) -> Iterator[Door]:
         started.append(contestant.name)
         if not contestant.ours:
             raise ServerError("it broke")
@@ -173,7 +177,7 @@ def bench_of(
 def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(
     server: LiveServer, tmp_path: Path
 ) -> None:
-    absent = Contestant(servers.TRANSFORMERS, (), "x", False)
+    absent = ServerContestant(servers.TRANSFORMERS, (), "x", False)
     rounds = [one_round(long=True), one_round()]
     measured, started = bench_of(server, tmp_path, [PLAIN, OURS, absent], rounds)
     turns = measured.run()
@@ -199,7 +203,7 @@ def test_what_was_measured_is_written_when_a_later_load_fails(
 ) -> None:
     run = client.run
 
-    def fails(door: Door, level: Level, extension: client.Extension) -> client.Run:
+    def fails(door: Door, level: Level, extension: client.Extension) -> client.LoadRun:
         if level.kind == "rate":
             raise ValueError("the power failed")
         return run(door, level, extension)
@@ -257,7 +261,7 @@ def test_a_server_that_nobody_reaches_is_an_error(server: LiveServer, tmp_path: 
         measured, _ = bench_of(server, tmp_path, [PLAIN], [one_round()])
 
         @contextmanager
-        def nobody(contestant: Contestant) -> Iterator[Door]:
+        def nobody(contestant: ServerContestant) -> Iterator[Door]:
             yield Door(f"http://127.0.0.1:{one.getsockname()[1]}", "bundled")
 
         measured.start = nobody
@@ -266,7 +270,7 @@ def test_a_server_that_nobody_reaches_is_an_error(server: LiveServer, tmp_path: 
 
 
 def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
-    subject = Subject("bundled", find("bundled"), "float32", "cpu")
+    subject = ServedModel("bundled", find("bundled"), "float32", "cpu")
     broken = dataclasses.replace(
         servers.forerun(subject, "none"), command=[*servers.forerun(subject, "none").command[:3], "nonsense"]
     )
@@ -278,7 +282,7 @@ def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
 
 
 def test_commands_serve_the_same_files_in_the_same_type() -> None:
-    subject = Subject("bundled", find("bundled"), "float32", "cpu")
+    subject = ServedModel("bundled", find("bundled"), "float32", "cpu")
     ours, theirs = servers.forerun(subject, None), servers.transformers(subject)
     assert "--drafter" not in ours.command and ours.name == "forerun"
     assert servers.forerun(subject, "none").command[-2:] == ["--drafter", "none"]

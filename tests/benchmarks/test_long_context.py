@@ -18,7 +18,7 @@ from benchmarks.__main__ import app
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.capacity.speculation import expected_tokens
 from benchmarks.long_context import long_bench as longcontext
-from benchmarks.long_context.long_bench import LongBench, Prefilled, Run, Series, prefill, sampled, shortened
+from benchmarks.long_context.long_bench import LongBench, LongRun, LongSeries, Prefilled, prefill, sampled, shortened
 from benchmarks.long_context.pass_costs import Costs, drafting_seconds, measure, speed_up_limit
 from benchmarks.long_context.rows import summarise
 from benchmarks.long_context.texts import Texts
@@ -88,14 +88,14 @@ def test_who_has_all_tokens_from_the_first_step_is_refused_by_a_sentence(engine:
         LongBench(engine, 1).run([[prefill(engine, PROMPT, 40)]], ["trie"], SETTINGS, sampled(0.0, 1))
 
 
-def run_of(seconds: float, text: list[int], accepted: list[int]) -> Run:
+def run_of(seconds: float, text: list[int], accepted: list[int]) -> LongRun:
     stats = Stats(drafted=[4] * len(accepted), accepted=accepted, emitted=[a + 1 for a in accepted])
-    return Run([text], 0.5, seconds, len(text) - 1, [stats])
+    return LongRun([text], 0.5, seconds, len(text) - 1, [stats])
 
 
 def test_speed_is_by_medians_and_spread_by_rounds() -> None:
-    plain = Series("none", [[run_of(s, [1] * 9, []) for s in (4.0, 8.0, 4.0)]], [10.0])
-    fast = Series("x", [[run_of(s, [1] * 9, [4, 3, 0]) for s in (2.0, 2.0, 1.0)]], [10.0])
+    plain = LongSeries("none", [[run_of(s, [1] * 9, []) for s in (4.0, 8.0, 4.0)]], [10.0])
+    fast = LongSeries("x", [[run_of(s, [1] * 9, [4, 3, 0]) for s in (2.0, 2.0, 1.0)]], [10.0])
     assert longcontext.acceptance([run.stats[0] for run in fast.runs[0]]) == 7 / 9
     assert fast.speed_ups(plain) == [2, 4, 4]
     both = longcontext.combine([[plain, fast], [plain, fast]])
@@ -109,8 +109,8 @@ def test_speed_is_by_medians_and_spread_by_rounds() -> None:
 
 
 def test_of_one_round_the_speed_up_is_its_slowest_and_fastest() -> None:
-    plain = Series("none", [[run_of(4.0, [1] * 9, [])], [run_of(1.0, [1] * 5, [])]], [None, None])
-    fast = Series("x", [[run_of(1.0, [1] * 9, [4, 3])], [run_of(1.0, [1] * 5, [2])]], [None, None])
+    plain = LongSeries("none", [[run_of(4.0, [1] * 9, [])], [run_of(1.0, [1] * 5, [])]], [None, None])
+    fast = LongSeries("x", [[run_of(1.0, [1] * 9, [4, 3])], [run_of(1.0, [1] * 5, [2])]], [None, None])
     for stats in (run.stats[0] for rounds in plain.runs for run in rounds):
         stats.record(0, 0, 1)
     row = summarise([plain, fast])[1]
@@ -122,11 +122,11 @@ def test_of_one_round_the_speed_up_is_its_slowest_and_fastest() -> None:
 def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(
     prompts: int, rounds: int, data: st.DataObject
 ) -> None:
-    def run() -> Run:
+    def run() -> LongRun:
         return run_of(data.draw(st.floats(0.1, 10)), [1] * 9, [1])
 
     plain, fast = (
-        Series(name, [[run() for _ in range(rounds)] for _ in range(prompts)], [None] * prompts)
+        LongSeries(name, [[run() for _ in range(rounds)] for _ in range(prompts)], [None] * prompts)
         for name in ("none", "x")
     )
     row = summarise([plain, fast])[1]

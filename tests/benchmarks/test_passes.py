@@ -11,8 +11,8 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.studies.memory_bandwidth import Reader, weight_bytes
-from benchmarks.studies.passes import MEMORY, Sizes, Work, measure, summarise
+from benchmarks.studies.memory_bandwidth import BufferReader, weight_bytes
+from benchmarks.studies.passes import MEMORY, PassSizes, Work, measure, summarise
 
 pytestmark = pytest.mark.matrix
 
@@ -30,7 +30,7 @@ def ticking(step: float = 0.5):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_every_pass_is_measured_for_every_dtype(name: str) -> None:
-    rows = measure([tiny(name), tiny(name)], Sizes([1, 2, 4], 16, [32], rounds=2, buffer=4096), ticking())
+    rows = measure([tiny(name), tiny(name)], PassSizes([1, 2, 4], 16, [32], rounds=2, buffer=4096), ticking())
     ours = [(row["kind"], row["tokens"]) for row in rows if row["who"] == "forerun"]
     assert ours == [("pass", 1), ("pass", 2), ("pass", 4), ("prompt", 32)] * 2
     theirs = [(row["kind"], row["tokens"]) for row in rows if row["who"] == "transformers"]
@@ -66,14 +66,14 @@ def test_weights_that_are_only_looked_up_are_not_read() -> None:
 
 
 def test_the_reader_reads_what_it_says() -> None:
-    reader = Reader(torch.device("cpu"), 4100)
+    reader = BufferReader(torch.device("cpu"), 4100)
     assert reader.nbytes == 4096
     reader()
 
 
 def test_lengths_beyond_the_model_s_positions_are_refused() -> None:
     with pytest.raises(ValueError, match="264 tokens are to be measured and the model has 128 positions"):
-        measure([tiny("llama")], Sizes([1, 64], 200, [], rounds=1))
+        measure([tiny("llama")], PassSizes([1, 64], 200, [], rounds=1))
 
 
 @pytest.mark.matrix

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from benchmarks.peers import weights
-from benchmarks.peers.known import KINDS, Kind, Loaded, Subject, check, loaded
+from benchmarks.peers.known import KINDS, Kind, Loaded, PeerSubject, check, loaded
 from benchmarks.peers.process import Peer, PeerError
 from benchmarks.tasks.contestants import TaskBench
 from forerun.bench import report
@@ -51,8 +51,8 @@ def single() -> PreTrainedModel:
     return model
 
 
-def subject(model: PreTrainedModel) -> Subject:
-    return Subject(model, byte_tokenizer(), None, 64)
+def subject(model: PreTrainedModel) -> PeerSubject:
+    return PeerSubject(model, byte_tokenizer(), None, 64)
 
 
 def test_a_peer_answers_from_its_own_process(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_real_peer_gives_transformers_texts(kind: Kind) -> None:
         pytest.skip(f"{kind.package} is not installed: {kind.missing}")
     model = single()
     tokenizer = byte_tokenizer()
-    with loaded(Subject(model, tokenizer, None, 64), [kind]) as found:
+    with loaded(PeerSubject(model, tokenizer, None, 64), [kind]) as found:
         assert not found.absent
         bench = TaskBench(model, ["none"], others=found.contestants)
         (series,) = bench.run(PromptSet("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12), rounds=1)

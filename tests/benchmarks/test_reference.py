@@ -229,7 +229,7 @@ def test_recipes_with_wrong_values_are_refused() -> None:
     with pytest.raises(ValueError, match="not riddles"):
         Stage("x", 1.0, 64, 2, {"riddles": 1.0})
     with pytest.raises(ValueError, match="multiple of 64"):
-        recipe.Shape(layers=1, hidden=100, intermediate=1)
+        recipe.TrainingShape(layers=1, hidden=100, intermediate=1)
 
 
 def test_the_rate_rises_stays_and_falls_to_nothing() -> None:

@@ -241,7 +241,7 @@ def test_modules_say_what_they_are(pair: tuple[PreTrainedModel, PreTrainedModel]
 def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", "Q4_1")
     model, tokenizer = load(str(file), "stored")
-    subject = known.Subject(model, tokenizer, file, 64)
+    subject = known.PeerSubject(model, tokenizer, file, 64)
     (tmp_path / "peer").mkdir()
     known.write_gguf(subject, tmp_path / "peer")
     assert (tmp_path / "peer" / "model.gguf").resolve() == file.resolve()

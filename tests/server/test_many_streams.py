@@ -12,7 +12,7 @@ import pytest
 from server.test_fuzz import tasks
 from support.live_server import PATIENCE, TEMPLATE, LiveServer, until
 
-from benchmarks.server.request_mixture import Asked, Said, mixed, streamed, whole
+from benchmarks.server.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits
@@ -40,12 +40,12 @@ def client(server: LiveServer) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=PATIENCE, limits=limits)
 
 
-async def alone(server: LiveServer, asked: list[Asked]) -> list[Said]:
+async def alone(server: LiveServer, asked: list[MixedRequest]) -> list[TextAnswer]:
     async with client(server) as one:
         return [await whole(one, each) for each in asked]
 
 
-async def together(server: LiveServer, asked: list[Asked], pieces: list[int | None]) -> list[Said]:
+async def together(server: LiveServer, asked: list[MixedRequest], pieces: list[int | None]) -> list[TextAnswer]:
     async with client(server) as one:
         streams = [streamed(one, each, count) for each, count in zip(asked, pieces, strict=True)]
         return await asyncio.gather(*streams)

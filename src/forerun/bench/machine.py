@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
+REPORTED_PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
 LEFT_OUT = ("json", "debug", "out")
 """Settings that do not affect measurements."""
 
@@ -27,7 +27,7 @@ def machine() -> Row:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "system": platform.platform(),
         "python": platform.python_version(),
-        **versions(PACKAGES),
+        **versions(REPORTED_PACKAGES),
     }
 
 

@@ -18,7 +18,7 @@ Prompt = str | Messages
 WRONG_LINES_SHOWN = 5
 
 
-class PromptEncoder:
+class TemplateEncoder:
     """From prompts to token ids.
 
     If the tokenizer has a chat template, a text becomes one user message, and the template writes all special tokens.
@@ -92,7 +92,7 @@ def read_prompts_file(file: Path) -> list[PromptLine]:
 
 
 def encode_lines(
-    file: Path, lines: Iterable[PromptLine], encoder: PromptEncoder, positions: int | None, new: int
+    file: Path, lines: Iterable[PromptLine], encoder: TemplateEncoder, positions: int | None, new: int
 ) -> list[list[int]]:
     """The token ids of each prompt.
 

@@ -16,7 +16,7 @@ from forerun.bench.journal import Journal, TurnKey
 BASELINE = "transformers greedy"
 PLAIN = "forerun none"
 """Forerun without drafts: what every drafter's texts must equal."""
-WARM_UP_TOKENS = 8
+UNTIMED_TOKENS = 8
 """Tokens that each contestant generates untimed before its first round."""
 Tokens = list[int]
 Rows = Sequence[Tokens]
@@ -157,7 +157,7 @@ def measure(
 
 def _warm_up(contestants: Mapping[str, Contestant], rows: Rows, max_new_tokens: int) -> None:
     for name, contestant in contestants.items():
-        _run(name, contestant, rows, min(WARM_UP_TOKENS, max_new_tokens))
+        _run(name, contestant, rows, min(UNTIMED_TOKENS, max_new_tokens))
 
 
 def _turn(contestants: Mapping[str, Contestant], shift: int, rows: Rows, max_new_tokens: int) -> dict[str, Row]:

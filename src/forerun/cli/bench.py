@@ -12,7 +12,7 @@ import typer
 from forerun.bench.contestants import Bench, check_drafters
 from forerun.bench.journal import Journal, about
 from forerun.bench.machine import plain_values
-from forerun.bench.prompts_file import PromptEncoder, PromptLine, encode_lines, prompt_sets, read_prompts_file
+from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, Row, changed, summarise, write
 from forerun.bench.rounds import PromptSet
 from forerun.cli.bench_options import BENCH_DRAFTERS, BenchOptions
@@ -23,7 +23,7 @@ from forerun.models.loading.load import BUNDLED, load, quiet
 from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
 
-FAILED = 1
+TEXTS_DIFFER = 1
 
 
 def run(options: BenchOptions) -> None:
@@ -35,7 +35,7 @@ def run(options: BenchOptions) -> None:
         target, tokenizer = load(
             options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
         )
-        sets = _prompt_sets(options, lines, PromptEncoder(tokenizer, options.raw), position_limit(target))
+        sets = _prompt_sets(options, lines, TemplateEncoder(tokenizer, options.raw), position_limit(target))
         long = settings(options, options.model, drafters, target, tokenizer, options.trust_remote_code)
         bench = Bench(target, drafters, long, tokenizer, options.skip or ())
         bench.check_skip(sets)
@@ -58,7 +58,7 @@ def _demo_lines() -> list[PromptLine]:
 
 
 def _prompt_sets(
-    options: BenchOptions, lines: Sequence[PromptLine], encoder: PromptEncoder, limit: int | None
+    options: BenchOptions, lines: Sequence[PromptLine], encoder: TemplateEncoder, limit: int | None
 ) -> list[PromptSet]:
     source = options.prompts_file or Path("(the demo's)")
     ids = encode_lines(source, lines, encoder, limit, options.max_new_tokens)
@@ -96,4 +96,4 @@ def _check_texts(bench: Bench, result: BenchResult) -> None:
         say(f"{', '.join(different)}: some texts differ from plain Forerun's by rounding ({exactness.reason})")
         return
     say(f"{', '.join(different)}: some texts differ from plain Forerun's, and none may")
-    raise typer.Exit(FAILED)
+    raise typer.Exit(TEXTS_DIFFER)
