@@ -27,7 +27,7 @@ pytestmark = pytest.mark.matrix
 FAKE = Kind(
     "fake-peer",
     {"json": "json"},
-    "fake_peer",
+    "support.fake_peer",
     lambda subject, folder: (folder / "graph").touch(),
     lambda subject: {},
     {"fake": {}, "fake in text": {"step": 2}, "fake that is broken": {"broken": True}},
@@ -56,7 +56,7 @@ def subject(model: PreTrainedModel) -> PeerSubject:
 
 
 def test_a_peer_answers_from_its_own_process(tmp_path: Path) -> None:
-    with Peer("fake_peer", {"folder": str(tmp_path), "threads": 3}) as peer:
+    with Peer("support.fake_peer", {"folder": str(tmp_path), "threads": 3}) as peer:
         assert peer.said.startswith("fake with 3 threads")
         first = peer.run([[5]], 3)
         assert (first.texts, first.tokens, first.passes) == ([[6, 7, 8]], 1, None)

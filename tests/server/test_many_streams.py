@@ -36,7 +36,7 @@ def servers() -> Iterator[dict[str, LiveServer]]:
 
 
 def client(server: LiveServer) -> httpx.AsyncClient:
-    limits = httpx.SchedulerLimits(max_connections=None)
+    limits = httpx.Limits(max_connections=None)
     return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=PATIENCE, limits=limits)
 
 
