@@ -24,7 +24,7 @@ from forerun.core.tree import DraftTree, IntArray
 
 log = logging.getLogger(__name__)
 
-ROWS = 16
+NOISE_ROWS = 16
 """Rows of logits for which noise and scores in float64 are held at the same time: 8 bytes a token each."""
 
 
@@ -81,7 +81,8 @@ def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.T
     if request.sampler.takes_best:
         return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
     positions = len(request) + np.append(0, tree.depths)
-    parts = zip(torch.split(logits, ROWS), np.split(positions, range(ROWS, len(positions), ROWS)), strict=True)
+    ends = range(NOISE_ROWS, len(positions), NOISE_ROWS)
+    parts = zip(torch.split(logits, NOISE_ROWS), np.split(positions, ends), strict=True)
     sampler = request.sampler
     return torch.cat([sampler.choices(sampler.scores_of_rows(part), own.tolist()) for part, own in parts])
 
