@@ -20,8 +20,8 @@ from benchmarks.papers.h2o import HeavyHitterCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kernels.attention.short_key_scan import CHUNK
-from forerun.kernels.attention.topk_attention import MARGIN
+from forerun.kernels.attention.short_key_scan import CHUNK_KEYS
+from forerun.kernels.attention.topk_attention import MARGIN_NATS
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import View
 from forerun.kv.low_rank import LowRankCache
@@ -120,9 +120,9 @@ def _chosen(worth: torch.Tensor, slots: int, heads: int, spec: AttentionSpec) ->
     worth[..., 0] = -torch.inf
     best, chunks = worth.topk(slots, -1)
     seen = torch.zeros_like(worth, dtype=torch.bool)
-    seen.scatter_(-1, chunks, best * spec.scaling >= best[..., :1] * spec.scaling - MARGIN)
+    seen.scatter_(-1, chunks, best * spec.scaling >= best[..., :1] * spec.scaling - MARGIN_NATS)
     seen[..., 0] = True
-    return CHUNK * int(seen.view(heads, -1, worth.shape[2]).any(1).sum())
+    return CHUNK_KEYS * int(seen.view(heads, -1, worth.shape[2]).any(1).sum())
 
 
 def index_read(cache: Cache, layer: int, spec: AttentionSpec) -> int:

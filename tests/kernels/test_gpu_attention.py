@@ -15,7 +15,7 @@ from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _math, merge
 from forerun.kernels.gpu import attend as gpu
-from forerun.kernels.gpu.places import Places, Rows
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 
 CPU = torch.device("cpu")
 TREE = DraftTree(np.arange(6), np.array([ROOT, ROOT, 0, 1, 3, 3]))
@@ -43,8 +43,8 @@ def run(rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: 
     blocks = [block for _, block, _, _ in rows]
     addresses, strides = np.array([[place for place, _ in found]]), np.array([each for _, each in found])
     positions = np.concatenate([block.positions for block in blocks])
-    batch = Rows(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1])
-    places = Places(batch.sizes, CPU)
+    batch = PassDescription(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1])
+    places = PassTables(batch.sizes, CPU)
     places.fill(batch)
     q = torch.cat([each for _, _, each, _ in rows], 2)
     new = torch.cat([each for *_, each in rows], 2)
@@ -138,5 +138,5 @@ def test_another_order_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     before = once()
-    monkeypatch.setattr(gpu, "PIECE", 64)
+    monkeypatch.setattr(gpu, "GPU_SPLIT_TOKENS", 64)
     assert not torch.equal(once(), before)

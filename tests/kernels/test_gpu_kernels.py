@@ -79,8 +79,15 @@ def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -> None:
     """The same numbers as on a CPU, to the bit."""
     generator = torch.Generator().manual_seed(rank)
-    groups = -(-count // short_key_scan.GROUP)
-    shape = (2, groups, short_key_scan.CHUNK, rank // short_key_scan.QUAD, short_key_scan.GROUP, short_key_scan.QUAD)
+    groups = -(-count // short_key_scan.GROUP_CHUNKS)
+    shape = (
+        2,
+        groups,
+        short_key_scan.CHUNK_KEYS,
+        rank // short_key_scan.QUAD_NUMBERS,
+        short_key_scan.GROUP_CHUNKS,
+        short_key_scan.QUAD_NUMBERS,
+    )
     index = torch.randint(1, 256, shape, generator=generator, dtype=torch.uint8)
     q = torch.randn(6, 3, rank, generator=generator)
     right = short_key_scan.by_definition(index, count, q)

@@ -47,10 +47,12 @@ def layer(
     outs = [len(w) for w in weights]
     y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs), dtype=to or x.dtype)
     three: Any = lambda given: (*given, 0, 0, 0)[:3]  # noqa: E731
+    lanes = 64 // (8 if x.dtype == torch.float64 else 4)
+    panels = sum(-(-count // lanes) for count in (outs[:1] if mode == GATE else outs))
     op = LinearOp(
-        executor.DO_LINEAR, 0, kind, x.data_ptr(), x.stride(0) * size, columns * size, mode, KINDS[y.dtype], share,
-        share * torch.get_num_threads(),
-        activation, y.data_ptr(), y.stride(0) * y.dtype.itemsize, *three([w.data_ptr() for w in weights]),
+        0, kind, x.data_ptr(), x.stride(0) * size, columns * size, mode, KINDS[y.dtype], panels, share,
+        share * torch.get_num_threads(), activation, y.data_ptr(), y.stride(0) * y.dtype.itemsize,
+        *three([w.data_ptr() for w in weights]),
         *three(outs), *three([b.data_ptr() for b in biases]),
     )  # fmt: skip
     room = -(-linear.room(n, columns * size) // 64) * 64

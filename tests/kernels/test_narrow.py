@@ -28,7 +28,7 @@ PROMISES = {
         "test_bfloat16_sums_are_rounded_once_to_the_nearest",
         "test_gates_are_activated_and_multiplied",
     ),
-    "kernels/test_canonical.py": (
+    "kernels/test_ordered_attention.py": (
         "test_near_softmax_written_out",
         "test_a_token_of_a_tree_has_the_bits_of_the_text",
         "test_grouped_heads_have_the_bits_of_heads_of_their_own",

@@ -18,7 +18,7 @@ from forerun.kernels.attention.attention import AttentionSpec, attend, attend_ch
 from forerun.kernels.runtime import vector_ir
 from forerun.kernels.runtime.vector_ir import fused
 from forerun.kv.full_cache import FullCache
-from forerun.kv.low_rank import CHUNK, LowRankCache, LowRankConfig
+from forerun.kv.low_rank import CHUNK_KEYS, LowRankCache, LowRankConfig
 
 SPEC = AttentionSpec(scaling=0.25)
 DIM = 16
@@ -48,10 +48,10 @@ def text(length: int, heads: int = 2, kv_heads: int = 2, seed: int = 0, dim: int
 )
 def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, quads: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    groups = -(-count // short_key_scan.GROUP) + 1
-    shape = (kv_heads, groups, CHUNK, quads, short_key_scan.GROUP, short_key_scan.QUAD)
+    groups = -(-count // short_key_scan.GROUP_CHUNKS) + 1
+    shape = (kv_heads, groups, CHUNK_KEYS, quads, short_key_scan.GROUP_CHUNKS, short_key_scan.QUAD_NUMBERS)
     index = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    q = torch.randn(kv_heads * group, n, quads * short_key_scan.QUAD, generator=generator)
+    q = torch.randn(kv_heads * group, n, quads * short_key_scan.QUAD_NUMBERS, generator=generator)
     q[0, 0] = 0
     found, expected = short_key_scan.best_keys(index, count, q), short_key_scan.by_definition(index, count, q)
     assert found.shape == (kv_heads * group, n, count)
@@ -62,7 +62,11 @@ def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: in
 def test_a_query_is_scored_alike_alone_and_among_others() -> None:
     generator = torch.Generator().manual_seed(1)
     index = torch.randint(
-        0, 256, (2, 40, CHUNK, 4, short_key_scan.GROUP, short_key_scan.QUAD), dtype=torch.uint8, generator=generator
+        0,
+        256,
+        (2, 40, CHUNK_KEYS, 4, short_key_scan.GROUP_CHUNKS, short_key_scan.QUAD_NUMBERS),
+        dtype=torch.uint8,
+        generator=generator,
     )
     q = torch.randn(4, 7, 16, generator=generator)
     together = short_key_scan.best_keys(index, 600, q)
@@ -97,11 +101,11 @@ def test_attention_over_chosen_chunks_is_its_definition(
     generator = torch.Generator().manual_seed(seed)
     heads, count = kv_heads * group, min(count, chunks - 1)
     q = torch.randn(1, heads, n, 32, generator=generator).to(dtype)
-    k, v = (torch.randn(1, kv_heads, chunks * CHUNK, 32, generator=generator).to(dtype) for _ in "kv")
+    k, v = (torch.randn(1, kv_heads, chunks * CHUNK_KEYS, 32, generator=generator).to(dtype) for _ in "kv")
     worth = torch.randn(heads, n, chunks, generator=generator) * spread
     if not spread:  # all the same: as many as asked for, any of them
-        k[:], v[:] = k[:, :, :CHUNK].repeat(1, 1, chunks, 1), v[:, :, :CHUNK].repeat(1, 1, chunks, 1)
-    near = [torch.randn(1, kv_heads, recent + CHUNK, 32, generator=generator).to(dtype) for _ in "kv"]
+        k[:], v[:] = k[:, :, :CHUNK_KEYS].repeat(1, 1, chunks, 1), v[:, :, :CHUNK_KEYS].repeat(1, 1, chunks, 1)
+    near = [torch.randn(1, kv_heads, recent + CHUNK_KEYS, 32, generator=generator).to(dtype) for _ in "kv"]
     close = 2e-5 if dtype == torch.float32 else 2e-2  # outputs are rounded
     out, lse = attend_chosen(q, k, v, worth.clone(), count, (near[0], near[1], recent), SPEC)
     wide = [t.double() for t in (q, k, v, *near)]
@@ -112,8 +116,10 @@ def test_attention_over_chosen_chunks_is_its_definition(
         for i in range(n):
             order = [c for c in worth[head, i].argsort(descending=True).tolist() if c][:count]
             best = worth[head, i, order[0]]
-            kept = [c for c in order if worth[head, i, c] * SPEC.scaling >= best * SPEC.scaling - topk_attention.MARGIN]
-            rows = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in [0, *kept]])
+            kept = [
+                c for c in order if worth[head, i, c] * SPEC.scaling >= best * SPEC.scaling - topk_attention.MARGIN_NATS
+            ]
+            rows = torch.cat([torch.arange(c * CHUNK_KEYS, (c + 1) * CHUNK_KEYS) for c in [0, *kept]])
             held = [
                 torch.cat(
                     (t[:, head // group : head // group + 1, rows], new[:, head // group : head // group + 1, :recent]),
@@ -127,7 +133,7 @@ def test_attention_over_chosen_chunks_is_its_definition(
 
 
 def test_a_soft_cap_is_kept() -> None:
-    q, k, v = torch.randn(1, 2, 3, 32), torch.randn(1, 2, 5 * CHUNK, 32), torch.randn(1, 2, 5 * CHUNK, 32)
+    q, k, v = torch.randn(1, 2, 3, 32), torch.randn(1, 2, 5 * CHUNK_KEYS, 32), torch.randn(1, 2, 5 * CHUNK_KEYS, 32)
     spec = AttentionSpec(0.25, softcap=0.5)
     out = attend_chosen(q, k[:, :, 16:], v[:, :, 16:], torch.zeros(2, 3, 4), 3, (k, v, 16), spec)
     assert torch.allclose(out.out, attend(q, k, v, spec).out, atol=1e-5)
@@ -167,9 +173,9 @@ def test_the_index_follows_a_growing_text() -> None:
         index = cache._indexes[1]
         short, known = index._short.clone(), index._known
         index._known = 0
-        index.extend(lambda first, last: full.read(1, first, last)[0][0], known * CHUNK)
-        groups = -(-known // short_key_scan.GROUP)
-        assert known == (full.length - 16) // CHUNK
+        index.extend(lambda first, last: full.read(1, first, last)[0][0], known * CHUNK_KEYS)
+        groups = -(-known // short_key_scan.GROUP_CHUNKS)
+        assert known == (full.length - 16) // CHUNK_KEYS
         assert torch.equal(index._short[:, :groups], short[:, :groups])
 
 
@@ -231,8 +237,12 @@ def test_the_queries_of_a_group_choose_together(n: int) -> None:
         mine = alone[3 * head : 3 * head + 3, 0]
         beside = (mine - mine[:, 1:].amax(1, keepdim=True)).amax(0)
         beside[0] = torch.inf
-        chunks = [int(c) for c in beside.topk(slots + 1).indices if beside[c] * SPEC.scaling >= -topk_attention.MARGIN]
-        rows = torch.cat([torch.arange(c * CHUNK, (c + 1) * CHUNK) for c in chunks] + [torch.arange(tail, 2000)])
+        chunks = [
+            int(c) for c in beside.topk(slots + 1).indices if beside[c] * SPEC.scaling >= -topk_attention.MARGIN_NATS
+        ]
+        rows = torch.cat(
+            [torch.arange(c * CHUNK_KEYS, (c + 1) * CHUNK_KEYS) for c in chunks] + [torch.arange(tail, 2000)]
+        )
         seen = [torch.cat((t[:, head : head + 1, rows], new[:, head : head + 1, :1]), 2)
                 for t, new in ((keys, k), (values, v))]  # fmt: skip
         for each in range(3 * head, 3 * head + 3):
@@ -250,7 +260,7 @@ def test_settings_are_checked(name: str) -> None:
 
 WITHOUT_DOTS = """
 import torch
-from forerun.kernels import scan
+from forerun.kernels.attention import short_key_scan as scan
 assert not scan.DOTS
 generator = torch.Generator().manual_seed(3)
 index = torch.randint(0, 256, (2, 9, 16, 4, 16, 4), dtype=torch.uint8, generator=generator)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models.test_compiled_scorer import SHAPE, kept, scored
 from models.test_gguf import logits, write
-from models.test_native import SHAPE, kept, scored
 from torch import nn
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
@@ -20,7 +20,7 @@ from benchmarks.peers import known
 from forerun import Engine
 from forerun.cli import app
 from forerun.kernels.runtime import vector_ir
-from forerun.models.forward.compiled_scorer import CompiledScorer, native
+from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.gate import admit
 from forerun.models.forward.scorer import Scorer
@@ -85,7 +85,7 @@ def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: P
     model, exact = store(tmp_path / "m.gguf", name, kind)
     program = admit(model)
     assert isinstance(program, CompiledScorer)
-    whole = scored(native(Scorer(exact)), [300])
+    whole = scored(fastest_scorer(Scorer(exact)), [300])
     for sizes in ([300], [1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44]):
         assert torch.equal(scored(program, sizes), whole)
     assert probe(program) == Exactness("bitwise")
@@ -169,7 +169,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_in_the_next_pass(tmp_path: Path, change: str) -> None:
     model, _ = store(tmp_path / "m.gguf", "llama", "Q8_0")
-    scorer = native(Scorer(model))
+    scorer = fastest_scorer(Scorer(model))
     before = scored(scorer, [20])
     CHANGES[change](model)
     after, own = scored(scorer, [20]), scored(Scorer(model), [20])

@@ -26,7 +26,7 @@ from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
-from forerun.models.forward.implementations import switched
+from forerun.models.forward.implementations import use_implementations
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import Scorer
 
@@ -45,7 +45,7 @@ def family(name: str) -> PreTrainedModel:
 def plain(name: str) -> list[list[int]]:
     """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
     model, texts = family(name), []
-    with switched(model, experts="eager"):
+    with use_implementations(model, experts="eager"):
         for prompt in PROMPTS:
             ids = torch.tensor([prompt])
             options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **WHOLE}

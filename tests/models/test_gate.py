@@ -14,6 +14,7 @@ from support.tiny import build as tiny_of
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.runtime import vector_ir
 from forerun.models.forward import architecture, gate, scorer
+from forerun.models.forward.compiled_forward import Decoder
 from forerun.models.forward.gate import UnsupportedModelError
 
 
@@ -77,7 +78,7 @@ def broken(model: transformers.PreTrainedModel, passes: bool) -> None:
     """Let the model's last layer fail, in Forerun's passes or outside of them."""
 
     def fail(*_: Any) -> None:
-        if (model.config._attn_implementation == scorer.NAME) == passes:
+        if (model.config._attn_implementation == scorer.ATTENTION_NAME) == passes:
             raise NotImplementedError("no such kernel")
 
     model.lm_head.register_forward_hook(fail)
@@ -166,3 +167,5 @@ def test_a_cap_that_a_model_does_not_apply_is_not_applied() -> None:
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     model = build("Gemma3ForCausalLM", head_dim=16, attn_logit_softcapping=50.0, **shape)
     assert [layer.spec.softcap for layer in architecture.layers(model)] == [None]
+    llama = build("LlamaForCausalLM", head_dim=16, final_logit_softcapping=3.0, logits_scaling=2.0, **shape).float()
+    assert torch.equal(Decoder(llama).finished(torch.ones(2, 3)), torch.ones(2, 3))

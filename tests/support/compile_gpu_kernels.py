@@ -12,8 +12,8 @@ from triton.compiler import ASTSource
 from forerun.kernels.gpu import attend, linear, mean, scan
 
 WIDE = {"WIDE": 128, "OUT_WIDE": 128}
-SHAPE = {"SOFTCAP": True, "QUERIES": 16, "BLOCK": 32, "PIECE": 512}
-TILE = {"BIAS": True, "TOKENS": 16, "OUTPUTS": 64, "STEP": 64, "PIECE": 1024}
+SHAPE = {"SOFTCAP": True, "GPU_TILE_QUERIES": 16, "GPU_BLOCK_TOKENS": 32, "GPU_SPLIT_TOKENS": 512}
+TILE = {"BIAS": True, "GPU_LINEAR_TOKENS": 16, "OUTPUTS": 64, "STEP": 64, "GPU_LINEAR_COLUMNS": 1024}
 TABLES = dict.fromkeys(("addresses", "strides", "tokens", "tiles", "rows", "own"), "*i64")
 ASKED = {**TABLES, "state": "*fp32", "sinks": "*fp32", "scale": "fp32", "softcap": "fp32"}
 
@@ -37,15 +37,15 @@ def main() -> None:
             compiled(linear._sums, capability, {**TILE, "ALONE": True}, **(own | {"y": "*fp32"})),
             compiled(linear._sums, capability, {**TILE, "ALONE": False}, **own),
             compiled(attend._scan, capability, {**WIDE, **SHAPE}, **own, **ASKED),
-            compiled(attend._settle, capability, {**WIDE, **SHAPE, "SINKS": True}, **own, **ASKED),
+            compiled(attend._combine, capability, {**WIDE, **SHAPE, "SINKS": True}, **own, **ASKED),
         ]
         compiled(attend._store, capability, WIDE, **own, **TABLES)
-        compiled(linear._total, capability, {"BIAS": True, "WIDTH": 1024}, **own, parts="*fp32")
+        compiled(linear._total, capability, {"BIAS": True, "GPU_LINEAR_ROWS": 1024}, **own, parts="*fp32")
         compiled(mean._mean, capability, {"WIDTH": 1024}, **own)
         if kind == "bf16":
             found = {name for code in codes for name in re.findall(r"(?:wgmma|mma\.sync)[.\w]*", code)}
             sys.stdout.write(" ".join(sorted(found)))
-    short = {"WIDE": 32, "CHUNK": 16, "QUADS": 6, "GROUP": 16, "QUAD": 4, "QUERIES": 16}
+    short = {"WIDE": 32, "CHUNK": 16, "QUADS": 6, "GROUP": 16, "QUAD": 4, "GPU_TILE_QUERIES": 16}
     compiled(scan._best, capability, short, index="*u8", q="*fp32", scale="*fp32", out="*fp32")
 
 

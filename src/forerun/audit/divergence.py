@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, gumbel
-from forerun.models.forward.float32_view import NARROW, Widened
+from forerun.models.forward.float32_view import SIXTEEN_BIT, Float32View
 from forerun.models.forward.gate import TOLERANCE, relative_error
 
 
@@ -69,8 +69,8 @@ def weigh(
     ids = torch.from_numpy(request.tokens[: request.prompt_length + position].copy()).to(model.device)
     own = model(input_ids=ids[None], use_cache=False).logits[0, -1]
     error = relative_error(logits, own)
-    if model.dtype in NARROW:
-        with Widened():
+    if model.dtype in SIXTEEN_BIT:
+        with Float32View():
             wide = model(input_ids=ids[None], use_cache=False).logits[0, -1]
         error, tolerance = relative_error(logits, wide), tolerance + relative_error(own, wide)
     reference, seen = (_scores(request, ids, row) for row in (own, logits))

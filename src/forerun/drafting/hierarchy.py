@@ -75,7 +75,7 @@ class HierarchyDrafter(OuterDrafter):
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         self._clock = runtime.clock
-        self._level = Level(self.middle or target, self._cache, runtime.self_test)
+        self._level = Level(self.middle or target, self._cache)
         super().bind(self._level.scorer, runtime)
 
     def fit(self, costs: CostCurve) -> None:

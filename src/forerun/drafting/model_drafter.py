@@ -51,7 +51,7 @@ class ModelDrafter(Drafter):
                 f"the draft model knows {self.draft.vocabulary} tokens and the target {target.vocabulary}: "
                 "their tokenizers differ; the draft's vocabulary must equal the target's or be its beginning"
             )
-        self._level = Level(self.draft or target, self._cache, runtime.self_test)
+        self._level = Level(self.draft or target, self._cache)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
         """Make the request's cache."""

@@ -58,8 +58,7 @@ def small_model(settings: LongContextConfig) -> Scorer:
         raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
     if is_sharded(settings.draft_model):
         raise ValueError("draft_model lies in several processes; load it whole, as rank 0 alone drafts")
-    gate.check(settings.draft_model)
-    return Scorer(settings.draft_model)
+    return gate.admit(settings.draft_model)
 
 
 def small_drafter(settings: LongContextConfig, gamma: int) -> ModelDrafter:

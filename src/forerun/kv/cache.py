@@ -59,14 +59,14 @@ class Addresses:
         layers: addresses of each layer's keys and values, int64 ``[layers, 2]``.
         strides: in bytes: heads and rows of keys, heads and rows of values.
         place: index of the block's first token in this memory. The block sees all tokens before it.
-        sought: one row of ``SoughtFields`` per layer, int64, with 0 in the fields that depend on the pass. None if the
+        topk: one row of ``TopkFields`` per layer, int64, with 0 in the fields that depend on the pass. None if the
             queries choose no chunks.
     """
 
     layers: IntArray
     strides: tuple[int, int, int, int]
     place: int
-    sought: IntArray | None = None
+    topk: IntArray | None = None
 
 
 class Cache(ABC):

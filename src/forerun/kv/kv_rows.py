@@ -10,7 +10,7 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, AttentionState, attend
-from forerun.kernels.runtime.addresses import place
+from forerun.kernels.runtime.addresses import head_rows
 from forerun.kv.cache import Addresses
 
 Rows = tuple[torch.Tensor, ...]
@@ -37,14 +37,14 @@ def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int) -
     return grown
 
 
-def addresses_of(rows: Sequence[Rows], index: int, sought: IntArray | None = None) -> Addresses | None:
+def addresses_of(rows: Sequence[Rows], index: int, topk: IntArray | None = None) -> Addresses | None:
     """Where a program finds each layer's keys and values; see ``Addresses``. None if the layers' strides differ, as a
     pass that failed half-way may leave them."""
     keys, values = rows[0]
     if any(k.stride() != keys.stride() or v.stride() != values.stride() for k, v in rows):
         return None
     found = np.array([[k.data_ptr(), v.data_ptr()] for k, v in rows], np.int64)
-    return Addresses(found, (*place(keys)[1:], *place(values)[1:]), index, sought)
+    return Addresses(found, (*head_rows(keys)[1:], *head_rows(values)[1:]), index, topk)
 
 
 def compact(rows: Rows, start: int, path: Sequence[int]) -> None:

@@ -20,9 +20,9 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, AttentionState, attend, attend_chosen, merge
-from forerun.kernels.attention.short_key_scan import CHUNK, GROUP, QUAD, ZERO, best_keys
-from forerun.kernels.attention.topk_attention import MARGIN
-from forerun.kernels.attention.topk_rank import SoughtFields
+from forerun.kernels.attention.short_key_scan import CHUNK_KEYS, GROUP_CHUNKS, QUAD_NUMBERS, ZERO_BYTE, best_keys
+from forerun.kernels.attention.topk_attention import MARGIN_NATS
+from forerun.kernels.attention.topk_rank import TopkFields
 from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape
 from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
 from forerun.kv.kv_rows import Rows, addresses_of, attend_in_order, compact
@@ -64,8 +64,8 @@ class LowRankConfig:
         for name in ("budget", "window", "rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.rank % QUAD:
-            raise ValueError(f"rank is {self.rank}; it must be a multiple of {QUAD}")
+        if self.rank % QUAD_NUMBERS:
+            raise ValueError(f"rank is {self.rank}; it must be a multiple of {QUAD_NUMBERS}")
 
     @property
     def recent(self) -> int:
@@ -74,7 +74,9 @@ class LowRankConfig:
 
     def slots(self, length: int, group: int = 1) -> int:
         """Chunks of a text of ``length`` tokens that ``group`` query heads of one KV head see."""
-        return max(1, min(self.budget, group * max(self.budget // BUDGET_DIVISOR, length // LENGTH_DIVISOR)) // CHUNK)
+        return max(
+            1, min(self.budget, group * max(self.budget // BUDGET_DIVISOR, length // LENGTH_DIVISOR)) // CHUNK_KEYS
+        )
 
 
 class LowRankCache(View):
@@ -141,7 +143,7 @@ class LowRankCache(View):
 
     def _far(self, length: int) -> int:
         """Tokens of a text that are chosen among: all but the most recent."""
-        return max(0, length - self.config.recent) // CHUNK * CHUNK
+        return max(0, length - self.config.recent) // CHUNK_KEYS * CHUNK_KEYS
 
     def _keys(self, layer: int) -> Callable[[int, int], torch.Tensor]:
         return lambda first, last: self.source.read(layer, first, last)[0][0]
@@ -184,16 +186,16 @@ class LowRankCache(View):
         return addresses_of(near, place, self._topk_table(source))
 
     def _topk_table(self, source: Addresses) -> IntArray:
-        """One row of ``SoughtFields`` per layer; made again when the index, or the source's memory, may have moved."""
+        """One row of ``TopkFields`` per layer; made again when the index, or the source's memory, may have moved."""
         known = self._table
         if known is None or known[0] is not source.layers:
-            chunks, (k_head, k_row, v_head, v_row) = self._tail // CHUNK, source.strides
+            chunks, (k_head, k_row, v_head, v_row) = self._tail // CHUNK_KEYS, source.strides
             rows = []
             for layer, (k, v) in enumerate(source.layers.tolist()):
                 most, index = chunks, (0, 0, 0, 0)
                 if self.choosing(layer):
                     most, index = self.slots(layer), self._indexes[layer].addresses
-                rows.append(SoughtFields(chunks, most, *index, k, k_head, k_row, v, v_head, v_row))
+                rows.append(TopkFields(chunks, most, *index, k, k_head, k_row, v, v_head, v_row))
             self._table = known = source.layers, np.array(rows, np.int64)
         return known[1]
 
@@ -203,8 +205,8 @@ class LowRankCache(View):
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
         values, best = beside.topk(self.slots(layer) + 1, -1)
-        wanted = (values - values[..., 1:2]) * spec.scaling >= -MARGIN
-        chunks = self._fetched.setdefault(layer, RecentChunks(CHUNK))
+        wanted = (values - values[..., 1:2]) * spec.scaling >= -MARGIN_NATS
+        chunks = self._fetched.setdefault(layer, RecentChunks(CHUNK_KEYS))
         states = []
         for i in range(q.shape[2]):
             chunks.hold(best[:, i], wanted[:, i], worth.shape[-1], self.source, layer)
@@ -222,7 +224,7 @@ class LowRankCache(View):
 
     def choosing(self, layer: int) -> bool:
         """True if queries of a layer choose chunks; otherwise they see all tokens."""
-        return not self.whole and layer in self._indexes and self._tail // CHUNK > self.slots(layer)
+        return not self.whole and layer in self._indexes and self._tail // CHUNK_KEYS > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Worth of each chunk to each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
@@ -265,7 +267,7 @@ class LowRankCache(View):
     def _reserve(self, layer: int, place: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's buffer of recent tokens, with room for ``end``; what it has from ``place`` on may be lost."""
         keys, values = self._near[layer]
-        if keys.shape[2] < end + CHUNK:
+        if keys.shape[2] < end + CHUNK_KEYS:
             self._near[layer] = (_room(keys, end), _room(values, end))
             for new, before in zip(self._near[layer], (keys, values), strict=True):
                 new[:, :, :place] = before[:, :, :place]
@@ -283,18 +285,19 @@ class LowRankCache(View):
         return near + fetched + sum(index.nbytes for index in self._indexes.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        near = self.config.recent + ROLLBACK_TOKENS + 3 * CHUNK + NEAR_GROWTH_TOKENS
-        groups = -(-tokens // (CHUNK * GROUP))
-        short = (groups + groups // 16 + MIN_GROWTH_GROUPS) * GROUP * CHUNK
+        near = self.config.recent + ROLLBACK_TOKENS + 3 * CHUNK_KEYS + NEAR_GROWTH_TOKENS
+        groups = -(-tokens // (CHUNK_KEYS * GROUP_CHUNKS))
+        short = (groups + groups // 16 + MIN_GROWTH_GROUPS) * GROUP_CHUNKS * CHUNK_KEYS
         ranks = sum(
-            layer.heads * -(-min(self.config.rank, layer.dim) // QUAD) * QUAD for layer in shape.layers.values()
+            layer.heads * -(-min(self.config.rank, layer.dim) // QUAD_NUMBERS) * QUAD_NUMBERS
+            for layer in shape.layers.values()
         )
         return near * shape.nbytes + (short * ranks if tokens > self.config.budget else 0)
 
 
 def _room(like: torch.Tensor, count: int) -> torch.Tensor:
     """Zeros like ``like`` for ``count`` tokens, for room to grow, and for one chunk that is read beyond them."""
-    return like.new_zeros(*like.shape[:2], count + NEAR_GROWTH_TOKENS + CHUNK, like.shape[3])
+    return like.new_zeros(*like.shape[:2], count + NEAR_GROWTH_TOKENS + CHUNK_KEYS, like.shape[3])
 
 
 class ShortKeys:
@@ -310,7 +313,7 @@ class ShortKeys:
     def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:
         self.group = group
         self._of_keys, self._of_queries, self._mean = of_keys, of_queries.contiguous(), mean
-        shape = (len(mean), 0, CHUNK, of_keys.shape[2] // QUAD, GROUP, QUAD)
+        shape = (len(mean), 0, CHUNK_KEYS, of_keys.shape[2] // QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS)
         self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
         self._known = 0  # chunks
 
@@ -330,7 +333,7 @@ class ShortKeys:
         values, vectors = torch.linalg.eigh(moments + (0.01 + 1 / asked.shape[1]) * even)
         root, inverse = ((vectors * power.unsqueeze(1)) @ vectors.mT for power in (values.sqrt(), values.rsqrt()))
         best = torch.linalg.eigh(root @ _moments(some - mean) @ root)[1][:, :, -rank:]
-        best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD))  # narrow heads have fewer
+        best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD_NUMBERS))  # narrow heads have fewer
         of_keys = root @ best
         scale = ((some - mean) @ of_keys).abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
         of_queries = (inverse @ best * scale).float()
@@ -339,7 +342,7 @@ class ShortKeys:
     def tensors(self, length: int) -> Tensors:
         """The index of the full groups in a text's first ``length`` tokens, for ``of_tensors``. They do not change any
         more when the text goes on, so no copy is made."""
-        groups = min(self._known, length // CHUNK) // GROUP
+        groups = min(self._known, length // CHUNK_KEYS) // GROUP_CHUNKS
         return {
             "short": self._short[:, :groups],
             "of_keys": self._of_keys,
@@ -353,18 +356,18 @@ class ShortKeys:
         """An index from what ``tensors`` gave, for a text of which the first ``length`` tokens are the same. It writes
         nothing into these tensors: what it adds are whole groups."""
         index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], int(tensors["group"]))
-        groups = min(tensors["short"].shape[1], length // CHUNK // GROUP)
-        index._short, index._known = tensors["short"][:, :groups], groups * GROUP
+        groups = min(tensors["short"].shape[1], length // CHUNK_KEYS // GROUP_CHUNKS)
+        index._short, index._known = tensors["short"][:, :groups], groups * GROUP_CHUNKS
         return index
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
-        """Index a text's keys up to ``length``, a multiple of ``CHUNK``.
+        """Index a text's keys up to ``length``, a multiple of ``CHUNK_KEYS``.
 
         Args:
             read: gives the keys of some positions, ``[Hkv, m, d]``.
         """
-        count = length // CHUNK
-        groups = -(-count // GROUP)
+        count = length // CHUNK_KEYS
+        groups = -(-count // GROUP_CHUNKS)
         if self._short.shape[1] < groups:
             room = self._short.new_zeros(
                 len(self._short), groups + groups // 16 + MIN_GROWTH_GROUPS, *self._short.shape[2:]
@@ -372,11 +375,13 @@ class ShortKeys:
             room[:, : self._short.shape[1]] = self._short
             self._short = room
         if self._known < count:
-            first = self._known // GROUP
-            new = (read(first * GROUP * CHUNK, length) - self._mean) @ self._of_keys
-            rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP - count) * CHUNK))
-            chunks = rows.view(len(rows), -1, GROUP, CHUNK, rows.shape[2] // QUAD, QUAD).permute(0, 1, 3, 4, 2, 5)
-            self._short[:, first:groups] = (chunks.round() + ZERO).clamp(0, 255).to(torch.uint8)
+            first = self._known // GROUP_CHUNKS
+            new = (read(first * GROUP_CHUNKS * CHUNK_KEYS, length) - self._mean) @ self._of_keys
+            rows = torch.nn.functional.pad(new, (0, 0, 0, (groups * GROUP_CHUNKS - count) * CHUNK_KEYS))
+            chunks = rows.view(
+                len(rows), -1, GROUP_CHUNKS, CHUNK_KEYS, rows.shape[2] // QUAD_NUMBERS, QUAD_NUMBERS
+            ).permute(0, 1, 3, 4, 2, 5)
+            self._short[:, first:groups] = (chunks.round() + ZERO_BYTE).clamp(0, 255).to(torch.uint8)
         self._known = count
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:
@@ -387,19 +392,19 @@ class ShortKeys:
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """As in ``SoughtFields``: ``rank``, ``short``, ``short_head`` and ``turn``."""
+        """As in ``TopkFields``: ``rank``, ``short``, ``short_head`` and ``turn``."""
         return self._of_queries.shape[2], self._short.data_ptr(), self._short.stride(0), self._of_queries.data_ptr()
 
     @property
     def known(self) -> int:
         """Keys that it has taken in."""
-        return self._known * CHUNK
+        return self._known * CHUNK_KEYS
 
     @property
     def known_bytes(self) -> int:
         """Bytes of the indexed keys."""
         heads, _, _, quads, _, _ = self._short.shape
-        return heads * self._known * CHUNK * quads * QUAD
+        return heads * self._known * CHUNK_KEYS * quads * QUAD_NUMBERS
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from forerun.kernels.attention import chunked, few_query, short_key_scan, topk_attention
+from forerun.kernels.attention import few_query, short_key_scan, topk_attention, topk_rank
 from forerun.kernels.runtime import executor, vector_ir
 from forerun.kernels.runtime.addresses import address_of
 
@@ -54,8 +54,8 @@ class AttentionSpec:
 
 
 FEW_QUERIES: dict[int, dict[int, float]] = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
-"""When the few-query kernel is faster than torch's on a CPU, as measured (``docs/decisions.md``). By bytes per number, then
-by the most queries: the least count of numbers in the keys."""
+"""When the few-query kernel is faster than torch's on a CPU, as measured (``docs/decisions.md``). By bytes per number,
+then by the most queries: the least count of numbers in the keys."""
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
 
@@ -85,32 +85,32 @@ def attend_chosen(
     v: torch.Tensor,
     worth: torch.Tensor,
     count: int,
-    near: chunked.Near,
+    near: topk_attention.Near,
     spec: AttentionSpec,
 ) -> AttentionState:
     """Attention of each query over the first chunk, the chunks that are worth most to it, and the near keys.
 
     Args:
         q: ``[1, H, n, d]``.
-        k, v: ``[1, Hkv, m * CHUNK, d]``.
+        k, v: ``[1, Hkv, m * CHUNK_KEYS, d]``.
         worth: each chunk's best product of a key with the query, approximately; float32 ``[H, n, m]``, overwritten. A
-            chunk is skipped if its scaled product is more than ``MARGIN`` below the best.
+            chunk is skipped if its scaled product is more than ``MARGIN_NATS`` below the best.
         count: the most chunks by worth; less than m.
-        near: keys and values, ``[1, Hkv, >= r + CHUNK, d]``, and r, the number of them that all queries see. The rest
-            must be finite.
+        near: keys and values, ``[1, Hkv, >= r + CHUNK_KEYS, d]``, and r, the number of them that all queries see. The
+            rest must be finite.
         spec: the layer's attention parameters; without a window. Sinks are left to the caller.
     """
-    if spec.softcap is None and chunked.fits(q, k, v):
-        return AttentionState(*chunked.attend_chosen(q, k, v, worth, count, near, spec.scaling))
+    if spec.softcap is None and topk_attention.fits(q, k, v):
+        return AttentionState(*topk_attention.attend_topk_at_once(q, k, v, worth, count, near, spec.scaling))
     worth[..., 0] = -torch.inf
     heads, n = q.shape[1:3]
     best, chunks = worth.topk(count, -1)
-    hidden = best * spec.scaling < best[..., :1] * spec.scaling - topk_attention.MARGIN
+    hidden = best * spec.scaling < best[..., :1] * spec.scaling - topk_attention.MARGIN_NATS
     chunks, hidden = (torch.nn.functional.pad(t, (1, 0)) for t in (chunks, hidden))
     owner = torch.arange(heads, device=q.device).div(heads // k.shape[1], rounding_mode="floor")[:, None, None]
-    cut = (t[0].view(t.shape[1], -1, short_key_scan.CHUNK, t.shape[3]) for t in (k, v))
+    cut = (t[0].view(t.shape[1], -1, short_key_scan.CHUNK_KEYS, t.shape[3]) for t in (k, v))
     keys, values = (t[owner, chunks].flatten(2, 3).flatten(0, 1) for t in cut)
-    bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(short_key_scan.CHUNK, -1).flatten(0, 1)
+    bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(short_key_scan.CHUNK_KEYS, -1).flatten(0, 1)
     out, lse = _math(q.reshape(heads * n, 1, -1), keys, values, spec, bias.unsqueeze(1))
     far = AttentionState(out.view(1, heads, n, -1), lse.view(1, heads, n))
     if not near[2]:
@@ -161,12 +161,12 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu" or not vector_ir.fused():
         return
     address_of(executor.work)
-    if dtype in few_query.KINDS:
+    if dtype in few_query.FEW_QUERY_DTYPES:
         for kernel in (few_query, short_key_scan):
             address_of(kernel.work)
-    if dtype in chunked.KINDS:
-        for step in (executor.DO_SHORTEN, executor.DO_RANK, executor.DO_CHOOSE):
-            address_of(executor.STEPS[step], 5)
+    if dtype in topk_attention.TOPK_DTYPES:
+        for operation in (topk_rank.PROJECT_QUERIES, topk_rank.RANK_CHUNKS, topk_attention.ATTEND_TOPK):
+            address_of(operation.run, 5)
 
 
 def _math(
@@ -193,7 +193,7 @@ def _flash_cpu(
 def _few_queries(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
-    """The few-query kernel: without a bias, for tensors that ``fewquery.fits``."""
+    """The few-query kernel: without a bias, for tensors that ``few_query.fits``."""
     return AttentionState(*few_query.few_queries(q, k, v, spec.scaling))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
 
 from forerun.kernels.runtime.vector_ir import (
     F32,
@@ -34,17 +33,17 @@ from forerun.kernels.runtime.vector_ir import (
     words_of,
 )
 
-QUERIES = 4
+TILE_QUERIES = 4
 """Queries per tile."""
-TILES = 2 if wide() else 1
+TILES_AT_ONCE = 2 if wide() else 1
 """Tiles that share one read of the keys."""
-KEYS = 8 if wide() else 4
+KEYS_AT_ONCE = 8 if wide() else 4
 """Keys whose scores are summed in registers at once."""
-VECTORS = 4 if wide() else 1
+VECTORS_AT_ONCE = 4 if wide() else 1
 """Vectors of each query's output that are summed in registers at once."""
-STATE = 3 * LINE
+STATE_BYTES = 3 * LINE
 """Bytes of a tile's state: running maximum, sum of weights, and the last block's factor on earlier sums."""
-FACTOR = 2 * LINE
+FACTOR_OFFSET = 2 * LINE
 
 
 @intrinsic
@@ -55,8 +54,8 @@ def score(typing: Any, q: Any, k: Any, row: Any, dim: Any, keys: Any, scores: An
 
 @intrinsic
 def score_tiles(typing: Any, q: Any, k: Any, row: Any, dim: Any, keys: Any, scores: Any, ahead: Any, pace: Any) -> Code:
-    """Scores of ``TILES`` tiles."""
-    return intrinsic_code(8, lambda *arguments: _score(TILES, *arguments))
+    """Scores of ``TILES_AT_ONCE`` tiles."""
+    return intrinsic_code(8, lambda *arguments: _score(TILES_AT_ONCE, *arguments))
 
 
 @intrinsic
@@ -77,8 +76,8 @@ def gather(
 def gather_vectors(
     typing: Any, p: Any, state: Any, v: Any, row: Any, dim: Any, keys: Any, out: Any, ahead: Any, pace: Any
 ) -> Code:
-    """The same for ``VECTORS`` vectors."""
-    return intrinsic_code(9, lambda *arguments: _gather(VECTORS, *arguments))
+    """The same for ``VECTORS_AT_ONCE`` vectors."""
+    return intrinsic_code(9, lambda *arguments: _gather(VECTORS_AT_ONCE, *arguments))
 
 
 @intrinsic
@@ -97,16 +96,6 @@ def widen_float16(typing: Any, halves: Any, to: Any) -> Code:
 def copy_floats(typing: Any, floats: Any, to: Any) -> Code:
     """Copy 16 floats."""
     return intrinsic_code(2, lambda e, floats, to: e.store(e.load(floats), to))
-
-
-@intrinsic
-def ticket(typing: Any, counter: Any) -> Code:
-    """Increment a counter atomically; returns its old value."""
-
-    def emit(e: Emitter, counter: ir.Value) -> ir.Value:
-        return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
-
-    return intrinsic_code(1, emit, types.int64)
 
 
 def _widen_bfloat16(e: Emitter, halves: ir.Value, to: ir.Value) -> None:
@@ -138,23 +127,23 @@ def _score(
     pace: ir.Value,
 ) -> None:
     b = e.builder
-    steps, fetches = b.udiv(dim, I64(4)), e.times(pace, KEYS // 4)
-    with e.loop(b.udiv(keys, I64(KEYS))) as group:
-        first = e.at(k, e.times(e.times(group, KEYS), row))
-        rows = [e.at(first, e.times(row, j)) for j in range(KEYS)]
-        sums = [[e.variable(constant(0.0)) for _ in range(KEYS)] for _ in range(tiles)]
+    steps, fetches = b.udiv(dim, I64(4)), e.times(pace, KEYS_AT_ONCE // 4)
+    with e.loop(b.udiv(keys, I64(KEYS_AT_ONCE))) as group:
+        first = e.at(k, e.times(e.times(group, KEYS_AT_ONCE), row))
+        rows = [e.at(first, e.times(row, j)) for j in range(KEYS_AT_ONCE)]
+        sums = [[e.variable(constant(0.0)) for _ in range(KEYS_AT_ONCE)] for _ in range(tiles)]
         with e.loop(steps) as step:
             fetched = e.at(ahead, e.times(b.add(e.times(group, steps), step), fetches))
-            for i in range(KEYS // 4):
+            for i in range(KEYS_AT_ONCE // 4):
                 e.prefetch(e.at(fetched, e.times(pace, i)))
             queries = [e.load(e.at(q, e.times(e.at(e.times(steps, t), step), LINE))) for t in range(tiles)]
-            for j in range(KEYS):
+            for j in range(KEYS_AT_ONCE):
                 key = e.everywhere(e.load(e.at(rows[j], e.times(step, 16)), FOUR))
                 for t in range(tiles):
                     b.store(e.fma(key, queries[t], b.load(sums[t][j])), sums[t][j])
         for t in range(tiles):
-            to = e.at(scores, e.times(keys, t * LINE // 4), e.times(group, KEYS // 4 * LINE))
-            for j in range(0, KEYS, 4):
+            to = e.at(scores, e.times(keys, t * LINE // 4), e.times(group, KEYS_AT_ONCE // 4 * LINE))
+            for j in range(0, KEYS_AT_ONCE, 4):
                 e.store(_summed(e, [b.load(place) for place in sums[t][j : j + 4]]), e.at(to, j // 4 * LINE))
 
 
@@ -183,7 +172,7 @@ def _weigh(e: Emitter, scores: ir.Value, keys: ir.Value, state: ir.Value) -> Non
         b.store(b.fadd(b.load(total), weight), total)
     e.store(top, state)
     e.store(b.load(total), e.at(state, LINE))
-    e.store(factor, e.at(state, FACTOR))
+    e.store(factor, e.at(state, FACTOR_OFFSET))
 
 
 def _gather(
@@ -200,8 +189,8 @@ def _gather(
     pace: ir.Value,
 ) -> None:
     b = e.builder
-    places = [[e.at(out, e.times(dim, 4 * i), c * LINE) for c in range(vectors)] for i in range(QUERIES)]
-    sums = [[e.variable(constant(0.0)) for _ in range(vectors)] for _ in range(QUERIES)]
+    places = [[e.at(out, e.times(dim, 4 * i), c * LINE) for c in range(vectors)] for i in range(TILE_QUERIES)]
+    sums = [[e.variable(constant(0.0)) for _ in range(vectors)] for _ in range(TILE_QUERIES)]
     with e.loop(b.udiv(keys, I64(4))) as group:
         fetched = e.at(ahead, e.times(e.times(group, pace), 4 * vectors))
         for j in range(4):
@@ -209,11 +198,11 @@ def _gather(
                 e.prefetch(e.at(fetched, e.times(pace, j * vectors + c)))
             here = e.at(v, e.times(e.at(e.times(group, 4), j), row))
             values = [e.load(e.at(here, c * LINE)) for c in range(vectors)]
-            for i in range(QUERIES):
+            for i in range(TILE_QUERIES):
                 weight = e.everywhere(e.load(e.at(weights, e.times(group, LINE), 16 * i + 4 * j), F32))
                 for c in range(vectors):
                     b.store(e.fma(weight, values[c], b.load(sums[i][c])), sums[i][c])
-    for i in range(QUERIES):  # summing a block first rounds less often than adding key by key
-        factor = e.everywhere(e.load(e.at(state, FACTOR + 16 * i), F32))
+    for i in range(TILE_QUERIES):  # summing a block first rounds less often than adding key by key
+        factor = e.everywhere(e.load(e.at(state, FACTOR_OFFSET + 16 * i), F32))
         for c in range(vectors):
             e.store(e.fma(e.load(places[i][c]), factor, b.load(sums[i][c])), places[i][c])

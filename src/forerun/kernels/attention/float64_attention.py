@@ -1,7 +1,7 @@
 """Attention in one fixed order for what the fast kernel does not take: float64, and heads of any width.
 
 A query goes over its keys one by one, in the order of their positions, in double precision. So its bits depend on
-nothing else. It shares the operation and tables of ``canonical.py``.
+nothing else. It shares the operation and tables of ``ordered_attention.py``.
 """
 
 from __future__ import annotations
@@ -11,37 +11,46 @@ import math
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import ROW_BYTES, AttendOp, RowFields, read_row
+from forerun.kernels.attention.ordered_attention import (
+    ATTEND_LAYOUT,
+    ROW_BYTES,
+    AttendOp,
+    RowFields,
+    read_attend,
+    read_row,
+)
 from forerun.kernels.runtime.addresses import bfloat16_at, doubles, floats, integers
+from forerun.kernels.runtime.executor import PER_TOKEN, Operation, Tasks, read_pass
 
-DOUBLE = 3
+FLOAT64_KIND = 3
 """One more kind besides those of ``AttendOp``: float64."""
 
 
 @compiled
-def attend_plainly(op: AttendOp, rows: int, owners: int, positions: int, parents: int, task: int, slot: int) -> None:
+def attend_float64(address: int, fields: int, code: int, task: int, slot: int) -> None:
     """Attention of one token and head."""
+    this, op = read_pass(address), read_attend(fields)
     token, head = task // op.heads, task % op.heads
-    number, position = integers(owners + 8 * token, 1)[0], integers(positions + 8 * token, 1)[0]
-    row = read_row(rows + number * ROW_BYTES)
+    number, position = integers(this.token_rows + 8 * token, 1)[0], integers(this.cache_positions + 8 * token, 1)[0]
+    row, parents = read_row(this.rows + number * ROW_BYTES), this.parents
     low = max(0, position - op.window + 1) if op.window else 0
     count = position + 1 - low
     places, weights = integers(slot, count), doubles(slot + 8 * count, count)
-    _find(row, token - row.first, position, low, parents, places)
-    total = _weigh(op, row, number, head, token, places, weights)
-    _mix(op, row, number, head, token, places, weights, total, slot + 16 * count)
+    _visible_keys(row, token - row.first, position, low, parents, places)
+    total = _weights(op, row, number, head, token, places, weights)
+    _weighted_sum(op, row, number, head, token, places, weights, total, slot + 16 * count)
 
 
 @compiled
-def _find(row: RowFields, place: int, position: int, low: int, parents: int, places: np.ndarray) -> None:
+def _visible_keys(row: RowFields, place: int, position: int, low: int, parents: int, places: np.ndarray) -> None:
     """Find the indices in the cache of the keys that a token sees."""
-    root = row.start + row.straight
-    if place >= row.straight:
-        node, at = place - row.straight, position
+    root = row.start + row.in_order
+    if place >= row.in_order:
+        node, at = place - row.in_order, position
         while node >= 0:
             if at >= low:
                 places[at - low] = root + node
-            node = integers(parents + 8 * (row.first + row.straight + node), 1)[0]
+            node = integers(parents + 8 * (row.first + row.in_order + node), 1)[0]
             at -= 1
         position = root - 1
     for p in range(low, position + 1):
@@ -49,7 +58,7 @@ def _find(row: RowFields, place: int, position: int, low: int, parents: int, pla
 
 
 @compiled
-def _weigh(
+def _weights(
     op: AttendOp, row: RowFields, number: int, head: int, token: int, places: np.ndarray, weights: np.ndarray
 ) -> float:
     """Turn scores into weights relative to the largest; returns their sum, including a sink's."""
@@ -58,7 +67,7 @@ def _weigh(
     for i in range(weights.size):
         score = 0.0
         for c in range(op.dim):
-            score += _number(DOUBLE if op.kind == DOUBLE else 0, query, c) * _number(
+            score += _number(FLOAT64_KIND if op.kind == FLOAT64_KIND else 0, query, c) * _number(
                 op.kind, k + places[i] * row.k_row, c
             )
         score *= op.scale
@@ -66,7 +75,7 @@ def _weigh(
         highest = max(highest, weights[i])
     total = 0.0
     if op.sinks:
-        sink = _number(DOUBLE if op.kind == DOUBLE else 0, op.sinks, head)
+        sink = _number(FLOAT64_KIND if op.kind == FLOAT64_KIND else 0, op.sinks, head)
         highest = max(highest, sink)
         total = math.exp(sink - highest)
     for i in range(weights.size):
@@ -76,7 +85,7 @@ def _weigh(
 
 
 @compiled
-def _mix(
+def _weighted_sum(
     op: AttendOp, row: RowFields, number: int, head: int, token: int, places: np.ndarray, weights: np.ndarray,
     total: float, spare: int,
 ) -> None:  # fmt: skip
@@ -86,9 +95,9 @@ def _mix(
     for i in range(weights.size):
         for c in range(op.out_dim):
             sums[c] += weights[i] * _number(op.kind, v + places[i] * row.v_row, c)
-    out = op.out + token * op.out_row + head * op.out_dim * (8 if op.kind == DOUBLE else 4)
+    out = op.out + token * op.out_row + head * op.out_dim * (8 if op.kind == FLOAT64_KIND else 4)
     for c in range(op.out_dim):
-        if op.kind == DOUBLE:
+        if op.kind == FLOAT64_KIND:
             doubles(out, op.out_dim)[c] = sums[c] / total
         else:
             floats(out, op.out_dim)[c] = np.float32(sums[c] / total)
@@ -96,13 +105,16 @@ def _mix(
 
 @compiled
 def _number(kind: int, address: int, index: int) -> float:
-    if kind == DOUBLE:
+    if kind == FLOAT64_KIND:
         return float(doubles(address + 8 * index, 1)[0])
     if kind == 1:
         return np.float64(bfloat16_at(address + 2 * index))
     return np.float64(floats(address + 4 * index, 1)[0])
 
 
-def room(positions: int, out_dim: int) -> int:
+def scratch_bytes(positions: int, out_dim: int) -> int:
     """Bytes that a thread needs for texts of ``positions`` positions."""
     return 16 * positions + 8 * out_dim
+
+
+ATTEND_FLOAT64 = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.heads, PER_TOKEN), attend_float64)

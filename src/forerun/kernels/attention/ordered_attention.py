@@ -1,14 +1,14 @@
 """Attention in one fixed order: a token's bits depend neither on what shares the pass nor on which keys were drafted.
 
-Positions are cut into pieces, and pieces into blocks, at fixed places. Within a piece, a query goes block by block with
-a running maximum and sum (FlashAttention, Dao et al. 2022; ``tiles.py``). Pieces are merged in order (Flash-Decoding,
-Dao et al. 2023). A block without visible keys changes no bit, so it may be skipped. A drafted token also sees its
-ancestors in the tree. Their keys are copied out in the order of their positions, and go through the same steps. With
-the linear layers (``linear.py``) this makes speculative decoding bitwise exact.
+Keys are cut into splits, and splits into blocks, at fixed positions. Within a split, a query goes block by block with a
+running maximum and sum (FlashAttention, Dao et al. 2022; ``attention_tile.py``). Splits are merged in order
+(Flash-Decoding, Dao et al. 2023). A block without visible keys changes no bit, so it may be skipped. A drafted token
+also sees its ancestors in the tree. Their keys are copied out in the order of their positions, and go through the same
+steps. With the linear layers (``linear.py``) this makes speculative decoding bitwise exact.
 
-There are two operations. *Scan* (``pieces.py``) goes over the keys that are stored in text order, by units of a row's
-pieces and tiles of queries. *Settle* (``settling.py``) merges each token's pieces, adds the keys that only this token
-sees, and divides. This file has the data that both take.
+There are two operations. *Scan* (``attention_scan.py``) goes over the keys that are stored in text order, by units of a
+row's splits and tiles of queries. *Combine* (``attention_combine.py``) merges each token's splits, adds the keys that
+only this token sees, and divides. This file has the data that both read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from forerun.kernels.attention.attention_tile import QUERIES, STATE
-from forerun.kernels.runtime.addresses import Job
+from forerun.kernels.attention.attention_tile import STATE_BYTES, TILE_QUERIES
+from forerun.kernels.runtime.addresses import StructLayout
 from forerun.kernels.runtime.vector_ir import LINE
 
-BLOCK = 32
+BLOCK_TOKENS = 32
 """Positions per block."""
-PIECE = 256
-"""Positions per piece. Pieces are summed separately, so that few heads of a long text keep all threads busy."""
-SIGHT = 96
+SPLIT_TOKENS = 256
+"""Positions per split. Splits are summed separately, so that few heads of a long text keep all threads busy."""
+RANGE_BYTES = 96
 """Bytes that hold a tile's visible range: least and greatest end, least and greatest start, then those per query."""
-SEQUENTIAL = -1
-"""Instead of a unit's piece: all pieces, one after the other."""
+ALL_SPLITS = -1
+"""Instead of a unit's split: all splits, one after the other."""
 
 
 class RowFields(NamedTuple):
@@ -36,30 +36,30 @@ class RowFields(NamedTuple):
     Attributes:
         first: index of its first token in the pass.
         n: its tokens in the pass.
-        straight: how many of them are in text order; the others are tree nodes.
+        in_order: the number of them in text order; the others are tree nodes.
         start: committed tokens; the position of its first token.
         k_head: bytes from one head's keys to the next head's.
-        parts: offset of its states in the buffer of states.
-        pieces: states per tile; 0 if units go through all pieces themselves.
+        states: offset of its states in the buffer of states.
+        splits: states per tile; 0 if units go through all splits themselves.
     """
 
     first: int
     n: int
-    straight: int
+    in_order: int
     start: int
     k_head: int
     k_row: int
     v_head: int
     v_row: int
-    parts: int
-    pieces: int
+    states: int
+    splits: int
 
 
 class UnitFields(NamedTuple):
-    """A thread's unit of a scan: a row's piece (or ``SEQUENTIAL``), and tiles ``first`` to ``last``."""
+    """A thread's unit of a scan: a row's split (or ``ALL_SPLITS``), and tiles ``first`` to ``last``."""
 
     row: int
-    piece: int
+    split: int
     first: int
     last: int
 
@@ -68,7 +68,6 @@ class AttendOp(NamedTuple):
     """One layer's attention: addresses, strides in bytes, and counts.
 
     Attributes:
-        code: the operation's code, for the tape.
         kind: type of keys and values: 0 float32, 1 bfloat16, 2 float16.
         width: bytes per number of keys and values.
         dim: numbers per key; ``out_dim`` per value.
@@ -79,7 +78,6 @@ class AttendOp(NamedTuple):
         out: address of the outputs, a token's heads side by side; of ``out_kind``: 0 float32, 1 bfloat16.
     """
 
-    code: int
     kind: int
     width: int
     heads: int
@@ -100,25 +98,32 @@ class AttendOp(NamedTuple):
 
 
 class AttendCode(NamedTuple):
-    """Addresses of machine code that both operations call (``blocks.py``)."""
+    """Addresses of machine code that both operations call (``attention_block.py``)."""
 
     scores: int
     gather: int
 
 
-ROW, UNIT, ATTEND, ATTEND_CODE = Job(RowFields), Job(UnitFields), Job(AttendOp), Job(AttendCode)
-ROW_BYTES, UNIT_BYTES = ROW.size, UNIT.size
-read_row, read_unit, read_attend, read_attend_code = (job.reader() for job in (ROW, UNIT, ATTEND, ATTEND_CODE))
+ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT, ATTEND_CODE_LAYOUT = (
+    StructLayout(RowFields),
+    StructLayout(UnitFields),
+    StructLayout(AttendOp),
+    StructLayout(AttendCode),
+)
+ROW_BYTES, UNIT_BYTES = ROW_LAYOUT.size, UNIT_LAYOUT.size
+read_row, read_unit, read_attend, read_attend_code = (
+    job.reader() for job in (ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT, ATTEND_CODE_LAYOUT)
+)
 
 
 def tile_bytes(out_dim: int) -> int:
     """Bytes for a tile's output and state."""
-    return QUERIES * out_dim * 4 + STATE
+    return TILE_QUERIES * out_dim * 4 + STATE_BYTES
 
 
-def room(tiles: int, group: int, dim: int, out_dim: int) -> int:
+def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
     """Bytes that a thread needs for units of ``tiles`` tiles, and for settling tokens of ``group`` heads."""
-    most, own = max(tiles, 1), math.ceil(group / QUERIES)
-    scan = most * (QUERIES * (dim + BLOCK) * 4 + 2 * tile_bytes(out_dim) + SIGHT)
-    settle = own * (QUERIES * (dim + BLOCK) * 4 + 2 * tile_bytes(out_dim))
-    return max(scan, settle) + BLOCK * (dim + out_dim) * 4 + 8 * LINE
+    most, own = max(tiles, 1), math.ceil(group / TILE_QUERIES)
+    scan = most * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim) + RANGE_BYTES)
+    settle = own * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim))
+    return max(scan, settle) + BLOCK_TOKENS * (dim + out_dim) * 4 + 8 * LINE

@@ -11,18 +11,18 @@ from forerun.core.compiling import compiled
 from forerun.kernels.runtime.addresses import floats, integers
 from forerun.kernels.runtime.vector_ir import LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 
-GROUP = LANES
+SELECTION_GROUP = LANES
 """Chunks per group; a group is looked at only if its best chunk is good enough."""
 
 
 @compiled
-def numbers_of(chunks: int) -> int:
-    """How many numbers ``choose`` needs room for: one per chunk and one per group."""
-    return chunks + (chunks + GROUP - 1) // GROUP
+def selection_numbers(chunks: int) -> int:
+    """How many numbers ``select_topk`` needs room for: one per chunk and one per group."""
+    return chunks + (chunks + SELECTION_GROUP - 1) // SELECTION_GROUP
 
 
 @compiled
-def choose(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
+def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
     """Indices of the ``count`` chunks with the highest worth, or of fewer, in ascending order.
 
     The best ``count`` chunks are in the best ``count`` groups, so the worth of the least of these groups is a bound.
@@ -31,18 +31,21 @@ def choose(worth: Any, count: int, margin: float, found: int, spare: int) -> int
         worth: of each chunk.
         count: at most the number of chunks.
         margin: chunks whose worth is further than this below the best are left out.
-        found: address of room for ``numbers_of`` numbers of 8 bytes; the first ones become the result.
+        found: address of room for ``selection_numbers`` numbers of 8 bytes; the first ones become the result.
         spare: address of room for two floats per chunk.
 
     Returns:
         Number of chunks found.
     """
-    groups, numbers = (len(worth) + GROUP - 1) // GROUP, integers(found, numbers_of(len(worth)))
+    groups, numbers = (
+        (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP,
+        integers(found, selection_numbers(len(worth))),
+    )
     maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))
-    whole = len(worth) // GROUP
+    whole = len(worth) // SELECTION_GROUP
     if whole < groups:
-        maxima[whole] = worth[whole * GROUP]
-        for c in range(whole * GROUP + 1, len(worth)):
+        maxima[whole] = worth[whole * SELECTION_GROUP]
+        for c in range(whole * SELECTION_GROUP + 1, len(worth)):
             maxima[whole] = max(maxima[whole], worth[c])
     largest(worth.ctypes.data, whole, spare)
     top = maxima[0]
@@ -55,7 +58,7 @@ def choose(worth: Any, count: int, margin: float, found: int, spare: int) -> int
     likely = 0
     for g in range(groups):
         if maxima[g] >= bound:
-            for c in range(g * GROUP, min(g * GROUP + GROUP, len(worth))):
+            for c in range(g * SELECTION_GROUP, min(g * SELECTION_GROUP + SELECTION_GROUP, len(worth))):
                 if worth[c] >= bound:
                     numbers[likely], copy[likely] = c, worth[c]
                     likely += 1

@@ -14,23 +14,28 @@ import torch
 import triton
 import triton.language as tl
 
-TOKENS = 16
+GPU_LINEAR_TOKENS = 16
 """Tokens of a tile: the least that a tensor core takes. A tile with more of them may take another instruction, which
 may sum in another order."""
 OUTPUTS = 64
 """Outputs of a tile."""
 STEP = 64
 """Columns that are multiplied at once."""
-PIECE = 1024
+GPU_LINEAR_COLUMNS = 1024
 """Columns of a piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
-WIDTH = 1024
+GPU_LINEAR_ROWS = 1024
 """Outputs whose pieces a program adds up."""
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether ``product`` can compute this."""
-    return weight.dim() == 2 and weight.dtype in TYPES and x.dtype == weight.dtype and x.device == weight.device
+    return (
+        weight.dim() == 2
+        and weight.dtype in GPU_LINEAR_DTYPES
+        and x.dtype == weight.dtype
+        and x.device == weight.device
+    )
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,42 +45,44 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     y = rows.new_empty(n, outs)
     if not n:
         return y.view(*x.shape[:-1], outs)
-    pieces = triton.cdiv(columns, PIECE)
-    alone = pieces > 1 and n <= TOKENS
+    pieces = triton.cdiv(columns, GPU_LINEAR_COLUMNS)
+    alone = pieces > 1 and n <= GPU_LINEAR_TOKENS
     to = rows.new_empty(pieces, n, outs, dtype=torch.float32) if alone else y
-    grid = (triton.cdiv(n, TOKENS), triton.cdiv(outs, OUTPUTS), pieces if alone else 1)
+    grid = (triton.cdiv(n, GPU_LINEAR_TOKENS), triton.cdiv(outs, OUTPUTS), pieces if alone else 1)
     _sums[grid](
         rows, weight, weight if bias is None else bias, to, n, outs, columns, *rows.stride(), *weight.stride(),
-        n * outs, alone, bias is not None, TOKENS, OUTPUTS, STEP, PIECE, enable_fp_fusion=False,
+        n * outs, alone, bias is not None, GPU_LINEAR_TOKENS, OUTPUTS, STEP, GPU_LINEAR_COLUMNS, enable_fp_fusion=False,
     )  # fmt: skip
     if alone:
         size = n * outs
         bias_or_any = weight if bias is None else bias
-        _total[(triton.cdiv(size, WIDTH),)](to, bias_or_any, y, size, outs, pieces, bias is not None, WIDTH)
+        _total[(triton.cdiv(size, GPU_LINEAR_ROWS),)](
+            to, bias_or_any, y, size, outs, pieces, bias is not None, GPU_LINEAR_ROWS
+        )
     return y.view(*x.shape[:-1], outs)
 
 
 @triton.jit(do_not_specialize=["n", "y_piece"])
 def _sums(
     x, w, bias, y, n, outs, columns, x_row, x_column, w_row, w_column, y_piece,
-    ALONE: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
-    PIECE: tl.constexpr,
+    ALONE: tl.constexpr, BIAS: tl.constexpr, GPU_LINEAR_TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr,
+    GPU_LINEAR_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile's sums: of one piece, or of all of them."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    token = tl.program_id(0) * GPU_LINEAR_TOKENS + tl.arange(0, GPU_LINEAR_TOKENS)
     out = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     here = (token < n)[:, None] & (out < outs)[None, :]
     place = token[:, None].to(tl.int64) * outs + out[None, :]
-    first = tl.program_id(2) * PIECE
+    first = tl.program_id(2) * GPU_LINEAR_COLUMNS
     if ALONE:
         sums = _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first,
-                      TOKENS, OUTPUTS, STEP, PIECE)  # fmt: skip
+                      GPU_LINEAR_TOKENS, OUTPUTS, STEP, GPU_LINEAR_COLUMNS)  # fmt: skip
         tl.store(y + tl.program_id(2).to(tl.int64) * y_piece + place, sums, here)
     else:
-        sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-        for at in range(0, columns, PIECE):
+        sums = tl.zeros((GPU_LINEAR_TOKENS, OUTPUTS), tl.float32)
+        for at in range(0, columns, GPU_LINEAR_COLUMNS):
             sums += _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, at,
-                           TOKENS, OUTPUTS, STEP, PIECE)  # fmt: skip
+                           GPU_LINEAR_TOKENS, OUTPUTS, STEP, GPU_LINEAR_COLUMNS)  # fmt: skip
         if BIAS:
             sums += tl.load(bias + out, out < outs, 0.0).to(tl.float32)[None, :]
         tl.store(y + place, sums.to(y.dtype.element_ty), here)
@@ -84,11 +91,11 @@ def _sums(
 @triton.jit
 def _piece(
     x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, PIECE: tl.constexpr,
+    GPU_LINEAR_TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GPU_LINEAR_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums over the columns of one piece."""
-    sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
-    for at in range(first, min(first + PIECE, columns), STEP):
+    sums = tl.zeros((GPU_LINEAR_TOKENS, OUTPUTS), tl.float32)
+    for at in range(first, min(first + GPU_LINEAR_COLUMNS, columns), STEP):
         column = at + tl.arange(0, STEP)
         inside = column < columns
         a = tl.load(x + token[:, None].to(tl.int64) * x_row + column[None, :] * x_column,
@@ -100,11 +107,11 @@ def _piece(
 
 
 @triton.jit(do_not_specialize=["size"])
-def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, WIDTH: tl.constexpr):
+def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, GPU_LINEAR_ROWS: tl.constexpr):
     """Add the pieces in order, and the bias."""
-    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    at = tl.program_id(0).to(tl.int64) * GPU_LINEAR_ROWS + tl.arange(0, GPU_LINEAR_ROWS)
     inside = at < size
-    sums = tl.zeros((WIDTH,), tl.float32)
+    sums = tl.zeros((GPU_LINEAR_ROWS,), tl.float32)
     for piece in range(pieces):
         sums += tl.load(parts + piece * size + at, inside, 0.0)
     if BIAS:

@@ -11,12 +11,12 @@ import triton.language as tl
 
 WIDTH = 1024
 """Numbers that a program reads at once."""
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU_MEAN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(x: torch.Tensor) -> bool:
     """Whether ``mean`` can compute this."""
-    return x.dtype in TYPES and x.dim() > 0 and x.shape[-1] > 0
+    return x.dtype in GPU_MEAN_DTYPES and x.dim() > 0 and x.shape[-1] > 0
 
 
 def mean(x: torch.Tensor, keep: bool) -> torch.Tensor:

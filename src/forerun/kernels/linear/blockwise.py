@@ -15,12 +15,13 @@ from forerun.kernels.quantized import stored_linear
 from forerun.kernels.quantized.formats import FORMATS
 from forerun.kernels.quantized.stored_linear import MATRIX, NAMES, STORED, LookupOp, Matrix, StoredOp, format_code
 from forerun.kernels.runtime import executor
-from forerun.kernels.runtime.addresses import Job, Room
+from forerun.kernels.runtime.addresses import ScratchMemory
+from forerun.kernels.runtime.executor import Operation
 from forerun.kernels.runtime.vector_ir import LANES, LINE
 
 SHARES = 8
 """An operation is cut into this many pieces of work per thread."""
-_room = Room()
+_scratch = ScratchMemory()
 _local = threading.local()
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -31,7 +32,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         rows: bytes ``[O, row]``, contiguous.
-        kind: one of ``stored.NAMES``.
+        kind: one of ``stored_linear.NAMES``.
         bias: float32 ``[O]``, or None.
     """
 
@@ -55,13 +56,13 @@ def _matrix(blocks: Blocks) -> Matrix:
 def operation(
     table: Table, columns: int, x: tuple[int, int], y: tuple[int, int], threads: int, *, mode: int = PUT,
     which: int = 0, activation: int = 0,
-) -> tuple[Job, StoredOp]:  # fmt: skip
+) -> tuple[Operation, StoredOp]:  # fmt: skip
     """An operation over the described matrices with this many columns, cut for this many threads; see ``LinearOp``."""
     panels = [math.ceil(outs / LANES) for outs in table[:, Matrix._fields.index("outs")].tolist()]
     pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
     share = max(1, pairs // (SHARES * threads))
     return STORED, StoredOp(
-        executor.DO_STORED, which, 0, 0, *x, columns, mode, share, share * threads, activation, *y, table.ctypes.data,
+        which, 0, 0, *x, columns, mode, pairs, share, share * threads, activation, *y, table.ctypes.data,
         len(table),
     )  # fmt: skip
 
@@ -69,7 +70,7 @@ def operation(
 def look_up(blocks: Blocks, dim: int, x: tuple[int, int], factor: float) -> LookupOp:
     """Look up the pass's tokens in an embedding of ``dim`` columns, times a factor, and write them to rows at ``x``."""
     m = _matrix(blocks)
-    return LookupOp(executor.DO_LOOKUP, m.w, m.row, m.block, m.unpack, dim, *x, factor)
+    return LookupOp(m.w, m.row, m.block, m.unpack, dim, *x, factor)
 
 
 def product(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -82,7 +83,7 @@ def product(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         threads = torch.get_num_threads()
         program = _program(blocks, columns, rows.stride(0) * 4, y.stride(0) * 4)
         size = LINE * math.ceil(stored_linear.room(n, columns) / LINE)
-        slots = _room.claim(threads * size)
+        slots = _scratch.claim(threads * size)
         program.run(n=n, x=rows.data_ptr(), y=y.data_ptr(), slots=slots, slot_size=size)
     return y.view(*x.shape[:-1], -1).to(x.dtype)
 

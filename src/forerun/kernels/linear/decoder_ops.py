@@ -10,14 +10,14 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
 from forerun.kernels.linear.rowwise import TO_FLOATS, rotate, scale, squares, widen, words
-from forerun.kernels.runtime.addresses import Job, floats, integers
+from forerun.kernels.runtime.addresses import StructLayout, floats, integers
+from forerun.kernels.runtime.executor import PER_OUTPUT, PER_TOKEN, Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import LANES
 
 
 class EmbedOp(NamedTuple):
     """Embedding rows, times a factor, as floats."""
 
-    code: int
     kind: int
     weight: int
     row: int
@@ -36,7 +36,6 @@ class NormOp(NamedTuple):
         which: 0 for all tokens; 1 for the tokens whose logits are wanted, with results side by side.
     """
 
-    code: int
     which: int
     kind: int
     mode: int
@@ -61,7 +60,6 @@ class RotaryOp(NamedTuple):
         kv: address of the table with each row's addresses of keys and values of this layer.
     """
 
-    code: int
     kind: int
     heads: int
     kv_heads: int
@@ -78,20 +76,22 @@ class RotaryOp(NamedTuple):
     eps: float
 
 
-EMBED, NORM, ROTARY = Job(EmbedOp), Job(NormOp), Job(RotaryOp)
-read_embed, read_norm, read_rotary = EMBED.reader(), NORM.reader(), ROTARY.reader()
+EMBED_LAYOUT, NORM_LAYOUT, ROTARY_LAYOUT = StructLayout(EmbedOp), StructLayout(NormOp), StructLayout(RotaryOp)
+read_embed, read_norm, read_rotary = EMBED_LAYOUT.reader(), NORM_LAYOUT.reader(), ROTARY_LAYOUT.reader()
 
 
 @compiled
-def embed(op: EmbedOp, ids: int, token: int, slot: int) -> None:
+def embed(address: int, fields: int, code: int, token: int, slot: int) -> None:
     """One token's row."""
+    op, ids = read_embed(fields), read_pass(address).ids
     floats(slot, 1)[0] = np.float32(op.factor)
     widen(op.kind, op.weight + integers(ids + 8 * token, 1)[0] * op.row, slot, op.dim // LANES, op.x + token * op.x_row)
 
 
 @compiled
-def norm(op: NormOp, wanted: int, token: int, slot: int) -> None:
+def norm(address: int, fields: int, code: int, token: int, slot: int) -> None:
     """One token's row."""
+    op, wanted = read_norm(fields), read_pass(address).output_indices
     x = op.x + (integers(wanted + 8 * token, 1)[0] if op.which else token) * op.x_row
     _norm(op.kind, op.mode, x, op.weight, op.one, op.eps, op.dim, op.to + token * op.to_row, slot)
 
@@ -104,10 +104,11 @@ def _norm(kind: int, mode: int, x: int, weight: int, one: int, eps: float, dim: 
 
 
 @compiled
-def turn(op: RotaryOp, rows: int, owners: int, positions: int, token: int, slot: int) -> None:
+def turn(address: int, fields: int, code: int, token: int, slot: int) -> None:
     """Rotate and store one token's queries, keys and values."""
-    number, position = integers(owners + 8 * token, 1)[0], integers(positions + 8 * token, 1)[0]
-    row = read_row(rows + number * ROW_BYTES)
+    op, this = read_rotary(fields), read_pass(address)
+    number, position = integers(this.token_rows + 8 * token, 1)[0], integers(this.positions + 8 * token, 1)[0]
+    row = read_row(this.rows + number * ROW_BYTES)
     place = row.start + token - row.first
     addresses = integers(op.kv + 16 * number, 2)
     width = 4 if op.kind == 0 else 2
@@ -139,3 +140,8 @@ def _turn(op: RotaryOp, x: int, cos: int, sin: int) -> None:
         a, b = first[i], second[i]
         first[i] = np.float32(a * c[i]) - np.float32(b * s[i])
         second[i] = np.float32(b * c[i]) + np.float32(a * s[i])
+
+
+EMBED = Operation(EMBED_LAYOUT, lambda op: Tasks(1, PER_TOKEN), embed)
+NORM = Operation(NORM_LAYOUT, lambda op: Tasks(1, PER_OUTPUT if op.which else PER_TOKEN), norm)
+ROTARY = Operation(ROTARY_LAYOUT, lambda op: Tasks(1, PER_TOKEN), turn)

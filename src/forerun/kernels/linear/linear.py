@@ -2,7 +2,7 @@
 
 An output starts with its bias and adds the products of weights and inputs column by column, in one accumulator. So the
 bits of a token's outputs do not depend on the other tokens of the pass, on how many there are, or on threads. With
-attention (``canonical.py``) this makes speculative decoding bitwise exact. Weights are read once for all tokens of a
+attention (``ordered_attention.py``) this makes speculative decoding bitwise exact. Weights are read once for all tokens of a
 pass, row by row where the model stores them (``panels.py``). Nothing is packed, copied or kept.
 """
 
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from forerun.core.compiling import compiled
 from forerun.kernels.linear.panels import few, many, transpose
 from forerun.kernels.linear.rowwise import gated, words
-from forerun.kernels.runtime.addresses import Job, address_of, bytes_at, call5, call7, call8, doubles, floats
+from forerun.kernels.runtime.addresses import StructLayout, address_of, bytes_at, call5, call7, call8, doubles, floats
+from forerun.kernels.runtime.executor import Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import LINE
 
 CHUNK = 64
@@ -29,13 +30,13 @@ class LinearOp(NamedTuple):
     """One to three matrices over the same tokens: addresses, strides in bytes, and counts.
 
     Attributes:
-        code: the operation's code, for the tape.
         which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
         kind: type of the numbers: 0 float32, 1 bfloat16, 2 float64 (``panels.KINDS``).
         x: address of the tokens' rows, in whole vectors; 0 for those of the pass.
         row: bytes per row of weights.
         mode: ``PUT``, ``ADD`` or ``GATE``.
         to_kind: type of the results for ``PUT``.
+        panels: of all matrices; of the first, for ``GATE``.
         share: panels that a thread takes at once.
         turn: panels in the shares of all threads; where a thread's next share begins if all are equally fast.
         w0: address of the first matrix, which has ``outs0`` rows; ``bias0`` is 0 if there is none.
@@ -43,7 +44,6 @@ class LinearOp(NamedTuple):
         activation: of gates.
     """
 
-    code: int
     which: int
     kind: int
     x: int
@@ -51,6 +51,7 @@ class LinearOp(NamedTuple):
     row: int
     mode: int
     to_kind: int
+    panels: int
     share: int
     turn: int
     activation: int
@@ -75,8 +76,8 @@ class Panels(NamedTuple):
     transpose: int
 
 
-LINEAR, PANELS = Job(LinearOp), Job(Panels)
-read_linear, read_panels = LINEAR.reader(), PANELS.reader()
+LINEAR_LAYOUT, PANELS = StructLayout(LinearOp), StructLayout(Panels)
+read_linear, read_panels = LINEAR_LAYOUT.reader(), PANELS.reader()
 
 
 @functools.cache
@@ -106,28 +107,15 @@ def room(tokens: int, row: int) -> int:
 
 
 @compiled
-def linear_tasks(op: LinearOp) -> int:
-    """How many pieces of work there are."""
-    return (_panels(op) + op.share - 1) // op.share
-
-
-@compiled
 def _lanes(op: LinearOp) -> int:
     return 8 if op.kind == 2 else 16
 
 
 @compiled
-def _panels(op: LinearOp) -> int:
-    lanes = _lanes(op)
-    first = (op.outs0 + lanes - 1) // lanes
-    if op.mode == GATE:
-        return first
-    return first + (op.outs1 + lanes - 1) // lanes + (op.outs2 + lanes - 1) // lanes
-
-
-@compiled
-def linear_begin(op: LinearOp, code: Panels, n: int, x: int, slot: int) -> None:
+def linear_prepare(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
     """A thread's preparation before its first piece of work: write all tokens' words side by side, block by block."""
+    this, op, code = read_pass(address), read_linear(fields), read_panels(code_address)
+    n, x = this.outputs if op.which else this.n, op.x if op.x else this.x
     lanes, steps = _lanes(op), (op.row + LINE - 1) // LINE
     for t in range(0, n, lanes):
         to = slot + t // lanes * steps * lanes * LINE
@@ -142,8 +130,10 @@ def _begun(op: LinearOp, n: int) -> int:
 
 
 @compiled
-def linear_task(op: LinearOp, code: Panels, n: int, y: int, task: int, slot: int) -> None:
-    """Compute the panels of one piece of work, for all ``n`` tokens."""
+def linear_run(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
+    """Compute the panels of one piece of work, for all tokens."""
+    this, op, code = read_pass(address), read_linear(fields), read_panels(code_address)
+    n, y = this.outputs if op.which else this.n, op.y if op.y else this.y
     lanes = _lanes(op)
     number = 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
     first0 = (op.outs0 + lanes - 1) // lanes
@@ -151,7 +141,7 @@ def linear_task(op: LinearOp, code: Panels, n: int, y: int, task: int, slot: int
     sums = slot + _begun(op, n)
     twin = sums + n * LINE
     spare = twin + n * LINE
-    for panel in range(task * op.share, min(_panels(op), (task + 1) * op.share)):
+    for panel in range(task * op.share, min(op.panels, (task + 1) * op.share)):
         w, outs, bias, before, p = op.w0, op.outs0, op.bias0, 0, panel
         if op.mode != GATE and panel >= first1:
             w, outs, bias, before, p = op.w2, op.outs2, op.bias2, op.outs0 + op.outs1, panel - first1
@@ -256,3 +246,12 @@ def finish(op: Any, n: int, valid: int, sums: int, twin: int, y: int, number: in
             source_bytes, target_bytes = bytes_at(spare, valid * number), bytes_at(place, valid * number)
             for i in range(valid * number):
                 target_bytes[i] = source_bytes[i]
+
+
+LINEAR = Operation(
+    LINEAR_LAYOUT,
+    lambda op: Tasks(-(-op.panels // op.share)),
+    linear_run,
+    lambda op: panels_of(op.kind),
+    linear_prepare,
+)

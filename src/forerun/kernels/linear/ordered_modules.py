@@ -21,20 +21,22 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from forerun.kernels import gpu
-from forerun.kernels.attention.float64_attention import DOUBLE
-from forerun.kernels.attention.ordered_attention import ATTEND, AttendOp
+from forerun.kernels.attention.attention_combine import COMBINE
+from forerun.kernels.attention.attention_scan import SCAN
+from forerun.kernels.attention.float64_attention import ATTEND_FLOAT64, FLOAT64_KIND
+from forerun.kernels.attention.ordered_attention import AttendOp
 from forerun.kernels.linear import elementwise, linear
 from forerun.kernels.linear.linear import LINEAR, PUT, LinearOp
 from forerun.kernels.runtime import executor
-from forerun.kernels.runtime.addresses import Room
+from forerun.kernels.runtime.addresses import ScratchMemory
 from forerun.kernels.runtime.vector_ir import LINE, fused
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 SHARES = 8
 """A matrix is cut into this many pieces of work per thread."""
-CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: DOUBLE}
+CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: FLOAT64_KIND}
 
-_room = Room()
+_scratch = ScratchMemory()
 _local = threading.local()
 
 
@@ -166,7 +168,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     program = _program(weight, bias, rows.stride(0) * width, y.stride(0) * width)
     threads = torch.get_num_threads()
     size = LINE * math.ceil(linear.room(n, weight.shape[1] * width) / LINE)
-    slots = _room.claim(threads * size)
+    slots = _scratch.claim(threads * size)
     program.run(n=n, x=rows.data_ptr(), y=y.data_ptr(), slots=slots, slot_size=size)
     return y.view(*x.shape[:-1], -1)
 
@@ -185,7 +187,7 @@ def _program(weight: torch.Tensor, bias: torch.Tensor | None, x_row: int, y_row:
         share = max(1, panels // (SHARES * threads))
         row = weight.shape[1] * width
         op = LinearOp(
-            executor.DO_LINEAR, 0, kind, 0, x_row, row, PUT, kind, share, share * threads, 0, 0, y_row, weight.data_ptr(),
+            0, kind, 0, x_row, row, PUT, kind, panels, share, share * threads, 0, 0, y_row, weight.data_ptr(),
             0, 0, len(weight), 0, 0, place, 0, 0,
         )  # fmt: skip
         kept[key] = executor.Program([(LINEAR, op)])
@@ -240,10 +242,10 @@ def attend(
         out.data_ptr(), out.stride(0) * out.element_size(), int(out.dtype == torch.bfloat16),
         scaling / math.log(2) if quick else scaling, softcap or 0.0,
     )  # fmt: skip
-    codes = (executor.DO_SCAN, executor.DO_SETTLE) if quick else (executor.DO_PLAINLY,)
+    operations = (SCAN, COMBINE) if quick else (ATTEND_FLOAT64,)
     threads = torch.get_num_threads()
     size = LINE * math.ceil(room[0] / LINE)
-    slots = _room.claim(threads * size + room[1] + LINE)
-    program = executor.Program([(ATTEND, AttendOp(code, *fields)) for code in codes])
-    program.run(n=n, **tables, slots=slots, slot_size=size, parts=slots + threads * size)
+    slots = _scratch.claim(threads * size + room[1] + LINE)
+    program = executor.Program([(each, AttendOp(*fields)) for each in operations])
+    program.run(n=n, **tables, slots=slots, slot_size=size, states=slots + threads * size)
     return out.view(1, n, heads, out_dim).transpose(1, 2).to(q.dtype)

@@ -17,7 +17,8 @@ from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import words
 from forerun.kernels.quantized.formats import FORMATS
 from forerun.kernels.quantized.unpack import FEW, TOGETHER, multiply, pair, unpack
-from forerun.kernels.runtime.addresses import Job, address_of, call5, call6, call7, call11, floats, integers
+from forerun.kernels.runtime.addresses import StructLayout, address_of, call5, call6, call7, call11, floats, integers
+from forerun.kernels.runtime.executor import PER_TOKEN, Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import LANES, LINE
 
 CHUNK = 256
@@ -44,11 +45,11 @@ class StoredOp(NamedTuple):
         kind, to_kind: type of inputs and outputs: 0, float32.
         columns: of every matrix.
         table: address of the descriptions of the ``matrices`` matrices.
+        pairs: pairs of panels of all matrices; for ``GATE``, panels of the first.
         share: pairs of panels that a thread takes at once.
         turn: pairs in the shares of all threads; where a thread's next share begins if all are equally fast.
     """
 
-    code: int
     which: int
     kind: int
     to_kind: int
@@ -56,6 +57,7 @@ class StoredOp(NamedTuple):
     x_row: int
     columns: int
     mode: int
+    pairs: int
     share: int
     turn: int
     activation: int
@@ -68,7 +70,6 @@ class StoredOp(NamedTuple):
 class LookupOp(NamedTuple):
     """Embedding rows, times a factor, as floats; ``w``, ``row``, ``block`` and ``unpack`` as in ``Matrix``."""
 
-    code: int
     w: int
     row: int
     block: int
@@ -86,8 +87,14 @@ class StoredCode(NamedTuple):
     multiply: int
 
 
-STORED, LOOKUP, MATRIX, CODE = Job(StoredOp), Job(LookupOp), Job(Matrix), Job(StoredCode)
-read_stored, read_lookup, read_matrix, read_stored_code = (job.reader() for job in (STORED, LOOKUP, MATRIX, CODE))
+STORED_LAYOUT, LOOKUP_LAYOUT, MATRIX, CODE = (
+    StructLayout(StoredOp),
+    StructLayout(LookupOp),
+    StructLayout(Matrix),
+    StructLayout(StoredCode),
+)
+read_stored, read_lookup = STORED_LAYOUT.reader(), LOOKUP_LAYOUT.reader()
+read_matrix, read_stored_code = MATRIX.reader(), CODE.reader()
 MATRIX_BYTES = 8 * len(Matrix._fields)
 
 
@@ -133,29 +140,15 @@ def room(tokens: int, columns: int) -> int:
 
 
 @compiled
-def stored_tasks(op: StoredOp) -> int:
-    """How many pieces of work there are."""
-    return (_pairs(op) + op.share - 1) // op.share
-
-
-@compiled
 def _panels(matrix: Matrix) -> int:
     return (matrix.outs + LANES - 1) // LANES
 
 
 @compiled
-def _pairs(op: StoredOp) -> int:
-    if op.mode == GATE:
-        return _panels(read_matrix(op.table))
-    total = 0
-    for i in range(op.matrices):
-        total += (_panels(read_matrix(op.table + i * MATRIX_BYTES)) + 1) // 2
-    return total
-
-
-@compiled
-def stored_begin(op: StoredOp, code: StoredCode, n: int, x: int, slot: int) -> None:
+def stored_prepare(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
     """A thread's preparation before its first piece of work, for many tokens: write their words by groups."""
+    this, op, code = read_pass(address), read_stored(fields), read_stored_code(code_address)
+    n, x = this.outputs if op.which else this.n, op.x if op.x else this.x
     if n > FEW:
         for t in range(0, n, TOGETHER):
             to = slot + t // TOGETHER * op.columns * LINE
@@ -163,13 +156,15 @@ def stored_begin(op: StoredOp, code: StoredCode, n: int, x: int, slot: int) -> N
 
 
 @compiled
-def stored_task(op: StoredOp, code: StoredCode, n: int, x: int, y: int, task: int, slot: int) -> None:
-    """Compute the pairs of panels of one piece of work, for all ``n`` tokens."""
+def stored_run(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
+    """Compute the pairs of panels of one piece of work, for all tokens."""
+    this, op, code = read_pass(address), read_stored(fields), read_stored_code(code_address)
+    n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
     groups = (n + TOGETHER - 1) // TOGETHER
     sums = slot + groups * op.columns * LINE
     twin = sums + (n if n <= FEW else groups * TOGETHER) * LINE
     spare = sums + 2 * groups * TOGETHER * LINE
-    for number in range(task * op.share, min(_pairs(op), (task + 1) * op.share)):
+    for number in range(task * op.share, min(op.pairs, (task + 1) * op.share)):
         further = 1 if number + 1 < (task + 1) * op.share else op.turn - op.share + 1
         if op.mode == GATE:
             one, other = read_matrix(op.table), read_matrix(op.table + MATRIX_BYTES)
@@ -245,10 +240,17 @@ def _columns(op: StoredOp, matrix: Matrix, w: int, last: int, first: int, count:
 
 
 @compiled
-def lookup(op: LookupOp, ids: int, token: int, slot: int) -> None:
+def lookup(address: int, fields: int, code: int, token: int, slot: int) -> None:
     """One token's row, unpacked as a panel of sixteen times the same row."""
-    w = op.w + integers(ids + 8 * token, 1)[0] * op.row
+    op = read_lookup(fields)
+    w = op.w + integers(read_pass(address).ids + 8 * token, 1)[0] * op.row
     call6(op.unpack, w, op.row, 0, op.dim // op.block, 0, slot)
     unpacked, x = floats(slot, op.dim * LANES), floats(op.x + token * op.x_row, op.dim)
     for i in range(op.dim):
         x[i] = unpacked[i * LANES] * op.factor
+
+
+STORED = Operation(
+    STORED_LAYOUT, lambda op: Tasks(-(-op.pairs // op.share)), stored_run, lambda op: stored_code(), stored_prepare
+)
+LOOKUP = Operation(LOOKUP_LAYOUT, lambda op: Tasks(1, PER_TOKEN), lookup)

@@ -36,11 +36,11 @@ INTEGER_ARRAY = types.Array(types.int64, 1, "C")
 DOUBLE_ARRAY = types.Array(types.float64, 1, "C")
 PLAIN_BYTE_ARRAY = types.Array(types.uint8, 1, "C")
 
-finalized = operator.attrgetter("library")
+library_of = operator.attrgetter("library")
 """Gets the machine code from numba's compile result."""
 
 
-class Room(threading.local):
+class ScratchMemory(threading.local):
     """Scratch memory for a job, its threads and its pieces; each calling thread has its own."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Room(threading.local):
         return int(self.bytes.ctypes.data)
 
 
-class Job:
+class StructLayout:
     """The memory layout of one call's data: the fields of a ``NamedTuple``, as 64-bit integers and floats.
 
     The first integer counts tasks taken. The second, if threads need memory of their own, counts threads.
@@ -83,7 +83,7 @@ class Job:
         return read_job
 
 
-def place(t: torch.Tensor) -> tuple[int, int, int]:
+def head_rows(t: torch.Tensor) -> tuple[int, int, int]:
     """Address of rows ``[1, H, n, d]``, and the strides in bytes from head to head and from row to row."""
     return t.data_ptr(), t.element_size() * t.stride(1), t.element_size() * t.stride(2)
 
@@ -104,12 +104,13 @@ def fits(*rows: torch.Tensor) -> bool:
 
 @functools.cache
 def address_of(work: Callable[..., None], arguments: int = 1) -> int:
-    """Address of a compiled function that takes ``arguments`` integers, for ``team.run`` and ``call5`` to ``call11``.
+    """Address of a compiled function that takes ``arguments`` integers, for ``thread_pool.run`` and ``call5`` to
+    ``call11``.
 
     Compiles the function, or loads what an earlier process compiled.
     """
     code = cast(Any, work).get_compile_result(types.void(*(types.int64,) * arguments))
-    return int(finalized(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+    return int(library_of(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
 
 
 @intrinsic

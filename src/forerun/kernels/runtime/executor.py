@@ -2,13 +2,16 @@
 
 Each operation is cut into tasks. Threads take tasks until none are left, and start the next operation when all tasks of
 this one are done. The result does not depend on how many threads take part, or when they start; one thread is enough.
+
+What an operation is, its own file says in one place (``Operation``); nothing here knows any of them.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,112 +20,191 @@ from numba import types
 from numba.core import cgutils
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.attention_tile import ticket
-from forerun.kernels.attention.ordered_attention import ATTEND
-from forerun.kernels.attention.topk_rank import SOUGHT_OP
-from forerun.kernels.linear.decoder_ops import EMBED, NORM, ROTARY
-from forerun.kernels.linear.linear import LINEAR
-from forerun.kernels.quantized.stored_linear import LOOKUP, STORED
 from forerun.kernels.runtime import thread_pool
-from forerun.kernels.runtime.addresses import Job, address_of, call5, integers
-from forerun.kernels.runtime.ops import BEGIN, TAPE, TapeFields, code_of, read_tape, tasks_of
-from forerun.kernels.runtime.ops import DO_CHOOSE as DO_CHOOSE
-from forerun.kernels.runtime.ops import DO_EMBED as DO_EMBED
-from forerun.kernels.runtime.ops import DO_LINEAR as DO_LINEAR
-from forerun.kernels.runtime.ops import DO_LOOKUP as DO_LOOKUP
-from forerun.kernels.runtime.ops import DO_NORM as DO_NORM
-from forerun.kernels.runtime.ops import DO_PLAINLY as DO_PLAINLY
-from forerun.kernels.runtime.ops import DO_RANK as DO_RANK
-from forerun.kernels.runtime.ops import DO_SCAN as DO_SCAN
-from forerun.kernels.runtime.ops import DO_SETTLE as DO_SETTLE
-from forerun.kernels.runtime.ops import DO_SHORTEN as DO_SHORTEN
-from forerun.kernels.runtime.ops import DO_STORED as DO_STORED
-from forerun.kernels.runtime.ops import DO_TURN as DO_TURN
-from forerun.kernels.runtime.ops import STEPS as STEPS
+from forerun.kernels.runtime.addresses import StructLayout, address_of, call5, integers
 from forerun.kernels.runtime.vector_ir import I64, LINE, Code, Emitter, intrinsic, intrinsic_code
 
-OP_BYTES = LINE + max(job.size for job in (ATTEND, EMBED, NORM, ROTARY, LINEAR, STORED, LOOKUP, SOUGHT_OP))
-"""Bytes per operation: a line with the addresses of its machine code, and its fields."""
-COUNTER = 2 * LINE
+COUNTER_BYTES = 2 * LINE
 """Bytes of an operation's counters: tasks taken and tasks done, in separate cache lines."""
 SPINS = 2000
 """How often a waiting thread checks the counter before it yields its core: some ten microseconds."""
+ONCE, PER_TOKEN, PER_OUTPUT, PER_UNIT = range(4)
+"""What the tasks of an operation are counted by: the pass, its tokens, the tokens whose logits are wanted, or its units
+of attention."""
+HEAD_INTEGERS = 8
+"""Integers before an operation's fields: the addresses of ``run`` and ``prepare``, by what its tasks are counted and
+their number for each, and the addresses of other machine code."""
+
+
+class PassFields(NamedTuple):
+    """One pass, as threads see it: addresses and counts.
+
+    Attributes:
+        threads: threads that have started.
+        operations, records, record_size, counters: the program's operations.
+        n: number of tokens.
+        outputs: number of tokens whose logits are computed; ``output_indices`` has their indices.
+        x, y: default input and output of linear layers that name no addresses.
+        rows, units, token_rows, parents: tables of attention (``ordered_attention.py``); ``token_rows`` has each
+            token's row.
+        positions: each token's position for the model, and ``cache_positions`` that in its cache.
+        states: memory for attention's states.
+        slots: each thread's scratch memory.
+    """
+
+    threads: int
+    operations: int
+    records: int
+    record_size: int
+    counters: int
+    n: int = 0
+    outputs: int = 0
+    output_indices: int = 0
+    ids: int = 0
+    x: int = 0
+    y: int = 0
+    rows: int = 0
+    units: int = 0
+    unit_count: int = 0
+    token_rows: int = 0
+    positions: int = 0
+    cache_positions: int = 0
+    parents: int = 0
+    states: int = 0
+    slots: int = 0
+    slot_size: int = 0
+
+
+PASS_LAYOUT = StructLayout(PassFields)
+read_pass = PASS_LAYOUT.reader()
+
+Run = Callable[[int, int, int, int, int], None]
+
+
+class Tasks(NamedTuple):
+    """The number of an operation's tasks: ``each`` for the pass or each of its tokens, outputs or units."""
+
+    each: int
+    by: int = ONCE
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A kind of operation of a pass: all that the executor has to know of it.
+
+    Attributes:
+        job: the layout of its fields, which say what one such operation of a program reads and writes.
+        tasks: the number of its tasks, by its fields. At least one, whatever the pass.
+        run: compiled; does one task, given the addresses of the pass (``read_pass``), of the operation's fields and of
+            ``code``, the task's number, and the address of the thread's scratch memory.
+        code: addresses of other machine code that ``run`` calls, by the operation's fields.
+        prepare: as ``run``; each thread calls it before its first task. None if there is nothing to prepare.
+    """
+
+    job: StructLayout
+    tasks: Callable[[Any], Tasks]
+    run: Run
+    code: Callable[[Any], Sequence[int]] = lambda fields: ()
+    prepare: Run | None = None
+
+    def record(self, fields: Any) -> bytes:
+        """One such operation as the executor reads it."""
+        each, by = self.tasks(fields)
+        prepare = 0 if self.prepare is None else address_of(self.prepare, 5)
+        head = (address_of(self.run, 5), prepare, by, each, *self.code(fields))
+        return struct.pack(f"{HEAD_INTEGERS}q", *head, *(0,) * (HEAD_INTEGERS - len(head))) + self.job.layout.pack(
+            *fields
+        )
 
 
 @compiled
 def work(address: int) -> None:
     """Each thread's loop over operations and tasks."""
-    tape = read_tape(address)
-    slot = tape.slots + ticket(address) * tape.slot_size
-    for i in range(tape.ops):
-        op, counter = tape.first + i * OP_BYTES + LINE, tape.counters + i * COUNTER
-        tasks, ready, begun = tasks_of(tape, op), i == 0, False
-        step, code = integers(op - LINE, 1)[0], op - LINE + 8
+    this = read_pass(address)
+    scratch, before = this.slots + ticket(address) * this.slot_size, 0
+    for i in range(this.operations):
+        head, counter = this.records + i * this.record_size, this.counters + i * COUNTER_BYTES
+        run, prepare, by, each = integers(head, 4)
+        op, code, tasks = head + 8 * HEAD_INTEGERS, head + 32, each * _count(this, by)
+        ready, prepared = i == 0, prepare == 0
         while True:
             task = ticket(counter)
             if task >= tasks:
                 break
             if not ready:
-                _await(counter - COUNTER + LINE, tasks_of(tape, op - OP_BYTES))
-            if not begun:
-                call5(step, address, op, code, BEGIN, slot)
-            ready = begun = True
-            call5(step, address, op, code, task, slot)
+                _await(counter - COUNTER_BYTES + LINE, before)
+            if not prepared:
+                call5(prepare, address, op, code, 0, scratch)
+            ready = prepared = True
+            call5(run, address, op, code, task, scratch)
             ticket(counter + LINE)
+        before = tasks
+
+
+@compiled
+def _count(this: PassFields, by: int) -> int:
+    if by == PER_TOKEN:
+        return this.n
+    if by == PER_OUTPUT:
+        return this.outputs
+    return this.unit_count if by == PER_UNIT else 1
 
 
 @compiled
 def _await(counter: int, tasks: int) -> None:
     """Wait until ``tasks`` tasks are done."""
     spins = 0
-    while look(counter) < tasks:
+    while load_counter(counter) < tasks:
         spins += 1
         if spins < SPINS:
             pause()
         else:
-            give_way()
+            yield_core()
 
 
 class Program:
     """Operations in order, with their counters.
 
     Args:
-        ops: each operation's job layout and fields.
+        operations: each one's kind and fields.
     """
 
-    def __init__(self, ops: Sequence[tuple[Job, Any]]) -> None:
-        self._records = _aligned(len(ops) * OP_BYTES)
-        self._counters = _aligned(len(ops) * COUNTER)
-        self._header = _aligned(TAPE.size)
-        self._count = len(ops)
-        for i, (job, fields) in enumerate(ops):
-            code = code_of(fields)
-            struct.pack_into(f"{len(code)}q", self._records.data, i * OP_BYTES, *code)
-            job.layout.pack_into(self._records.data, i * OP_BYTES + LINE, *fields)
+    def __init__(self, operations: Sequence[tuple[Operation, Any]]) -> None:
+        records = [kind.record(fields) for kind, fields in operations]
+        self._count, self._size = len(records), LINE * -(-max(map(len, records)) // LINE)
+        self._records = _aligned(self._count * self._size)
+        for i, record in enumerate(records):
+            self._records[i * self._size :][: len(record)] = np.frombuffer(record, np.uint8)
+        self._counters = _aligned(self._count * COUNTER_BYTES)
+        self._header = _aligned(PASS_LAYOUT.size)
 
     def run(self, **fields: int) -> None:
-        """Run all operations on torch's threads."""
-        threads = torch.get_num_threads()
+        """Run all operations on torch's threads; ``fields`` are those of ``PassFields``."""
         self._counters[:] = 0
-        given = TapeFields(
-            0, self._count, self._records.ctypes.data, self._counters.ctypes.data, **{**_NOTHING, **fields}
-        )
-        TAPE.layout.pack_into(self._header.data, 0, *given)
-        thread_pool.run(address_of(work), self._header.ctypes.data, threads)
-
-
-_NOTHING = dict.fromkeys(TapeFields._fields[4:], 0)
+        own = (0, self._count, self._records.ctypes.data, self._size, self._counters.ctypes.data)
+        PASS_LAYOUT.layout.pack_into(self._header.data, 0, *PassFields(*own, **fields))
+        thread_pool.run(address_of(work), self._header.ctypes.data, torch.get_num_threads())
 
 
 def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Zeros, aligned to a cache line."""
-    room = np.zeros(size + LINE, np.uint8)
-    begin = -room.ctypes.data % LINE
-    return room[begin : begin + size]
+    memory = np.zeros(size + LINE, np.uint8)
+    begin = -memory.ctypes.data % LINE
+    return memory[begin : begin + size]
 
 
 @intrinsic
-def look(typing: Any, counter: Any) -> Code:
+def ticket(typing: Any, counter: Any) -> Code:
+    """Increment a counter atomically; returns its old value."""
+
+    def emit(e: Emitter, counter: ir.Value) -> ir.Value:
+        return e.builder.atomic_rmw("add", e.builder.inttoptr(counter, I64.as_pointer()), I64(1), "acq_rel")
+
+    return intrinsic_code(1, emit, types.int64)
+
+
+@intrinsic
+def load_counter(typing: Any, counter: Any) -> Code:
     """A counter's current value (acquire): what other threads wrote before they counted is visible afterwards."""
 
     def emit(e: Emitter, counter: ir.Value) -> ir.Value:
@@ -143,7 +225,7 @@ def pause(typing: Any) -> Code:
 
 
 @intrinsic
-def give_way(typing: Any) -> Code:
+def yield_core(typing: Any) -> Code:
     """Yield this core to another thread."""
     return intrinsic_code(0, lambda e: _call(e, "sched_yield", ir.IntType(32)))
 

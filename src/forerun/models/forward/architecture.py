@@ -1,10 +1,14 @@
-"""Which models can run as a program of kernels, and the parts that the program needs."""
+"""Which models can run as a program of kernels, and a description of their layers that the program is made from.
+
+A description names matrices, norms and numbers. So a further family needs a few lines here and no kernel, as long as
+its layers are attention and a gated linear unit on a residual stream.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,61 +17,143 @@ from transformers import PreTrainedModel
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime.vector_ir import LANES, LINE, fused
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma3_text"})
-"""Supported model types. They share one structure: root mean square norms, rotary halves, gated linear units."""
+if TYPE_CHECKING:
+    from forerun.kernels.linear.blockwise import Blocks
+
+FAMILIES = frozenset(
+    {
+        *("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "olmo2", "olmo3"),
+        *("gemma", "gemma2", "gemma3_text"),
+    }
+)
+"""Supported types of text models: root mean square norms, rotary halves, gated linear units."""
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU}
-KINDS = {torch.float32: 0, torch.bfloat16: 1}
+PROGRAM_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CHANGING = frozenset({"dynamic", "longrope"})
-"""Rotary scalings in which angles depend on the length of the text."""
-SOURCES = ("transformers.", "torch.nn.modules.", StoredLinear.__module__)
+"""Rotary scalings in which angles depend on the length of the text. Those of ``longrope`` do not up to the limit of
+positions (``inputs.position_limit``), so a program can have them."""
+SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
 """Modules' classes must come from these packages."""
-MATRICES = 7
-"""Of a layer."""
-ANGLES = 256
+ANGLES_CHUNK = 256
 """Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One decoder layer's modules; norms after a part may be missing."""
+class MatrixRows:
+    """Rows ``first`` to ``first + count`` of a linear layer: a matrix of its own, or one of several in one."""
 
-    attention: Any
-    mlp: Any
-    before: Any
-    behind: Any
+    module: Any
+    first: int
+    count: int
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights, ``[count, K]``."""
+        return self.module.weight.detach()[self.first : self.first + self.count]  # type: ignore[no-any-return]
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The biases, ``[count]``."""
+        bias = self.module.bias
+        return None if bias is None else bias.detach()[self.first : self.first + self.count]
+
+    @property
+    def blocks(self) -> Blocks:
+        """The same of a layer whose weights are as a file stores them."""
+        stored: Blocks = self.module.blocks
+        return stored._replace(rows=stored.rows[self.first : self.first + self.count], bias=self.bias)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer.
+
+    Attributes:
+        qkv: matrices of queries, keys and values.
+        output: matrix after attention.
+        gate_up, down: matrices of the gated linear unit.
+        before_attention, before_mlp: norms of what a part reads, or None.
+        after_attention, after_mlp: norms of what a part adds to the residual stream, or None.
+        q_norm, k_norm: norms of queries and keys, of each head or of all together, or None.
+        head_dim: numbers of a head.
+        spec: attention's parameters.
+        rotary: the kind of layer by which rotary angles differ, or None if all have the same.
+        rotates: False if keys and queries do not depend on position.
+        residual_multiplier: factor on what a part adds to the residual stream.
+    """
+
+    qkv: tuple[MatrixRows, ...]
+    output: MatrixRows
+    gate_up: tuple[MatrixRows, ...]
+    down: MatrixRows
+    before_attention: Any
+    after_attention: Any
     before_mlp: Any
-    behind_mlp: Any
+    after_mlp: Any
+    q_norm: Any
+    k_norm: Any
+    head_dim: int
     spec: AttentionSpec
-    kind: str | None
+    rotary: str | None
+    rotates: bool
+    residual_multiplier: float
+
+    @property
+    def matrices(self) -> tuple[MatrixRows, ...]:
+        """All of the layer's matrices."""
+        return (*self.qkv, self.output, *self.gate_up, self.down)
 
 
 def known(model: PreTrainedModel) -> bool:
     """Whether a program can be written for this model as it is now."""
-    config = model.config
-    if not fused() or config.model_type not in FAMILIES or model.dtype not in KINDS:
+    config, decoder = text_config(model), decoder_of(model)
+    if not fused() or config.model_type not in FAMILIES or model.dtype not in PROGRAM_DTYPES:
         return False
-    if activation(config) not in ACTIVATIONS or getattr(config, "final_logit_softcapping", None):
+    if activation(config) not in ACTIVATIONS or not hasattr(decoder, "layers") or not hasattr(model, "lm_head"):
         return False
-    return _plain(model) and _fits(model) and not CHANGING & set(_scalings(model.model.rotary_emb))
+    return _plain(model) and _fits(model) and "dynamic" not in scalings(decoder.rotary_emb)
 
 
-def layers(model: PreTrainedModel) -> list[Layer]:
-    """The parts of each layer."""
-    decoder: Any = model.model
-    return [_layer(each, model.config) for each in decoder.layers]
+def decoder_of(model: PreTrainedModel) -> Any:
+    """The part of a model that reads text; models that also see images have it inside another."""
+    return getattr(model.model, "language_model", model.model) if hasattr(model, "model") else None
 
 
-def angles(rotary: Any, kind: str | None, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of all positions for one kind of layer, ``[count, half]`` each."""
-    like, parts = torch.empty(0, dtype=torch.float32), []
-    for first in range(0, count, ANGLES):
-        positions = torch.arange(first, first + ANGLES)[None]
-        parts.append(rotary(like, positions) if kind is None else rotary(like, positions, kind))
-    cos, sin = (torch.cat(each, 1)[0, :count] for each in zip(*parts, strict=True))
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of that part."""
+    return model.config.get_text_config(decoder=True)
+
+
+def layers(model: PreTrainedModel) -> list[DecoderLayer]:
+    """A description of each layer."""
+    decoder, config = decoder_of(model), text_config(model)
+    kinds = config.layer_types if isinstance(decoder.rotary_emb.rope_type, dict) else [None] * len(decoder.layers)
+    return [_layer(each, config, kind) for each, kind in zip(decoder.layers, kinds, strict=True)]
+
+
+def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines of all positions for one kind of layer, ``[count, half]`` each.
+
+    Args:
+        rotary: the model's module.
+        kind: as in ``DecoderLayer.rotary``.
+        count: positions.
+        limit: position from which on the angles of all would change; it is not passed.
+    """
+    like, chunks = torch.empty(0, dtype=torch.float32), []
+    for first in range(0, count, ANGLES_CHUNK):
+        last = first + ANGLES_CHUNK if limit is None or count > limit else min(first + ANGLES_CHUNK, limit)
+        positions = torch.arange(first, last)[None]
+        chunks.append(rotary(like, positions) if kind is None else rotary(like, positions, kind))
+    cos, sin = (torch.cat(each, 1)[0, :count] for each in zip(*chunks, strict=True))
     half = cos.shape[1] // 2
     return cos[:, :half].float().contiguous(), sin[:, :half].float().contiguous()
+
+
+def scalings(rotary: Any) -> set[str]:
+    """Names of the rotary scalings of all kinds of layers."""
+    return set(rotary.rope_type.values()) if isinstance(rotary.rope_type, dict) else {rotary.rope_type}
 
 
 def activation(config: Any) -> str:
@@ -75,7 +161,7 @@ def activation(config: Any) -> str:
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
 
-def one(norm: Any) -> int:
+def weight_offset(norm: Any) -> int:
     """The number that a norm adds to its weight: 1 for Gemma's, else 0."""
     return int("Gemma" in type(norm).__name__)
 
@@ -85,11 +171,17 @@ def eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def embed_scale(embedding: nn.Module) -> float:
-    """The embedding's factor, rounded as the model rounds it."""
+def embedding_factor(decoder: Any, embedding: nn.Module) -> float:
+    """The factor on embeddings, rounded as the model rounds it."""
     factor = getattr(embedding, "embed_scale", 1.0)
     weight: Any = embedding.weight
-    return float(torch.as_tensor(factor).to(weight.dtype if weight.is_floating_point() else torch.float32))
+    rounded = torch.as_tensor(factor).to(weight.dtype if weight.is_floating_point() else torch.float32)
+    return float(rounded) * float(getattr(decoder, "embedding_multiplier", 1.0))
+
+
+def as_stored(module: nn.Module) -> bool:
+    """Whether a module's weights are blocks, as a file stores them (``stored_weights.py``)."""
+    return hasattr(type(module), "blocks")
 
 
 def hooked(module: nn.Module) -> bool:
@@ -101,7 +193,7 @@ def _plain(model: PreTrainedModel) -> bool:
     """Whether every module is of an unchanged, known class, and all weights have one type."""
     if any(hooked(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
-    blocks = {module.weight for module in model.modules() if isinstance(module, StoredLinear | StoredEmbedding)}
+    blocks = {module.weight for module in model.modules() if as_stored(module)}
     return all(
         weight.dtype == (torch.uint8 if weight in blocks else model.dtype)
         and weight.device.type == "cpu"
@@ -113,40 +205,63 @@ def _plain(model: PreTrainedModel) -> bool:
 def _fits(model: PreTrainedModel) -> bool:
     """Whether rows are whole vectors, all layers are alike, and either all matrices are plain linear layers or all are
     stored ones."""
-    whole = LINE // model.dtype.itemsize
-    linears: list[Any] = [*_linears(model)]
-    sizes = [(module.in_features, module.out_features) for module in linears[:-1]]
-    kind = StoredLinear if model.dtype == torch.float32 and type(model.lm_head) is StoredLinear else nn.Linear
-    heads = {part.head_dim for part in (layer.attention for layer in layers(model))}
     head: Any = model.lm_head
+    linears = [*_linears(model), head]
+    plain = type(head) is nn.Linear or (as_stored(head) and model.dtype == torch.float32)
+    if not plain or head.bias is not None or any(type(module) is not type(head) for module in linears):
+        return False
+    described = layers(model)
+    shapes = {tuple((part.count, part.module.in_features) for part in layer.matrices) for layer in described}
+    dims, whole = {layer.head_dim for layer in described}, LINE // model.dtype.itemsize
     return (
-        all(type(module) is kind and module.in_features % whole == 0 for module in linears)
-        and sizes == sizes[:MATRICES] * (len(sizes) // MATRICES)
-        and len(heads) == 1
-        and not any(dim % LANES for dim in heads)
-        and head.bias is None
+        len(shapes) == len(dims) == 1
+        and not any(dim % LANES for dim in dims)
+        and not any(module.in_features % whole for module in linears)
     )
 
 
-def _linears(model: PreTrainedModel) -> Iterator[nn.Module]:
-    for layer in layers(model):
-        part, mlp = layer.attention, layer.mlp
-        yield from (part.q_proj, part.k_proj, part.v_proj, part.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    yield model.lm_head
+def _linears(model: PreTrainedModel) -> Iterator[Any]:
+    for layer in decoder_of(model).layers:
+        for part in (layer.self_attn, layer.mlp):
+            yield from (each for name, each in part.named_children() if name.endswith("_proj"))
 
 
-def _scalings(rotary: Any) -> list[str]:
-    """Names of the rotary scalings, per kind of layer."""
-    return list(rotary.rope_type.values()) if isinstance(rotary.rope_type, dict) else [rotary.rope_type]
-
-
-def _layer(layer: Any, config: Any) -> Layer:
-    part = layer.self_attn
-    own = config.sliding_window if config.model_type == "mistral" else None
-    spec = AttentionSpec(part.scaling, getattr(part, "sliding_window", own))  # none of them caps scores
-    kind = part.layer_type if config.model_type == "gemma3_text" else None
-    if hasattr(layer, "pre_feedforward_layernorm"):
-        norms = (layer.post_attention_layernorm, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm)
+def _layer(layer: Any, config: Any, kind: str | None) -> DecoderLayer:
+    part, mlp = layer.self_attn, layer.mlp
+    dim = part.head_dim
+    if hasattr(part, "qkv_proj"):
+        heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        qkv = _split(part.qkv_proj, heads, kv_heads, kv_heads)
     else:
-        norms = (None, layer.post_attention_layernorm, None)
-    return Layer(part, layer.mlp, layer.input_layernorm, *norms, spec, kind)
+        qkv = tuple(_whole(each) for each in (part.q_proj, part.k_proj, part.v_proj))
+    if hasattr(mlp, "gate_up_proj"):
+        gate_up = _split(mlp.gate_up_proj, *(mlp.gate_up_proj.out_features // 2,) * 2)
+    else:
+        gate_up = _whole(mlp.gate_proj), _whole(mlp.up_proj)
+    every = config.sliding_window if config.model_type in ("mistral", "phi3") else None  # their window is every layer's
+    softcap = part.attn_logit_softcapping if config.model_type == "gemma2" else None  # Gemma 3 has one and ignores it
+    return DecoderLayer(
+        qkv, _whole(part.o_proj), gate_up, _whole(mlp.down_proj), *_norms(layer),
+        q_norm=getattr(part, "q_norm", None), k_norm=getattr(part, "k_norm", None), head_dim=dim,
+        spec=AttentionSpec(part.scaling, getattr(part, "sliding_window", every), softcap), rotary=kind,
+        rotates=bool(getattr(part, "use_rope", True)),
+        residual_multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+    )  # fmt: skip
+
+
+def _norms(layer: Any) -> tuple[Any, Any, Any, Any]:
+    """Norms before and after attention, and before and after the gated linear unit."""
+    first, second = getattr(layer, "input_layernorm", None), layer.post_attention_layernorm
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        return first, second, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+    return (first, None, second, None) if first is not None else (None, second, None, layer.post_feedforward_layernorm)
+
+
+def _whole(module: Any) -> MatrixRows:
+    return MatrixRows(module, 0, module.out_features)
+
+
+def _split(module: Any, *counts: int) -> tuple[MatrixRows, ...]:
+    """The matrices that one linear layer holds, one below the other."""
+    firsts = [sum(counts[:i]) for i in range(len(counts))]
+    return tuple(MatrixRows(module, first, count) for first, count in zip(firsts, counts, strict=True))

@@ -13,244 +13,288 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
-from forerun.kernels.attention.ordered_attention import ATTEND, AttendOp
-from forerun.kernels.attention.topk_rank import SOUGHT_BYTES, SOUGHT_OP, SoughtOp
-from forerun.kernels.linear import blockwise, linear
+from forerun.core.tree import IntArray
+from forerun.kernels.attention.attention_combine import COMBINE
+from forerun.kernels.attention.attention_scan import SCAN
+from forerun.kernels.attention.ordered_attention import AttendOp
+from forerun.kernels.attention.topk_attention import ATTEND_TOPK
+from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES, TopkOp
+from forerun.kernels.linear import elementwise, linear
 from forerun.kernels.linear.decoder_ops import EMBED, NORM, ROTARY, EmbedOp, NormOp, RotaryOp
 from forerun.kernels.linear.linear import ADD, GATE, LINEAR, PUT, LinearOp
-from forerun.kernels.linear.rowwise import TO_SUM, TO_WORDS
-from forerun.kernels.quantized import stored_linear
-from forerun.kernels.quantized.stored_linear import LOOKUP
-from forerun.kernels.runtime import executor
+from forerun.kernels.linear.rowwise import TO_FLOATS, TO_SUM, TO_WORDS
+from forerun.kernels.linear.scaled_rows import SCALED_ROWS, ScaledRowsOp
+from forerun.kernels.runtime.executor import Operation, Program
 from forerun.models.forward.architecture import (
     ACTIVATIONS,
-    KINDS,
-    Layer,
+    PROGRAM_DTYPES,
+    DecoderLayer,
+    MatrixRows,
     activation,
     angles,
-    embed_scale,
+    as_stored,
+    decoder_of,
+    embedding_factor,
     eps,
     layers,
-    one,
+    scalings,
+    text_config,
+    weight_offset,
 )
-from forerun.models.forward.packing import Heads
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
+from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.packing import HeadShape
 
-SHARES = 8
+SHARES_PER_THREAD = 8
 """A matrix is cut into this many pieces of work per thread."""
-TABLE = 4096
+CAPPED_HEADS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
+"""Models that cap their logits; others may have a cap in their configuration and ignore it."""
+ANGLES_GROWTH = 4096
 """The table of angles grows by at least this many positions."""
 
-Op = tuple[Any, Any]
+Op = tuple[Operation, Any]
 
 
 @dataclass(frozen=True)
-class Size:
-    """The largest pass that a program has room for.
+class PassCapacity:
+    """The largest pass that a program has memory for.
 
     Attributes:
         tokens: of a pass.
         rows: of a batch.
         threads: number of threads for which the work is cut.
-        keeps: whether every layer's queries are kept until the next pass.
-        chooses: whether queries choose what they see (``kernels/sought.py``).
+        keeps_queries: whether every layer's queries are kept until the next pass.
+        topk: whether queries choose the keys that they see (``topk_rank.py``).
     """
 
     tokens: int
     rows: int
     threads: int
-    keeps: bool
-    chooses: bool = False
+    keeps_queries: bool
+    topk: bool = False
 
-    def holds(self, other: Size) -> bool:
+    def holds(self, other: PassCapacity) -> bool:
         """Whether a pass of the other size fits."""
         enough = self.tokens >= other.tokens and self.rows >= other.rows
-        alike = self.keeps == other.keeps and self.chooses == other.chooses
+        alike = self.keeps_queries == other.keeps_queries and self.topk == other.topk
         return enough and alike and self.threads == other.threads
 
 
-class Parts:
-    """The parts of a model that stay the same when the program is rewritten for more tokens.
+class Decoder:
+    """What stays the same of a model when its program is made again for more tokens.
 
     Args:
-        model: one that ``parts.known`` knows.
+        model: one that ``architecture.known`` knows.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        decoder: Any = model.model
+        decoder, config = decoder_of(model), text_config(model)
         self.layers = layers(model)
         self.embedding: Any = model.get_input_embeddings()
-        self.norm, self.head = decoder.norm, model.lm_head
+        self.embedding_factor = embedding_factor(decoder, self.embedding)
+        self.norm, self.head = decoder.norm, MatrixRows(model.lm_head, 0, model.lm_head.out_features)
         self.dtype = model.dtype
-        self.kind, self.width = KINDS[model.dtype], int(model.dtype.itemsize)
-        self.activation = ACTIVATIONS[activation(model.config)]
+        self.kind, self.width = PROGRAM_DTYPES[model.dtype], int(model.dtype.itemsize)
+        self.activation = ACTIVATIONS[activation(config)]
         self.hidden = int(self.embedding.embedding_dim)
-        first = self.layers[0].attention
-        dim = first.head_dim
-        self.heads = Heads(first.q_proj.out_features // dim, first.k_proj.out_features // dim, dim, dim)
+        first = self.layers[0]
+        dim, (queries, keys, _) = first.head_dim, first.qkv
+        self.heads = HeadShape(queries.count // dim, keys.count // dim, dim, dim)
         self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=self.dtype)
         """Keys of no token; see ``Cache.addressed``."""
-        self.inner = int(self.layers[0].mlp.gate_proj.out_features)
+        self.inner = first.down.module.in_features
+        self._logits_scaling = float(config.logits_scaling) if config.model_type == "granite" else 1.0
+        self._logits_softcap = config.final_logit_softcapping if type(model).__name__ in CAPPED_HEADS else None
         self._rotary = decoder.rotary_emb
+        self._limit = position_limit(model) if "longrope" in scalings(self._rotary) else None
         self.positions = 0
 
-    def room(self, tokens: int) -> int:
+    def scratch_bytes(self, tokens: int) -> int:
         """Bytes that a thread needs for a pass over ``tokens`` tokens."""
         longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
-        if isinstance(self.head, StoredLinear):
+        if as_stored(self.head.module):
+            from forerun.kernels.quantized import stored_linear  # only for such weights
+
             return stored_linear.room(tokens, longest)
         return linear.room(tokens, longest * self.width)
 
-    def reach(self, count: int) -> None:
+    def grow_angles(self, count: int) -> None:
         """Make sure that there are angles for ``count`` positions."""
-        self.positions = count + max(TABLE, count // 4)
-        kinds = {layer.kind for layer in self.layers}
-        self.angles = {kind: angles(self._rotary, kind, self.positions) for kind in kinds}
+        goal = count + max(ANGLES_GROWTH, count // 4)
+        self.positions = goal if self._limit is None else max(count, min(goal, self._limit))
+        kinds = {layer.rotary for layer in self.layers}
+        self.angles = {kind: angles(self._rotary, kind, self.positions, self._limit) for kind in kinds}
+
+    def finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model's own head does with logits, scaling and soft cap; float32, changed in place."""
+        if self._logits_scaling != 1.0:
+            logits.div_(self._logits_scaling)
+        if self._logits_softcap is not None:
+            logits = elementwise.filled(torch.tanh, logits.div_(self._logits_softcap)).mul_(self._logits_softcap)
+        return logits
 
 
 class CompiledForward:
     """The program, and its buffers.
 
     Args:
-        parts: of the model, with angles for all positions.
-        size: of the largest pass.
+        decoder: of the model, with angles for all positions.
+        capacity: of the largest pass.
 
     Attributes:
         kv: addresses of each layer's keys and values in each row's cache, int64 ``[layers, rows, 2]``.
-        sought: each layer's and row's ``SoughtFields``, int64 ``[layers, rows, ...]``.
-        mixed: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
-        x: what goes from layer to layer, ``[tokens, hidden]``.
+        topk: each layer's and row's ``TopkFields``, int64 ``[layers, rows, ...]``.
+        qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
+        x: the residual stream, ``[tokens, hidden]``.
     """
 
-    def __init__(self, parts: Parts, size: Size) -> None:
-        self.size, self.positions, self._parts = size, parts.positions, parts
-        heads, n, count = parts.heads, size.tokens, len(parts.layers)
+    def __init__(self, decoder: Decoder, capacity: PassCapacity) -> None:
+        self.capacity, self.positions, self._decoder = capacity, decoder.positions, decoder
+        heads, n, count = decoder.heads, capacity.tokens, len(decoder.layers)
         width = (heads.heads + 2 * heads.kv_heads) * heads.dim
-        self.x, self._sum = (torch.zeros(n, parts.hidden, dtype=torch.float32) for _ in range(2))
-        self._words = torch.zeros(n, max(parts.hidden, heads.heads * heads.dim), dtype=parts.dtype)
-        self._gated = torch.zeros(n, parts.inner, dtype=parts.dtype)
-        self.mixed = torch.zeros(count if size.keeps else 1, n, width, dtype=torch.float32)
-        self.kv = np.zeros((count, size.rows, 2), np.int64)
-        self.sought = np.zeros((count, size.rows, SOUGHT_BYTES // 8), np.int64)
-        self._tables: list[blockwise.Table] = []
-        last = (NORM, self._norm(parts.norm, self.x, TO_WORDS, self._words, which=1))
-        logits = (0, parts.head.out_features * 4)
+        self.x, self._output = (torch.zeros(n, decoder.hidden, dtype=torch.float32) for _ in range(2))
+        self._input = torch.zeros(n, max(decoder.hidden, heads.heads * heads.dim), dtype=decoder.dtype)
+        self._gated = torch.zeros(n, decoder.inner, dtype=decoder.dtype)
+        self.qkv = torch.zeros(count if capacity.keeps_queries else 1, n, width, dtype=torch.float32)
+        self.kv = np.zeros((count, capacity.rows, 2), np.int64)
+        self.topk = np.zeros((count, capacity.rows, TOPK_BYTES // 8), np.int64)
+        self._tables: list[IntArray] = []
+        last = self._norm(decoder.norm, _rows(self.x), TO_WORDS, _rows(self._input), which=1)
+        logits = (0, decoder.head.count * 4)
         self._stages: list[list[Op]] = [
             [self._embed()],
-            *([*self._attention(number, layer), *self._mlp(layer)] for number, layer in enumerate(parts.layers)),
-            [last, self._linear([parts.head], self._words, PUT, logits, which=1)],
+            *([*self._attention(number, layer), *self._mlp(layer)] for number, layer in enumerate(decoder.layers)),
+            [last, self._linear([decoder.head], self._input, PUT, logits, which=1)],
         ]
 
     @cached_property
-    def program(self) -> executor.Program:
+    def program(self) -> Program:
         """The whole pass."""
-        return executor.Program([op for stage in self._stages for op in stage])
+        return Program([op for stage in self._stages for op in stage])
 
     @cached_property
-    def stages(self) -> list[executor.Program]:
+    def stages(self) -> list[Program]:
         """The same in parts: the embedding, each layer, and the head."""
-        return [executor.Program(stage) for stage in self._stages]
+        return [Program(stage) for stage in self._stages]
 
     def _embed(self) -> Op:
-        parts, scale = self._parts, embed_scale(self._parts.embedding)
-        if isinstance(parts.embedding, StoredEmbedding):
-            return LOOKUP, blockwise.look_up(parts.embedding.blocks, parts.hidden, _place(self.x), scale)
-        table = _place(parts.embedding.weight)
-        return EMBED, EmbedOp(executor.DO_EMBED, parts.kind, *table, parts.hidden, *_place(self.x), scale)
+        decoder, x = self._decoder, _rows(self.x)
+        embedding, factor = decoder.embedding, decoder.embedding_factor
+        if as_stored(embedding):
+            from forerun.kernels.linear import blockwise  # only for such weights
+            from forerun.kernels.quantized.stored_linear import LOOKUP
 
-    def _attention(self, number: int, layer: Layer) -> list[Op]:
-        part = layer.attention
-        mixed, kv = self.mixed[number % len(self.mixed)], self.kv[number].ctypes.data
-        see = self._see_chosen if self.size.chooses else self._see_all
+            return LOOKUP, blockwise.look_up(embedding.blocks, decoder.hidden, x, factor)
+        return EMBED, EmbedOp(decoder.kind, *_rows(embedding.weight), decoder.hidden, *x, factor)
+
+    def _attention(self, number: int, layer: DecoderLayer) -> list[Op]:
+        qkv, kv = self.qkv[number % len(self.qkv)], self.kv[number].ctypes.data
+        attend = self._attend_topk if self.capacity.topk else self._attend
         return [
-            (NORM, self._norm(layer.before, self.x, TO_WORDS, self._words)),
-            self._linear([part.q_proj, part.k_proj, part.v_proj], self._words, PUT, _place(mixed)),
-            (ROTARY, self._turn(layer, mixed, kv)),
-            *see(number, layer, mixed, kv),
-            *self._back(part.o_proj, self._words, layer.behind),
+            self._read(layer.before_attention),
+            self._linear(layer.qkv, self._input, PUT, _rows(qkv)),
+            *self._rotate(layer, qkv, kv),
+            *attend(number, layer, qkv, kv),
+            *self._add(layer, layer.output, self._input, layer.after_attention),
         ]
 
-    def _see_all(self, number: int, layer: Layer, mixed: torch.Tensor, kv: int) -> list[Op]:
+    def _attend(self, number: int, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
         """Attention over all keys, in a fixed order."""
-        parts, heads, spec = self._parts, self._parts.heads, layer.spec
-        fields = (
-            parts.kind, parts.width, heads.heads, heads.kv_heads, heads.dim, heads.out_dim, spec.window or 0,
-            mixed.data_ptr(), mixed.stride(0) * 4, heads.dim * 4, kv, 0, *_place(self._words), parts.kind,
-            spec.scaling / math.log(2), spec.softcap or 0.0,
+        decoder, heads, spec = self._decoder, self._decoder.heads, layer.spec
+        op = AttendOp(
+            decoder.kind, decoder.width, heads.heads, heads.kv_heads, heads.dim, heads.out_dim, spec.window or 0,
+            *_rows(qkv), heads.dim * 4, kv, 0, *_rows(self._input), decoder.kind, spec.scaling / math.log(2),
+            spec.softcap or 0.0,
         )  # fmt: skip
-        return [(ATTEND, AttendOp(code, *fields)) for code in (executor.DO_SCAN, executor.DO_SETTLE)]
+        return [(SCAN, op), (COMBINE, op)]
 
-    def _see_chosen(self, number: int, layer: Layer, mixed: torch.Tensor, kv: int) -> list[Op]:
+    def _attend_topk(self, number: int, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
         """Attention over the keys that each query chooses."""
-        parts, heads = self._parts, self._parts.heads
-        fields = (
-            parts.kind, parts.width, heads.heads, heads.kv_heads, heads.dim, mixed.data_ptr(), mixed.stride(0) * 4,
-            heads.dim * 4, kv, self.sought[number].ctypes.data, 1, 1, *_place(self._words), parts.kind, 0,
+        decoder, heads = self._decoder, self._decoder.heads
+        op = TopkOp(
+            decoder.kind, decoder.width, heads.heads, heads.kv_heads, heads.dim, *_rows(qkv), heads.dim * 4, kv,
+            self.topk[number].ctypes.data, 1, 1, *_rows(self._input), decoder.kind, 0,
             layer.spec.scaling / math.log(2),
         )  # fmt: skip
-        codes = (executor.DO_SHORTEN, executor.DO_RANK, executor.DO_CHOOSE)
-        return [(SOUGHT_OP, SoughtOp(code, *fields)) for code in codes]
+        return [(PROJECT_QUERIES, op), (RANK_CHUNKS, op), (ATTEND_TOPK, op)]
 
-    def _turn(self, layer: Layer, mixed: torch.Tensor, kv: int) -> RotaryOp:
-        parts, heads, (cos, sin) = self._parts, self._parts.heads, self._parts.angles[layer.kind]
-        norms = [getattr(layer.attention, name, None) for name in ("q_norm", "k_norm")]
-        q_norm, k_norm = (0 if norm is None else norm.weight.data_ptr() for norm in norms)
-        plus, least = (0, 0.0) if norms[0] is None else (one(norms[0]), eps(norms[0]))
-        return RotaryOp(
-            executor.DO_TURN, parts.kind, heads.heads, heads.kv_heads, heads.dim, *_place(mixed), q_norm, k_norm, plus,
-            cos.data_ptr(), sin.data_ptr(), cos.shape[1], kv, least,
+    def _rotate(self, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
+        """Norms of queries and keys, rotary positions, and keys and values to the cache."""
+        decoder, heads = self._decoder, self._decoder.heads
+        norms, (y, row) = (layer.q_norm, layer.k_norm), _rows(qkv)
+        per_head = [norm is not None and len(norm.weight) == heads.dim for norm in norms]
+        places = (y, row), (y + 4 * heads.heads * heads.dim, row)
+        whole = [
+            self._norm(norm, place, TO_FLOATS, place)
+            for norm, place, single in zip(norms, places, per_head, strict=True)
+            if norm is not None and not single
+        ]
+        q_norm, k_norm = (norm.weight.data_ptr() if own else 0 for norm, own in zip(norms, per_head, strict=True))
+        offset, least = (weight_offset(norms[0]), eps(norms[0])) if per_head[0] else (0, 0.0)
+        cos, sin = decoder.angles[layer.rotary]
+        op = RotaryOp(
+            decoder.kind, heads.heads, heads.kv_heads, heads.dim, y, row, q_norm, k_norm, offset, cos.data_ptr(),
+            sin.data_ptr(), cos.shape[1] if layer.rotates else 0, kv, least,
         )  # fmt: skip
+        return [*whole, (ROTARY, op)]
 
-    def _mlp(self, layer: Layer) -> list[Op]:
-        mlp = layer.mlp
-        gate = self._linear([mlp.gate_proj, mlp.up_proj], self._words, GATE, _place(self._gated))
+    def _mlp(self, layer: DecoderLayer) -> list[Op]:
         return [
-            (NORM, self._norm(layer.before_mlp, self.x, TO_WORDS, self._words)),
-            gate,
-            *self._back(mlp.down_proj, self._gated, layer.behind_mlp),
+            self._read(layer.before_mlp),
+            self._linear(layer.gate_up, self._input, GATE, _rows(self._gated)),
+            *self._add(layer, layer.down, self._gated, layer.after_mlp),
         ]
 
-    def _back(self, module: nn.Module, x: torch.Tensor, norm: Any) -> list[Op]:
-        """A part's last linear layer: its results are normed, if there is a norm, and added to the residual stream."""
-        if norm is None:
-            return [self._linear([module], x, ADD, _place(self.x))]
-        return [
-            self._linear([module], x, PUT, _place(self._sum)),
-            (NORM, self._norm(norm, self._sum, TO_SUM, self.x)),
-        ]
+    def _read(self, norm: Any) -> Op:
+        """The residual stream as the next linear layer's input: normed, if there is a norm."""
+        if norm is not None:
+            return self._norm(norm, _rows(self.x), TO_WORDS, _rows(self._input))
+        decoder = self._decoder
+        rows = (*_rows(self.x), decoder.hidden, *_rows(self._input))
+        return SCALED_ROWS, ScaledRowsOp(decoder.kind, TO_WORDS, *rows, 1.0)
 
-    def _norm(self, norm: Any, x: torch.Tensor, mode: int, to: torch.Tensor, which: int = 0) -> NormOp:
-        weight, kind = norm.weight, self._parts.kind
-        where = (*_place(x), weight.data_ptr(), len(weight), *_place(to))
-        return NormOp(executor.DO_NORM, which, kind, mode, one(norm), *where, eps(norm))
+    def _add(self, layer: DecoderLayer, matrix: MatrixRows, x: torch.Tensor, norm: Any) -> list[Op]:
+        """A part's last linear layer: its results are normed or multiplied, and added to the residual stream."""
+        if norm is None and layer.residual_multiplier == 1.0:
+            return [self._linear([matrix], x, ADD, _rows(self.x))]
+        put = self._linear([matrix], x, PUT, _rows(self._output))
+        if norm is not None:
+            return [put, self._norm(norm, _rows(self._output), TO_SUM, _rows(self.x))]
+        rows = (*_rows(self._output), self._decoder.hidden, *_rows(self.x))
+        return [put, (SCALED_ROWS, ScaledRowsOp(self._decoder.kind, TO_SUM, *rows, layer.residual_multiplier))]
 
-    def _linear(self, modules: Sequence[Any], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0) -> Op:
-        if isinstance(modules[0], StoredLinear):
-            return self._stored(modules, x, mode, y, which)
-        parts, weights = self._parts, [module.weight for module in modules]
-        biases = [0 if module.bias is None else module.bias.data_ptr() for module in modules]
-        places, outs = [weight.data_ptr() for weight in weights], [len(weight) for weight in weights]
-        panels = sum(math.ceil(count / 16) for count in (outs[:1] if mode == GATE else outs))
-        share, row = max(1, panels // (SHARES * self.size.threads)), weights[0].stride(0) * parts.width
-        op = LinearOp(
-            executor.DO_LINEAR, which, parts.kind, *_place(x), row, mode, parts.kind if mode == GATE else 0, share,
-            share * self.size.threads, parts.activation, *y, *_three(places), *_three(outs), *_three(biases),
-        )  # fmt: skip
-        return LINEAR, op
+    def _norm(self, norm: Any, x: tuple[int, int], mode: int, to: tuple[int, int], which: int = 0) -> Op:
+        weight = norm.weight
+        rows = (*x, weight.data_ptr(), len(weight), *to)
+        return NORM, NormOp(which, self._decoder.kind, mode, weight_offset(norm), *rows, eps(norm))
 
-    def _stored(
-        self, modules: Sequence[StoredLinear], x: torch.Tensor, mode: int, y: tuple[int, int], which: int
+    def _linear(
+        self, matrices: Sequence[MatrixRows], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0
     ) -> Op:
-        table, columns = blockwise.described([module.blocks for module in modules]), modules[0].in_features
+        if as_stored(matrices[0].module):
+            return self._stored(matrices, x, mode, y, which)
+        decoder, weights = self._decoder, [each.weight for each in matrices]
+        biases = [0 if each.bias is None else each.bias.data_ptr() for each in matrices]
+        addresses, outs = [weight.data_ptr() for weight in weights], [each.count for each in matrices]
+        panels = sum(math.ceil(count / 16) for count in (outs[:1] if mode == GATE else outs))
+        share, row = max(1, panels // (SHARES_PER_THREAD * self.capacity.threads)), weights[0].stride(0) * decoder.width
+        return LINEAR, LinearOp(
+            which, decoder.kind, *_rows(x), row, mode, decoder.kind if mode == GATE else 0, panels, share,
+            share * self.capacity.threads, decoder.activation, *y, *_three(addresses), *_three(outs), *_three(biases),
+        )  # fmt: skip
+
+    def _stored(self, matrices: Sequence[MatrixRows], x: torch.Tensor, mode: int, y: tuple[int, int], which: int) -> Op:
+        from forerun.kernels.linear import blockwise  # only for such weights
+
+        table = blockwise.described([each.blocks for each in matrices])
         self._tables.append(table)  # keeps alive what the program has the address of
-        how = {"mode": mode, "which": which, "activation": self._parts.activation}
-        return blockwise.operation(table, columns, _place(x), y, self.size.threads, **how)
+        options = {"mode": mode, "which": which, "activation": self._decoder.activation}
+        columns = matrices[0].module.in_features
+        return blockwise.operation(table, columns, _rows(x), y, self.capacity.threads, **options)
 
 
-def _place(t: torch.Tensor) -> tuple[int, int]:
+def _rows(t: torch.Tensor) -> tuple[int, int]:
     """A matrix's address, and the stride between rows in bytes."""
     return t.data_ptr(), t.stride(0) * t.element_size()
 

@@ -1,7 +1,8 @@
 """Passes of few tokens, recorded once for each size and replayed: a replay needs no Python between its kernels.
 
-A recording reads its input from tables that stay where they are, so sizes are rounded up to few (``Sizes.rounded``).
-It is made when a size comes for the second time. Recording takes as long as some passes; the first one compiles.
+A recording reads its input from tables that stay where they are, so sizes are rounded up to few
+(``TableSizes.rounded``). It is made when a size comes for the second time. Recording takes as long as some passes; the
+first one compiles.
 
 The logic has run on a CPU, with a recording that runs the pass again. CUDA's graphs have not run.
 """
@@ -15,12 +16,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from forerun.kernels.gpu.places import Places, Rows, Sizes, Spare
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, SpareRow, TableSizes
 
-T = TypeVar("T")
-TOKENS = 64
+Result = TypeVar("Result")
+RECORDED_TOKENS = 64
 """The largest pass that is recorded, in tokens. Larger ones compute for longer than Python takes to launch them."""
-KEPT = 32
+RECORDINGS_KEPT = 32
 """Recordings that are kept; the one not used for longest goes."""
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ class Recorder:
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Callable[[], T]) -> tuple[Callable[[], None], T]:
+    def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """Run a function and return how to run it again, and its result, which is overwritten then."""
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
@@ -45,13 +46,13 @@ class Recorder:
         return graph.replay, result
 
 
-class _Recording(NamedTuple, Generic[T]):
-    places: Places
+class _Recording(NamedTuple, Generic[Result]):
+    places: PassTables
     replay: Callable[[], None]
-    result: T
+    result: Result
 
 
-class Graphs(Generic[T]):
+class GraphCache(Generic[Result]):
     """The recordings of one model.
 
     Args:
@@ -60,16 +61,16 @@ class Graphs(Generic[T]):
         device: where passes run.
     """
 
-    def __init__(self, run: Callable[[Places], T], spare: Spare, device: torch.device) -> None:
+    def __init__(self, run: Callable[[PassTables], Result], spare: SpareRow, device: torch.device) -> None:
         self._run, self._spare, self._device = run, spare, device
         self._recorder = Recorder()
-        self._kept: OrderedDict[Sizes, _Recording[T] | None] = OrderedDict()
+        self._kept: OrderedDict[TableSizes, _Recording[Result] | None] = OrderedDict()
         self._refused = False
 
-    def run(self, batch: Rows) -> T:
+    def run(self, batch: PassDescription) -> Result:
         """A pass's result; it is valid until the next pass."""
         sizes = batch.sizes.rounded()
-        if self._refused or batch.sizes.tokens > TOKENS:
+        if self._refused or batch.sizes.tokens > RECORDED_TOKENS:
             return self._at_once(batch)
         if sizes not in self._kept:
             self._kept[sizes] = None
@@ -84,13 +85,13 @@ class Graphs(Generic[T]):
         self._kept.move_to_end(sizes)
         return recording.result
 
-    def _at_once(self, batch: Rows) -> T:
-        places = Places(batch.sizes, self._device)
+    def _at_once(self, batch: PassDescription) -> Result:
+        places = PassTables(batch.sizes, self._device)
         places.fill(batch)
         return self._run(places)
 
-    def _recorded(self, batch: Rows, sizes: Sizes) -> _Recording[T] | None:
-        places = Places(sizes, self._device)
+    def _recorded(self, batch: PassDescription, sizes: TableSizes) -> _Recording[Result] | None:
+        places = PassTables(sizes, self._device)
         places.fill(batch, self._spare)
         try:
             replay, result = self._recorder.record(lambda: self._run(places))
@@ -99,6 +100,6 @@ class Graphs(Generic[T]):
             self._refused = True
             return None
         self._kept[sizes] = recording = _Recording(places, replay, result)
-        while len(self._kept) > KEPT:
+        while len(self._kept) > RECORDINGS_KEPT:
             self._kept.popitem(last=False)
         return recording

@@ -20,12 +20,12 @@ from forerun.kernels.runtime.vector_ir import unusable
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 
-PASSES = (1, 2, 3, 5, 8, 13, 16, 24, 64)
+PROBED_PASS_TOKENS = (1, 2, 3, 5, 8, 13, 16, 24, 64)
 """Sizes of the passes that read the text, in tokens."""
-BRANCH = 9
+PROBED_BRANCH_TOKENS = 9
 """Length of the tree's right branch, in tokens."""
-ALONE = "a branch of a tree rounds unlike the text alone"
-BESIDE = "a text beside another row rounds unlike the text alone"
+BRANCH_ROUNDS = "a branch of a tree rounds unlike the text alone"
+ROW_ROUNDS = "a text beside another row rounds unlike the text alone"
 
 
 Level = Literal["bitwise", "rounding"]
@@ -64,7 +64,7 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
         return Exactness("rounding", f"there is no kernel for {scorer.device.type} that sums in one order")
     if scorer.device.type == "cpu" and (reason := unusable()) is not None:
         return Exactness("rounding", reason)
-    sizes = list(PASSES)
+    sizes = list(PROBED_PASS_TOKENS)
     while limit is not None and len(sizes) > 1 and sum(sizes) + 1 > limit:
         sizes.pop()
     text = np.random.default_rng(1).integers(0, scorer.vocabulary, sum(sizes))
@@ -74,8 +74,8 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
         if not torch.equal(whole[position], parts[position]):
             size = sizes[int(np.searchsorted(np.cumsum(sizes), position, side="right"))]
             return Exactness("rounding", f"a pass over {size} tokens rounds unlike one over {len(text)}")
-    branch = min(BRANCH, len(text) // 2)
-    for others, reason in ((0, ALONE), (1, BESIDE)) if branch else ():
+    branch = min(PROBED_BRANCH_TOKENS, len(text) // 2)
+    for others, reason in ((0, BRANCH_ROUNDS), (1, ROW_ROUNDS)) if branch else ():
         if not _in_a_tree(scorer, text, branch, whole, others):
             return Exactness("rounding", reason)
     return Exactness("bitwise")

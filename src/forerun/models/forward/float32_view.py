@@ -12,10 +12,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-NARROW = (torch.bfloat16, torch.float16)
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
-class Widened(TorchFunctionMode):
+class Float32View(TorchFunctionMode):
     """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32.
 
     Functions that change a tensor in place are left alone. So are conversions to a type: where a model rounds on
@@ -25,16 +25,15 @@ class Widened(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """See ``TorchFunctionMode``."""
         name = getattr(func, "__name__", "")
-        if name in KEPT or (name.endswith("_") and not name.endswith("__")):
+        if name in UNWIDENED or (name.endswith("_") and not name.endswith("__")):
             return func(*args, **(kwargs or {}))
         return func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {}))
 
 
-KEPT = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})
+UNWIDENED = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})
 """Functions that read or write a tensor's properties, or change its type."""
 
 
 def _wide(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.dtype in NARROW else value
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in SIXTEEN_BIT else value

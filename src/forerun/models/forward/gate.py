@@ -12,18 +12,20 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
+from forerun.kernels.linear import ordered_modules
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.compiled_scorer import native
-from forerun.models.forward.float32_view import NARROW, Widened
-from forerun.models.forward.implementations import experts, switched
+from forerun.models.forward.compiled_scorer import fastest_scorer
+from forerun.models.forward.float32_view import SIXTEEN_BIT, Float32View
+from forerun.models.forward.implementations import experts, use_implementations
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import Scorer, SelfTest, tested
-from forerun.models.forward.sharded import gathered
-from forerun.models.forward.weight_layout import lay_out
+from forerun.models.forward.sharded import gather_logits, is_sharded
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error (norm over the vocabulary) that rounding explains. Many models normalise in float32 whatever their
@@ -61,11 +63,29 @@ def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
     if reason is None:
         lay_out(model)
         plain = Scorer(model)
-        for scorer in dict.fromkeys((native(plain), plain)):
+        for scorer in dict.fromkeys((fastest_scorer(plain), plain)):
             reason = self_test(scorer, partial(_reason_in_numbers, scorer))
             if reason is None:
                 return scorer
     raise UnsupportedModelError(f"{type(model).__name__} is not supported: {reason}")
+
+
+def lay_out(model: PreTrainedModel) -> None:
+    """Change the memory layout of weights that are stored transposed to the one that kernels read, once.
+
+    Some layers keep a matrix as ``[K, O]`` and compute ``x @ weight``: GPT-2's, and the experts of gpt-oss. Shape and
+    numbers stay, so the model computes and is saved as before, and nothing is stored twice.
+    """
+    for weight in () if is_sharded(model) else _transposed(model):
+        ordered_modules.lay_out(weight)
+
+
+def _transposed(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+    for module in model.modules():
+        if isinstance(module, Conv1D):
+            yield module.weight
+        elif getattr(module, "is_transposed", False):  # experts; transformers marks them with this attribute
+            yield from (weight for weight in module.parameters(recurse=False) if weight.dim() == 3)
 
 
 def _reason_in_config(model: PreTrainedModel) -> str | None:
@@ -127,7 +147,7 @@ def _tree_error(scorer: Scorer, text: int) -> float:
     prompts = [tokens[8:15], tokens[20:31]]
     with _naming("a pass over two packed texts"):
         scored = _score(scorer, prompts, tree)
-    with _naming("the model's own forward pass"), switched(scorer.model, experts=experts(scorer.model)):
+    with _naming("the model's own forward pass"), use_implementations(scorer.model, experts=experts(scorer.model)):
         return max(_row_error(scorer.model, *row) for row in zip(prompts, [tree] * 2, scored, strict=True))
 
 
@@ -174,8 +194,8 @@ def _branch_error(model: PreTrainedModel, ids: torch.Tensor, scored: torch.Tenso
     """
     own = _own(model, ids, len(scored))
     error = relative_error(scored, own)
-    if model.dtype in NARROW and error > TOLERANCE[model.dtype]:
-        with Widened():
+    if model.dtype in SIXTEEN_BIT and error > TOLERANCE[model.dtype]:
+        with Float32View():
             wide = _own(model, ids, len(scored))
         error = relative_error(scored, wide) - relative_error(own, wide)
     return error
@@ -183,7 +203,7 @@ def _branch_error(model: PreTrainedModel, ids: torch.Tensor, scored: torch.Tenso
 
 def _own(model: PreTrainedModel, ids: torch.Tensor, count: int) -> torch.Tensor:
     mask = torch.ones_like(ids)
-    return gathered(model, model(input_ids=ids, attention_mask=mask, use_cache=False).logits)[0, -count:]
+    return gather_logits(model, model(input_ids=ids, attention_mask=mask, use_cache=False).logits)[0, -count:]
 
 
 def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:

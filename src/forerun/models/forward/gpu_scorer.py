@@ -20,22 +20,22 @@ from transformers import PreTrainedModel
 from forerun.core.block import Block
 from forerun.core.fair_lock import FairLock
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kernels.gpu.places import Places, Rows, Spare
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, SpareRow
 from forerun.kv.cache import Addresses, Cache
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.cuda_graphs import Graphs
+from forerun.models.forward.cuda_graphs import GraphCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.weight_watch import WeightWatch
 
 
-class Asked(NamedTuple):
+class LayerQueries(NamedTuple):
     """Each layer's queries ``[1, H, n, d]`` and attention parameters in a pass."""
 
     queries: dict[int, torch.Tensor]
     specs: dict[int, AttentionSpec]
 
 
-class _Alike(NamedTuple):
+class _UniformLayers(NamedTuple):
     """What all layers have in common: their number, keys of no token ``[1, Hkv, 0, d]``, query heads of a KV head."""
 
     layers: int
@@ -48,23 +48,21 @@ class GpuScorer(Scorer):
 
     Args:
         model: the model.
-        otherwise: takes the passes over other caches; by default as ``Scorer`` does.
     """
 
-    def __init__(self, model: PreTrainedModel, otherwise: Scorer | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._otherwise = otherwise or Scorer(model)
         self._lock = FairLock()
         self._begin()
 
     def _begin(self) -> None:
         self._watch = WeightWatch(self.model)
         self._inputs = self.model.get_input_embeddings()
-        self._graphs: Graphs[tuple[torch.Tensor, Asked]] | None = None
+        self._graphs: GraphCache[tuple[torch.Tensor, LayerQueries]] | None = None
         self._asking = False
 
     @cached_property
-    def _alike(self) -> _Alike | None:
+    def _alike(self) -> _UniformLayers | None:
         """None if layers differ."""
         shapes = Scorer(self.model).kv.layers
         config, first = self.model.config.get_text_config(), next(iter(shapes.values()))
@@ -73,10 +71,9 @@ class GpuScorer(Scorer):
         if not alike or first.dim != first.out_dim or not heads or heads % first.heads:
             return None
         like = torch.empty(1, first.heads, 0, first.dim, dtype=self.model.dtype, device=self.device)
-        return None if like.element_size() != first.width else _Alike(len(shapes), like, heads // first.heads)
+        return None if like.element_size() != first.width else _UniformLayers(len(shapes), like, heads // first.heads)
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """See ``Scorer.score``."""
         alike = self._alike
         with self._lock:
             if not self._watch.same():
@@ -85,47 +82,47 @@ class GpuScorer(Scorer):
             if alike is not None and rows is not None:
                 logits = self._score(alike, blocks, caches, rows)
                 return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
-        return self._otherwise.score(blocks, caches)
+        return super().score(blocks, caches)
 
     def _score(
-        self, alike: _Alike, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[Addresses]
+        self, alike: _UniformLayers, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[Addresses]
     ) -> torch.Tensor:
         placed = [Block(block.pending, block.tree, row.place) for block, row in zip(blocks, rows, strict=True)]
         positions = np.concatenate([cache.positions(block) for cache, block in zip(caches, blocks, strict=True)])
         addresses = np.stack([row.layers for row in rows], 1)
         strides = np.array([row.strides for row in rows]) // alike.like.element_size()
-        batch = Rows(placed, addresses, strides, positions, alike.group)
+        batch = PassDescription(placed, addresses, strides, positions, alike.group)
         if self._graphs is None or self._asking != self.keeps_queries:  # a recording keeps queries, or it does not
             self._asking = self.keeps_queries
-            self._graphs = Graphs(self._run, self._spare(alike), self.device)
-        logits, asked = self._graphs.run(batch)
-        self._tell(asked, blocks, caches)
+            self._graphs = GraphCache(self._run, self._spare(alike), self.device)
+        logits, layers = self._graphs.run(batch)
+        self._hand_over_queries(layers, blocks, caches)
         return logits[: batch.sizes.wanted].clone()
 
-    def _run(self, places: Places) -> tuple[torch.Tensor, Asked]:
+    def _run(self, places: PassTables) -> tuple[torch.Tensor, LayerQueries]:
         """A pass, whose input is in the tables."""
-        rows = Tabled(places, self.keeps_queries)
-        return self._forward(places.ids, places.positions, rows, places.wanted), rows.asked
+        rows = TabledPass(places, self.keeps_queries)
+        return self._forward(places.ids, places.positions, rows, places.wanted), rows.layers
 
-    def _spare(self, alike: _Alike) -> Spare:
-        self._nobody = alike.like.new_zeros(2, alike.like.shape[1], 1, alike.like.shape[3])
-        keys, values = self._nobody
-        return Spare((keys.data_ptr(), values.data_ptr()), (*keys.stride()[:2], *values.stride()[:2]))
+    def _spare(self, alike: _UniformLayers) -> SpareRow:
+        self._spare_memory = alike.like.new_zeros(2, alike.like.shape[1], 1, alike.like.shape[3])
+        keys, values = self._spare_memory
+        return SpareRow((keys.data_ptr(), values.data_ptr()), (*keys.stride()[:2], *values.stride()[:2]))
 
-    def _tell(self, asked: Asked, blocks: Sequence[Block], caches: Sequence[Cache]) -> None:
+    def _hand_over_queries(self, layers: LayerQueries, blocks: Sequence[Block], caches: Sequence[Cache]) -> None:
         """Give full caches what sparse caches read from them."""
         first = 0
         for block, cache in zip(blocks, caches, strict=True):
             last = first + len(block)
             if isinstance(cache, FullCache):
-                cache.specs, cache.queries = dict(asked.specs), {}
+                cache.specs, cache.queries = dict(layers.specs), {}
             if isinstance(cache, FullCache) and self.keeps_queries and cache.wants_queries(block):
-                for layer, queries in asked.queries.items():
+                for layer, queries in layers.queries.items():
                     cache.record_queries(layer, queries[:, :, first:last].clone())
             first = last
 
 
-class Tabled:
+class TabledPass:
     """A pass as the attention function sees it (``Scorer``): over rows whose places are in tables.
 
     Args:
@@ -133,30 +130,29 @@ class Tabled:
         keeps: whether to keep queries.
     """
 
-    def __init__(self, places: Places, keeps: bool) -> None:
+    def __init__(self, places: PassTables, keeps: bool) -> None:
         self.places, self.keeps = places, keeps
-        self.asked = Asked({}, {})
+        self.layers = LayerQueries({}, {})
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Pass.attend``."""
         from forerun.kernels.gpu import attend as there  # which needs Triton
 
         if self.keeps:
-            self.asked.queries[layer] = q
-        self.asked.specs[layer] = spec
+            self.layers.queries[layer] = q
+        self.layers.specs[layer] = spec
         there.store(layer, k, v, self.places)
         how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
         return there.attend(layer, q, k.shape[1], v.shape[3], self.places, how)
 
 
-def _addressed(alike: _Alike, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[Addresses] | None:
+def _addressed(alike: _UniformLayers, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[Addresses] | None:
     """Where all rows' keys and values are; None if a cache does not say, or its queries choose."""
     found = []
     for block, cache in zip(blocks, caches, strict=True):
         row = cache.addressed(alike.layers, alike.like, len(block))
-        if row is None or row.sought is not None:
+        if row is None or row.topk is not None:
             return None
         found.append(row)
     return found

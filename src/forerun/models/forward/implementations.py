@@ -52,7 +52,7 @@ for _name in ("_attn_implementation_internal", "_experts_implementation_internal
 
 
 @contextmanager
-def switched(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
+def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
     """A context in which the model uses other implementations, in this thread only.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-TAKEN = frozenset(
+DERIVED_INPUTS = frozenset(
     {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
 )
 """Inputs that transformers itself derives from token ids and passes to every generate function."""
@@ -27,7 +27,7 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
     Raises:
         NotImplementedError: for other inputs, positions that are not those of the text, or a cache that holds text.
     """
-    others = sorted(name for name, value in given.items() if name not in TAKEN and not _nothing(value))
+    others = sorted(name for name, value in given.items() if name not in DERIVED_INPUTS and not _nothing(value))
     if others:
         raise NotImplementedError(
             f"{', '.join(others)}: Forerun reads token ids and an attention_mask and hands nothing else to the model"

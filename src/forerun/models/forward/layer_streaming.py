@@ -2,8 +2,8 @@
 
 While a layer is computed, the next layer's keys and values come, and the new ones of the layer before go. A long prompt
 goes through a layer block by block before it goes through the next one. So its keys and values are brought away once,
-and none of them has to come back before the first token is generated. The operations are those of ``program.py``, and
-so are the bits.
+and none of them has to come back before the first token is generated. The operations are those of
+``compiled_forward.py``, and so are the bits.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels.runtime.addresses import place
+from forerun.kernels.runtime.addresses import head_rows
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_rows import Rows
 from forerun.kv.offloaded import OffloadedCache
-from forerun.models.forward.compiled_forward import CompiledForward, Parts
-from forerun.models.forward.packing import Packed, address
+from forerun.models.forward.compiled_forward import CompiledForward, Decoder
+from forerun.models.forward.packing import PackedPass, address
 
 
 class Runner(Protocol):
-    """What a ``NativeScorer`` gives."""
+    """A ``CompiledScorer``."""
 
     keeps_queries: bool
 
-    def room(self, parts: Parts, packed: Packed) -> CompiledForward:
-        """Buffers for a pass."""
+    def prepare(self, decoder: Decoder, packed: PackedPass) -> CompiledForward:
+        """A program with memory for a pass."""
 
-    def fields(self, packed: Packed, rows: bytearray) -> dict[str, int]:
+    def fields(self, packed: PackedPass, rows: bytearray) -> dict[str, int]:
         """A program's fields for a pass."""
 
 
@@ -49,51 +49,53 @@ class _Part:
     """
 
     rows: list[int]
-    packed: Packed
+    packed: PackedPass
     ends: list[bool]
     x: torch.Tensor
 
 
-def run_by_layers(runner: Runner, parts: Parts, blocks: Sequence[Block], caches: Sequence[FullCache]) -> torch.Tensor:
+def run_by_layers(
+    runner: Runner, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache]
+) -> torch.Tensor:
     """A pass over all rows; some of the caches are offloaded.
 
     Returns:
-        Logits as from ``NativeScorer._run``, float32: of each row's last pending token and its tree's nodes.
+        Logits as from ``CompiledScorer._run``, float32: of each row's last pending token and its tree's nodes.
     """
-    cut = _cut(parts, blocks)
+    cut = _cut(decoder, blocks)
     for part in cut:  # the largest decides
-        written = runner.room(parts, part.packed)
+        compiled = runner.prepare(decoder, part.packed)
     for part in cut:
-        written.stages[0].run(**runner.fields(part.packed, bytearray(8)))
-        part.x[:] = written.x[: part.packed.n]
+        compiled.stages[0].run(**runner.fields(part.packed, bytearray(8)))
+        part.x[:] = compiled.x[: part.packed.n]
     counts = [len(block) for block in blocks]
-    for layer in range(len(parts.layers)):
-        rows = [_enter(cache, layer, count, parts) for cache, count in zip(caches, counts, strict=True)]
+    for layer in range(len(decoder.layers)):
+        rows = [_enter(cache, layer, count, decoder) for cache, count in zip(caches, counts, strict=True)]
         for part in cut:
-            _through(runner, written, part, layer, [rows[row] for row in part.rows], parts)
+            _through(runner, compiled, part, layer, [rows[row] for row in part.rows], decoder)
             if runner.keeps_queries:
-                _ask(written, part, layer, caches, parts)
+                _ask(compiled, part, layer, caches, decoder)
         for cache, count in zip(caches, counts, strict=True):
             if isinstance(cache, OffloadedCache):
                 cache.write_back(layer, count)
-    specs = {number: layer.spec for number, layer in enumerate(parts.layers)}
+    specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
     for cache in caches:
         cache.specs = dict(specs)
     found: dict[int, torch.Tensor] = {}
     for part in cut:
-        found |= _logits(runner, written, part, parts)
+        found |= _logits(runner, compiled, part, decoder)
     return torch.cat([found[row] for row in range(len(blocks))])
 
 
-def _cut(parts: Parts, blocks: Sequence[Block]) -> list[_Part]:
+def _cut(decoder: Decoder, blocks: Sequence[Block]) -> list[_Part]:
     """Cut long blocks into pieces of at most ``READ_BLOCK`` pending tokens. The tree comes with the last one."""
     pieces = [_pieces(block) for block in blocks]
     cut = []
     for turn in range(max(map(len, pieces))):
         rows = [row for row, own in enumerate(pieces) if turn < len(own)]
-        packed = Packed([pieces[row][turn] for row in rows], parts.heads, torch.get_num_threads())
+        packed = PackedPass([pieces[row][turn] for row in rows], decoder.heads, torch.get_num_threads())
         ends = [turn + 1 == len(pieces[row]) for row in rows]
-        cut.append(_Part(rows, packed, ends, torch.empty(packed.n, parts.hidden)))
+        cut.append(_Part(rows, packed, ends, torch.empty(packed.n, decoder.hidden)))
     return cut
 
 
@@ -106,46 +108,46 @@ def _pieces(block: Block) -> list[Block]:
     return pieces
 
 
-def _enter(cache: FullCache, layer: int, count: int, parts: Parts) -> Rows:
+def _enter(cache: FullCache, layer: int, count: int, decoder: Decoder) -> Rows:
     if isinstance(cache, OffloadedCache):
         return cache.fetch_layer(layer, count)
-    store = cache.reserve(len(parts.layers), parts.like, count)
+    store = cache.reserve(len(decoder.layers), decoder.like, count)
     return store[layer, 0][None], store[layer, 1][None]
 
 
 def _through(
-    runner: Runner, written: CompiledForward, part: _Part, layer: int, rows: Sequence[Rows], parts: Parts
+    runner: Runner, compiled: CompiledForward, part: _Part, layer: int, rows: Sequence[Rows], decoder: Decoder
 ) -> None:
     """One layer."""
     strides = []
     for row, (keys, values) in enumerate(rows):
-        written.kv[layer, row] = keys.data_ptr(), values.data_ptr()
-        strides.append((*place(keys)[1:], *place(values)[1:]))
+        compiled.kv[layer, row] = keys.data_ptr(), values.data_ptr()
+        strides.append((*head_rows(keys)[1:], *head_rows(values)[1:]))
     table = part.packed.rows(strides)
-    written.x[: part.packed.n] = part.x
-    written.stages[1 + layer].run(**runner.fields(part.packed, table))
-    part.x[:] = written.x[: part.packed.n]
+    compiled.x[: part.packed.n] = part.x
+    compiled.stages[1 + layer].run(**runner.fields(part.packed, table))
+    part.x[:] = compiled.x[: part.packed.n]
 
 
-def _ask(written: CompiledForward, part: _Part, layer: int, caches: Sequence[FullCache], parts: Parts) -> None:
+def _ask(compiled: CompiledForward, part: _Part, layer: int, caches: Sequence[FullCache], decoder: Decoder) -> None:
     """Give full caches the layer's queries."""
-    heads, first = parts.heads, 0
-    mixed = written.mixed[layer % len(written.mixed)]
+    heads, first = decoder.heads, 0
+    mixed = compiled.qkv[layer % len(compiled.qkv)]
     for row, count in zip(part.rows, part.packed.counts, strict=True):
         turned = mixed[first : first + count, : heads.heads * heads.dim].clone()
         caches[row].record_queries(layer, turned.view(count, heads.heads, heads.dim).transpose(0, 1)[None])
         first += count
 
 
-def _logits(runner: Runner, written: CompiledForward, part: _Part, parts: Parts) -> dict[int, torch.Tensor]:
+def _logits(runner: Runner, compiled: CompiledForward, part: _Part, decoder: Decoder) -> dict[int, torch.Tensor]:
     """Logits of the rows whose blocks end in this part."""
     if not any(part.ends):
         return {}
-    wanted = part.packed.wanted
-    y = torch.empty(len(wanted), parts.head.out_features, dtype=torch.float32)
-    written.x[: part.packed.n] = part.x
-    told = {"wanted": len(wanted), "wanted_list": address(wanted), "y": y.data_ptr()}
-    written.stages[-1].run(**runner.fields(part.packed, bytearray(8)) | told)
+    wanted = part.packed.output_indices
+    y = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
+    compiled.x[: part.packed.n] = part.x
+    outputs = {"outputs": len(wanted), "output_indices": address(wanted), "y": y.data_ptr()}
+    compiled.stages[-1].run(**runner.fields(part.packed, bytearray(8)) | outputs)
     sizes = [len(block.tree) + 1 for block in part.packed.blocks]
-    split = torch.split(y, sizes)
+    split = torch.split(decoder.finished(y), sizes)
     return {row: t for row, t, ends in zip(part.rows, split, part.ends, strict=True) if ends}

@@ -14,8 +14,7 @@ from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.kv.full_cache import FullCache, View
-from forerun.models.forward.compiled_scorer import inner
-from forerun.models.forward.scorer import Scorer, SelfTest, tested
+from forerun.models.forward.scorer import Scorer
 
 UNLIMITED = 1 << 30
 """More tokens than are ever drafted."""
@@ -83,13 +82,12 @@ class Level:
     reads the text's new tokens.
 
     Args:
-        scorer: the model. A faster pass is used if there is one; it may round differently (``native.inner``).
+        scorer: the model.
         cache: makes a request's cache. A ``View`` reads the target's cache; any other cache reads the prompt itself.
-        self_test: tests that faster pass.
     """
 
-    def __init__(self, scorer: Scorer, cache: CacheFactory, self_test: SelfTest = tested) -> None:
-        self.scorer = inner(scorer, self_test)
+    def __init__(self, scorer: Scorer, cache: CacheFactory) -> None:
+        self.scorer = scorer
         scorer.keep_queries()
         self._make = cache
         self._readers: dict[int, _Reader] = {}

@@ -6,27 +6,43 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
-from forerun.kernels.attention import float64_attention, ordered_attention
-from forerun.kernels.attention.attention_tile import QUERIES
-from forerun.kernels.attention.ordered_attention import PIECE, ROW, SEQUENTIAL, UNIT, RowFields, UnitFields
+from forerun.kernels.attention import float64_attention, ordered_attention, topk_rank
+from forerun.kernels.attention.attention_tile import TILE_QUERIES
+from forerun.kernels.attention.ordered_attention import (
+    ALL_SPLITS,
+    ROW_LAYOUT,
+    SPLIT_TOKENS,
+    UNIT_LAYOUT,
+    RowFields,
+    UnitFields,
+)
+from forerun.kernels.attention.short_key_scan import GROUP_CHUNKS
+from forerun.kernels.attention.topk_rank import RANK_UNIT_BYTES, TopkFields
+from forerun.kernels.runtime.vector_ir import LINE
+from forerun.kv.cache import Addresses
 
 MANY_TILES = 64
-"""From this many tiles of queries on, a row is cut into tiles only, not pieces: that is enough work for all threads,
+"""From this many tiles of queries on, a row is cut into tiles only, not splits: that is enough work for all threads,
 and there are no states to keep."""
 UNIT_TILES = 32
 """Tiles per unit in that case; their states fit in the nearer caches."""
-UNITS = 4
+UNITS_PER_THREAD = 4
 """A shorter row is cut into this many units per thread, so that threads finish at about the same time."""
+TOPK_FIELD_COUNT = len(TopkFields._fields)
+CHUNKS_FIELD, MOST_FIELD, RANK_FIELD, QUERIES_FIELD = (
+    TopkFields._fields.index(name) for name in ("chunks", "most", "rank", "queries")
+)
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShape:
     """The shape of a model's attention."""
 
     heads: int
@@ -45,7 +61,7 @@ class Heads:
         return ordered_attention.tile_bytes(self.out_dim)
 
 
-class Packed:
+class PackedPass:
     """The blocks of all rows.
 
     Args:
@@ -55,15 +71,17 @@ class Packed:
         positions: of the tokens for the model; by default their places.
     """
 
-    def __init__(self, blocks: Sequence[Block], heads: Heads, threads: int, positions: IntArray | None = None) -> None:
+    def __init__(
+        self, blocks: Sequence[Block], heads: HeadShape, threads: int, positions: IntArray | None = None
+    ) -> None:
         self.blocks, self.heads = blocks, heads
         self.counts = [len(block) for block in blocks]
         self.n = sum(self.counts)
-        self.places: IntArray = np.concatenate([block.positions for block in blocks])
-        self.positions = self.places if positions is None else positions
+        self.cache_positions: IntArray = np.concatenate([block.positions for block in blocks])
+        self.positions = self.cache_positions if positions is None else positions
         self.parents: IntArray = np.concatenate([_parents(block) for block in blocks])
-        self.owners: IntArray = np.repeat(np.arange(len(blocks)), self.counts)
-        self.tiles = [math.ceil(count * heads.group / QUERIES) for count in self.counts]
+        self.token_rows: IntArray = np.repeat(np.arange(len(blocks)), self.counts)
+        self.tiles = [math.ceil(count * heads.group / TILE_QUERIES) for count in self.counts]
         self.reach = int(self.positions.max()) + 1
         self._units(threads)
 
@@ -73,7 +91,7 @@ class Packed:
         return np.concatenate([block.tokens for block in self.blocks])
 
     @cached_property
-    def wanted(self) -> IntArray:
+    def output_indices(self) -> IntArray:
         """Indices of the tokens whose logits are wanted: each row's last pending token, and its tree's nodes."""
         ends = np.cumsum(self.counts)
         parts = [
@@ -83,45 +101,100 @@ class Packed:
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> bytearray:
         """The table of rows, given each cache's strides in bytes: heads and rows of keys, heads and rows of values."""
-        table, first = bytearray(ROW.size * len(self.blocks)), 0
+        table, first = bytearray(ROW_LAYOUT.size * len(self.blocks)), 0
         for i, (block, count) in enumerate(zip(self.blocks, self.counts, strict=True)):
-            straight = count if _is_chain(block) else len(block.pending)
-            fields = RowFields(first, count, straight, block.start, *strides[i], self._parts[i], self._pieces[i])
-            ROW.layout.pack_into(table, i * ROW.size, *fields)
+            in_order = count if _is_chain(block) else len(block.pending)
+            fields = RowFields(first, count, in_order, block.start, *strides[i], self._states[i], self._splits[i])
+            ROW_LAYOUT.layout.pack_into(table, i * ROW_LAYOUT.size, *fields)
             first += count
         return table
 
     def _units(self, threads: int) -> None:
         """Cut the rows into units, and assign the places of their states."""
         units: list[UnitFields] = []
-        self._parts, self._pieces, self.parts_size = [], [], 0
+        self._states, self._splits, self.states_bytes = [], [], 0
         for i, (block, tiles) in enumerate(zip(self.blocks, self.tiles, strict=True)):
             chain = _is_chain(block)
             end = block.start + (len(block) if chain else len(block.pending))
-            pieces = 0 if chain and tiles > MANY_TILES else math.ceil(end / PIECE)
-            if pieces:
-                wanted = math.ceil(UNITS * threads / (pieces * self.heads.kv_heads * len(self.blocks)))
+            splits = 0 if chain and tiles > MANY_TILES else math.ceil(end / SPLIT_TOKENS)
+            if splits:
+                wanted = math.ceil(UNITS_PER_THREAD * threads / (splits * self.heads.kv_heads * len(self.blocks)))
                 share = max(1, math.ceil(tiles / wanted))
             else:
-                share = min(UNIT_TILES, max(1, tiles // (UNITS * threads)))
+                share = min(UNIT_TILES, max(1, tiles // (UNITS_PER_THREAD * threads)))
             cuts = range(0, tiles, share)
-            for piece in range(pieces) if pieces else (SEQUENTIAL,):
-                units += [UnitFields(i, piece, cut, min(cut + share, tiles)) for cut in cuts]
-            self._parts.append(self.parts_size)
-            self._pieces.append(pieces)
-            self.parts_size += max(pieces, 1) * tiles * self.heads.kv_heads * self.heads.tile_bytes
+            for split in range(splits) if splits else (ALL_SPLITS,):
+                units += [UnitFields(i, split, cut, min(cut + share, tiles)) for cut in cuts]
+            self._states.append(self.states_bytes)
+            self._splits.append(splits)
+            self.states_bytes += max(splits, 1) * tiles * self.heads.kv_heads * self.heads.tile_bytes
         self.unit_count = len(units)
         self.most_tiles = max(unit.last - unit.first for unit in units)
-        self.units = bytearray(UNIT.size * len(units))
+        self.units = bytearray(UNIT_LAYOUT.size * len(units))
         for i, unit in enumerate(units):
-            UNIT.layout.pack_into(self.units, i * UNIT.size, *unit)
+            UNIT_LAYOUT.layout.pack_into(self.units, i * UNIT_LAYOUT.size, *unit)
 
     @property
     def slot_size(self) -> int:
         """Bytes that each thread needs for attention."""
         heads = self.heads
-        scan = ordered_attention.room(self.most_tiles, heads.group, heads.dim, heads.out_dim)
-        return max(scan, float64_attention.room(int(self.places.max()) + 1, heads.out_dim))
+        scan = ordered_attention.scratch_bytes(self.most_tiles, heads.group, heads.dim, heads.out_dim)
+        return max(scan, float64_attention.scratch_bytes(int(self.cache_positions.max()) + 1, heads.out_dim))
+
+
+class TopkTables:
+    """What all rows' queries choose among; it stands in for the units of ``PackedPass``.
+
+    Args:
+        packed: the blocks.
+        rows: each row's addresses, with ``topk``.
+
+    Attributes:
+        units, unit_count: the table of units that rank chunks.
+        slot_size: bytes that each thread needs.
+        states_bytes: bytes for all rows' rounded queries, and for the worth of chunks to them.
+    """
+
+    def __init__(self, packed: PackedPass, rows: Sequence[Addresses]) -> None:
+        self._tables: list[IntArray] = [row.topk for row in rows if row.topk is not None]
+        self._sizes: list[_TopkSizes] = []  # by row
+        heads, ranked, self.slot_size, self.states_bytes = packed.heads, [], 0, 0
+        for table, row, count in zip(self._tables, rows, packed.counts, strict=True):
+            chunks, most, rank = (int(table[0, field]) for field in (CHUNKS_FIELD, MOST_FIELD, RANK_FIELD))
+            ranked.append(chunks if most < chunks else 0)
+            padded, worth = topk_rank.padded_queries(count, heads.group), 4 * _whole(ranked[-1], GROUP_CHUNKS)
+            every = heads.kv_heads * padded
+            self._sizes.append(_TopkSizes(padded, _whole(every * rank, LINE), _whole(4 * every, LINE), worth))
+            self.states_bytes += self._sizes[-1].rounded_bytes + self._sizes[-1].unit_bytes + every * worth
+            self.slot_size = max(self.slot_size, topk_rank.scratch_bytes(chunks, most, row.place + count, heads.dim))
+        self.units = topk_rank.rank_units(ranked)
+        self.unit_count = len(self.units) // RANK_UNIT_BYTES
+        self._kv_heads = heads.kv_heads
+
+    def fill(self, table: IntArray, memory: int) -> None:
+        """Write all layers' and rows' fields, ``[layers, rows, ...]``; ``states_bytes`` of the memory at an address are
+        theirs."""
+        for row, (own, sizes) in enumerate(zip(self._tables, self._sizes, strict=True)):
+            units = memory + sizes.rounded_bytes
+            worth, head = units + sizes.unit_bytes, sizes.queries * sizes.worth_bytes
+            table[:, row, :QUERIES_FIELD] = own[:, :QUERIES_FIELD]
+            table[:, row, QUERIES_FIELD:TOPK_FIELD_COUNT] = sizes.queries, memory, units, worth, head, sizes.worth_bytes
+            memory = worth + self._kv_heads * head
+
+
+class _TopkSizes(NamedTuple):
+    """What one row's queries take.
+
+    Attributes:
+        queries: of a KV head, padded.
+        rounded_bytes, unit_bytes: of all rounded queries, and of their units.
+        worth_bytes: of the worth of all chunks to one query.
+    """
+
+    queries: int
+    rounded_bytes: int
+    unit_bytes: int
+    worth_bytes: int
 
 
 def _parents(block: Block) -> IntArray:
@@ -137,3 +210,8 @@ def address(table: bytearray | IntArray | torch.Tensor) -> int:
     if isinstance(table, torch.Tensor):
         return table.data_ptr()
     return int(np.frombuffer(table, np.uint8).ctypes.data) if isinstance(table, bytearray) else int(table.ctypes.data)
+
+
+def _whole(size: int, unit: int) -> int:
+    """A size, rounded up to whole units."""
+    return unit * math.ceil(size / unit)

@@ -20,10 +20,10 @@ from forerun.kv.cache import Cache
 from forerun.kv.rerotation import LayerRotation, Rotation
 from forerun.models.forward.scorer import Scorer
 
-POSITIONS = (1, 2, 5, 19, 61)
+PROBE_POSITIONS = (1, 2, 5, 19, 61)
 """Positions whose keys are compared with those at 0; all are below any length at which models change frequencies."""
 
-TOKENS = 4
+PROBE_TOKENS = 4
 
 
 @torch.inference_mode()
@@ -39,8 +39,8 @@ def find_rotation(model: PreTrainedModel) -> Rotation | None:
         be moved.
     """
     scorer = Scorer(model)
-    limit = getattr(model.config, "max_position_embeddings", None) or POSITIONS[-1] + 1
-    at = {position: _keys(scorer, position) for position in (0, *POSITIONS) if position < limit}
+    limit = getattr(model.config, "max_position_embeddings", None) or PROBE_POSITIONS[-1] + 1
+    at = {position: _keys(scorer, position) for position in (0, *PROBE_POSITIONS) if position < limit}
     frequencies = _frequencies(model)
     layers: dict[int, LayerRotation | None] = {}
     for layer, keys in at[0].items():
@@ -79,9 +79,9 @@ class _Probe(Cache):
 
 
 def _keys(scorer: Scorer, position: int) -> dict[int, torch.Tensor]:
-    """The keys of the same few tokens, each alone at ``position``, by layer; ``[TOKENS, Hkv, 1, d]``."""
-    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, (TOKENS, 1))
-    probes = [_Probe(position) for _ in range(TOKENS)]
+    """The keys of the same few tokens, each alone at ``position``, by layer; ``[PROBE_TOKENS, Hkv, 1, d]``."""
+    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, (PROBE_TOKENS, 1))
+    probes = [_Probe(position) for _ in range(PROBE_TOKENS)]
     scorer.score([Block(token, DraftTree.empty(), position) for token in tokens], probes)
     return {layer: torch.cat([probe.keys[layer] for probe in probes]) for layer in sorted(probes[0].keys)}
 

@@ -23,23 +23,23 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.linear import ordered_modules
-from forerun.kernels.runtime.addresses import place
+from forerun.kernels.runtime.addresses import head_rows
 from forerun.kv.cache import Cache, KVShape
 from forerun.kv.full_cache import FullCache
 from forerun.kv.rerotation import Rotation
-from forerun.models.forward.implementations import experts, switched
+from forerun.models.forward.implementations import experts, use_implementations
 from forerun.models.forward.inputs import learned_positions
-from forerun.models.forward.packing import Heads, Packed, address
-from forerun.models.forward.sharded import gathered
+from forerun.models.forward.packing import HeadShape, PackedPass, address
+from forerun.models.forward.sharded import gather_logits
 
-T = TypeVar("T")
-C = TypeVar("C", bound=Cache)
+Result = TypeVar("Result")
+AnyCache = TypeVar("AnyCache", bound=Cache)
 
-NAME = "forerun"
+ATTENTION_NAME = "forerun"
 """Forerun's entry in transformers' attention interface."""
 
 
-class Attends(Protocol):
+class AttentionPass(Protocol):
     """What the attention function needs of a forward pass."""
 
     def attend(
@@ -54,12 +54,11 @@ class Pass:
 
     blocks: Sequence[Block]
     caches: Sequence[Cache]
-    packings: dict[Heads, Packed] = field(default_factory=dict)
+    packings: dict[HeadShape, PackedPass] = field(default_factory=dict)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """See ``Attends``."""
         full = [cache for cache in self.caches if isinstance(cache, FullCache)]
         if len(full) == len(self.caches) and ordered_modules.attends(q, k, v):
             return self._attend_in_order(layer, q, k, v, spec, full)
@@ -78,27 +77,27 @@ class Pass:
         sizes = [len(block) for block in self.blocks]
         parts = [torch.split(t, sizes, 2) for t in (q, k, v)]
         rows = []
-        for cache, asked, keys, values in zip(caches, *parts, strict=True):
+        for cache, queries, keys, values in zip(caches, *parts, strict=True):
             rows.append(cache.append(layer, keys, values))
-            cache.record_queries(layer, asked, spec)
-        packed = self._packed(Heads(q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
-        table = packed.rows([(*place(keys)[1:], *place(values)[1:]) for keys, values in rows])
+            cache.record_queries(layer, queries, spec)
+        packed = self._packed(HeadShape(q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
+        table = packed.rows([(*head_rows(keys)[1:], *head_rows(values)[1:]) for keys, values in rows])
         tables = {
             "rows": address(table), "units": address(packed.units), "unit_count": packed.unit_count,
-            "owners": address(packed.owners), "places": address(packed.places),
+            "token_rows": address(packed.token_rows), "cache_positions": address(packed.cache_positions),
             "parents": address(packed.parents),
         }  # fmt: skip
         how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
-        return ordered_modules.attend(q, rows, tables, (packed.slot_size, packed.parts_size), how)
+        return ordered_modules.attend(q, rows, tables, (packed.slot_size, packed.states_bytes), how)
 
-    def _packed(self, heads: Heads) -> Packed:
+    def _packed(self, heads: HeadShape) -> PackedPass:
         """The pass as kernels see it; reused by layers with the same heads."""
         if heads not in self.packings:
-            self.packings[heads] = Packed(self.blocks, heads, torch.get_num_threads())
+            self.packings[heads] = PackedPass(self.blocks, heads, torch.get_num_threads())
         return self.packings[heads]
 
 
-_running: ContextVar[Attends | None] = ContextVar("running", default=None)
+_running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 """This thread's pass. It cannot be a keyword argument: some models pass none down to their attention."""
 
 
@@ -125,7 +124,7 @@ def attention(
     return rows.attend(layer, query, key, value, spec).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(NAME, attention)
+AttentionInterface.register(ATTENTION_NAME, attention)
 
 
 class Scorer:
@@ -155,7 +154,7 @@ class Scorer:
 
     @cached_property
     def kv(self) -> KVShape:
-        """Of a token's keys and values, as a pass over one token makes them."""
+        """Shapes of a token's keys and values, from a pass over one token."""
         cache = FullCache()
         with torch.inference_mode():
             self.score([Block(np.zeros(1, np.int64), DraftTree.empty(), 0)], [cache])
@@ -171,7 +170,7 @@ class Scorer:
         """The device of the inputs."""
         return self._inputs.weight.device  # type: ignore[no-any-return]
 
-    def adopt(self, cache: C) -> C:
+    def adopt(self, cache: AnyCache) -> AnyCache:
         """A cache that passes will use, before anything is done to it."""
         return cache
 
@@ -181,8 +180,8 @@ class Scorer:
 
         return find_rotation(self.model)
 
-    def led(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives, which makes passes; where another process leads, what it gives there (plain values)."""
+    def led(self, work: Callable[[], Result]) -> Result:
+        """Run ``work``, which makes passes, on the process that leads; the others return its result (plain values)."""
         return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
@@ -203,13 +202,17 @@ class Scorer:
         return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: Attends, wanted: int | torch.Tensor
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: AttentionPass, wanted: int | torch.Tensor
     ) -> torch.Tensor:
         """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
-        with switched(self.model, attn=NAME, experts=experts(self.model)), _run(rows), ordered_modules.Ordered():
+        with (
+            use_implementations(self.model, attn=ATTENTION_NAME, experts=experts(self.model)),
+            _run(rows),
+            ordered_modules.Ordered(),
+        ):
             found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments)
-        logits = gathered(self.model, found.logits)[0]
+        logits = gather_logits(self.model, found.logits)[0]
         if not self._keeps_logits and isinstance(wanted, torch.Tensor):
             return logits[wanted.to(logits.device)]
         return logits
@@ -225,7 +228,7 @@ def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
 
 
 @contextmanager
-def _run(rows: Attends) -> Iterator[None]:
+def _run(rows: AttentionPass) -> Iterator[None]:
     before = _running.set(rows)
     try:
         yield

@@ -19,7 +19,7 @@ def group_of(model: PreTrainedModel) -> dist.ProcessGroup:
     return group
 
 
-def gathered(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+def gather_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
     """Logits ``[..., V]`` over the whole vocabulary. A plan may leave each process with those of its own tokens."""
     if isinstance(logits, DTensor):
         return logits.full_tensor()

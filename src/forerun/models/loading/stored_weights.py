@@ -19,7 +19,7 @@ class StoredLinear(nn.Module):
 
     Args:
         rows: bytes ``[O, row]``, kept as they are.
-        kind: format of the blocks, one of ``kernels.stored.NAMES``.
+        kind: format of the blocks, one of ``stored_linear.NAMES``.
         in_features: columns.
         bias: float32 ``[O]``, or None.
     """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from models.test_native import DTYPES, MODELS, TEXT, kept
+from models.test_compiled_scorer import DTYPES, MODELS, TEXT, kept
 from transformers import PreTrainedModel
 
 from benchmarks.papers.h2o import HeavyHitterCache
@@ -22,7 +22,7 @@ from forerun.kv.full_cache import FullCache, View
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import StreamingCache
-from forerun.models.forward.compiled_scorer import CompiledScorer, inner
+from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.gate import admit
 from forerun.models.forward.level import read
 from forerun.models.forward.scorer import Scorer
@@ -42,10 +42,6 @@ class Counting(CompiledScorer):
     """Counts the passes that no program makes."""
 
     others = 0
-
-    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        self._otherwise = None
-        return super().score(blocks, caches)
 
     def _forward(self, *args: object) -> torch.Tensor:
         self.others += 1
@@ -129,7 +125,7 @@ def test_heads_of_a_group_that_fill_more_than_a_tile() -> None:
         view = LowRankCache(full, LowRankConfig(128, 16, 8))
         follow(scorer, view, 500)
         found.append(scorer.score([Block(TEXT[500:501], TREES[2], 500)], [view])[0])
-    assert difference(*found) < 2e-5 and not ours.others and topk_rank.HEADS < 7
+    assert difference(*found) < 2e-5 and not ours.others and topk_rank.HEADS_AT_ONCE < 7
 
 
 @torch.inference_mode()
@@ -137,7 +133,7 @@ def test_the_target_may_grow_its_memory_between_passes() -> None:
     model = kept("llama", torch.float32)
     target = admit(model)
     full = source(model, 400)
-    view, own = LowRankCache(full, LowRankConfig(128, 16, 8)), inner(target)
+    view, own = LowRankCache(full, LowRankConfig(128, 16, 8)), target
     follow(own, view, 400)
     block = Block(TEXT[400:401], TREES[1], 400)
     before = own.score([block], [view])[0]
@@ -150,10 +146,10 @@ def test_the_target_may_grow_its_memory_between_passes() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["streaming", "low-rank"])
-def test_layers_whose_buffers_differ_take_the_flat_pass(kind: str) -> None:
+def test_layers_whose_buffers_differ_take_the_models_own_pass(kind: str) -> None:
     """As a pass that failed half-way may leave them."""
     model = kept("llama", torch.float32)
-    own, full, block = inner(admit(model)), source(model, 400), Block(TEXT[400:401], TREES[2], 400)
+    own, full, block = admit(model), source(model, 400), Block(TEXT[400:401], TREES[2], 400)
     found = []
     for broken in (False, True):
         cache = CACHES[kind](own, full)
@@ -173,7 +169,7 @@ def test_an_index_that_moved_unused_is_found() -> None:
     target, full = admit(model), FullCache(9000)  # whose memory need not move
     target.keep_queries()
     read(target, full, TEXT[:300], 300)
-    view, own, block = CACHES["low-rank"](target, full), inner(target), Block(TEXT[300:301], TREES[2], 300)
+    view, own, block = CACHES["low-rank"](target, full), target, Block(TEXT[300:301], TREES[2], 300)
     follow(own, view, 300)
     assert isinstance(view, LowRankCache)
     before, place = own.score([block], [view])[0], view._indexes[0].addresses[1]
@@ -190,9 +186,9 @@ def test_an_index_that_moved_unused_is_found() -> None:
 
 
 @torch.inference_mode()
-def test_other_caches_take_the_flat_pass() -> None:
+def test_other_caches_take_the_models_own_pass() -> None:
     target = admit(kept("llama", torch.float32))
-    own, cache = inner(target), HeavyHitterCache(64, 32, 64)
+    own, cache = target, HeavyHitterCache(64, 32, 64)
     assert isinstance(own, CompiledScorer)
     read(own, cache, TEXT[:200], 50)
     expected = HeavyHitterCache(64, 32, 64)
@@ -203,9 +199,9 @@ def test_other_caches_take_the_flat_pass() -> None:
 
 
 @torch.inference_mode()
-def test_a_batch_of_caches_of_two_kinds_takes_the_flat_pass() -> None:
+def test_a_batch_of_caches_of_two_kinds_takes_the_models_own_pass() -> None:
     model = kept("llama", torch.float32)
-    own, full = inner(admit(model)), source(model, 300)
+    own, full = admit(model), source(model, 300)
     view, streaming = CACHES["low-rank"](own, full), CACHES["streaming"](own, full)
     for cache in (view, streaming):
         follow(own, cache, 300)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forerun.kernels.linear import elementwise
 from forerun.kernels.linear.ordered_modules import Ordered
-from forerun.models.forward.weight_layout import lay_out
+from forerun.models.forward.gate import lay_out
 
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sigmoid": lambda x: x.sigmoid(),

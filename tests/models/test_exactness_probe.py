@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from models.test_native import MODELS, kept
+from models.test_compiled_scorer import MODELS, kept
 from support.tiny import tiny
 
 from forerun.core.block import Block
@@ -15,10 +15,10 @@ from forerun.kernels.linear import ordered_modules
 from forerun.kernels.runtime import vector_ir
 from forerun.kv.cache import Cache
 from forerun.models.forward import exactness
-from forerun.models.forward.compiled_scorer import CompiledScorer, native
+from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.exactness import Exactness, probe
+from forerun.models.forward.gate import lay_out
 from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.weight_layout import lay_out
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
@@ -28,7 +28,7 @@ BITWISE = Exactness("bitwise")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_programs_are_bitwise_exact(name: str, dtype: torch.dtype) -> None:
-    scorer = native(Scorer(kept(name, dtype)))
+    scorer = fastest_scorer(Scorer(kept(name, dtype)))
     assert isinstance(scorer, CompiledScorer)
     assert probe(scorer) == BITWISE
 

@@ -1,8 +1,8 @@
 """Where the tokens, keys and values of a pass lie: tables in a GPU's memory, which one transfer fills.
 
-A pass that is recorded once and replayed (``model/graphs.py``) needs tables of the same size each time. So tables may
-be larger than a pass: further tokens belong to a row of their own, whose memory nobody reads, and further tiles are
-empty.
+A pass that is recorded once and replayed (``models/forward/cuda_graphs.py``) needs tables of the same size each time.
+So tables may be larger than a pass: further tokens belong to a row of their own, whose memory is not read, and further
+tiles are empty.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 
-BLOCK = 32
+GPU_BLOCK_TOKENS = 32
 """Positions of a block. A tree's own keys begin at one."""
-QUERIES = 16
+GPU_TILE_QUERIES = 16
 """Queries of a tile: the least that a tensor core takes. A larger tile may take another instruction, which may sum in
 another order."""
-PIECE = 512
-"""Positions of a piece. The states of a pass over 16 tokens are then a sixteenth of the keys and values that it reads,
+GPU_SPLIT_TOKENS = 512
+"""Positions of a split. The states of a pass over 16 tokens are then a sixteenth of the keys and values that it reads,
 for heads of 128 numbers of 16 bits."""
 
 
-class Sizes(NamedTuple):
+class TableSizes(NamedTuple):
     """How large a pass is.
 
     Attributes:
@@ -34,9 +34,9 @@ class Sizes(NamedTuple):
         rows: of the batch.
         tokens: of all rows.
         tiles: of queries of all rows.
-        own: keys that only one token sees, at most.
+        own: the most keys that only one token sees.
         wanted: tokens whose logits are wanted.
-        pieces: of the longest scan.
+        splits: of the longest scan.
     """
 
     layers: int
@@ -45,15 +45,15 @@ class Sizes(NamedTuple):
     tiles: int
     own: int
     wanted: int
-    pieces: int
+    splits: int
 
-    def rounded(self) -> Sizes:
+    def rounded(self) -> TableSizes:
         """The next larger size of few, with a spare row."""
         rounded = (1 << (size - 1).bit_length() if size else 0 for size in self[2:])
-        return Sizes(self.layers, (1 << (self.rows - 1).bit_length()) + 1, *rounded)
+        return TableSizes(self.layers, (1 << (self.rows - 1).bit_length()) + 1, *rounded)
 
 
-class Places:
+class PassTables:
     """The tables of a pass, as views of one piece of memory.
 
     Attributes:
@@ -64,11 +64,11 @@ class Places:
         strides: numbers from head to head and from token to token, of keys and of values, ``[R, 4]``.
         tokens: of each token its row, its slot in the row's memory, its position, and where its scan ends, ``[n, 4]``.
         own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
-        rows: of each row its first token, how many it has, and its first tile, ``[R, 3]``.
+        rows: of each row its first token, its number of tokens, and its first tile, ``[R, 3]``.
         tiles: of each tile its row, and its number within the row, ``[T, 2]``.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device) -> None:
+    def __init__(self, sizes: TableSizes, device: torch.device) -> None:
         self.sizes = sizes
         shapes = {
             "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
@@ -97,7 +97,7 @@ class Places:
     rows: torch.Tensor
     tiles: torch.Tensor
 
-    def fill(self, batch: Rows, spare: Spare | None = None) -> None:
+    def fill(self, batch: PassDescription, spare: SpareRow | None = None) -> None:
         """Describe a pass; ``spare`` has the row of further tokens, if the tables are larger than the pass."""
         size = batch.sizes
         if self._copied is not None:
@@ -117,24 +117,24 @@ class Places:
             self._copied.record()
 
 
-class Spare(NamedTuple):
-    """Memory of a row that nobody reads, with room for one token.
+class SpareRow(NamedTuple):
+    """Memory of a row that is not read, with room for one token.
 
     Attributes:
-        addresses: of keys and values, as in ``Places``, ``[2]``.
-        strides: as in ``Places``, ``[4]``.
+        addresses: of keys and values, as in ``PassTables``, ``[2]``.
+        strides: as in ``PassTables``, ``[4]``.
     """
 
     addresses: tuple[int, int]
     strides: tuple[int, int, int, int]
 
 
-class Rows:
-    """A pass as ``Places`` takes it.
+class PassDescription:
+    """A pass as ``PassTables`` takes it.
 
     Args:
         blocks: each row's input; its start is the number of tokens in the row's memory.
-        addresses, strides: as in ``Places``.
+        addresses, strides: as in ``PassTables``.
         positions: of the tokens for the model, ``[n]``.
         group: query heads of a KV head.
     """
@@ -143,7 +143,7 @@ class Rows:
         self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int
     ) -> None:
         counts = np.array([len(block) for block in blocks])
-        ends, tiles = np.cumsum(counts), -(-counts * group // QUERIES)
+        ends, tiles = np.cumsum(counts), -(-counts * group // GPU_TILE_QUERIES)
         parts = [_described(row, block) for row, block in enumerate(blocks)]
         tokens = np.concatenate([part for part, _ in parts])
         width = max(own.shape[1] for _, own in parts)
@@ -160,8 +160,8 @@ class Rows:
             "tiles": np.array([(row, tile) for row, count in enumerate(tiles.tolist()) for tile in range(count)]),
         }
         count = len(self.tables["wanted"])
-        pieces = -(-int(tokens[:, 3].max()) // PIECE)
-        self.sizes = Sizes(len(addresses), len(blocks), len(tokens), int(tiles.sum()), width, count, pieces)
+        splits = -(-int(tokens[:, 3].max()) // GPU_SPLIT_TOKENS)
+        self.sizes = TableSizes(len(addresses), len(blocks), len(tokens), int(tiles.sum()), width, count, splits)
 
 
 def _described(row: int, block: Block) -> tuple[IntArray, IntArray]:
@@ -171,7 +171,7 @@ def _described(row: int, block: Block) -> tuple[IntArray, IntArray]:
     if block.tree.is_chain:
         return tokens, np.zeros((n, 0), np.int64)
     end = block.start + pending
-    base = end // BLOCK * BLOCK
+    base = end // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
     tokens[pending:, 3] = base
     before = np.arange(base, end)
     own = np.zeros((n, len(before) + int(block.tree.depths.max())), np.int64)

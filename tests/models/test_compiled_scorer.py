@@ -22,7 +22,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.models.forward import architecture, compiled_forward
 from forerun.models.forward.architecture import known
-from forerun.models.forward.compiled_scorer import CompiledScorer, native
+from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.gate import admit
 from forerun.models.forward.scorer import Scorer
 
@@ -42,6 +42,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text": ("Gemma3ForCausalLM", {"sliding_window": 19, "query_pre_attn_scalar": 20,
                                           "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }  # fmt: skip
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3ForCausalLM", {"sliding_window": 37, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                                           "partial_rotary_factor": 0.5}}),
+    "phi3, longrope": ("Phi3ForCausalLM", {
+        "initializer_range": 0.1, "original_max_position_embeddings": 512, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8}}),
+    "gemma": ("GemmaForCausalLM", {}),
+    "gemma2": ("Gemma2ForCausalLM", {"sliding_window": 19, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+                                     "final_logit_softcapping": 3.0}),
+    "gemma3, with images": ("Gemma3ForConditionalGeneration", {
+        "text_config": {**SHAPE, "sliding_window": 19, "query_pre_attn_scalar": 20},
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+                          "image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4}),
+    "smollm3": ("SmolLM3ForCausalLM", {"no_rope_layer_interval": 2, "use_sliding_window": False}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo3": ("Olmo3ForCausalLM", {"sliding_window": 19,
+                                   "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "granite": ("GraniteForCausalLM", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0,
+                                       "attention_multiplier": 0.3}),
+}  # fmt: skip
+"""Families whose layers differ in parts: fused matrices, norms after a part alone, multipliers, soft caps."""
+EVERY = {**MODELS, **OTHERS}
 DTYPES = (torch.float32, torch.bfloat16)
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.15}
 TEXT = np.random.default_rng(5).integers(0, 75, 700)
@@ -49,10 +71,11 @@ TEXT = np.random.default_rng(5).integers(0, 75, 700)
 
 @functools.cache
 def kept(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    class_name, extra = MODELS[name]
+    class_name, extra = EVERY[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(3)
-    model = model_class(model_class.config_class(**{**SHAPE, **extra})).to(dtype).eval()
+    shape = {} if "text_config" in extra else SHAPE
+    model = model_class(model_class.config_class(**{**shape, **extra})).to(dtype).eval()
     for weight in model.parameters():
         if weight.dim() == 1:  # norms and biases that would show if they were left out
             weight.data += torch.randn_like(weight) * 0.2
@@ -86,9 +109,9 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_near_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
-    scorer = native(Scorer(kept(name, dtype)))
+    scorer = fastest_scorer(Scorer(kept(name, dtype)))
     assert isinstance(scorer, CompiledScorer)
     assert isinstance(admit(kept(name, dtype)), CompiledScorer)
     exact = own(copy.deepcopy(kept(name, dtype)).float(), 300)
@@ -98,18 +121,18 @@ def test_near_the_models_own_logits(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_same_bits_however_a_text_is_cut(name: str, dtype: torch.dtype) -> None:
-    scorer = native(Scorer(kept(name, dtype)))
+    scorer = fastest_scorer(Scorer(kept(name, dtype)))
     whole = scored(scorer, [300])
     for sizes in ([1] * 60 + [240], [2, 3, 5, 8, 13, 16, 17, 32, 33, 64, 107], [255, 1, 44], [256, 44], [299, 1]):
         assert torch.equal(scored(scorer, sizes), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_same_bits_in_trees_and_ragged_batches(name: str, dtype: torch.dtype) -> None:
-    scorer = native(Scorer(kept(name, dtype)))
+    scorer = fastest_scorer(Scorer(kept(name, dtype)))
     whole, starts, caches, blocks = scored(scorer, [400]), (0, 31, 40, 255, 300), [], []
     with torch.inference_mode():
         for i, start in enumerate(starts):
@@ -131,7 +154,7 @@ def test_the_same_bits_in_trees_and_ragged_batches(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_nothing(threads: int) -> None:
-    scorer = native(Scorer(kept("qwen3", torch.bfloat16)))
+    scorer = fastest_scorer(Scorer(kept("qwen3", torch.bfloat16)))
     alone = scored(scorer, [1, 7, 92])
     before = torch.get_num_threads()
     try:
@@ -142,7 +165,7 @@ def test_threads_change_nothing(threads: int) -> None:
 
 
 def test_several_threads_may_score_at_once() -> None:
-    scorer = native(Scorer(kept("llama", torch.float32)))
+    scorer = fastest_scorer(Scorer(kept("llama", torch.float32)))
     expected = [scored(scorer, [size, 60 - size]) for size in range(1, 9)]
     with ThreadPoolExecutor(4) as callers:
         for _ in range(5):
@@ -151,30 +174,30 @@ def test_several_threads_may_score_at_once() -> None:
 
 
 def test_a_cache_grows_beyond_what_it_has_room_for() -> None:
-    scorer = native(Scorer(kept("mistral", torch.float32)))
+    scorer = fastest_scorer(Scorer(kept("mistral", torch.float32)))
     assert torch.equal(scored(scorer, [3] * 200, FullCache(10)), scored(scorer, [600], FullCache(1000)))
 
 
 def test_the_table_of_angles_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = scored(native(Scorer(kept("llama", torch.float32))), [600])
-    monkeypatch.setattr(compiled_forward, "TABLE", 1)
-    assert torch.equal(scored(native(Scorer(kept("llama", torch.float32))), [5] * 120), whole)
+    whole = scored(fastest_scorer(Scorer(kept("llama", torch.float32))), [600])
+    monkeypatch.setattr(compiled_forward, "ANGLES_GROWTH", 1)
+    assert torch.equal(scored(fastest_scorer(Scorer(kept("llama", torch.float32))), [5] * 120), whole)
 
 
 def test_another_default_type_changes_nothing() -> None:
     model, before = kept("llama", torch.float32), torch.get_default_dtype()
-    whole = scored(native(Scorer(model)), [50])
+    whole = scored(fastest_scorer(Scorer(model)), [50])
     for dtype in (torch.float64, torch.bfloat16):
         torch.set_default_dtype(dtype)
         try:
-            assert torch.equal(scored(native(Scorer(model)), [1, 49]), whole)
+            assert torch.equal(scored(fastest_scorer(Scorer(model)), [1, 49]), whole)
         finally:
             torch.set_default_dtype(before)
 
 
 def test_queries_are_those_of_their_pass() -> None:
     model = kept("llama", torch.float32)
-    scorers, caches = [Scorer(model), native(Scorer(model))], [FullCache(), FullCache()]
+    scorers, caches = [Scorer(model), fastest_scorer(Scorer(model))], [FullCache(), FullCache()]
     views = [RetrievalCache(cache, RetrievalConfig()) for cache in caches]  # which choose by them
     assert all(view.uses_queries for view in views)
     for scorer, cache in zip(scorers, caches, strict=True):
@@ -190,7 +213,7 @@ def test_queries_are_those_of_their_pass() -> None:
 
 def test_queries_that_nobody_chooses_by_are_not_copied() -> None:
     """But for those of a text that is read, and of more tokens than any pass had: of these a sample is kept."""
-    scorer, cache = native(Scorer(kept("llama", torch.float32))), FullCache()
+    scorer, cache = fastest_scorer(Scorer(kept("llama", torch.float32))), FullCache()
     scorer.keep_queries()
     for count, length, copied in ((7, 7, True), (5, 7, False), (7, 7, True), (9, 9, True), (1, 9, False)):
         scored(scorer, [count], cache)
@@ -202,7 +225,7 @@ def test_queries_that_nobody_chooses_by_are_not_copied() -> None:
 
 
 def test_tokens_that_there_are_not_are_refused() -> None:
-    scorer = native(Scorer(kept("llama", torch.float32)))
+    scorer = fastest_scorer(Scorer(kept("llama", torch.float32)))
     for token in (75, -1, 2**40):
         with pytest.raises(IndexError, match=str(token)):
             scorer.score([Block(np.array([3, token]), DraftTree.empty(), 0)], [FullCache()])
@@ -232,19 +255,19 @@ NO_PROGRAM = ("of the type, to one without a program", "by a hook", "by a hook b
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_in_the_next_pass(change: str) -> None:
     model = build()
-    scorer = native(Scorer(model))
+    scorer = fastest_scorer(Scorer(model))
     before = scored(scorer, [20])
     CHANGES[change](model)
     after, exact = scored(scorer, [20]), own(model, 20)
     assert error(after, exact) < NEAR.get(model.dtype, 1e-5)
     assert error(after, before) > 1e-3 or "type" in change
-    assert isinstance(native(Scorer(model)), CompiledScorer) == (change not in NO_PROGRAM)
+    assert isinstance(fastest_scorer(Scorer(model)), CompiledScorer) == (change not in NO_PROGRAM)
     assert torch.equal(scored(scorer, [1, 19]), scored(scorer, [1, 19]))
 
 
 def test_a_hook_that_goes_lets_the_program_come_back() -> None:
     model = build()
-    scorer = native(Scorer(model))
+    scorer = fastest_scorer(Scorer(model))
     before = scored(scorer, [20])
     hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
     assert error(scored(scorer, [20]), before) > 1e-3
@@ -280,22 +303,22 @@ def test_what_is_not_known_is_left_to_the_model(strange: Any) -> None:
     assert known(model)
     strange(model)
     assert not known(model)
-    assert type(native(Scorer(model))) is Scorer
+    assert type(fastest_scorer(Scorer(model))) is Scorer
 
 
 def test_a_window_that_a_llama_does_not_have_is_not_taken_from_its_config() -> None:
     model = build()
     model.config.sliding_window = 5
-    assert error(scored(native(Scorer(model)), [100]), own(model, 100)) < 1e-5
+    assert error(scored(fastest_scorer(Scorer(model)), [100]), own(model, 100)) < 1e-5
 
 
 def test_the_embeddings_factor_is_rounded_as_the_model_does() -> None:
     model = build("gemma3_text", torch.bfloat16)
     scale: Any = model.model.embed_tokens
     scale.embed_scale.fill_(25.298221)
-    assert architecture.embed_scale(scale) == 25.25
+    assert architecture.embedding_factor(model.model, scale) == 25.25
 
 
 def test_without_fused_multiply_and_add_there_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(architecture, "fused", lambda: False)
-    assert type(native(Scorer(kept("llama", torch.float32)))) is Scorer
+    assert type(fastest_scorer(Scorer(kept("llama", torch.float32)))) is Scorer

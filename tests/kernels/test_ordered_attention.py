@@ -15,9 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
-from forerun.kernels.attention.ordered_attention import ATTEND, AttendOp
+from forerun.kernels.attention.attention_combine import COMBINE
+from forerun.kernels.attention.attention_scan import SCAN
+from forerun.kernels.attention.ordered_attention import AttendOp
 from forerun.kernels.runtime import executor, thread_pool, vector_ir
-from forerun.models.forward.packing import Heads, Packed, address
+from forerun.models.forward.packing import HeadShape, PackedPass, address
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
@@ -97,7 +99,9 @@ def sinks_of(case: Case) -> torch.Tensor | None:
 def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """The kernel: outputs ``[n, H, dv]`` of each row."""
     threads = torch.get_num_threads()
-    packed = Packed([row.block for row in fed], Heads(case.heads, case.kv_heads, case.dim, case.out_dim), threads)
+    packed = PackedPass(
+        [row.block for row in fed], HeadShape(case.heads, case.kv_heads, case.dim, case.out_dim), threads
+    )
     size, strides = case.dtype.itemsize, []
     kv = np.array([[row.k.data_ptr(), row.v.data_ptr()] for row in fed], np.int64)
     for row in fed:
@@ -113,12 +117,13 @@ def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float3
     )  # fmt: skip
     slot = -(-packed.slot_size // 64) * 64
     slots = torch.zeros(threads * slot + 64, dtype=torch.uint8)
-    parts = torch.full((packed.parts_size // 4 + 16,), torch.nan)  # nothing is read that was not written
-    program = executor.Program([(ATTEND, AttendOp(code, *fields)) for code in (executor.DO_SCAN, executor.DO_SETTLE)])
+    parts = torch.full((packed.states_bytes // 4 + 16,), torch.nan)  # nothing is read that was not written
+    program = executor.Program([(each, AttendOp(*fields)) for each in (SCAN, COMBINE)])
     program.run(
         n=packed.n, rows=address(rows), units=address(packed.units), unit_count=packed.unit_count,
-        owners=address(packed.owners), places=address(packed.places), parents=address(packed.parents),
-        parts=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot,
+        token_rows=address(packed.token_rows), cache_positions=address(packed.cache_positions),
+        parents=address(packed.parents),
+        states=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot,
     )  # fmt: skip
     return list(torch.split(out, packed.counts))
 
@@ -148,7 +153,7 @@ def chain(start: int, pending: int, drafted: int = 0) -> Block:
     return Block(np.arange(pending), DraftTree.chain(np.arange(drafted)), start)
 
 
-def straight(text: Text, start: int, pending: int, drafted: int = 0) -> Fed:
+def in_order(text: Text, start: int, pending: int, drafted: int = 0) -> Fed:
     """A pass over tokens in the order of the text."""
     places = range(start, start + pending + drafted)
     return text.fed(chain(start, pending, drafted), places, text)
@@ -183,7 +188,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 def test_near_softmax_written_out(case: Case) -> None:
     text, wrong = Text(case, 760), Text(case, 100, 1)
     for start in BORDERS:
-        fed = [straight(text, start, 1), straight(text, start, 3, 40), straight(text, start, 130)]
+        fed = [in_order(text, start, 1), in_order(text, start, 3, 40), in_order(text, start, 130)]
         fed += [bushy(text, wrong, start, 1, depth, depth)[0] for depth in (0, 1, 7, 30)]
         fed += [bushy(text, wrong, start, 5, 34)[0]]
         for row in fed:
@@ -195,24 +200,24 @@ def test_near_softmax_written_out(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_text_has_the_same_bits_however_it_is_cut(case: Case) -> None:
     text, end = Text(case, 640), 640
-    whole = attend(case, [straight(text, 0, end)])[0]
-    assert error(whole, by_definition(case, straight(text, 0, end))) < 5e-6
+    whole = attend(case, [in_order(text, 0, end)])[0]
+    assert error(whole, by_definition(case, in_order(text, 0, end))) < 5e-6
     for size in (3, 32, 100, 257):
         for start in range(0, end, size):
             count = min(size, end - start)
-            assert torch.equal(attend(case, [straight(text, start, count)])[0], whole[start : start + count])
+            assert torch.equal(attend(case, [in_order(text, start, count)])[0], whole[start : start + count])
     for start in (0, 1, 30, 31, 32, 33, 255, 256, 257, 600, 638):
-        assert torch.equal(attend(case, [straight(text, start, 1)])[0], whole[start : start + 1])
+        assert torch.equal(attend(case, [in_order(text, start, 1)])[0], whole[start : start + 1])
         for drafted in (1, 40, 200):
             drafted = min(drafted, end - start - 1)
-            found = attend(case, [straight(text, start, 1, drafted)])[0]
+            found = attend(case, [in_order(text, start, 1, drafted)])[0]
             assert torch.equal(found, whole[start : start + 1 + drafted])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_token_of_a_tree_has_the_bits_of_the_text(case: Case) -> None:
     text, wrong = Text(case, 760), Text(case, 200, 1)
-    whole = attend(case, [straight(text, 0, 760)])[0]
+    whole = attend(case, [in_order(text, 0, 760)])[0]
     for start in BORDERS:
         for pending, depth in ((1, 1), (1, 5), (1, 40), (40, 3), (3, 70)):
             fed, right = bushy(text, wrong, start, pending, depth, start + depth)
@@ -222,7 +227,7 @@ def test_a_token_of_a_tree_has_the_bits_of_the_text(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[1:6], ids=str)
 def test_a_tree_across_a_piece_has_the_bits_of_the_text(case: Case) -> None:
     text, wrong = Text(case, 900), Text(case, 1200, 1)
-    whole = attend(case, [straight(text, 0, 900)])[0]
+    whole = attend(case, [in_order(text, 0, 900)])[0]
     for start, depth in ((200, 400), (255, 258), (256, 257), (0, 300)):
         fed, right = bushy(text, wrong, start, 1, depth)
         assert torch.equal(attend(case, [fed])[0][right], whole[start : start + 1 + depth])
@@ -243,7 +248,7 @@ def test_a_ragged_batch_has_the_bits_of_each_row_alone(
     text, wrong = Text(case, 700), Text(case, 200, 1)
     fed, right = [], []
     for start, pending, depth, branches in rows:
-        row = (straight(text, start, pending, depth), list(range(pending + depth)))
+        row = (in_order(text, start, pending, depth), list(range(pending + depth)))
         fed.append((bushy(text, wrong, start, pending, depth, seed) if branches else row)[0])
         right.append((bushy(text, wrong, start, pending, depth, seed) if branches else row)[1])
     before = torch.get_num_threads()
@@ -252,13 +257,13 @@ def test_a_ragged_batch_has_the_bits_of_each_row_alone(
     torch.set_num_threads(before)
     for found, row, places, (start, pending, depth, _) in zip(together, fed, right, rows, strict=True):
         assert torch.equal(found, attend(case, [row])[0])
-        assert torch.equal(found[places], attend(case, [straight(text, start, pending + depth)])[0])
+        assert torch.equal(found[places], attend(case, [in_order(text, start, pending + depth)])[0])
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[4]], ids=str)
 def test_threads_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     text, wrong = Text(case, 760), Text(case, 200, 1)
-    fed = [straight(text, 0, 700), bushy(text, wrong, 600, 1, 30)[0], straight(text, 300, 1, 8)]
+    fed = [in_order(text, 0, 700), bushy(text, wrong, 600, 1, 30)[0], in_order(text, 300, 1, 8)]
     torch.set_num_threads(1)
     alone = attend(case, fed)
     for threads in (2, 3, 5):
@@ -273,7 +278,7 @@ def test_threads_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 def test_grouped_heads_have_the_bits_of_heads_of_their_own(group: int) -> None:
     case = Case(2 * group, 2)
     text, wrong = Text(case, 400), Text(case, 100, 1)
-    for row in (straight(text, 0, 300), straight(text, 290, 1, 20), bushy(text, wrong, 290, 1, 20)[0]):
+    for row in (in_order(text, 0, 300), in_order(text, 290, 1, 20), bushy(text, wrong, 290, 1, 20)[0]):
         apart = Fed(row.block, row.q, row.k.repeat_interleave(group, 0), row.v.repeat_interleave(group, 0))
         own = attend(replace(case, kv_heads=2 * group), [apart])[0]
         assert torch.equal(attend(case, [row])[0], own)
@@ -283,7 +288,7 @@ def test_16_bits_are_read_exactly_and_written_to_the_nearest() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         case = Case(4, 2, dtype=dtype)
         text = Text(case, 400)
-        row = straight(text, 290, 3, 20)
+        row = in_order(text, 290, 3, 20)
         wide = Fed(row.block, row.q, row.k.float(), row.v.float())
         assert torch.equal(attend(case, [row])[0], attend(replace(case, dtype=torch.float32), [wide])[0])
         assert torch.equal(attend(case, [row], torch.bfloat16)[0], attend(case, [row])[0].bfloat16())
@@ -295,7 +300,7 @@ def test_extreme_scores(size: float) -> None:
     text, wrong = Text(case, 700), Text(case, 100, 1)
     text.q *= size
     text.k[:, 100:300] *= 0.01
-    row = straight(text, 0, 700)
+    row = in_order(text, 0, 700)
     whole, exact = attend(case, [row])[0], by_definition(case, row)
     own = scaled_dot_product_attention(
         *(t[None] for t in (row.q.transpose(0, 1), row.k, row.v)), is_causal=True, scale=1.0
@@ -308,5 +313,5 @@ def test_extreme_scores(size: float) -> None:
 def test_what_is_not_a_number_stays_visible() -> None:
     text = Text(Case(), 300)
     text.q[290, 1, 3] = torch.nan
-    found = attend(Case(), [straight(text, 280, 20)])[0]
+    found = attend(Case(), [in_order(text, 280, 20)])[0]
     assert found[10, 1].isnan().all() and found.isnan().sum() == 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny import PROMPTS, tiny
 
-from forerun.models.forward.float32_view import Widened
+from forerun.models.forward.float32_view import Float32View
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "mixtral", "deepseek_v3"])
@@ -18,7 +18,7 @@ def test_a_widened_pass_is_that_of_the_weights_in_float32(family: str) -> None:
     with torch.inference_mode():
         right = copy.deepcopy(narrow).float()(ids, use_cache=False).logits
         own = narrow(ids, use_cache=False).logits
-        with Widened():
+        with Float32View():
             wide = narrow(ids, use_cache=False).logits
     assert wide.dtype == torch.float32 and own.dtype == torch.bfloat16
     off = float((own.float() - right).norm() / right.norm())
