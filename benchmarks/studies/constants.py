@@ -33,9 +33,9 @@ from benchmarks.reporting.options import StudyOptions
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "drafts": {
         "policy/exploration_budget.py": ("EXPLORATION_SHARE", "EXPLORATION_START", "SAVINGS", "STAKE"),
-        "policy/calibration.py": ("FIRST_GUESS", "DOUBT", "MEMORY"),
+        "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
         "policy/chain_acceptance.py": ("AGREEING",),
-        "policy/step_timer.py": ("RECALL", "ALONE"),
+        "policy/step_timer.py": ("RECALL", "UNDISTURBED_QUANTILE"),
         "drafting/adaptive.py": ("LEAST_NODES", "NODE_GROWTH"),
     },
     "asking": {

@@ -14,7 +14,15 @@ from support.tiny import tiny
 
 import forerun
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.models.forward.pass_timing import FAR, LEAST, ROUNDS, ROWS, SECONDS, SIZES, measure
+from forerun.models.forward.pass_timing import (
+    BATCH_ROWS,
+    FAR_TOKENS,
+    MAX_ROUNDS,
+    MEASURING_SECONDS,
+    MIN_KINDS,
+    PASS_SIZES,
+    measure,
+)
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
@@ -102,20 +110,20 @@ def test_the_measured_curve_is_the_machine_s() -> None:
     assert curve.per_cached == pytest.approx(1e-4, rel=0.3)
     assert curve.per_tile == pytest.approx(3e-5, rel=0.3)
     assert curve.per_row == pytest.approx(0.1, rel=0.3)
-    assert machine.now < 2 * SECONDS
+    assert machine.now < 2 * MEASURING_SECONDS
 
 
 def test_the_measurement_ends_for_a_fast_model() -> None:
     machine = Machine(1e-9)
     measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert machine.passes <= (len(SIZES) + 5) * ROUNDS + ROWS + 1
+    assert machine.passes <= (len(PASS_SIZES) + 5) * MAX_ROUNDS + BATCH_ROWS + 1
 
 
 def test_a_large_model_is_measured_with_few_passes() -> None:
     machine = Machine(1.0)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert machine.passes <= LEAST + 1 + ROWS + 1  # and those that lay the caches out
-    assert curve.sizes == tuple(sorted(SIZES[:LEAST]))
+    assert machine.passes <= MIN_KINDS + 1 + BATCH_ROWS + 1  # and those that lay the caches out
+    assert curve.sizes == tuple(sorted(PASS_SIZES[:MIN_KINDS]))
 
 
 def test_a_model_with_few_positions_is_measured_within_them() -> None:
@@ -123,7 +131,7 @@ def test_a_model_with_few_positions_is_measured_within_them() -> None:
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
     assert curve.sizes == (1, 2, 8, 16, 32)
     assert curve.per_tile == 0
-    assert FAR > 40
+    assert FAR_TOKENS > 40
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])

@@ -21,7 +21,7 @@ from forerun.cli.ranks import followed, leading
 from forerun.cli.tables import stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
 from forerun.drafting.recipes import check_drafter
-from forerun.engine.conversation import Conversation, Turn
+from forerun.engine.conversation import Conversation, ConversationTurn
 from forerun.models.loading.load import quiet
 from forerun.models.text.detokenize import Detokenizer
 
@@ -63,7 +63,7 @@ class Chat:
     conversation: Conversation
     loading: float
     """Seconds until the engine was ready."""
-    last: Turn | None = None
+    last: ConversationTurn | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, line: str) -> None:
@@ -133,7 +133,7 @@ class Chat:
         if self.options.stats:
             self._show_stats(turn)
 
-    def _show_stats(self, turn: Turn) -> None:
+    def _show_stats(self, turn: ConversationTurn) -> None:
         level, seed = self.conversation.engine.exactness.level, seed_of(turn.request)
         stderr().print(stats_table(turn.request.stats, self.options.drafter, level, self.loading, seed))
         typer.echo(
@@ -170,7 +170,7 @@ def _piped() -> Iterator[str]:
             raise ValueError(f"line {number} is not UTF-8 text (byte {error.start})") from None
 
 
-def _summary(turn: Turn, output: Output) -> dict[str, Any]:
+def _summary(turn: ConversationTurn, output: Output) -> dict[str, Any]:
     return {
         "message": turn.message,
         "text": "".join(output.pieces),

@@ -66,9 +66,9 @@ def stamp_of(package: Path, part: str) -> str:
     every = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
     covered, waiting = set[str](), {part}
     while waiting:
-        found = waiting.pop()
-        covered.add(found)
-        for file in _files(_path(package, found)):
+        current = waiting.pop()
+        covered.add(current)
+        for file in _files(_path(package, current)):
             names = set(own.findall(file.read_text("utf-8")))
             waiting |= (every if "" in names else names & every) - covered
     digests = [sources(path) for path in (_path(package, each) for each in sorted(covered)) if _files(path)]

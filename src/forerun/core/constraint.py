@@ -25,8 +25,8 @@ class Constraint(Protocol):
         ...
 
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
-        """Tokens that follow for certain, because no other may; ``most`` of them at most, and none where it is not
-        known. It never fails."""
+        """Tokens that follow for certain, because no other may: no more than ``most``, and none where it is not known.
+        It never fails."""
         ...
 
     def complete(self, ids: torch.Tensor) -> bool:

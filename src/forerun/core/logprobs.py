@@ -29,10 +29,10 @@ class Logprob:
 
 def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
     """How likely a token is by logits ``[V]``, and which ``top`` tokens are likeliest."""
-    found = torch.log_softmax(logits.to(torch.float64, copy=True), -1)
+    logprobs = torch.log_softmax(logits.to(torch.float64, copy=True), -1)
     best: list[tuple[int, float]] = []
     if top:
-        least = found.topk(min(top, len(found))).values[-1]
-        among = (found >= least).nonzero()[:, 0].tolist()  # ascending, and with all that are as likely as the last
-        best = sorted(((each, float(found[each])) for each in among), key=lambda pair: -pair[1])[:top]
-    return Logprob(token, float(found[token]), tuple(best))
+        least = logprobs.topk(min(top, len(logprobs))).values[-1]
+        among = (logprobs >= least).nonzero()[:, 0].tolist()  # ascending, and with all that are as likely as the last
+        best = sorted(((each, float(logprobs[each])) for each in among), key=lambda pair: -pair[1])[:top]
+    return Logprob(token, float(logprobs[token]), tuple(best))

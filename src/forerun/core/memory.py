@@ -1,7 +1,7 @@
 """Memory that was freed goes back to the operating system.
 
 The GNU allocator keeps what is freed below what is in use, and up to 64 MiB above it, in each of its arenas; it makes
-one for each thread, up to eight for each core. So a process at rest may hold a hundred MiB that nobody uses.
+one for each thread, up to eight for each core. So a process at rest may hold a hundred unused MiB.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from forerun.core.compiling import COMPILES, compiled
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of splitmix64."""
 BITS = 52
-"""Of the hash that make a uniform number. With 53, adding 0.5 could round up to 1."""
+"""Hash bits used for one uniform number. With 53, adding 0.5 could round up to 1."""
 
 _GOLDEN, _MIX1, _MIX2 = np.uint64(GOLDEN), np.uint64(MIX1), np.uint64(MIX2)
 _SHIFT1, _SHIFT2, _SHIFT3, _REST = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(64 - BITS)
@@ -37,11 +37,11 @@ def best(scores: npt.NDArray[Any], key: int, count: int) -> list[int]:
     Args:
         scores: float ``[V]``; minus infinity for tokens that cannot come.
         key: of the noise; 64 bits.
-        count: tokens to find, at most.
+        count: maximum number of tokens.
     """
-    found, sums = np.empty(count, np.int64), np.empty(count, np.float64)
-    size = _search(scores, np.uint64(key), np.empty(_BLOCK, np.float64), found, sums)
-    return found[:size].tolist()  # type: ignore[no-any-return]
+    tokens, sums = np.empty(count, np.int64), np.empty(count, np.float64)
+    size = _search(scores, np.uint64(key), np.empty(_BLOCK, np.float64), tokens, sums)
+    return tokens[:size].tolist()  # type: ignore[no-any-return]
 
 
 def warm_up() -> None:
@@ -63,10 +63,10 @@ def _search(
     scores: npt.NDArray[Any],
     key: np.uint64,
     bounds: npt.NDArray[np.float64],
-    found: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int64],
     sums: npt.NDArray[np.float64],
 ) -> int:
-    """Fill ``found`` and ``sums``; how many there are."""
+    """Fill ``tokens`` and ``sums``; returns how many there are."""
     raw, size, least = bounds.view(np.int64), 0, -np.inf
     for first in range(0, len(scores), len(bounds)):
         count = min(len(bounds), len(scores) - first)
@@ -79,12 +79,12 @@ def _search(
                 u = (float(_hash(key, first + i)) + 0.5) * _UNIT
                 value = float(scores[first + i]) - math.log(-math.log(u))
                 if value > least:
-                    at = min(size, len(found) - 1)
+                    at = min(size, len(tokens) - 1)
                     while at > 0 and sums[at - 1] < value:
-                        sums[at], found[at] = sums[at - 1], found[at - 1]
+                        sums[at], tokens[at] = sums[at - 1], tokens[at - 1]
                         at -= 1
-                    sums[at], found[at] = value, first + i
-                    size = min(size + 1, len(found))
-                    if size == len(found):
+                    sums[at], tokens[at] = value, first + i
+                    size = min(size + 1, len(tokens))
+                    if size == len(tokens):
                         least = sums[size - 1]
     return size

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Origin(IntEnum):
-    """The source of a token, as trees keep it (int8). It explains a text, and decides nothing."""
+    """The source of a token, stored in trees as int8. It explains a text, and decides nothing."""
 
     TARGET = 0
     """Nobody drafted it: the target chose it."""

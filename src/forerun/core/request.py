@@ -27,7 +27,7 @@ class Request:
 
     Args:
         prompt: token ids, at least one.
-        max_new_tokens: the most to generate, at least one.
+        max_new_tokens: maximum number of tokens to generate, at least one.
         eos_token_ids: any of these ends the text, and is part of it.
         sampler: how tokens are chosen.
         stopping: called with the ids ``[1, t]`` after every token; true ends the text.
@@ -75,7 +75,7 @@ class Request:
         self.budget = budget
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        """What ended the text, where that was an error of its own."""
+        """The error that ended the text, if one did."""
         self.stats = Stats()
         self.top_logprobs = top_logprobs
         self.logprobs: list[Logprob] = []
@@ -135,18 +135,18 @@ class Request:
         return budget if self.budget is None else min(budget, self.budget)
 
     def forced(self, most: int) -> list[int]:
-        """Tokens that follow for certain, because the sampler's constraint allows no others; ``most`` at most."""
+        """Tokens that follow for certain, because the sampler's constraint allows no others; no more than ``most``."""
         constraint = self.sampler.constraint
         return [] if constraint is None else constraint.forced(self._ids[: self._end], most)
 
     def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, rows: Sequence[int]) -> None:
-        """Note how likely committed tokens were, if that is wanted, by the rows of logits ``[n, V]`` they follow."""
+        """Keep the log-probabilities of committed tokens, if they are wanted, by rows of logits ``[n, V]``."""
         if self.top_logprobs is None:
             return
-        found = [logits[row] for _, row in zip(tokens, rows, strict=False)]
+        scored = [logits[row] for _, row in zip(tokens, rows, strict=False)]
         if logits.device.type != "cpu":
-            found = list(torch.stack(found).cpu())  # one transfer; it has not run on a GPU
-        for token, own in zip(tokens, found, strict=False):
+            scored = list(torch.stack(scored).cpu())  # one transfer; it has not run on a GPU
+        for token, own in zip(tokens, scored, strict=False):
             self.logprobs.append(logprob_of(own, token, self.top_logprobs))
 
     def fork(self) -> Request:

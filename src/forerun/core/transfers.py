@@ -1,7 +1,7 @@
-"""What has to be known of logits that lie elsewhere than on a CPU, in one transfer.
+"""Choices from logits that do not lie on a CPU, in one transfer.
 
-To read a value from another device is to wait until it has done all that it was told. So the choices at all nodes of a
-tree are made there, whether a walk will come by or not, and read together, those of all rows at once. Where a sampler
+Reading a value from another device waits until the device has done all its work. So the choices at all nodes of a tree
+are made there, whether a walk will come by or not, and read together, for all rows at once. Where a sampler
 needs the ids before a choice (penalties, grammars), the logits are brought to the CPU in one piece, and walked there.
 A sampler with processors that may hold something on the model's device chooses there, node by node.
 
@@ -25,7 +25,7 @@ from forerun.core.tree import DraftTree, IntArray
 log = logging.getLogger(__name__)
 
 NOISE_ROWS = 16
-"""Rows of logits for which noise and scores in float64 are held at the same time: 8 bytes a token each."""
+"""Rows of logits that have noise and scores in float64 at the same time: 8 bytes a token each."""
 
 
 def elsewhere(tensor: torch.Tensor) -> bool:
@@ -34,44 +34,44 @@ def elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a device has done what it was told, so that a clock can be read. Streams that copy beside the present
+    """Wait until a device has done its work, so that a clock can be read. Streams that copy beside the present
     one go on. Nothing to do on a CPU."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
-def carried(found: Sequence[torch.Tensor]) -> list[IntArray]:
+def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
     """Int64 vectors of one device, brought to the CPU in one transfer."""
-    ends = np.cumsum([len(each) for each in found])
-    return np.split(torch.cat(list(found)).cpu().numpy(), ends[:-1]) if found else []
+    ends = np.cumsum([len(vector) for vector in vectors])
+    return np.split(torch.cat(list(vectors)).cpu().numpy(), ends[:-1]) if vectors else []
 
 
 def foresee(trees: Sequence[DraftTree], logits: Sequence[object], requests: Sequence[Request]) -> list[IntArray | None]:
-    """What ``verify`` needs to know of each row, in one transfer for all of them.
+    """Everything that ``verify`` needs of each row's logits, in one transfer for all of them.
 
     Args:
         trees, requests: of the rows.
         logits: of each row, ``[n + 1, V]``; anything else for a row without logits.
 
     Returns:
-        For each row what ``foretell`` says; None for a row on a CPU, one whose sampler needs more than logits, and one
-        that failed here. It will fail again when it is verified, alone.
+        For each row the result of ``foretell``; None for a row on a CPU, one whose sampler needs more than logits, and
+        one that failed here. It will fail again when it is verified, alone.
     """
-    told: list[IntArray | None] = [None] * len(trees)
-    found: dict[int, torch.Tensor] = {}
+    choices: list[IntArray | None] = [None] * len(trees)
+    vectors: dict[int, torch.Tensor] = {}
     for row, (tree, own, request) in enumerate(zip(trees, logits, requests, strict=True)):
         if isinstance(own, torch.Tensor) and elsewhere(own) and request.sampler.rowwise:
             try:
-                found[row] = foretell(tree, own, request)
+                vectors[row] = foretell(tree, own, request)
             except Exception as error:  # a processor may raise anything
                 log.debug("row %d cannot be verified: %s", row, error)
-    for row, values in zip(found, carried(list(found.values())), strict=True):
-        told[row] = values
-    return told
+    for row, values in zip(vectors, carried(list(vectors.values())), strict=True):
+        choices[row] = values
+    return choices
 
 
 def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
-    """All that a walk may ask for, worked out on the logits' device: int64, a vector. Nothing waits for the device.
+    """Every choice that a walk may need, made on the logits' device: an int64 vector. Nothing waits for the device.
 
     For a chain that is tested by rejection see ``Trial``. Otherwise the tokens chosen at the root and at each node.
     """
@@ -102,10 +102,10 @@ def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class Trial:
-    """A chain's test by rejection, as ``foretell`` found it. A vector of it has the same parts, in this order.
+    """A chain's test by rejection. A vector from ``foretell`` has the same parts, in this order.
 
     Attributes:
-        p, q: what the target and the draft give each token, float64 ``[n]``; in a vector their bits.
+        p, q: probabilities of each token by the target and the draft, float64 ``[n]``; in a vector their bits.
         residuals: the token that comes in place of each node's, if that is rejected, ``[n]``.
         last: the token after the chain, if all of it is accepted, ``[1]``.
     """
@@ -116,9 +116,9 @@ class Trial:
     last: int
 
     @classmethod
-    def of(cls, told: IntArray) -> Trial:
+    def of(cls, vector: IntArray) -> Trial:
         """From a vector."""
-        p, q, residuals, last = np.split(told, np.arange(1, 4) * (len(told) // 3))
+        p, q, residuals, last = np.split(vector, np.arange(1, 4) * (len(vector) // 3))
         return cls(p.view(np.float64).tolist(), q.view(np.float64).tolist(), residuals.tolist(), int(last[0]))
 
     def chances(self, node: int, token: int) -> tuple[float, float]:

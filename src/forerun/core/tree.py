@@ -84,14 +84,14 @@ class DraftTree:
         return cls(np.array(tokens, np.int64), np.array(parents, np.int64))
 
     def merged(self, other: DraftTree, budget: int) -> DraftTree:
-        """This tree with the nodes that ``other`` adds, at most ``budget`` in all; ``q`` and estimates are lost."""
+        """This tree with the nodes that ``other`` adds, up to ``budget`` in all; ``q`` and estimates are lost."""
         tokens, parents, origins = self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
         index = {ROOT: ROOT}
         for node, (parent, token) in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True)):
             if (above := index.get(parent)) is None:
                 continue
-            if (twin := self.children.get((above, token))) is not None:
-                index[node] = twin
+            if (same := self.children.get((above, token))) is not None:
+                index[node] = same
             elif len(tokens) < budget:
                 index[node] = len(tokens)
                 tokens.append(token)

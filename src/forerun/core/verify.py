@@ -24,7 +24,7 @@ from forerun.core.tree import ROOT, DraftTree, IntArray
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a step committed.
+    """The tokens that a step committed.
 
     Attributes:
         path: indices of the accepted nodes, from the root down.
@@ -56,32 +56,32 @@ class Outcome:
         return drafted + [int(Origin.TARGET)] * (len(self.verdict.tokens) - len(drafted))
 
 
-def verify(tree: DraftTree, logits: torch.Tensor, request: Request, told: IntArray | None = None) -> Verdict:
+def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: IntArray | None = None) -> Verdict:
     """Commit the accepted path of ``tree``, and the token after it, to ``request``.
 
     Args:
         tree: the draft under the last committed token.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
         request: supplies the sampler, receives the tokens, and ends the walk where the text ends.
-        told: what ``transfers.foresee`` said of these logits; it is asked here if it was not.
+        choices: from ``transfers.foresee`` for these logits; made here if they are not given.
 
     Raises:
         ValueError: if ``q`` comes with a tree that is not a chain under rejection sampling.
     """
     q = tested(tree, request)
     if elsewhere(logits):
-        if told is None:
-            [told] = foresee([tree], [logits], [request])
-        if told is None and request.sampler.anywhere:
+        if choices is None:
+            [choices] = foresee([tree], [logits], [request])
+        if choices is None and request.sampler.anywhere:
             logits, q = logits.cpu(), q if q is None else q.cpu()
     if q is not None:
-        return _rejection(tree, _OneByOne(q, logits, request) if told is None else Trial.of(told), request)
-    return _walk(tree, _chooser(logits, request) if told is None else _chosen(told), request)
+        return _rejection(tree, _OneByOne(q, logits, request) if choices is None else Trial.of(choices), request)
+    return _walk(tree, _chooser(logits, request) if choices is None else _chosen(choices), request)
 
 
-def _chosen(told: IntArray) -> Callable[[int], int]:
-    """A function from a node to the token chosen there, which is known."""
-    tokens: list[int] = told.tolist()
+def _chosen(choices: IntArray) -> Callable[[int], int]:
+    """A function from a node to the token that was chosen there already."""
+    tokens: list[int] = choices.tolist()
     return lambda node: tokens[node + 1]
 
 
@@ -110,7 +110,7 @@ def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Ve
 
 
 class _Test(Protocol):
-    """What the test of a chain by rejection asks for; see ``Trial``."""
+    """The choices in a chain's test by rejection; see ``Trial``."""
 
     def chances(self, node: int, token: int) -> tuple[float, float]: ...
 

@@ -46,7 +46,7 @@ class Conversation:
         self.engine = engine
         self.system = system
         self.options = options
-        self._turn: Turn | None = None
+        self._turn: ConversationTurn | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -56,7 +56,7 @@ class Conversation:
         self._cache = FullCache()
         self._cached: IntArray = np.empty(0, np.int64)
 
-    def send(self, text: str, on_prefill: Progress | None = None) -> Turn:
+    def send(self, text: str, on_prefill: Progress | None = None) -> ConversationTurn:
         """Say something; the answer is generated as the turn that comes back is iterated over.
 
         An answer that is still going on is ended where it is.
@@ -76,7 +76,7 @@ class Conversation:
         requests = self.engine.requests(apply_template(messages, self.engine.tokenizer), **self.options)
         if len(requests) != 1:
             raise ValueError(f"num_return_sequences is {len(requests)}; a conversation goes on with one answer")
-        self._turn = Turn(self, text, requests[0], on_prefill)
+        self._turn = ConversationTurn(self, text, requests[0], on_prefill)
         return self._turn
 
     def ask(self, text: str) -> str:
@@ -108,7 +108,7 @@ class Conversation:
         self._cached = self._cached[:kept]
         return kept
 
-    def _answer(self, turn: Turn, on_prefill: Progress | None) -> Generator[Commit, None, None]:
+    def _answer(self, turn: ConversationTurn, on_prefill: Progress | None) -> Generator[Commit, None, None]:
         request = turn.request
         turn.cached = self._keep(request.prompt)
         try:
@@ -120,7 +120,7 @@ class Conversation:
                 self.messages += [_message("user", turn.message), _message("assistant", turn.text)]
 
 
-class Turn:
+class ConversationTurn:
     """A message and its answer: an iterator over the commits of each step. Closing it ends the answer where it is.
 
     Attributes:

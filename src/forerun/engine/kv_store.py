@@ -1,6 +1,6 @@
 """Texts read once: keys and values of prompts' beginnings on disk, for later prompts that begin alike.
 
-A text is a file (``kv_file.py``), under the fingerprint of what its bits depend on
+A text is a file (``kv_file.py``), under a fingerprint of the model and the machine,
 and a digest of its namespace. It is mapped, not read. The tensors of views over it lie beside it. A thread writes;
 whoever looks for a text that is being written gets a copy. Nothing here ends a request: what cannot be kept is read
 again.

@@ -1,8 +1,9 @@
 """How much work on prompts a step does beside rows that decode, so that a long prompt does not hold them up.
 
-A chunk takes the longer the more text lies before it: its tokens attend to all of that. So what counts is the time, and
-each prompt has an amount of its own. A step may take ``STEPS_BESIDE`` times one that only decodes. If work on a prompt took
-longer, the next step does half as much of it, and if it took less than half of that, twice as much.
+A chunk takes longer the more text lies before it, because its tokens attend to all of that. So the limit is a time,
+and each prompt has a number of tokens of its own. A step may take ``STEPS_BESIDE`` times as long as one that only
+decodes. If work on a prompt took longer, the next step does half as much of it. If it took less than half of that time,
+the next step does twice as much.
 """
 
 from __future__ import annotations

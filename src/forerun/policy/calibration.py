@@ -21,7 +21,7 @@ FIRST_GUESS = 0.8
 one node."""
 LOWEST_ODDS, HIGHEST_ODDS = -6, 8
 """Nodes are grouped by their stated log-odds, rounded to whole numbers in this range."""
-DOUBT = 2.0
+STATEMENT_WEIGHT = 2.0
 """Weight of a drafter's own statement, in seen nodes."""
 MEMORY = 0.97
 """The factor by which counts fade at each step with nodes: half is left after 23 of them."""
@@ -36,8 +36,8 @@ class CalibrationTable(NamedTuple):
     """Counts by group, and what follows from them.
 
     Attributes:
-        seen, right: nodes whose parent was right, and those of them that were right themselves, ``[ODDS_GROUPS + DEPTH_GROUPS]``:
-            by stated log-odds, then by depth.
+        seen, right: nodes whose parent was right, and the right ones among them, by stated log-odds and then by depth,
+            ``[ODDS_GROUPS + DEPTH_GROUPS]``.
         expected: how many of them the drafter expected to be right, ``[ODDS_GROUPS]``.
         odds: the true log-odds of each group, ``[ODDS_GROUPS]``; never falling.
         pools: scratch memory of ``settle``, ``[ODDS_GROUPS, 3]``.
@@ -116,7 +116,7 @@ def settle(table: CalibrationTable) -> None:
     """
     pools, size = table.pools, 0
     for group in range(ODDS_GROUPS):
-        own, seen = DOUBT * chance_of(group + LOWEST_ODDS), table.seen[group] + DOUBT
+        own, seen = STATEMENT_WEIGHT * chance_of(group + LOWEST_ODDS), table.seen[group] + STATEMENT_WEIGHT
         right, expected = table.right[group] + own, table.expected[group] + own
         value = group + LOWEST_ODDS + math.log(right / (seen - right) * (seen - expected) / expected)
         weight, members = max(table.seen[group], _NONE), 1.0

@@ -16,9 +16,9 @@ import numpy as np
 
 from forerun.core.request import Request
 from forerun.policy.calibration import (
-    DOUBT,
     FIRST_GUESS,
     MEMORY,
+    STATEMENT_WEIGHT,
     CalibrationTable,
     calibrated,
     count,
@@ -46,8 +46,8 @@ class ChainLength(NamedTuple):
 class AcceptanceRate:
     """The acceptance rate: accepted drafts by tested ones. Those behind a rejected one are not tested."""
 
-    tested: float = DOUBT
-    accepted: float = DOUBT * FIRST_GUESS
+    tested: float = STATEMENT_WEIGHT
+    accepted: float = STATEMENT_WEIGHT * FIRST_GUESS
 
     @property
     def rate(self) -> float:
@@ -76,7 +76,7 @@ class ChainAcceptance:
 
     def begin(self, request: Request) -> None:
         """Start a text with the acceptance rate of all texts, weighed as a first guess."""
-        self._rates[request.id] = AcceptanceRate(DOUBT, DOUBT * self._all.rate)
+        self._rates[request.id] = AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * self._all.rate)
 
     def finish(self, request: Request) -> None:
         """Forget a text."""

@@ -7,7 +7,7 @@ A pass over n tokens, of which row r has n_r and looks back on L_r cached ones, 
 in units of a pass over one token with an empty cache. ``curve`` is piecewise linear between a few measured sizes, for
 it is neither linear nor even smooth: on a CPU the second token turns matrix-vector products into matrix products and
 costs as much as the next eight, and where arithmetic begins to count instead of memory, the slope grows. Each row's
-cache is read once, and scored against ``TILE_TOKENS`` tokens of the row at a time. The arithmetic of the first of them is
+cache is read once, and scored against ``TILE_TOKENS`` tokens of the row at a time. The arithmetic of the first is
 hidden by the reading, so a few tokens cost a long text no more than one; that of the others is not. The Lookahead paper
 has one constant instead, the critical decoding length (section 3.4), at which the extra tokens cost as much as the
 pass.
@@ -93,7 +93,7 @@ class CostCurve:
         return sum(length * (self.per_cached + self.per_tile * ((n - 1) // TILE_TOKENS)) for n, length in each)
 
     def rounded(self) -> CostCurve:
-        """A copy with the cost of further tokens rounded to preferred numbers, size by size, so that noise seldom shows."""
+        """Round the cost of further tokens to preferred numbers, size by size, so that noise seldom shows."""
         slopes = [_preferred(slope) for slope in np.diff(self.costs) / np.diff(self.sizes)]
         costs = np.cumsum([1, *(slopes * np.diff(self.sizes))]).round(6)
         looking = _preferred(self.per_cached), _preferred(self.per_tile), _preferred(self.per_row)

@@ -58,7 +58,8 @@ class NodeTable(NamedTuple):
     def allocate(cls, nodes: int) -> NodeTable:
         """A table with room for ``nodes`` nodes."""
         columns = {name: np.zeros(nodes, np.int64) for name in cls._fields}
-        return cls(**columns)._replace(odds=np.zeros(nodes), chances=np.zeros(nodes), worth=np.zeros(nodes))  # type: ignore[arg-type]
+        table = cls(**columns)  # type: ignore[arg-type]
+        return table._replace(odds=np.zeros(nodes), chances=np.zeros(nodes), worth=np.zeros(nodes))
 
 
 @compiled

@@ -19,8 +19,8 @@ from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_STA
 
 RECALL = 15
 """Measurements that are remembered. Their median ignores single slow ones, and follows a machine that slows down."""
-ALONE = 0.25
-"""The share of passes that are taken to be undisturbed. This quantile of what passes took is what they take alone."""
+UNDISTURBED_QUANTILE = 0.25
+"""The share of passes that are taken to be undisturbed: this quantile of times is the time of a pass alone."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
 only a plain step that follows another one is measured."""
@@ -127,7 +127,7 @@ class CurveCorrection:
         if not unit or not self._points.count:
             return AS_THE_CURVE_SAYS
         if self._line is None or self._line[0] != unit:
-            slope = self._points.slope(1 - ALONE)
+            slope = self._points.slope(1 - UNDISTURBED_QUANTILE)
             each = unit if slope is None else min(max(slope, 0.0), unit)
             self._line = unit, LinearCost(max(self._points.start(each), 0.0) / unit, each / unit)
         return self._line[1]
@@ -192,7 +192,10 @@ class StepTimer:
 
     def __init__(self, loaded: float | None = None) -> None:
         self._loaded = loaded
-        self.plain, self.trees = PassTimer(quantile=ALONE, warm=True), PassTimer(quantile=ALONE)
+        self.plain, self.trees = (
+            PassTimer(quantile=UNDISTURBED_QUANTILE, warm=True),
+            PassTimer(quantile=UNDISTURBED_QUANTILE),
+        )
         self.drafted, self.chains = PassTimer(self.plain), LinearTimer(self.plain)
         self._correction = CurveCorrection(self.plain)
         self._since = 0

@@ -17,7 +17,7 @@ from forerun.kv.full_cache import FullCache, View
 from forerun.models.forward.scorer import Scorer
 
 UNLIMITED = 1 << 30
-"""More tokens than are ever drafted."""
+"""More tokens than any draft has."""
 
 Progress = Callable[[int, int], None]
 """Called with tokens done and to do."""
@@ -38,7 +38,7 @@ def read(
     """Read a text into a cache: all tokens that it does not hold yet and would not evict at once.
 
     Args:
-        block_size: the most tokens in one pass.
+        block_size: maximum tokens of one pass.
         on_read: called with the tokens of each pass.
         most: tokens after which it ends at the end of a pass; None reads all of the text.
     """
@@ -67,7 +67,7 @@ def counting(total: int, on_prefill: Progress | None) -> Callable[[int], None]:
 
 
 @dataclass
-class _Reader:
+class _LevelCache:
     """One request's cache, and the tokens that were read into it from the prompt's last token on."""
 
     cache: Cache
@@ -90,7 +90,7 @@ class Level:
         self.scorer = scorer
         scorer.keep_queries()
         self._make = cache
-        self._readers: dict[int, _Reader] = {}
+        self._readers: dict[int, _LevelCache] = {}
 
     def begin(self, request: Request, source: Cache) -> None:
         """Make the request's cache; ``catch_up`` reads the prompt into it."""
@@ -98,10 +98,10 @@ class Level:
             raise TypeError(f"the target's cache is a {type(source).__name__}; a FullCache is needed")
         cache = self.scorer.adopt(self._make(self.scorer, source))
         first = request.prompt_length - 1
-        self._readers[request.id] = _Reader(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
+        self._readers[request.id] = _LevelCache(cache, first, np.empty(request.max_new_tokens + 1, np.int64))
 
     def catch_up(self, request: Request, tokens: int) -> bool:
-        """Read a piece of the prompt, of about so many tokens; a view looks at a piece of what the target has read.
+        """Read a piece of the prompt, of about ``tokens`` tokens; a view looks at a piece that the target has read.
 
         Returns:
             Whether nothing is left: the cache holds the prompt but for its last token, or the level cannot read it, or
@@ -125,7 +125,7 @@ class Level:
         return self._readers[request.id].cache
 
     def room(self, request: Request) -> int:
-        """How many tokens can be drafted after the text at the cost of decoding passes.
+        """Number of tokens that can be drafted after the text at the cost of decoding passes.
 
         None before the prompt has been read, and none after a token that the level's vocabulary lacks.
         """
@@ -146,7 +146,7 @@ class Level:
         return UNLIMITED if limit is None else max(0, limit + 1 - (len(tokens) if length is None else length))
 
     def whole(self, request: Request) -> bool:
-        """Whether the request's cache holds all that the target's does."""
+        """Whether the request's cache holds all tokens of the target's."""
         cache = self.cache(request)
         return isinstance(cache, View) and cache.whole
 
@@ -214,5 +214,5 @@ class Level:
         return self.cache(request).nbytes
 
     def needs(self, tokens: int) -> int:
-        """Bytes that the cache of a text of so many tokens holds at most."""
+        """Maximum bytes of the cache of a text with ``tokens`` tokens."""
         return self._make(self.scorer, FullCache()).needs(self.scorer.kv, tokens)

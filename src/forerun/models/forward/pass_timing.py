@@ -18,22 +18,22 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import TILE_TOKENS, CostCurve
 
-SIZES = (1, 8, 16, 32, 64, 2)
+PASS_SIZES = (1, 8, 16, 32, 64, 2)
 """Sizes of the passes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
-LEAST = 3
-"""How many of these sizes are always measured, however long they take."""
-ROUNDS = 9
-"""The most passes of each kind."""
-SECONDS = 1.0
+MIN_KINDS = 3
+"""This many sizes are always measured, however long they take."""
+MAX_ROUNDS = 9
+"""Maximum number of passes of each kind."""
+MEASURING_SECONDS = 1.0
 """No pass starts after this time. On a model of 135 M parameters 0.4 s are one round, whose passes meet cold memory;
 small models are done long before."""
-NEAR, FAR = 64, 4096
-"""Tokens in the cache. ``NEAR``: for the cost curve, so that it includes merging two attentions. ``FAR``: for the cost
-of cached tokens, with passes over one token and over several."""
-SEVERAL = 32
-"""Tokens of the latter: so many that arithmetic takes longer than reading the keys."""
-ROWS = 4
-"""Of a pass that shows what a row costs beside its tokens."""
+NEAR_TOKENS, FAR_TOKENS = 64, 4096
+"""Tokens in the cache: near for the cost curve, which so includes merging two attentions; far for the cost of cached
+tokens, with passes over one token and over several."""
+WIDE_TOKENS = 32
+"""Tokens of a wide pass, in which arithmetic takes longer than reading the keys."""
+BATCH_ROWS = 4
+"""Rows of a pass that shows the cost of a row beside its tokens."""
 Kind = tuple[int, int, int]
 """Rows of a pass, tokens of each, and tokens in the cache of each."""
 
@@ -47,19 +47,19 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
         clock: gives seconds.
     """
     reach = _positions(scorer)
-    near = NEAR if reach >= NEAR + max(SIZES) else 0
-    kinds = [(1, size, near) for size in SIZES if size <= reach]
-    kinds.insert(LEAST, kinds[0])  # the unit of all others: measured more often
-    if reach >= FAR + SEVERAL:
-        after = kinds.index((1, SEVERAL, near)) + 1
-        kinds[after:after] = [(1, 1, FAR), (1, SEVERAL, FAR), kinds[0]]
-    kinds.append((ROWS, 1, near))
+    near = NEAR_TOKENS if reach >= NEAR_TOKENS + max(PASS_SIZES) else 0
+    kinds = [(1, size, near) for size in PASS_SIZES if size <= reach]
+    kinds.insert(MIN_KINDS, kinds[0])  # the unit of all others: measured more often
+    if reach >= FAR_TOKENS + WIDE_TOKENS:
+        after = kinds.index((1, WIDE_TOKENS, near)) + 1
+        kinds[after:after] = [(1, 1, FAR_TOKENS), (1, WIDE_TOKENS, FAR_TOKENS), kinds[0]]
+    kinds.append((BATCH_ROWS, 1, near))
     times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
     caches = {
-        cached: [_blank(scorer, cached) for _ in range(ROWS if cached == near else 1)]
+        cached: [_blank(scorer, cached) for _ in range(BATCH_ROWS if cached == near else 1)]
         for cached in {cached for _, _, cached in kinds}
     }
-    for rows, size, cached in _until(clock, clock() + SECONDS, kinds):
+    for rows, size, cached in _until(clock, clock() + MEASURING_SECONDS, kinds):
         begin = clock()
         _pass(scorer, caches[cached][:rows], size)
         times[rows, size, cached].append(clock() - begin)
@@ -69,9 +69,9 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
 @torch.inference_mode()
 def one_token_seconds(scorer: Scorer) -> float:
     """Seconds of a pass over one token: the fastest of a few."""
-    near = NEAR if _positions(scorer) >= NEAR + max(SIZES) else 0
+    near = NEAR_TOKENS if _positions(scorer) >= NEAR_TOKENS + max(PASS_SIZES) else 0
     cache, seconds = _blank(scorer, near), []
-    for _ in range(LEAST):
+    for _ in range(MIN_KINDS):
         begin = time.perf_counter()
         _pass(scorer, [cache], 1)
         seconds.append(time.perf_counter() - begin)
@@ -79,8 +79,8 @@ def one_token_seconds(scorer: Scorer) -> float:
 
 
 def _until(clock: Callable[[], float], end: float, kinds: list[Kind]) -> Iterator[Kind]:
-    for number, kind in enumerate(kinds * ROUNDS):
-        if number >= LEAST and clock() > end:
+    for number, kind in enumerate(kinds * MAX_ROUNDS):
+        if number >= MIN_KINDS and clock() > end:
             return
         yield kind
 
@@ -91,32 +91,35 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
     ratios = [min(seconds[1, size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
     costs = tuple(np.maximum.accumulate(ratios).tolist())
     per_cached = per_tile = per_row = 0.0
-    if (1, SEVERAL, FAR) in seconds:
-        slopes = [(seconds[1, size, FAR] - seconds[1, size, near]) / one / (FAR - near) for size in (1, SEVERAL)]
+    if (1, WIDE_TOKENS, FAR_TOKENS) in seconds:
+        slopes = [
+            (seconds[1, size, FAR_TOKENS] - seconds[1, size, near]) / one / (FAR_TOKENS - near)
+            for size in (1, WIDE_TOKENS)
+        ]
         per_cached = max(slopes[0], 0.0)
-        per_tile = max(slopes[1] - per_cached, 0.0) / (SEVERAL // TILE_TOKENS - 1)
-    if (ROWS, 1, near) in seconds:
-        alone = float(np.interp(ROWS, sizes, costs))
-        per_row = max(min(seconds[ROWS, 1, near] / one, ROWS) - alone, 0.0) / (ROWS - 1)
+        per_tile = max(slopes[1] - per_cached, 0.0) / (WIDE_TOKENS // TILE_TOKENS - 1)
+    if (BATCH_ROWS, 1, near) in seconds:
+        alone = float(np.interp(BATCH_ROWS, sizes, costs))
+        per_row = max(min(seconds[BATCH_ROWS, 1, near] / one, BATCH_ROWS) - alone, 0.0) / (BATCH_ROWS - 1)
     return CostCurve(tuple(sizes), costs, per_cached, per_tile, per_row, one).rounded()
 
 
 def _positions(scorer: Scorer) -> int:
     """The number of positions of the model."""
     limit = getattr(scorer.model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else FAR + SEVERAL
+    return limit if isinstance(limit, int) else FAR_TOKENS + WIDE_TOKENS
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:
     """A cache that holds ``cached`` tokens of zeros."""
-    cache = FullCache(cached + max(SIZES))
+    cache = FullCache(cached + max(PASS_SIZES))
     _pass(scorer, [cache], 1)
     cache.blank(cached)
     return cache
 
 
 def _pass(scorer: Scorer, caches: Sequence[FullCache], size: int) -> None:
-    """Score a chain of so many tokens behind each cache, and wait for it."""
+    """Score a chain of ``size`` tokens behind each cache, and wait for it."""
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, size)
     blocks = [Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length) for cache in caches]
     scorer.score(blocks, caches)[0][0, 0].item()
