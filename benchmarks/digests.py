@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -214,14 +214,15 @@ def generated(
 
 def record(drafter: Any) -> Any:
     """A digest that takes in every tree that the drafter will propose."""
-    total, propose = hashlib.sha256(), drafter.propose_batch
+    name = "propose" if "context" in inspect.signature(drafter.propose).parameters else "propose_batch"
+    total, propose = hashlib.sha256(), getattr(drafter, name)
 
-    def proposed(requests: Sequence[Request], budget: int) -> list[DraftTree]:
-        found: list[DraftTree] = propose(requests, budget)
+    def proposed(*asked: Any) -> list[DraftTree]:
+        found: list[DraftTree] = propose(*asked)
         total.update("".join(map(shape, found)).encode())
         return found
 
-    drafter.propose_batch = proposed
+    setattr(drafter, name, proposed)
     return total
 
 
@@ -249,11 +250,20 @@ def trees(texts: list[list[int]], tokenizer: Any) -> Pairs:
             request = Request(text[: len(text) // 2], len(text))
             drafter.begin(request)
             for token in text[len(text) // 2 :]:
-                total.update(shape(drafter.propose(request, budget)).encode())
+                total.update(shape(proposed(drafter, request, budget)).encode())
                 request.append(token)
                 drafter.observe(request, None)
             drafter.finish(request)
         yield f"trees; {name}; {budget} nodes", total.hexdigest()
+
+
+def proposed(drafter: Any, request: Request, budget: int) -> DraftTree:
+    """A drafter's tree for one row, before and after drafters were asked for all rows of a pass."""
+    if "context" not in inspect.signature(drafter.propose).parameters:
+        return drafter.propose(request, budget)
+    from forerun.core.pass_context import PassContext
+
+    return drafter.propose(PassContext.decoding([request], budget))[0]
 
 
 def turn(key: str, count: int) -> int:
