@@ -52,6 +52,20 @@ def test_what_is_no_drafter_is_refused() -> None:
         engine.set_drafter(None)  # type: ignore[arg-type]
 
 
+class ListDrafter(forerun.Drafter):
+    """Proposes tokens where trees are wanted."""
+
+    def propose(self, context: Any) -> Any:
+        return [[1, 2]] * len(context)
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_a_drafter_that_returns_lists_of_tokens_is_refused(prune: bool) -> None:
+    engine = forerun.Engine(tiny("llama"), ListDrafter(), prune_drafts=prune)
+    with pytest.raises(TypeError, match=r"ListDrafter.propose returned \[\[1, 2\]\]; it must be one DraftTree"):
+        engine.generate([1, 2, 3], max_new_tokens=4)
+
+
 def test_a_number_in_place_of_a_prompt_is_refused() -> None:
     with pytest.raises(TypeError, match="the prompt is 5; it must be text, token ids, messages"):
         forerun.Engine(tiny("llama"), "none").generate(5)  # type: ignore[arg-type]

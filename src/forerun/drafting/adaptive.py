@@ -17,7 +17,7 @@ from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.drafting.drafter import Drafter, OuterDrafter
+from forerun.drafting.drafter import Drafter, OuterDrafter, check_trees
 from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
@@ -277,4 +277,8 @@ class AdaptiveDrafter(OuterDrafter):
 
 
 def _propose(source: Drafter | None, context: PassContext) -> list[DraftTree]:
-    return [DraftTree.empty()] * len(context) if source is None else source.propose(context)
+    if source is None:
+        return [DraftTree.empty()] * len(context)
+    trees = source.propose(context)
+    check_trees(source, trees, len(context))
+    return trees

@@ -24,7 +24,7 @@ from forerun.core.request import Request
 from forerun.core.transfers import foresee, settle
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
-from forerun.drafting.drafter import Drafter, NoDrafter
+from forerun.drafting.drafter import Drafter, NoDrafter, check_trees
 from forerun.engine.result import Commit
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedPrefix
@@ -202,7 +202,7 @@ class DecodingStep:
         if drafted:
             context = PassContext(texts, [text.allowed(self.budget) for text in texts], pending, beside).of(drafted)
             proposed = self.drafter.propose(context)
-            _check(self.drafter, proposed, len(context))
+            check_trees(self.drafter, proposed, len(context))
             for n, tree, budget in zip(drafted, proposed, context.budgets, strict=True):
                 trees[n] = tree.first(budget)
         known = self.target.vocabulary
@@ -241,14 +241,6 @@ class DecodingStep:
             row.request.fail(error)
             return None
         return outcome
-
-
-def _check(drafter: Drafter, trees: object, rows: int) -> None:
-    """Refuse what is no list of one ``DraftTree`` for each row."""
-    if not isinstance(trees, Sequence) or len(trees) != rows or not all(isinstance(tree, DraftTree) for tree in trees):
-        raise TypeError(
-            f"{type(drafter).__name__}.propose returned {trees!r}; it must be one DraftTree for each of {rows} rows"
-        )
 
 
 def _extended(request: Request, chain: Sequence[int]) -> Request:

@@ -67,15 +67,15 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
 
 
 @torch.inference_mode()
-def one_token_seconds(scorer: Scorer) -> float:
-    """Seconds of a pass over one token: the fastest of a few."""
+def seconds_of_passes(scorer: Scorer, sizes: Sequence[int]) -> list[float]:
+    """Seconds of one pass of each size, after one that is not counted."""
     near = NEAR_TOKENS if _positions(scorer) >= NEAR_TOKENS + max(PASS_SIZES) else 0
     cache, seconds = _blank(scorer, near), []
-    for _ in range(MIN_KINDS):
+    for size in (sizes[0], *sizes):
         begin = time.perf_counter()
-        _pass(scorer, [cache], 1)
+        _pass(scorer, [cache], size)
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return seconds[1:]
 
 
 def _until(clock: Callable[[], float], end: float, kinds: list[Kind]) -> Iterator[Kind]:

@@ -25,7 +25,7 @@ from torch import nn
 
 from forerun.models.forward.exactness import LEVELS, Exactness, probe
 from forerun.models.forward.fingerprint import of_results, unknowable_code
-from forerun.models.forward.pass_timing import measure, one_token_seconds
+from forerun.models.forward.pass_timing import measure, seconds_of_passes
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.sharded import is_sharded
 from forerun.policy.cost_curve import CostCurve
@@ -144,8 +144,11 @@ class _Result:
 
 
 def _disturbed(curve: CostCurve, scorer: Scorer) -> bool:
-    """Whether something else used the machine when the curve was measured: a pass is much faster now."""
-    return curve.unit is None or one_token_seconds(scorer) < FASTER * curve.unit
+    """Whether something else used the machine when the curve was measured: a pass of any size is much faster now."""
+    if curve.unit is None:
+        return True
+    now = seconds_of_passes(scorer, curve.sizes)
+    return any(seconds < FASTER * cost * curve.unit for seconds, cost in zip(now, curve.costs, strict=True))
 
 
 def _read(file: Path) -> dict[str, Any]:
