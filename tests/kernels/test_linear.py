@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,25 @@ import torch
 from torch.nn.functional import gelu, pad, silu
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear import linear, panels
-from forerun.kernels.linear.linear import ADD, GATE, LINEAR, PUT, LinearOp
+from forerun.kernels.linear import linear
+from forerun.kernels.linear.linear import (
+    ADD,
+    GATE,
+    LINEAR,
+    NUMBER_KINDS,
+    PUT,
+    MatrixTable,
+    operation,
+    plain,
+    table_of,
+)
 from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import GELU, SILU
+from forerun.kernels.linear.weight_format import multiplies_pairs
 from forerun.kernels.runtime import executor, thread_pool, vector_ir
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 EPS = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float64: 1e-14}
 SHAPES = [(64, 64), (50, 40), (33, 1536), (7, 12), (192, 2050), (16, 2), (1, 70), (257, 4160)]
 """Outputs and columns: whole and broken panels, whole and broken vectors, more and fewer than a chunk."""
@@ -42,22 +53,25 @@ def layer(
     to: torch.dtype | None = None, onto: torch.Tensor | None = None, share: int = 2, activation: int = SILU,
 ) -> torch.Tensor:  # fmt: skip
     """One operation over one to three matrices; sums are put as ``to``, or added to ``onto``."""
-    kind, size, (n, columns) = KINDS[x.dtype], x.dtype.itemsize, x.shape
-    x = pad(x, (0, -columns % (64 // size))).contiguous()
+    kind, size, (n, columns) = NUMBER_KINDS[x.dtype], x.dtype.itemsize, x.shape
+    x, words = pad(x, (0, -columns % (64 // size))).contiguous(), columns * size // (8 if kind == 2 else 4)
     outs = [len(w) for w in weights]
     y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs), dtype=to or x.dtype)
-    three: Any = lambda given: (*given, 0, 0, 0)[:3]  # noqa: E731
-    lanes = 64 // (8 if x.dtype == torch.float64 else 4)
-    panels = sum(-(-count // lanes) for count in (outs[:1] if mode == GATE else outs))
-    op = LinearOp(
-        0, kind, x.data_ptr(), x.stride(0) * size, columns * size, mode, KINDS[y.dtype], panels, share,
-        share * torch.get_num_threads(), activation, y.data_ptr(), y.stride(0) * y.dtype.itemsize,
-        *three([w.data_ptr() for w in weights]),
-        *three(outs), *three([b.data_ptr() for b in biases]),
-    )  # fmt: skip
-    room = -(-linear.room(n, columns * size) // 64) * 64
+    table = table_of([plain(w, bias) for w, bias in zip_longest(weights, biases)])
+    return run(table, kind, words, x, y, mode, share, activation)
+
+
+def run(
+    table: MatrixTable, kind: int, words: int, x: torch.Tensor, y: torch.Tensor, mode: int, share: int, activation: int
+) -> torch.Tensor:
+    """Run one operation, with this many pairs of panels a task."""
+    places = [(t.data_ptr(), t.stride(0) * t.dtype.itemsize) for t in (x, y)]
+    how: Any = {"mode": mode, "to_kind": NUMBER_KINDS[y.dtype], "activation": activation}
+    _, op = operation(table, kind, words, *places, torch.get_num_threads(), **how)
+    op = op._replace(share=share, turn=share * torch.get_num_threads())
+    room = -(-linear.scratch_bytes(len(x), words) // 64) * 64
     slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
-    executor.Program([(LINEAR, op)]).run(n=n, slots=slots.data_ptr(), slot_size=room)
+    executor.Program([(LINEAR, op)]).run(n=len(x), slots=slots.data_ptr(), slot_size=room)
     return y
 
 
@@ -94,7 +108,7 @@ def in_order(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tens
     return torch.from_numpy(np.ascontiguousarray(sums))
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_near_the_sums_in_double_precision(shape: tuple[int, int], dtype: torch.dtype) -> None:
     (outs, columns), w = shape, numbers(*shape, dtype=dtype)
@@ -106,7 +120,7 @@ def test_near_the_sums_in_double_precision(shape: tuple[int, int], dtype: torch.
         assert error(layer(x, [w], [bias]), exact + bias.double()) < EPS[dtype]
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
 @pytest.mark.parametrize("shape", [(50, 40), (33, 1536), (7, 12), (40, 4160)], ids=str)
 def test_the_same_bits_for_any_number_of_tokens_at_any_place(shape: tuple[int, int], dtype: torch.dtype) -> None:
     (outs, columns), w = shape, numbers(*shape, dtype=dtype)
@@ -117,7 +131,7 @@ def test_the_same_bits_for_any_number_of_tokens_at_any_place(shape: tuple[int, i
             assert torch.equal(layer(x[first : first + n], [w], [bias]), whole[first : first + n]), (n, first)
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
 @pytest.mark.parametrize("n", [1, 7, 40])
 def test_threads_and_shares_change_nothing(n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     w, x = numbers(130, 200, dtype=dtype), numbers(n, 200, dtype=dtype, seed=2)
@@ -139,7 +153,7 @@ def test_sums_go_from_the_bias_on_column_by_column(n: int, dtype: torch.dtype) -
     assert torch.equal(layer(x, [w], [bias]), in_order(x, w, bias))
 
 
-@pytest.mark.skipif(panels.pairs(), reason="the processor adds products of pairs in its own way")
+@pytest.mark.skipif(multiplies_pairs(), reason="the processor adds products of pairs in its own way")
 @pytest.mark.parametrize("n", [1, 5, 21])
 def test_bfloat16_is_summed_as_floats_column_by_column(n: int) -> None:
     w, bias, x = (numbers(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(18, 70), (18,), (n, 70)]))
@@ -187,7 +201,7 @@ def test_gates_are_activated_and_multiplied(outs: int, dtype: torch.dtype, activ
         assert torch.equal(layer(x[-n:], pair, biases, mode=GATE, activation=activation), whole[-n:])
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
 def test_what_is_not_a_number_stays_with_its_token_and_its_output(dtype: torch.dtype) -> None:
     w, x = numbers(20, 40, dtype=dtype), numbers(5, 40, dtype=dtype, seed=2)
     plain = layer(x, [w])

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 from kernels.test_linear import layer
+from kernels.test_linear import run as run_table
 
-from forerun.kernels.linear.blockwise import Blocks, described, look_up, operation
-from forerun.kernels.linear.linear import ADD, GATE, PUT
+from forerun.kernels.linear import linear
+from forerun.kernels.linear.decoder_ops import LOOKUP, LookupOp
+from forerun.kernels.linear.linear import ADD, GATE, PUT, Weights, matrix_of, table_of
 from forerun.kernels.linear.rowwise import GELU, SILU
-from forerun.kernels.quantized import stored_linear
-from forerun.kernels.quantized.formats import FORMATS
-from forerun.kernels.quantized.stored_linear import LOOKUP, STORED
+from forerun.kernels.quantized.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime import executor, thread_pool, vector_ir
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
-NAMES = [each.name for each in FORMATS]
+NAMES = [each.name for each in GGUF_FORMATS]
 QUICK = ("Q4_1", "Q8_0", "Q4_K")
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in NAMES]
 """Each format compiles a kernel of its own."""
@@ -43,10 +43,10 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def blocks(name: str, outs: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of random blocks, and the floats that gguf makes of them; every bit pattern of the small integers occurs."""
     which = NAMES.index(name)
-    kind = gguf.GGMLQuantizationType(FORMATS[which].number)
+    kind = gguf.GGMLQuantizationType(GGUF_FORMATS[which].number)
     rng = np.random.default_rng(seed)
-    count = columns // FORMATS[which].columns
-    raw = rng.integers(0, 256, (outs, count, FORMATS[which].bytes), np.uint8)
+    count = columns // GGUF_FORMATS[which].words
+    raw = rng.integers(0, 256, (outs, count, GGUF_FORMATS[which].bytes), np.uint8)
     for at in SCALES.get(name, ()):
         scales = (rng.standard_normal((outs, count)) * 0.05).astype(np.float16)
         raw[:, :, at : at + 2] = scales[:, :, None].view(np.uint8)
@@ -70,17 +70,10 @@ def run(
     mode: int = PUT, onto: torch.Tensor | None = None, share: int = 2, activation: int = SILU,
 ) -> torch.Tensor:  # fmt: skip
     """One operation over one to three stored matrices."""
-    n, columns = x.shape
     outs = [len(rows) for _, rows in weights]
-    y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs))
-    given = [Blocks(rows, name, bias) for (name, rows), bias in zip_longest(weights, biases)]
-    table = described(given)
-    _, op = operation(table, columns, (x.data_ptr(), x.stride(0) * 4), (y.data_ptr(), y.stride(0) * 4), 1, mode=mode)
-    op = op._replace(share=share, turn=2 * share, activation=activation)
-    room = -(-stored_linear.room(n, columns) // 64) * 64
-    slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
-    executor.Program([(STORED, op)]).run(n=n, slots=slots.data_ptr(), slot_size=room)
-    return y
+    y = onto if onto is not None else torch.zeros(len(x), outs[0] if mode == GATE else sum(outs))
+    table = table_of([Weights(rows, name, bias) for (name, rows), bias in zip_longest(weights, biases)])
+    return run_table(table, 0, x.shape[1], x, y, mode, share, activation)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -97,7 +90,7 @@ def test_the_bits_of_float32_weights_of_the_same_numbers(name: str, shape: tuple
     assert float((expected - exact).norm() / exact.norm()) < 2e-6
 
 
-@pytest.mark.parametrize("name", [each.name for each in FORMATS if each.columns <= 32])
+@pytest.mark.parametrize("name", [each.name for each in GGUF_FORMATS if each.words <= 32])
 @pytest.mark.parametrize("columns", [32, 96, 288, 544])
 def test_rows_of_any_number_of_blocks(name: str, columns: int) -> None:
     (rows, weights), x = blocks(name, 24, columns), numbers(14, columns, seed=2)
@@ -152,9 +145,10 @@ def test_gates_are_activated_and_multiplied(outs: int, activation: int, names: t
 def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
     rows, weights = blocks(name, 20, 512)
     ids, x = torch.tensor([3, 19, 0, 3]), torch.zeros(4, 512)
-    room = stored_linear.room(1, 512) // 64 * 64 + 64
+    room = linear.scratch_bytes(1, 512) // 64 * 64 + 64
     slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
-    op = look_up(Blocks(rows, name), 512, (x.data_ptr(), x.stride(0) * 4), 1.5)
+    m = matrix_of(Weights(rows, name))
+    op = LookupOp(m.w, m.row, m.block, m.unpack, 512, x.data_ptr(), x.stride(0) * 4, 1.5)
     executor.Program([(LOOKUP, op)]).run(n=4, ids=ids.data_ptr(), slots=slots.data_ptr(), slot_size=room)
     assert torch.equal(x, weights[ids] * 1.5)
 

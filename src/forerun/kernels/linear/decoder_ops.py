@@ -10,7 +10,7 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
 from forerun.kernels.linear.rowwise import TO_FLOATS, rotate, scale, squares, widen, words
-from forerun.kernels.runtime.addresses import StructLayout, floats, integers
+from forerun.kernels.runtime.addresses import StructLayout, call6, floats, integers
 from forerun.kernels.runtime.executor import PER_OUTPUT, PER_TOKEN, Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import LANES
 
@@ -21,6 +21,19 @@ class EmbedOp(NamedTuple):
     kind: int
     weight: int
     row: int
+    dim: int
+    x: int
+    x_row: int
+    factor: float
+
+
+class LookupOp(NamedTuple):
+    """Embedding rows of packed weights, times a factor, as floats; see ``linear.Matrix``."""
+
+    w: int
+    row: int
+    block: int
+    unpack: int
     dim: int
     x: int
     x_row: int
@@ -76,8 +89,10 @@ class RotaryOp(NamedTuple):
     eps: float
 
 
-EMBED_LAYOUT, NORM_LAYOUT, ROTARY_LAYOUT = StructLayout(EmbedOp), StructLayout(NormOp), StructLayout(RotaryOp)
-read_embed, read_norm, read_rotary = EMBED_LAYOUT.reader(), NORM_LAYOUT.reader(), ROTARY_LAYOUT.reader()
+EMBED_LAYOUT, LOOKUP_LAYOUT = StructLayout(EmbedOp), StructLayout(LookupOp)
+NORM_LAYOUT, ROTARY_LAYOUT = StructLayout(NormOp), StructLayout(RotaryOp)
+read_embed, read_lookup = EMBED_LAYOUT.reader(), LOOKUP_LAYOUT.reader()
+read_norm, read_rotary = NORM_LAYOUT.reader(), ROTARY_LAYOUT.reader()
 
 
 @compiled
@@ -86,6 +101,17 @@ def embed(address: int, fields: int, code: int, token: int, slot: int) -> None:
     op, ids = read_embed(fields), read_pass(address).ids
     floats(slot, 1)[0] = np.float32(op.factor)
     widen(op.kind, op.weight + integers(ids + 8 * token, 1)[0] * op.row, slot, op.dim // LANES, op.x + token * op.x_row)
+
+
+@compiled
+def look_up(address: int, fields: int, code: int, token: int, slot: int) -> None:
+    """One token's row, unpacked as a panel of sixteen times the same row."""
+    op = read_lookup(fields)
+    w = op.w + integers(read_pass(address).ids + 8 * token, 1)[0] * op.row
+    call6(op.unpack, w, op.row, 0, op.dim // op.block, 0, slot)
+    unpacked, x = floats(slot, op.dim * LANES), floats(op.x + token * op.x_row, op.dim)
+    for i in range(op.dim):
+        x[i] = unpacked[i * LANES] * op.factor
 
 
 @compiled
@@ -143,5 +169,6 @@ def _turn(op: RotaryOp, x: int, cos: int, sin: int) -> None:
 
 
 EMBED = Operation(EMBED_LAYOUT, lambda op: Tasks(1, PER_TOKEN), embed)
+LOOKUP = Operation(LOOKUP_LAYOUT, lambda op: Tasks(1, PER_TOKEN), look_up)
 NORM = Operation(NORM_LAYOUT, lambda op: Tasks(1, PER_OUTPUT if op.which else PER_TOKEN), norm)
 ROTARY = Operation(ROTARY_LAYOUT, lambda op: Tasks(1, PER_TOKEN), turn)

@@ -1,109 +1,256 @@
-"""Linear layers that sum every output in one fixed order, whatever else is in the pass.
+"""Linear layers over weights in any format, where the model or a GGUF file stores them.
 
 An output starts with its bias and adds the products of weights and inputs column by column, in one accumulator. So the
 bits of a token's outputs do not depend on the other tokens of the pass, on how many there are, or on threads. With
-attention (``ordered_attention.py``) this makes speculative decoding bitwise exact. Weights are read once for all tokens of a
-pass, row by row where the model stores them (``panels.py``). Nothing is packed, copied or kept.
+attention (``ordered_attention.py``) this makes speculative decoding bitwise exact. Packed weights are unpacked to
+float32 in registers, and give the bits of float32 weights of the same numbers. Weights are read once for all tokens of
+a pass; nothing is packed, copied or kept.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from forerun.core.compiling import compiled
-from forerun.kernels.linear.panels import few, many, transpose
-from forerun.kernels.linear.rowwise import gated, words
-from forerun.kernels.runtime.addresses import StructLayout, address_of, bytes_at, call5, call7, call8, doubles, floats
-from forerun.kernels.runtime.executor import Operation, Tasks, read_pass
-from forerun.kernels.runtime.vector_ir import LINE
+import numpy as np
+import torch
+from torch.nn.functional import pad
 
-CHUNK = 64
-"""Tiles whose columns are written to a buffer at once: 64 KiB."""
+from forerun.core.compiling import compiled
+from forerun.kernels.linear.panels import (
+    MANY_TOKENS,
+    WEIGHT_FORMATS,
+    few,
+    many,
+    many_in_rows,
+    transpose,
+    unpack,
+)
+from forerun.kernels.linear.rowwise import gated, words
+from forerun.kernels.linear.weight_format import PLAIN_FORMATS, Plain, WeightFormat
+from forerun.kernels.runtime.addresses import (
+    ScratchMemory,
+    StructLayout,
+    address_of,
+    bytes_at,
+    call5,
+    call6,
+    call7,
+    call11,
+    doubles,
+    floats,
+)
+from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pass
+from forerun.kernels.runtime.vector_ir import LANES, LINE
+
+FORMAT_NAMES = [each.name for each in WEIGHT_FORMATS]
+NUMBER_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
+"""Types of inputs, by their number in operations."""
+UNPACKED_COLUMNS = 256
+"""Columns of two panels that are unpacked at once: 32 KiB; a multiple of every format's block."""
+TASKS_PER_THREAD = 8
 PUT, ADD, GATE = 0, 1, 2
 """What happens to the sums. ``PUT``: stored. ``ADD``: added to floats. ``GATE``: activated, and multiplied by the sums
 of the second matrix."""
 
 
+class Weights(NamedTuple):
+    """A matrix.
+
+    Attributes:
+        rows: ``[O, K]`` of a type of ``NUMBER_KINDS``, or packed bytes ``[O, row]``; contiguous.
+        format: one of ``FORMAT_NAMES``.
+        bias: ``[O]`` in the type of the inputs, or None.
+    """
+
+    rows: torch.Tensor
+    format: str
+    bias: torch.Tensor | None = None
+
+
+def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
+    """A matrix of a type of ``NUMBER_KINDS``."""
+    return Weights(weight, str(weight.dtype).removeprefix("torch."), bias)
+
+
+class Matrix(NamedTuple):
+    """A matrix as kernels see it: address, bytes per row, rows, address of the bias or 0, words per block, and the
+    addresses of machine code for its format; of ``unpack`` and ``many_in_rows``, one is 0."""
+
+    w: int
+    row: int
+    outs: int
+    bias: int
+    block: int
+    few: int
+    unpack: int
+    many_in_rows: int
+
+
 class LinearOp(NamedTuple):
     """One to three matrices over the same tokens: addresses, strides in bytes, and counts.
 
+    Two panels are computed side by side: two of one matrix, or one each of the two matrices of a ``GATE``.
+
     Attributes:
         which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
-        kind: type of the numbers: 0 float32, 1 bfloat16, 2 float64 (``panels.KINDS``).
+        kind, to_kind: type of the inputs, and of the results: 0 float32, 1 bfloat16, 2 float64.
         x: address of the tokens' rows, in whole vectors; 0 for those of the pass.
-        row: bytes per row of weights.
+        words: per row.
+        few_tokens: the most tokens for which the machine code ``few`` is made.
         mode: ``PUT``, ``ADD`` or ``GATE``.
-        to_kind: type of the results for ``PUT``.
-        panels: of all matrices; of the first, for ``GATE``.
-        share: panels that a thread takes at once.
-        turn: panels in the shares of all threads; where a thread's next share begins if all are equally fast.
-        w0: address of the first matrix, which has ``outs0`` rows; ``bias0`` is 0 if there is none.
-        y: address of the results' rows; 0 for those of the pass. The matrices' results are side by side.
+        pairs: of panels, in all matrices.
+        share: pairs that a thread takes at once.
+        turn: pairs in the shares of all threads; where a thread's next share begins if all are equally fast.
         activation: of gates.
+        y: address of the results' rows; 0 for those of the pass. The matrices' results are side by side.
+        table: address of the ``matrices`` matrices.
     """
 
     which: int
     kind: int
+    to_kind: int
     x: int
     x_row: int
-    row: int
+    words: int
+    few_tokens: int
     mode: int
-    to_kind: int
-    panels: int
+    pairs: int
     share: int
     turn: int
     activation: int
     y: int
     y_row: int
-    w0: int
-    w1: int
-    w2: int
-    outs0: int
-    outs1: int
-    outs2: int
-    bias0: int
-    bias1: int
-    bias2: int
+    table: int
+    matrices: int
 
 
-class Panels(NamedTuple):
-    """Addresses of the machine code for one kind of number (``panels.py``)."""
+class LinearCode(NamedTuple):
+    """Addresses of the machine code that all formats share."""
 
-    few: int
-    many: int
     transpose: int
+    many: int
 
 
-LINEAR_LAYOUT, PANELS = StructLayout(LinearOp), StructLayout(Panels)
-read_linear, read_panels = LINEAR_LAYOUT.reader(), PANELS.reader()
+LINEAR_LAYOUT, MATRIX, CODE = StructLayout(LinearOp), StructLayout(Matrix), StructLayout(LinearCode)
+read_linear, read_matrix, read_code = LINEAR_LAYOUT.reader(), MATRIX.reader(), CODE.reader()
+MATRIX_BYTES = 8 * len(Matrix._fields)
+
+MatrixTable = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 @functools.cache
-def panels_of(kind: int) -> Panels:
-    """The machine code for a kind, compiled or loaded at the first call."""
+def _shared_code(kind: int) -> LinearCode:
+    """The machine code that all formats share, compiled or loaded at the first call."""
 
     @compiled
-    def few_tokens(tokens: int, w: int, row: int, last: int, x: int, steps: int, ahead: int, sums: int) -> None:
-        few(kind, tokens, w, row, last, x, steps, ahead, sums)
+    def words_of_tokens(x: int, row: int, last: int, steps: int, to: int) -> None:
+        transpose(kind, x, row, last, steps, to)
 
     @compiled
-    def many_tokens(tokens: int, columns: int, x: int, steps: int, ahead: int, row: int, sums: int) -> None:
-        many(kind, tokens, columns, x, steps, ahead, row, sums)
+    def products(tokens: int, columns: int, other: int, count: int, x: int, sums: int, other_sums: int) -> None:
+        many(tokens, columns, other, count, x, sums, other_sums)
+
+    return LinearCode(address_of(words_of_tokens, 5), address_of(products, 7))
+
+
+@functools.cache
+def _format_code(which: int) -> tuple[int, int, int]:
+    """Addresses of ``few``, ``unpack`` and ``many_in_rows`` for one of ``WEIGHT_FORMATS``."""
 
     @compiled
-    def columns_of(w: int, row: int, last: int, steps: int, to: int) -> None:
-        transpose(kind, w, row, last, steps, to)
+    def products_of_few(
+        tokens: int, w: int, other: int, row: int, last: int, other_last: int, x: int, x_row: int, blocks: int,
+        ahead: int, sums: int,
+    ) -> None:  # fmt: skip
+        few(which, tokens, w, other, row, last, other_last, x, x_row, blocks, ahead, sums)
 
-    counts: tuple[tuple[Callable[..., None], int], ...] = ((few_tokens, 8), (many_tokens, 7), (columns_of, 5))
-    return Panels(*(address_of(function, count) for function, count in counts))
+    @compiled
+    def columns_of(w: int, row: int, last: int, blocks: int, ahead: int, to: int) -> None:
+        unpack(which, w, row, last, blocks, ahead, to)
+
+    @compiled
+    def products_in_rows(w: int, row: int, last: int, x: int, steps: int, ahead: int, sums: int) -> None:
+        many_in_rows(which, w, row, last, x, steps, ahead, sums)
+
+    if which < len(PLAIN_FORMATS):
+        return address_of(products_of_few, 11), 0, address_of(products_in_rows, 7)
+    return address_of(products_of_few, 11), address_of(columns_of, 6), 0
 
 
-def room(tokens: int, row: int) -> int:
-    """Bytes that a thread needs, for ``tokens`` tokens and rows of ``row`` bytes."""
-    blocks, steps = -(-tokens // 8), -(-row // LINE)
-    return blocks * steps * 16 * LINE + 2 * tokens * LINE + CHUNK * 16 * LINE + 16 * LINE + LINE
+def matrix_of(weights: Weights) -> Matrix:
+    """A matrix as kernels see it."""
+    rows, which = weights.rows, FORMAT_NAMES.index(weights.format)
+    bias = 0 if weights.bias is None else weights.bias.data_ptr()
+    row = rows.stride(0) * rows.element_size()
+    return Matrix(rows.data_ptr(), row, len(rows), bias, WEIGHT_FORMATS[which].words, *_format_code(which))
+
+
+def table_of(matrices: Sequence[Weights]) -> MatrixTable:
+    """The matrices of one operation as kernels see them. Must outlive the operation."""
+    return np.array([matrix_of(each) for each in matrices], np.int64).reshape(-1, len(Matrix._fields))
+
+
+def operation(
+    table: MatrixTable, kind: int, words: int, x: tuple[int, int], y: tuple[int, int], threads: int, *, mode: int = PUT,
+    to_kind: int = 0, which: int = 0, activation: int = 0,
+) -> tuple[Operation, LinearOp]:  # fmt: skip
+    """An operation over these matrices, cut for this many threads; see ``LinearOp``."""
+    lanes = PLAIN_FORMATS[kind].numbers.lanes
+    panels = [math.ceil(outs / lanes) for outs in table[:, Matrix._fields.index("outs")].tolist()]
+    pairs = panels[0] if mode == GATE else sum(math.ceil(count / 2) for count in panels)
+    share = max(1, pairs // (TASKS_PER_THREAD * threads))
+    packed = table[0, Matrix._fields.index("unpack")] != 0
+    few_tokens = (WeightFormat if packed else Plain).few_tokens[-1]
+    return LINEAR, LinearOp(
+        which, kind, to_kind, *x, words, few_tokens, mode, pairs, share, share * threads, activation, *y,
+        table.ctypes.data, len(table),
+    )  # fmt: skip
+
+
+_scratch = ScratchMemory()
+_local = threading.local()
+
+
+def product(x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    """``x @ weights.T + bias`` for rows of x ``[..., K]`` on a CPU, in x's type, which is that of plain weights."""
+    rows = x.detach().reshape(-1, x.shape[-1])
+    rows = rows if weights.rows.dtype in NUMBER_KINDS else rows.float()
+    n, width = len(rows), rows.element_size()
+    y = rows.new_empty(n, len(weights.rows))
+    if not n:
+        return y.view(*x.shape[:-1], len(weights.rows)).to(x.dtype)
+    if rows.shape[1] % (LINE // width) or rows.stride(1) != 1:
+        rows = pad(rows, (0, -rows.shape[1] % (LINE // width))).contiguous()
+    words = x.shape[-1] * width // PLAIN_FORMATS[NUMBER_KINDS[rows.dtype]].numbers.bytes
+    program = _program(weights, NUMBER_KINDS[rows.dtype], words, rows.stride(0) * width, y.stride(0) * width)
+    size = LINE * math.ceil(scratch_bytes(n, words) / LINE)
+    slots = _scratch.claim(torch.get_num_threads() * size)
+    program.run(n=n, x=rows.data_ptr(), y=y.data_ptr(), slots=slots, slot_size=size)
+    return y.view(*x.shape[:-1], len(weights.rows)).to(x.dtype)
+
+
+def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) -> Program:
+    """A program of one operation, cached for later calls with the same weights."""
+    kept: dict[Any, tuple[Program, MatrixTable]] = _local.__dict__.setdefault("programs", {})
+    bias, threads = 0 if weights.bias is None else weights.bias.data_ptr(), torch.get_num_threads()
+    key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, bias, x_row, y_row, threads)
+    if key not in kept:
+        if len(kept) > 4096:
+            kept.clear()
+        table = table_of([weights])
+        op = operation(table, kind, words, (0, x_row), (0, y_row), threads, to_kind=kind)
+        kept[key] = Program([op]), table
+    return kept[key][0]
+
+
+def scratch_bytes(tokens: int, words: int) -> int:
+    """Bytes that a thread needs, for ``tokens`` tokens and rows of ``words`` words."""
+    groups = -(-tokens // 8)
+    return LINE * (groups * (words + LANES) + 2 * groups * LANES + 2 * UNPACKED_COLUMNS + LANES + 1)
 
 
 @compiled
@@ -112,88 +259,158 @@ def _lanes(op: LinearOp) -> int:
 
 
 @compiled
-def linear_prepare(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """A thread's preparation before its first piece of work: write all tokens' words side by side, block by block."""
-    this, op, code = read_pass(address), read_linear(fields), read_panels(code_address)
+def _panels(op: LinearOp, matrix: Matrix) -> int:
+    return (matrix.outs + _lanes(op) - 1) // _lanes(op)
+
+
+@compiled
+def _group_bytes(op: LinearOp) -> int:
+    """Bytes of the words of ``lanes`` tokens, by column."""
+    lanes = _lanes(op)
+    return (op.words + lanes - 1) // lanes * lanes * LINE
+
+
+@compiled
+def _prepare(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
+    """A thread's preparation before its first task, for many tokens: write their words column by column."""
+    this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
     n, x = this.outputs if op.which else this.n, op.x if op.x else this.x
-    lanes, steps = _lanes(op), (op.row + LINE - 1) // LINE
-    for t in range(0, n, lanes):
-        to = slot + t // lanes * steps * lanes * LINE
-        call5(code.transpose, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, steps, to)
+    if n > op.few_tokens:
+        lanes = _lanes(op)
+        for t in range(0, n, lanes):
+            to = slot + t // lanes * _group_bytes(op)
+            call5(
+                code.transpose, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, (op.words + lanes - 1) // lanes, to
+            )
 
 
 @compiled
-def _begun(op: LinearOp, n: int) -> int:
-    """Bytes of all tokens' words."""
-    lanes = _lanes(op)
-    return (n + lanes - 1) // lanes * ((op.row + LINE - 1) // LINE) * lanes * LINE
-
-
-@compiled
-def linear_run(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
-    """Compute the panels of one piece of work, for all tokens."""
-    this, op, code = read_pass(address), read_linear(fields), read_panels(code_address)
-    n, y = this.outputs if op.which else this.n, op.y if op.y else this.y
-    lanes = _lanes(op)
-    number = 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
-    first0 = (op.outs0 + lanes - 1) // lanes
-    first1 = first0 + (op.outs1 + lanes - 1) // lanes
-    sums = slot + _begun(op, n)
-    twin = sums + n * LINE
-    spare = twin + n * LINE
-    for panel in range(task * op.share, min(op.panels, (task + 1) * op.share)):
-        w, outs, bias, before, p = op.w0, op.outs0, op.bias0, 0, panel
-        if op.mode != GATE and panel >= first1:
-            w, outs, bias, before, p = op.w2, op.outs2, op.bias2, op.outs0 + op.outs1, panel - first1
-        elif op.mode != GATE and panel >= first0:
-            w, outs, bias, before, p = op.w1, op.outs1, op.bias1, op.outs0, panel - first0
-        valid = min(lanes, outs - p * lanes)
-        further = 1 if panel + 1 < (task + 1) * op.share else op.turn - op.share + 1
-        _panel(op, code, n, slot, w, p, further, valid, bias, sums, spare)
+def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
+    """Compute the pairs of panels of one task, for all tokens."""
+    this, op, code = read_pass(address), read_linear(fields), read_code(code_address)
+    n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
+    lanes, number = _lanes(op), 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
+    groups = (n + lanes - 1) // lanes
+    sums = slot + groups * _group_bytes(op)
+    twin = sums + groups * lanes * LINE
+    spare = twin + groups * lanes * LINE
+    for pair in range(task * op.share, min(op.pairs, (task + 1) * op.share)):
+        further = 1 if pair + 1 < (task + 1) * op.share else op.turn - op.share + 1
+        i, before, p = 0, 0, pair if op.mode == GATE else 2 * pair
+        a = read_matrix(op.table)
+        while op.mode != GATE and p >= (_panels(op, a) + 1) // 2 * 2:
+            p, before, i = p - (_panels(op, a) + 1) // 2 * 2, before + a.outs, i + 1
+            a = read_matrix(op.table + i * MATRIX_BYTES)
+        b = read_matrix(op.table + MATRIX_BYTES) if op.mode == GATE else a
+        q = p if op.mode == GATE else min(p + 1, _panels(op, a) - 1)
+        _both(op, code, n, x, slot, a, b, p, q, further * (1 if op.mode == GATE else 2), sums, twin, spare)
         place = y + (before + p * lanes) * number
-        if op.mode == GATE:
-            _panel(op, code, n, slot, op.w1, p, further, valid, op.bias1, twin, spare)
-        finish(op, n, valid, sums, twin, place, number, spare)
+        _finish(op, n, min(lanes, a.outs - p * lanes), sums, twin, place, number, spare)
+        if q > p:
+            _finish(op, n, min(lanes, a.outs - q * lanes), twin, twin, place + lanes * number, number, spare)
 
 
 @compiled
-def _panel(
-    op: LinearOp, code: Panels, n: int, x: int, w: int, p: int, further: int, valid: int, bias: int, sums: int,
-    spare: int,
+def _both(
+    op: LinearOp, code: LinearCode, n: int, x: int, tokens: int, a: Matrix, b: Matrix, p: int, q: int, further: int,
+    sums: int, twin: int, spare: int,
 ) -> None:  # fmt: skip
-    """Sums of all tokens with one panel: whole vectors chunk by chunk, then the remaining columns. Meanwhile prefetches
-    a later panel."""
-    lanes, steps = _lanes(op), op.row // LINE
-    size = (op.row + LINE - 1) // LINE * lanes * LINE
-    begin_sums(op, n, bias, p * lanes, valid, sums)
-    here = w + p * lanes * op.row
-    row, first, columns = op.row, 0, spare + 16 * LINE
-    after = here + further * lanes * row
-    while True:
-        if first >= steps:
-            rest = op.row - steps * LINE
-            if first > steps or not rest:
-                return
-            _last(here + steps * LINE, op.row, rest, valid, spare)
-            here, row, count = spare - first * LINE, LINE, 1
-            after = here
+    """Sums of all tokens with two panels, which may be of different matrices; prefetches the panels ``further`` on."""
+    lanes, blocks = _lanes(op), op.words // a.block
+    last, other_last = min(lanes, a.outs - p * lanes) - 1, min(lanes, b.outs - q * lanes) - 1
+    _begin(op, n, a.bias, p * lanes, last + 1, sums)
+    _begin(op, n, b.bias, q * lanes, other_last + 1, twin)
+    w, other, ahead = a.w + p * lanes * a.row, b.w + q * lanes * b.row, further * lanes
+    if a.unpack:
+        if n > op.few_tokens:
+            _unpacked(op, code, n, tokens, a, b, w, other, last, other_last, ahead, sums, twin, spare)
+        elif a.few == b.few:
+            call11(a.few, n, w, other, a.row, last, other_last, x, op.x_row, blocks, ahead * a.row, sums)
         else:
-            count = steps if n <= lanes else min(CHUNK, steps - first)
-        at = first * LINE
-        if n <= lanes:
-            call8(code.few, n, here + at, row, valid - 1, x + at * lanes, count, after + at, sums)
-        else:
-            call5(code.transpose, here + at, row, valid - 1, count, columns)
-            for t in range(0, n, lanes):
-                words_at = x + t // lanes * size + at * lanes
-                next_panel, next_row = (after + at, row) if t == 0 else (columns, 0)
-                number = min(lanes, n - t)
-                call7(code.many, number, columns, words_at, count, next_panel, next_row, sums + t * LINE)
-        first = first + count if first < steps else steps + 1
+            _of_two_formats(op, n, x, a, b, w, other, q, last, other_last, ahead, sums, twin, spare)
+        return
+    _plain(op, n, x, tokens, a, w, last, ahead, sums, spare)
+    if other != w:
+        _plain(op, n, x, tokens, b, other, other_last, ahead, twin, spare)
 
 
 @compiled
-def begin_sums(op: Any, n: int, bias: int, first: int, valid: int, sums: int) -> None:
+def _plain(
+    op: LinearOp, n: int, x: int, tokens: int, matrix: Matrix, w: int, last: int, ahead: int, sums: int, spare: int
+) -> None:
+    """Sums with a panel that needs no unpacking: whole vectors, then the remaining columns."""
+    steps, ahead = op.words // matrix.block, ahead * matrix.row
+    if steps:
+        _in_groups(op, n, x, tokens, matrix, w, matrix.row, last, steps, ahead, sums)
+    rest = op.words - steps * matrix.block
+    if rest:
+        at = steps * LINE
+        _copy(w + at, matrix.row, rest * (LINE // matrix.block), last + 1, spare)
+        _in_groups(op, n, x + at, tokens + at * matrix.block, matrix, spare, LINE, last, 1, 0, sums)
+
+
+@compiled
+def _in_groups(
+    op: LinearOp, n: int, x: int, tokens: int, matrix: Matrix, w: int, row: int, last: int, steps: int, ahead: int,
+    sums: int,
+) -> None:  # fmt: skip
+    lanes, t = matrix.block, 0
+    while t < n:
+        if n - t <= op.few_tokens:
+            few_rows = x + t * op.x_row
+            call11(matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums + t * LINE)
+            return
+        call7(matrix.many_in_rows, w, row, last, tokens + t // lanes * _group_bytes(op), steps, ahead, sums + t * LINE)
+        t += lanes
+
+
+@compiled
+def _of_two_formats(
+    op: LinearOp, n: int, x: int, a: Matrix, b: Matrix, w: int, other: int, q: int, last: int, other_last: int,
+    ahead: int, sums: int, twin: int, spare: int,
+) -> None:  # fmt: skip
+    """Sums of a few tokens with panels of two formats: each is paired with itself."""
+    kept = spare + LANES * LINE
+    call11(a.few, n, w, w, a.row, last, last, x, op.x_row, op.words // a.block, ahead * a.row, sums)
+    _begin(op, n, b.bias, q * LANES, other_last + 1, twin)
+    _begin(op, n, b.bias, q * LANES, other_last + 1, kept)
+    blocks = op.words // b.block
+    call11(b.few, n, other, other, b.row, other_last, other_last, x, op.x_row, blocks, ahead * b.row, kept)
+    for t in range(n):
+        words(0, kept + t * LINE, 1, twin + t * LINE)
+
+
+@compiled
+def _unpacked(
+    op: LinearOp, code: LinearCode, n: int, tokens: int, a: Matrix, b: Matrix, w: int, other: int, last: int,
+    other_last: int, ahead: int, sums: int, twin: int, spare: int,
+) -> None:  # fmt: skip
+    """Sums of many tokens with two panels of packed weights: columns are unpacked once for all tokens."""
+    columns, size = spare + LANES * LINE, _group_bytes(op)
+    others = columns + UNPACKED_COLUMNS * LINE
+    for first in range(0, op.words, UNPACKED_COLUMNS):
+        count = min(UNPACKED_COLUMNS, op.words - first)
+        _unpack(op, a, w, last, first, count, ahead, columns)
+        _unpack(op, b, other, other_last, first, count, ahead, others)
+        t = 0
+        while t < n:
+            left = min(LANES - t % LANES, n - t)
+            number = left if left <= MANY_TOKENS[-1] else LANES // 2
+            at = tokens + t // LANES * size + first * LINE + t % LANES * 4
+            call7(code.many, number, columns, others, count, at, sums + t * LINE, twin + t * LINE)
+            t += number
+
+
+@compiled
+def _unpack(op: LinearOp, matrix: Matrix, w: int, last: int, first: int, count: int, ahead: int, to: int) -> None:
+    """Unpack some columns of a panel; prefetches from ``ahead`` on, in memory order."""
+    at = matrix.row // (op.words // matrix.block) * (first // matrix.block)
+    further = ahead * matrix.row + (LANES - 1) * at
+    call6(matrix.unpack, w + at, matrix.row, last, count // matrix.block, further, to)
+
+
+@compiled
+def _begin(op: LinearOp, n: int, bias: int, first: int, valid: int, sums: int) -> None:
     """Start every token's sums with the bias."""
     line = floats(sums, 16)
     line[:] = 0.0
@@ -216,18 +433,18 @@ def begin_sums(op: Any, n: int, bias: int, first: int, valid: int, sums: int) ->
 
 
 @compiled
-def _last(w: int, row: int, rest: int, valid: int, to: int) -> None:
-    """Copy the columns after the last whole vector, padded with zeros."""
+def _copy(w: int, row: int, size: int, valid: int, to: int) -> None:
+    """Copy the bytes after the last whole vector of each row, padded with zeros."""
     for i in range(valid):
-        source, tile = bytes_at(w + i * row, rest), bytes_at(to + i * LINE, LINE)
-        for c in range(rest):
+        source, tile = bytes_at(w + i * row, size), bytes_at(to + i * LINE, LINE)
+        for c in range(size):
             tile[c] = source[c]
-        for c in range(rest, LINE):
+        for c in range(size, LINE):
             tile[c] = 0
 
 
 @compiled
-def finish(op: Any, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
+def _finish(op: LinearOp, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
     """Turn sums into results, as ``op.mode`` says."""
     whole = valid == _lanes(op)
     for t in range(n):
@@ -249,9 +466,5 @@ def finish(op: Any, n: int, valid: int, sums: int, twin: int, y: int, number: in
 
 
 LINEAR = Operation(
-    LINEAR_LAYOUT,
-    lambda op: Tasks(-(-op.panels // op.share)),
-    linear_run,
-    lambda op: panels_of(op.kind),
-    linear_prepare,
+    LINEAR_LAYOUT, lambda op: Tasks(-(-op.pairs // op.share)), _run, lambda op: _shared_code(op.kind), _prepare
 )

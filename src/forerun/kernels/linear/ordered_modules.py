@@ -8,7 +8,6 @@ the kernel does not take. The kernel needs each output's weights in one contiguo
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import linear as torch_linear
-from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from forerun.kernels import gpu
@@ -26,18 +24,14 @@ from forerun.kernels.attention.attention_scan import SCAN
 from forerun.kernels.attention.float64_attention import ATTEND_FLOAT64, FLOAT64_KIND
 from forerun.kernels.attention.ordered_attention import AttendOp
 from forerun.kernels.linear import elementwise, linear
-from forerun.kernels.linear.linear import LINEAR, PUT, LinearOp
+from forerun.kernels.linear.linear import NUMBER_KINDS
 from forerun.kernels.runtime import executor
 from forerun.kernels.runtime.addresses import ScratchMemory
 from forerun.kernels.runtime.vector_ir import LINE, fused
 
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
-SHARES = 8
-"""A matrix is cut into this many pieces of work per thread."""
 CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: FLOAT64_KIND}
 
 _scratch = ScratchMemory()
-_local = threading.local()
 
 
 class Ordered(TorchFunctionMode):
@@ -136,7 +130,7 @@ def takes(x: Any, weight: Any) -> bool:
     """Whether the kernel can read these: on a CPU, of one of its types, each row of weights contiguous."""
     return bool(
         weight.dim() == 2
-        and weight.dtype in KINDS
+        and weight.dtype in NUMBER_KINDS
         and x.dtype == weight.dtype
         and weight.device.type == "cpu"
         and weight.stride(1) == 1
@@ -151,47 +145,13 @@ def lay_out(weight: torch.nn.Parameter) -> None:
 
     Shape and numbers stay. Afterwards the weights of each output are contiguous.
     """
-    if weight.device.type == "cpu" and weight.dtype in KINDS and weight.stride(-2) != 1:
+    if weight.device.type == "cpu" and weight.dtype in NUMBER_KINDS and weight.stride(-2) != 1:
         weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``x @ weight.T + bias`` for rows of x ``[..., K]`` and a matrix ``[O, K]``; see ``takes``."""
-    rows = x.reshape(-1, x.shape[-1])
-    n, width = len(rows), rows.element_size()
-    y = rows.new_empty(n, len(weight))
-    if not n:
-        return y.view(*x.shape[:-1], len(weight))
-    whole = LINE // width
-    if rows.shape[1] % whole or rows.stride(1) != 1:
-        rows = pad(rows, (0, -rows.shape[1] % whole)).contiguous()
-    program = _program(weight, bias, rows.stride(0) * width, y.stride(0) * width)
-    threads = torch.get_num_threads()
-    size = LINE * math.ceil(linear.room(n, weight.shape[1] * width) / LINE)
-    slots = _scratch.claim(threads * size)
-    program.run(n=n, x=rows.data_ptr(), y=y.data_ptr(), slots=slots, slot_size=size)
-    return y.view(*x.shape[:-1], -1)
-
-
-def _program(weight: torch.Tensor, bias: torch.Tensor | None, x_row: int, y_row: int) -> executor.Program:
-    """A program of one operation, cached for later calls with the same weights."""
-    kept: dict[Any, executor.Program] = _local.__dict__.setdefault("programs", {})
-    place = 0 if bias is None else bias.data_ptr()
-    key = (weight.data_ptr(), weight.shape, weight.dtype, place, x_row, y_row, torch.get_num_threads())
-    if key not in kept:
-        if len(kept) > 4096:
-            kept.clear()
-        kind, width = KINDS[weight.dtype], weight.element_size()
-        panels = math.ceil(len(weight) / (8 if kind == 2 else 16))
-        threads = torch.get_num_threads()
-        share = max(1, panels // (SHARES * threads))
-        row = weight.shape[1] * width
-        op = LinearOp(
-            0, kind, 0, x_row, row, PUT, kind, panels, share, share * threads, 0, 0, y_row, weight.data_ptr(),
-            0, 0, len(weight), 0, 0, place, 0, 0,
-        )  # fmt: skip
-        kept[key] = executor.Program([(LINEAR, op)])
-    return kept[key]
+    return linear.product(x, linear.plain(weight, bias))
 
 
 def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.linear.linear import Weights, plain
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime.vector_ir import LANES, LINE, fused
-
-if TYPE_CHECKING:
-    from forerun.kernels.linear.blockwise import Blocks
 
 FAMILIES = frozenset(
     {
@@ -59,10 +57,10 @@ class MatrixRows:
         return None if bias is None else bias.detach()[self.first : self.first + self.count]
 
     @property
-    def blocks(self) -> Blocks:
-        """The same of a layer whose weights are as a file stores them."""
-        stored: Blocks = self.module.blocks
-        return stored._replace(rows=stored.rows[self.first : self.first + self.count], bias=self.bias)
+    def weights(self) -> Weights:
+        """The same, as kernels take them."""
+        whole: Weights = self.module.weights if as_stored(self.module) else plain(self.module.weight.detach())
+        return whole._replace(rows=whole.rows[self.first : self.first + self.count], bias=self.bias)
 
 
 @dataclass(frozen=True)

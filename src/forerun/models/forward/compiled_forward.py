@@ -22,8 +22,8 @@ from forerun.kernels.attention.ordered_attention import AttendOp
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK
 from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES, TopkOp
 from forerun.kernels.linear import elementwise, linear
-from forerun.kernels.linear.decoder_ops import EMBED, NORM, ROTARY, EmbedOp, NormOp, RotaryOp
-from forerun.kernels.linear.linear import ADD, GATE, LINEAR, PUT, LinearOp
+from forerun.kernels.linear.decoder_ops import EMBED, LOOKUP, NORM, ROTARY, EmbedOp, LookupOp, NormOp, RotaryOp
+from forerun.kernels.linear.linear import ADD, GATE, PUT, matrix_of
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_SUM, TO_WORDS
 from forerun.kernels.linear.scaled_rows import SCALED_ROWS, ScaledRowsOp
 from forerun.kernels.runtime.executor import Operation, Program
@@ -46,8 +46,6 @@ from forerun.models.forward.architecture import (
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.packing import HeadShape
 
-SHARES_PER_THREAD = 8
-"""A matrix is cut into this many pieces of work per thread."""
 CAPPED_HEADS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Models that cap their logits; others may have a cap in their configuration and ignore it."""
 ANGLES_GROWTH = 4096
@@ -113,11 +111,8 @@ class Decoder:
     def scratch_bytes(self, tokens: int) -> int:
         """Bytes that a thread needs for a pass over ``tokens`` tokens."""
         longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
-        if as_stored(self.head.module):
-            from forerun.kernels.quantized import stored_linear  # only for such weights
-
-            return stored_linear.room(tokens, longest)
-        return linear.room(tokens, longest * self.width)
+        words = longest if as_stored(self.head.module) else longest * self.width // 4
+        return linear.scratch_bytes(tokens, words)
 
     def grow_angles(self, count: int) -> None:
         """Make sure that there are angles for ``count`` positions."""
@@ -182,10 +177,9 @@ class CompiledForward:
         decoder, x = self._decoder, _rows(self.x)
         embedding, factor = decoder.embedding, decoder.embedding_factor
         if as_stored(embedding):
-            from forerun.kernels.linear import blockwise  # only for such weights
-            from forerun.kernels.quantized.stored_linear import LOOKUP
-
-            return LOOKUP, blockwise.look_up(embedding.blocks, decoder.hidden, x, factor)
+            matrix = matrix_of(embedding.weights)
+            fields = (matrix.w, matrix.row, matrix.block, matrix.unpack, decoder.hidden)
+            return LOOKUP, LookupOp(*fields, *x, factor)
         return EMBED, EmbedOp(decoder.kind, *_rows(embedding.weight), decoder.hidden, *x, factor)
 
     def _attention(self, number: int, layer: DecoderLayer) -> list[Op]:
@@ -272,33 +266,15 @@ class CompiledForward:
     def _linear(
         self, matrices: Sequence[MatrixRows], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0
     ) -> Op:
-        if as_stored(matrices[0].module):
-            return self._stored(matrices, x, mode, y, which)
-        decoder, weights = self._decoder, [each.weight for each in matrices]
-        biases = [0 if each.bias is None else each.bias.data_ptr() for each in matrices]
-        addresses, outs = [weight.data_ptr() for weight in weights], [each.count for each in matrices]
-        panels = sum(math.ceil(count / 16) for count in (outs[:1] if mode == GATE else outs))
-        share, row = max(1, panels // (SHARES_PER_THREAD * self.capacity.threads)), weights[0].stride(0) * decoder.width
-        return LINEAR, LinearOp(
-            which, decoder.kind, *_rows(x), row, mode, decoder.kind if mode == GATE else 0, panels, share,
-            share * self.capacity.threads, decoder.activation, *y, *_three(addresses), *_three(outs), *_three(biases),
-        )  # fmt: skip
-
-    def _stored(self, matrices: Sequence[MatrixRows], x: torch.Tensor, mode: int, y: tuple[int, int], which: int) -> Op:
-        from forerun.kernels.linear import blockwise  # only for such weights
-
-        table = blockwise.described([each.blocks for each in matrices])
+        decoder, columns = self._decoder, matrices[0].module.in_features
+        table = linear.table_of([each.weights for each in matrices])
         self._tables.append(table)  # keeps alive what the program has the address of
-        options = {"mode": mode, "which": which, "activation": self._decoder.activation}
-        columns = matrices[0].module.in_features
-        return blockwise.operation(table, columns, _rows(x), y, self.capacity.threads, **options)
+        words = columns if as_stored(matrices[0].module) else columns * decoder.width // 4
+        to_kind, threads = decoder.kind if mode == GATE else 0, self.capacity.threads
+        options = {"mode": mode, "to_kind": to_kind, "which": which, "activation": decoder.activation}
+        return linear.operation(table, decoder.kind, words, _rows(x), y, threads, **options)
 
 
 def _rows(t: torch.Tensor) -> tuple[int, int]:
     """A matrix's address, and the stride between rows in bytes."""
     return t.data_ptr(), t.stride(0) * t.element_size()
-
-
-def _three(values: Sequence[int]) -> tuple[int, int, int]:
-    filled = (*values, 0, 0)
-    return filled[0], filled[1], filled[2]

@@ -21,12 +21,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-from forerun.kernels.quantized.formats import FORMATS
-from forerun.kernels.quantized.stored_linear import NAMES
+from forerun.kernels.quantized.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.loading.gguf import Header, Tensor
 from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
 
+BLOCK_COLUMNS = {each.name: each.words for each in GGUF_FORMATS}
+"""Columns per block, by the name of a format that there is a kernel for."""
 INSTEAD = "--dtype bfloat16 dequantises it"
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -116,12 +117,12 @@ class _Filler:
             self._check_shape(name, found.shape, getattr(module, leaf).shape)
             setattr(module, leaf, nn.Parameter(torch.from_numpy(found.copy()), requires_grad=False))
             return
-        if kind.name not in NAMES:
+        if kind.name not in BLOCK_COLUMNS:
             raise ValueError(f"{self.file}: there is no kernel for {kind.name}, as tensor {name} is stored; {INSTEAD}")
         if not isinstance(module, nn.Linear | nn.Embedding) or leaf != "weight":
             raise ValueError(f"{self.file}: tensor {name} is not of a plain linear layer; {INSTEAD}")
         self._check_shape(name, tensor.shape[::-1], module.weight.shape)
-        block = FORMATS[NAMES.index(kind.name)].columns
+        block = BLOCK_COLUMNS[kind.name]
         if tensor.shape[0] % block:
             raise ValueError(
                 f"{self.file}: rows of tensor {name} have {tensor.shape[0]} numbers, and the kernel for {kind.name} "

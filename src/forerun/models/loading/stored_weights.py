@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forerun.kernels.linear import blockwise
-from forerun.kernels.linear.blockwise import Blocks
+from forerun.kernels.linear.linear import Weights, product
 
 STORED = "stored"
 """The dtype name for such weights."""
@@ -19,7 +18,7 @@ class StoredLinear(nn.Module):
 
     Args:
         rows: bytes ``[O, row]``, kept as they are.
-        kind: format of the blocks, one of ``stored_linear.NAMES``.
+        kind: format of the blocks, one of ``GGUF_FORMATS``.
         in_features: columns.
         bias: float32 ``[O]``, or None.
     """
@@ -31,16 +30,16 @@ class StoredLinear(nn.Module):
         self.in_features, self.out_features = in_features, len(rows)
 
     @property
-    def blocks(self) -> Blocks:
+    def weights(self) -> Weights:
         """The weights as kernels take them."""
-        return Blocks(self.weight, self.kind, self.bias)
+        return Weights(self.weight, self.kind, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See ``nn.Linear``."""
         _check_place(self.weight)
         if self.bias is None or self.bias.dtype == torch.float32:
-            return blockwise.product(x, self.blocks)
-        return blockwise.product(x, Blocks(self.weight, self.kind)) + self.bias  # the bias was cast with the model
+            return product(x, self.weights)
+        return product(x, Weights(self.weight, self.kind)) + self.bias  # the bias was cast with the model
 
     def extra_repr(self) -> str:
         """See ``nn.Module``."""
@@ -73,9 +72,9 @@ class StoredEmbedding(nn.Module):
             self.register_buffer("embed_scale", embed_scale, persistent=False)
 
     @property
-    def blocks(self) -> Blocks:
+    def weights(self) -> Weights:
         """The weights as kernels take them."""
-        return Blocks(self.weight, self.kind)
+        return Weights(self.weight, self.kind)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """See ``nn.Embedding``."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from llvmlite import ir
 from numba.core import cgutils
 
+from forerun.kernels.linear.weight_format import Rows
 from forerun.kernels.runtime.vector_ir import (
     FLOATS,
     HALVES,
@@ -26,11 +27,8 @@ I16 = ir.IntType(16)
 TOP = 2.0**-24
 """Factor that turns a byte in a word's highest place into its value."""
 
-Rows = Sequence[ir.Value]
-"""Addresses of the same place in each of sixteen rows."""
 
-
-class Table:
+class VectorTable:
     """Vectors of floats, looked up by index."""
 
     def __init__(self, e: Emitter, count: int) -> None:

@@ -12,10 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from forerun.kernels.quantized.gather import (
+from forerun.kernels.linear.weight_format import FLOAT32, Rows, WeightFormat
+from forerun.kernels.quantized.row_loads import (
     TOP,
-    Rows,
-    Table,
+    VectorTable,
     bits,
     both_halves,
     bytes_of,
@@ -29,36 +29,22 @@ from forerun.kernels.quantized.gather import (
 from forerun.kernels.runtime.vector_ir import BYTES, FLOATS, I64, LANES, WORDS, Emitter, constant, words_of
 
 
-class Format:
-    """The memory layout of one kind of block.
+class GgufFormat(WeightFormat):
+    """A format of GGUF files.
 
     Attributes:
-        name: as in GGUF.
-        number: ``ggml_type`` in GGUF.
-        columns: weights per block.
-        bytes: bytes per block.
-        parts: equal parts in which a block's columns are unpacked.
+        number: its ``ggml_type``.
     """
 
-    parts = 1
-
     def __init__(self, name: str, number: int, columns: int, size: int) -> None:
-        self.name, self.number, self.columns, self.bytes = name, number, columns, size
-
-    def scales(self, e: Emitter, rows: Rows) -> Any:
-        """Values that all parts of a block need."""
-        return None
-
-    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """The columns of one part, in order, as floats."""
-        raise NotImplementedError
+        super().__init__(name, FLOAT32, columns, size)
+        self.number = number
 
 
-class Floats(Format):
+class Floats(GgufFormat):
     """F32, F16 and BF16: numbers without a scale; sixteen of them count as a block."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """See ``Format``."""
         b = e.builder
         for at in range(0, self.bytes, 16):
             for word in quads(e, rows, at):
@@ -71,7 +57,7 @@ class Floats(Format):
                     yield b.bitcast(b.and_(word, words_of(0xFFFF0000)), FLOATS)
 
 
-class Nibbles(Format):
+class Nibbles(GgufFormat):
     """Q4_0, Q4_1, Q5_0, Q5_1: 32 numbers of four bits, the first 16 in the low halves of the bytes, and a scale.
 
     Q4_1 and Q5_1 have a minimum that is added; Q4_0 and Q5_0 subtract half the range. The fifth bits of Q5_0 and Q5_1
@@ -79,7 +65,6 @@ class Nibbles(Format):
     """
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """See ``Format``."""
         five, added = self.name.startswith("Q5"), self.name.endswith("1")
         scale, plus = both_halves(e, words_at(e, rows, 0)) if added else (halves_at(e, rows, 0), None)
         highest = words_at(e, rows, self.bytes - 20) if five else None
@@ -94,18 +79,17 @@ class Nibbles(Format):
             yield e.builder.fmul(number, scale) if plus is None else e.fma(number, scale, plus)
 
 
-class Bytes(Format):
+class Bytes(GgufFormat):
     """Q8_0: 32 signed bytes and a scale."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """See ``Format``."""
         scale = e.builder.fmul(halves_at(e, rows, 0), constant(TOP))
         for at in (2, 18):
             for word in quads(e, rows, at):
                 yield from (e.builder.fmul(number, scale) for number in bytes_of(e, word))
 
 
-class Super(Format):
+class Super(GgufFormat):
     """Q4_K and Q5_K: 256 numbers. Every 32 have a scale and a minimum of six bits, each times the block's own.
 
     The minimum is subtracted. A part is 64 numbers, the first 32 in the low bits.
@@ -114,12 +98,11 @@ class Super(Format):
     parts = 4
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
-        """See ``Format``."""
         b = e.builder
         both, first, second, third = quads(e, rows, 0)
         scale, minus = both_halves(e, both)
         scale, minus = b.fmul(scale, constant(TOP)), b.fsub(constant(-0.0), minus)
-        table = Table(e, 16)
+        table = VectorTable(e, 16)
         for k in range(4):
             table.put(k, b.fmul(scale, bits(e, first, 8 * k, 6)))
             table.put(8 + k, b.fmul(minus, bits(e, second, 8 * k, 6)))
@@ -128,7 +111,6 @@ class Super(Format):
         return table
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """See ``Format``."""
         b, five = e.builder, self.name == "Q5_K"
         here = [e.at(row, e.times(part, 32)) for row in rows]
         words = [word for at in (self.bytes - 128, self.bytes - 112) for word in quads(e, here, at)]
@@ -144,7 +126,7 @@ class Super(Format):
                 yield from (e.fma(value, scale, minus) for value in bytes_of(e, low))
 
 
-class Six(Format):
+class Six(GgufFormat):
     """Q6_K: 256 numbers of six bits, four low and two high bits stored apart; every 16 have a signed scale.
 
     A part is 32 numbers.
@@ -153,8 +135,7 @@ class Six(Format):
     parts = 8
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
-        """See ``Format``."""
-        b, table = e.builder, Table(e, 16)
+        b, table = e.builder, VectorTable(e, 16)
         scale = b.fmul(halves_at(e, rows, 208), constant(TOP * TOP))
         for j, word in enumerate(quads(e, rows, 192)):
             for k, number in enumerate(bytes_of(e, word)):
@@ -162,7 +143,6 @@ class Six(Format):
         return table
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        """See ``Format``."""
         b = e.builder
         half, quarter = b.lshr(part, I64(2)), b.and_(part, I64(3))
         low_at = b.add(e.times(half, 64), e.times(b.and_(part, I64(1)), 32))
@@ -179,7 +159,7 @@ class Six(Format):
                 yield from (b.fmul(number, scale) for number in bytes_of(e, b.bitcast(moved, WORDS)))
 
 
-FORMATS: tuple[Format, ...] = (
+GGUF_FORMATS: tuple[GgufFormat, ...] = (
     Floats("F32", 0, 16, 64),
     Floats("F16", 1, 16, 32),
     Floats("BF16", 30, 16, 32),

@@ -1,0 +1,167 @@
+"""Weight formats: how sixteen rows of a matrix in memory become vectors with one number of each row.
+
+A linear layer multiplies such columns with its tokens' words (``panels.py``). A *word* is what a token broadcasts to
+all lanes: a float, a pair of bfloat16 or a double. The formats of GGUF files are in ``quantized/gguf_formats.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from forerun.kernels.runtime.vector_ir import F32, F64, FLOATS, I32, LANES, LINE, WORDS, Emitter, features, words_of
+
+Rows = Sequence[ir.Value]
+"""Addresses of the same place in each row of a panel."""
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """bfloat16, for which llvmlite has no name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOATS = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+def multiplies_pairs() -> bool:
+    """Whether the processor can multiply pairs of bfloat16."""
+    return "+avx512bf16" in features()
+
+
+class NumberType:
+    """A type of a linear layer's inputs and of the sums over them.
+
+    Attributes:
+        word: type of what a token broadcasts.
+        lanes: words per vector, and rows per panel.
+        bytes: per word.
+        vector: type of the accumulators.
+    """
+
+    def __init__(self, word: ir.Type, lane: ir.Type, lanes: int) -> None:
+        self.word, self.lanes, self.bytes, self.vector = word, lanes, LINE // lanes, ir.VectorType(lane, lanes)
+
+    def broadcast(self, e: Emitter, word: ir.Value) -> ir.Value:
+        """A word in every lane."""
+        one = e.builder.insert_element(ir.VectorType(self.word, self.lanes)(ir.Undefined), word, I32(0))
+        return e.builder.shuffle_vector(one, one, ir.VectorType(I32, self.lanes)([0] * self.lanes))
+
+    def add(self, e: Emitter, line: ir.Value, word: ir.Value, total: ir.Value) -> ir.Value:
+        """``total`` plus the products of a vector of words and a broadcast word."""
+        return _fma(e, line, self.broadcast(e, word), total)
+
+
+class _Pairs(NumberType):
+    """Pairs of bfloat16, summed as floats: the first of each pair, then the second."""
+
+    def add(self, e: Emitter, line: ir.Value, word: ir.Value, total: ir.Value) -> ir.Value:
+        b, w, x = e.builder, e.builder.bitcast(line, WORDS), self.broadcast(e, word)
+        if multiplies_pairs():
+            kind = ir.FunctionType(FLOATS, (FLOATS, BFLOATS, BFLOATS))
+            function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+            return b.call(function, (total, b.bitcast(w, BFLOATS), b.bitcast(x, BFLOATS)))
+        sixteen, high = words_of(16), words_of(0xFFFF0000)
+        for one, other in ((b.shl(w, sixteen), b.shl(x, sixteen)), (b.and_(w, high), b.and_(x, high))):
+            total = e.fma(b.bitcast(one, FLOATS), b.bitcast(other, FLOATS), total)
+        return total
+
+
+FLOAT32, BFLOAT16, FLOAT64 = NumberType(F32, F32, 16), _Pairs(I32, F32, 16), NumberType(F64, F64, 8)
+
+
+def _fma(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(a.type, (a.type,) * 3)
+    name = "llvm.fma.v16f32" if a.type == FLOATS else "llvm.fma.v8f64"
+    return e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (a, b, c))
+
+
+class WeightFormat:
+    """How weights lie in memory: each row is a sequence of blocks.
+
+    Attributes:
+        name: as in GGUF, or torch's name of the type.
+        numbers: type of the words that the weights are multiplied with.
+        words: per block.
+        bytes: per block.
+        parts: equal parts in which a block is unpacked.
+        panels: unpacked side by side for a few tokens. Two, where a single sum would wait for each product.
+        few_tokens: token counts with code of their own in ``panels.few``, up to the most whose sums fit in registers.
+    """
+
+    parts, panels = 1, 2
+    few_tokens: tuple[int, ...] = (1, 2, 3, 4, 5)
+
+    def __init__(self, name: str, numbers: NumberType, words: int, size: int) -> None:
+        self.name, self.numbers, self.words, self.bytes = name, numbers, words, size
+
+    def scales(self, e: Emitter, rows: Rows) -> Any:
+        """Values that all parts of a block need."""
+        return None
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        """The columns of one part, in order: vectors of words, or of numbers that are used as words."""
+        raise NotImplementedError
+
+
+class Plain(WeightFormat):
+    """Words side by side; a block is one vector of them."""
+
+    panels = 1
+    few_tokens = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+
+    def __init__(self, name: str, numbers: NumberType) -> None:
+        super().__init__(name, numbers, numbers.lanes, LINE)
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        yield from transposed(e, [e.load(row, self.numbers.vector) for row in rows])
+
+
+PLAIN_FORMATS = (Plain("float32", FLOAT32), Plain("bfloat16", BFLOAT16), Plain("float64", FLOAT64))
+
+
+def transposed(e: Emitter, rows: list[ir.Value]) -> list[ir.Value]:
+    """The columns of a square tile, from its rows."""
+    n = len(rows)
+    pick = ir.VectorType(I32, n)
+
+    def shuffle(a: ir.Value, b: ir.Value, lanes: list[int]) -> ir.Value:
+        return e.builder.shuffle_vector(a, b, pick(lanes))
+
+    width = n // 4  # 128-bit words per vector, and rows per group
+    groups = [rows[i : i + width] for i in range(0, n, width)]
+    if width == 4:
+        unpack = [[j + w for j in range(0, n, 4) for w in (k, k + n, k + 1, k + n + 1)] for k in (0, 2)]
+        both = [[0, 1, n, n + 1], [2, 3, n + 2, n + 3]]
+        wide = [[j + w for j in range(0, n, 4) for w in some] for some in both]
+        mixed = []
+        for r in groups:
+            low0, high0 = (shuffle(r[0], r[1], lanes) for lanes in unpack)
+            low1, high1 = (shuffle(r[2], r[3], lanes) for lanes in unpack)
+            mixed.append([shuffle(a, b, lanes) for a, b in ((low0, low1), (high0, high1)) for lanes in wide])
+    else:
+        pair = [[j + w for j in range(0, n, 2) for w in (k, k + n)] for k in (0, 1)]
+        mixed = [[shuffle(r[0], r[1], lanes) for lanes in pair] for r in groups]
+
+    def blocks(a: ir.Value, b: ir.Value, first: int) -> ir.Value:
+        """Every second 128-bit block of ``a``, then of ``b``."""
+        return shuffle(a, b, [s + k * width + w for s in (0, n) for k in (first, first + 2) for w in range(width)])
+
+    columns: list[ir.Value] = [None] * n
+    for j in range(width):
+        q = [mixed[g][j] for g in range(4)]
+        for odd in (0, 1):
+            a, c = blocks(q[0], q[1], odd), blocks(q[2], q[3], odd)
+            columns[odd * width + j] = blocks(a, c, 0)
+            columns[(2 + odd) * width + j] = blocks(a, c, 1)
+    return columns
