@@ -59,7 +59,7 @@ class MatrixRows:
     @property
     def weights(self) -> Weights:
         """The same, as kernels take them."""
-        whole: Weights = self.module.weights if as_stored(self.module) else plain(self.module.weight.detach())
+        whole: Weights = self.module.packed_weights if as_stored(self.module) else plain(self.module.weight.detach())
         return whole._replace(rows=whole.rows[self.first : self.first + self.count], bias=self.bias)
 
 
@@ -179,7 +179,7 @@ def embedding_factor(decoder: Any, embedding: nn.Module) -> float:
 
 def as_stored(module: nn.Module) -> bool:
     """Whether a module's weights are blocks, as a file stores them (``stored_weights.py``)."""
-    return hasattr(type(module), "blocks")
+    return hasattr(type(module), "packed_weights")
 
 
 def hooked(module: nn.Module) -> bool:

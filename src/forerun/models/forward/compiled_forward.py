@@ -177,7 +177,7 @@ class CompiledForward:
         decoder, x = self._decoder, _rows(self.x)
         embedding, factor = decoder.embedding, decoder.embedding_factor
         if as_stored(embedding):
-            matrix = matrix_of(embedding.weights)
+            matrix = matrix_of(embedding.packed_weights)
             fields = (matrix.w, matrix.row, matrix.block, matrix.unpack, decoder.hidden)
             return LOOKUP, LookupOp(*fields, *x, factor)
         return EMBED, EmbedOp(decoder.kind, *_rows(embedding.weight), decoder.hidden, *x, factor)

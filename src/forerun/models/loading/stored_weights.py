@@ -30,7 +30,7 @@ class StoredLinear(nn.Module):
         self.in_features, self.out_features = in_features, len(rows)
 
     @property
-    def weights(self) -> Weights:
+    def packed_weights(self) -> Weights:
         """The weights as kernels take them."""
         return Weights(self.weight, self.kind, self.bias)
 
@@ -38,7 +38,7 @@ class StoredLinear(nn.Module):
         """See ``nn.Linear``."""
         _check_place(self.weight)
         if self.bias is None or self.bias.dtype == torch.float32:
-            return product(x, self.weights)
+            return product(x, self.packed_weights)
         return product(x, Weights(self.weight, self.kind)) + self.bias  # the bias was cast with the model
 
     def extra_repr(self) -> str:
@@ -72,7 +72,7 @@ class StoredEmbedding(nn.Module):
             self.register_buffer("embed_scale", embed_scale, persistent=False)
 
     @property
-    def weights(self) -> Weights:
+    def packed_weights(self) -> Weights:
         """The weights as kernels take them."""
         return Weights(self.weight, self.kind)
 
