@@ -189,6 +189,7 @@ class DrainingServer(uvicorn.Server):
         closing = asyncio.create_task(asyncio.to_thread(self._scheduler.close, self._patience))
         await super().shutdown(sockets)
         await closing
+        gc.unfreeze()  # or the interpreter would end with objects that native libraries report as leaked
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
