@@ -107,7 +107,6 @@ def test_compiled_code_has_a_new_value_after_another_parts_file_changed(package:
     assert run(SCRIPT, package.parent) == "33 1\n"
 
 
-<<<<<<< HEAD
 ROW = "from typing import NamedTuple\nclass Row(NamedTuple):\n    a: int\n"
 TAKES_ROW = """from forerun.core.compiling import compiled
 from forerun.low.row import Row
@@ -153,15 +152,3 @@ def test_code_of_other_sources_is_removed(tmp_path: Path) -> None:
     after.save("one", 2)
     assert after.load("one") == 2
     assert sorted(file.name.partition(".")[0] for file in tmp_path.glob("*.nbc")) == ["f", "other"]
-=======
-def test_kept_code_that_names_a_class_that_is_gone_is_compiled_anew(package: Path) -> None:
-    text = (
-        "from typing import NamedTuple\nfrom forerun.core.compiling import compiled\n"
-        "class Before(NamedTuple):\n    x: int\n@compiled\ndef tuple_sum(t):\n    return t.x + 1\n"
-    )
-    module = package / "high" / "tuples.py"
-    for name in ("Before", "After"):
-        module.write_text(text.replace("Before", name))
-        script = f"from forerun.high.tuples import {name}, tuple_sum; print(tuple_sum({name}(4)))"
-        assert run(script, package.parent) == "5\n"
->>>>>>> 5b1f604 (Kept machine code whose index names a class that is gone is compiled anew; the collector looks at all objects again when a server ends)
