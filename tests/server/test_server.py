@@ -25,9 +25,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.live_server import PATIENCE, TEMPLATE, LiveServer, PausableEngine, free_socket, until
+from typer.testing import CliRunner
 
 import forerun
+from forerun import cli
 from forerun.cli import serve
+from forerun.cli.log import server_log, shown_log
 from forerun.cli.serve_options import REPEATED, ServeOptions
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
@@ -604,3 +607,83 @@ def test_without_the_extra_the_command_says_how_to_install_it(monkeypatch: pytes
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
     with pytest.raises(ValueError, match=r"needs uvicorn; .* pip install 'forerun\[serve\]'"):
         serve.run(ServeOptions())
+
+
+# --- starting, logs, hosts
+
+
+def test_a_busy_port_is_found_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "build_engine", lambda told: pytest.fail("the model was loaded"))
+    with free_socket() as busy:
+        busy.listen()
+        port = busy.getsockname()[1]
+        ended = CliRunner().invoke(cli.app, ["serve", "--port", str(port)])
+    assert ended.exit_code == 2
+    assert ended.stderr.splitlines()[-1] == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use"
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_request_with_two_faults_hears_of_both(server: LiveServer) -> None:
+    error = error_of(server.post({"model": "bundled", "prompt": "Hi", "temperature": 9, "top_k": 3}), 400)
+    assert error["param"] == "temperature"
+    assert "temperature: " in error["message"] and "top_k: there is no such field" in error["message"]
+    many = error_of(server.post({"model": "bundled", "prompt": "Hi", **{f"x{n}": 1 for n in range(12)}}), 400)
+    assert many["message"].count("no such field") == 8 and "4 more fields are wrong" in many["message"]
+
+
+def test_every_answer_has_a_request_id_and_the_log_has_it_too(
+    engine: Engine, servers: list[LiveServer], capsys: pytest.CaptureFixture[str]
+) -> None:
+    held, one = pausable_server(engine, servers)
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
+    answers = [one.post(asked), one.post({**asked, "n": 0}), one.http.get("/health"), one.http.get("/none")]
+    ids = [answer.headers["x-request-id"] for answer in answers]
+    assert len(set(ids)) == 4 and answers[0].json()["id"] == f"cmpl-{ids[0]}"
+    assert one.post(asked, headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert one.post(asked, headers={"x-request-id": "not one"}).headers["x-request-id"] != "not one"
+    held.broken = True
+    for as_json in (False, True):
+        with shown_log(), server_log(as_json):
+            failed = one.post(asked, headers={"x-request-id": "of-the-failure"})
+        assert failed.status_code == 500 and failed.headers["x-request-id"] == "of-the-failure"
+        lines = capsys.readouterr().err.splitlines()
+        if as_json:
+            line = next(told for told in map(json.loads, lines) if told["request"] == "of-the-failure")
+            assert line["level"] == "ERROR" and "LookupError" in line["exception"] and "T" in line["time"]
+        else:
+            assert any(re.match(r"\d{4}-\d\d-\d\dT[\d:.]+\S* ERROR of-the-failure call ", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200), ({"host": "127.0.0.1:1"}, 200), ({"host": "[::1]:80"}, 200), ({"host": "localhost"}, 200),
+        ({"host": "evil.example"}, 403), ({"host": "127.0.0.1.evil.example:8000"}, 403), ({"host": "["}, 403),
+        ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
+        ({"host": "localhost:9", "origin": "http://localhost:9"}, 200),
+        ({"host": "localhost:9", "origin": "http://localhost:10"}, 403),
+    ],
+)  # fmt: skip
+def test_a_web_page_from_elsewhere_cannot_ask_a_server_without_keys(
+    server: LiveServer, headers: dict[str, str], status: int
+) -> None:
+    answer = server.post({"model": "bundled", "prompt": "Hi", "max_tokens": 1}, headers=headers)
+    assert answer.status_code == status
+    if status == 403:
+        assert error_of(answer, 403)["code"] in ("host_not_allowed", "origin_not_allowed")
+        assert server.http.get("/health", headers=headers).status_code == 200
+
+
+def test_hosts_and_origins_that_are_allowed_may_ask(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, allowed_hosts=("gpu-box",), cors_origins=("https://app.example",)))
+    one, page = servers[0], {"origin": "https://app.example"}
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 1}
+    assert one.post(asked, headers={"host": "GPU-box:8000"}).status_code == 200
+    answer = one.post(asked, headers=page)
+    assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://app.example")
+    wanted = {**page, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    assert one.http.options("/v1/completions", headers=wanted).status_code == 200
+    assert one.post(asked, headers={"origin": "https://other.example"}).status_code == 403
+    servers.append(LiveServer(engine, api_keys=("a",)))
+    foreign = {"authorization": "Bearer a", "host": "api.example"}
+    assert servers[1].post(asked, headers=foreign).status_code == 200  # no page has the key

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from transformers import PreTrainedTokenizerBase
 
 from forerun.core.tree import IntArray
+from forerun.models.text.token_bytes import TokenBytes
 
-CONTEXT = 8
-"""Prompt tokens that are decoded together with the text, at least: some tokenizers drop the space before the first
-word, and some decode a run of bytes as a whole."""
+CONTEXT_TOKENS = 8
+"""Prompt tokens that are decoded together with the text, or more: some tokenizers drop the space before the first word,
+and some decode a run of bytes as a whole."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -28,12 +31,13 @@ class Detokenizer:
     """Decodes the tokens that follow a prompt.
 
     The tokens of the last piece are decoded with and without the tokens since then; the difference is the new text. If
-    it ends inside a character, it waits for more tokens.
+    its bytes end inside a character, it waits for more tokens. A replacement character alone does not say that: it may
+    be the text's own, or stand for bytes that no later ones complete.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] | IntArray) -> None:
         self._tokenizer = tokenizer
-        start = max(0, len(prompt) - CONTEXT)
+        start = max(0, len(prompt) - CONTEXT_TOKENS)
         while start and _is_byte(tokenizer, prompt[start]):
             start -= 1
         self._ids = [int(token) for token in prompt[start:]]
@@ -45,7 +49,7 @@ class Detokenizer:
         self._ids.append(token)
         self._drafted &= drafted
         text = self._new_text()
-        if text and not text.endswith(_INCOMPLETE):
+        if text and not (text.endswith(_INCOMPLETE) and self._inside_character()):
             yield self._take(text)
 
     def flush(self) -> Iterator[Piece]:
@@ -53,6 +57,17 @@ class Detokenizer:
         text = self._new_text()
         if text:
             yield self._take(text)
+
+    def _inside_character(self) -> bool:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token in self._ids[self._read :]:
+            if not self._spell.skipped(token):
+                decoder.decode(self._spell(token))
+        return bool(decoder.getstate()[0])
+
+    @cached_property
+    def _spell(self) -> TokenBytes:
+        return TokenBytes(self._tokenizer)
 
     def _new_text(self) -> str:
         before = self._decode(self._ids[self._start : self._read])
