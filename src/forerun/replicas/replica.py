@@ -71,7 +71,7 @@ class Replica:
 
     def __del__(self) -> None:
         if hasattr(self, "_service"):
-            self._service.scheduler.close()
+            self._service.close()
             self._exchange.close()
             self._engine.close()
 

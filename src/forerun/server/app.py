@@ -103,7 +103,7 @@ def create_app(
         try:
             yield
         finally:
-            await asyncio.to_thread(service.scheduler.close)
+            await asyncio.to_thread(service.close)
             if saver is not None:
                 await asyncio.to_thread(saver.close)
 

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from forerun.server.api_errors import CLOSE, ApiError
-from forerun.server.scheduler import Scheduler
+from forerun.server.service import Service
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class DrainingServer(uvicorn.Server):
             timeout_graceful_shutdown=math.ceil(patience) + CLOSING_SECONDS,
         )
         super().__init__(config)
-        self._scheduler: Scheduler = app.state.service.scheduler
+        self._service: Service = app.state.service
         self._patience, self._page = patience, page
 
     def serve_on(self, sockets: list[socket.socket]) -> None:
@@ -183,10 +183,10 @@ class DrainingServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; returns whether to end."""
-        return await super().on_tick(counter) or self._scheduler.failed
+        return await super().on_tick(counter) or self._service.scheduler.failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        closing = asyncio.create_task(asyncio.to_thread(self._scheduler.close, self._patience))
+        closing = asyncio.create_task(asyncio.to_thread(self._service.close, self._patience))
         await super().shutdown(sockets)
         await closing
         gc.unfreeze()  # or the interpreter would end with objects that native libraries report as leaked

@@ -22,6 +22,7 @@ from forerun.server.admission import SchedulerLimits
 from forerun.server.answers import AnswerText, LogprobStreamer, StopStringCriterion
 from forerun.server.api_errors import ApiError
 from forerun.server.calls import AnswerRow, Call, LoopDispatcher
+from forerun.server.grammar_pool import GrammarPool
 from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.scheduler import Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension
@@ -117,7 +118,13 @@ class Service:
         self._encode = PromptEncoder(engine.tokenizer, self._positions)
         self._bytes = TokenBytes(engine.tokenizer)
         self._dispatcher: LoopDispatcher | None = None
+        self.grammars = GrammarPool(engine.grammars)
         self._prepare_grammars()
+
+    def close(self, patience: float = 0.0) -> None:
+        """Take no more requests, and end all others; see ``Scheduler.close``."""
+        self.grammars.close()
+        self.scheduler.close(patience)
 
     async def call(self, body: CompletionRequest | ChatRequest, tenant: str, number: str) -> Call:
         """Prepare an answer without holding up the event loop.
@@ -134,7 +141,9 @@ class Service:
         if body.model != self.settings.served_name:
             message = f"there is no model {body.model!r} here; there is {self.settings.served_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
+        namespace = self._namespaces.private(tenant, body.forerun.namespace)
         try:
+            await self.grammars.prepare(body.format, tenant, namespace)
             requests = await asyncio.to_thread(self._requests, body, tenant)
         except SchemaError as error:
             raise ApiError(400, str(error), "invalid_value", "response_format") from error

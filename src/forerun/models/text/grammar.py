@@ -1,7 +1,8 @@
 """Texts that follow a JSON schema: the tokens that may come next, by llguidance.
 
-A matcher is walked to the ids that it is asked about, and back: what it says depends on them alone. So one matcher
-serves a row, its drafts, the branches of its trees, and its forks.
+A matcher is walked to the ids that it is asked about, and back: its answer depends on them alone. So one matcher
+serves a row, its drafts, the branches of its trees, and its forks. Where only one text may come, the tokens of all of
+it are worked out once; then a token of it needs no mask.
 
 JSON is written on one line, with a space behind commas and colons, as ``json.dumps`` writes it. Then all that stands
 between two values is certain, and costs no pass of its own.
@@ -10,11 +11,15 @@ between two values is certain, and costs no pass of its own.
 from __future__ import annotations
 
 import json
+import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from decimal import Decimal
+from re import _parser  # type: ignore[attr-defined]  # the one way to the length of a pattern's matches
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,16 +36,25 @@ if TYPE_CHECKING:
 ResponseFormat = Mapping[str, Any]
 """As OpenAI has it: ``{"type": "text"}``, ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
 {"name": ..., "schema": {...}}}``."""
-TYPES = ("text", "json_object", "json_schema")
-WRITING: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+FORMAT_TYPES = ("text", "json_object", "json_schema")
+JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is written, in llguidance's words."""
-KEPT = 64
-"""Grammars that are kept, those used last: an application has a handful of schemas, and each takes kilobytes."""
-REMAINDERS = 50_000
-"""Of all divisors in a schema together, at most. A state is compiled for each: 50,000 took up to 1.3 seconds, and
+KEPT_GRAMMARS = 64
+"""The grammars used last are kept: an application has a handful of schemas, and each takes kilobytes."""
+MAX_REMAINDERS = 50_000
+"""Remainders of all divisors in a schema together. A state is compiled for each: 50,000 took up to 1.3 seconds, and
 9,999,991 more than a minute."""
-LONGEST = 1 << 16
-"""Characters of a schema, at most. One of 5,000 optional properties, in twice as many, took 3.7 seconds to compile."""
+MAX_SCHEMA_CHARACTERS = 1 << 16
+"""One of 5,000 optional properties, in twice as many characters, took 3.7 seconds to compile."""
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose values have schemas under names of a user's own, which may read like keywords."""
+MAX_FORCED_CHARACTERS = 2_000
+"""Characters of a text that a schema spells out, repetitions included. All of it is worked out at once: 60,000 took 0.6
+seconds, in which no other thread of Python ran."""
+MAX_FORCED_TOKENS = 2_000
+"""Tokens of a run without a choice, as it turns out while a text is written."""
+MAX_TRIAL_SECONDS = 0.02
+"""Processor time for the masks of a row's drafts in a step. Later drafts of the step are made without masks."""
 
 
 class SchemaError(ValueError):
@@ -100,7 +114,7 @@ class Grammars:
             ValueError: for a tokenizer that llguidance cannot use.
             ModuleNotFoundError: if llguidance is not installed.
         """
-        schema = _schema(response_format)
+        schema = schema_of(response_format)
         if schema is None:
             return None
         key = (namespace, schema)
@@ -111,9 +125,28 @@ class Grammars:
         grammar = Grammar(_compile(self.prepare(), schema))
         with self._keeping:
             self._known[key] = grammar
-            if len(self._known) > KEPT:
+            if len(self._known) > KEPT_GRAMMARS:
                 self._known.popitem(last=False)
         return grammar
+
+    def has(self, schema: str, namespace: str = "default") -> bool:
+        """Whether the grammar of a schema, as ``schema_of`` writes it, is kept."""
+        with self._keeping:
+            return (namespace, schema) in self._known
+
+    def tokenizer_arguments(self) -> dict[str, Any]:
+        """Arguments of ``llguidance.LLTokenizer`` for this tokenizer, for another process.
+
+        Raises:
+            ValueError: if llguidance cannot use the tokenizer; see ``prepare``.
+        """
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            raise ValueError("response_format needs a fast tokenizer")
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        ends = _end_tokens(self._tokenizer, self._ends)
+        return {"tokenizer": backend.to_str(), "n_vocab": self._vocabulary, "eos_token": ends or None}
 
     def prepare(self) -> LLTokenizer:
         """What llguidance needs of the tokenizer.
@@ -136,36 +169,69 @@ class _Walker:
 
     def __init__(self, matcher: LLMatcher, start: int) -> None:
         self._origin, self._start = matcher, start
+        self._run_begin, self._run_is_long = 0, False
+        self._run_text: IntArray = np.empty(0, np.int64)
+        self.trial_seconds = 0.0
+        """Processor time of drafts' masks since the last token."""
         self._begin()
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See ``Constraint.mask``."""
-        self._go(ids)
-        allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        self._check()
-        rest = torch.from_numpy(allowed[: len(scores)]) == 0
-        return scores.masked_fill(rest.to(scores.device), -torch.inf)
+        run = self._forced_run(ids)
+        if not len(run):
+            self._go(ids)
+            allowed = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+            self._check()
+            if allowed.sum() == 1:
+                run = self._find_run(ids)
+            if not len(run):
+                rest = torch.from_numpy(allowed[: len(scores)]) == 0
+                return scores.masked_fill(rest.to(scores.device), -torch.inf)
+        if self._run_is_long:
+            raise GrammarError(f"the grammar leaves no choice for more than {MAX_FORCED_TOKENS:,} tokens at once")
+        masked = torch.full_like(scores, -torch.inf)
+        masked[int(run[0])] = scores[int(run[0])]
+        return masked
 
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
-        """See ``Constraint.forced``."""
-        try:
-            self._go(ids)
-        except GrammarError:
-            return []
-        return self._matcher.compute_ff_tokens()[:most]
+        run = self._forced_run(ids)
+        if not len(run):
+            try:
+                self._go(ids)
+            except GrammarError:
+                return []
+            run = self._find_run(ids)
+        return [int(token) for token in run[:most]]
 
     def complete(self, ids: torch.Tensor) -> bool:
-        """See ``Constraint.complete``."""
+        self.trial_seconds = 0.0
+        if len(self._forced_run(ids)):
+            return False
         self._go(ids)
         return self._matcher.is_stopped()
 
     def on_trial(self) -> Constraint:
-        """See ``Constraint.on_trial``."""
         return _OnTrial(self)
 
     def _begin(self) -> None:
         self._matcher = self._origin.deep_copy()
         self._walked: IntArray = np.empty(0, np.int64)
+
+    def _find_run(self, ids: torch.Tensor) -> IntArray:
+        """The tokens that are forced after ``ids``, where the matcher stands. They are kept for later calls."""
+        run = np.array(self._matcher.compute_ff_tokens(), np.int64)
+        if len(run):
+            text = ids[self._start :].numpy()
+            self._run_begin, self._run_text = len(text), np.concatenate([text, run])
+            self._run_is_long = len(run) > MAX_FORCED_TOKENS
+        return run
+
+    def _forced_run(self, ids: torch.Tensor) -> IntArray:
+        """The rest of the kept run if the text ends inside of it; else nothing."""
+        length = len(ids) - self._start
+        inside = self._run_begin <= length < len(self._run_text)
+        if not inside or not np.array_equal(ids[self._start :].numpy(), self._run_text[:length]):
+            return self._run_text[:0]
+        return self._run_text[length:]
 
     def _go(self, ids: torch.Tensor) -> None:
         """Take the matcher to where a text ends."""
@@ -191,15 +257,20 @@ class _Walker:
 
 @dataclass(frozen=True)
 class _OnTrial:
-    """A walker for drafts: where it fails, all may come."""
+    """A walker for drafts: where it fails, or takes too long, all tokens may come."""
 
     walker: _Walker
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self.walker.trial_seconds > MAX_TRIAL_SECONDS:
+            return scores.clone()
+        began = time.thread_time()
         try:
             return self.walker.mask(ids, scores)
         except GrammarError:
             return scores.clone()
+        finally:
+            self.walker.trial_seconds += time.thread_time() - began
 
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
         return self.walker.forced(ids, most)
@@ -214,37 +285,68 @@ class _OnTrial:
         return self
 
 
-def _schema(response_format: Any) -> str | None:
-    """The schema as JSON; its properties keep their order. None for plain text."""
-    if not isinstance(response_format, Mapping) or response_format.get("type") not in TYPES:
+def schema_of(response_format: Any) -> str | None:
+    """The schema as JSON; its properties keep their order. None for plain text.
+
+    Raises:
+        SchemaError: see ``Grammars.of``.
+    """
+    if not isinstance(response_format, Mapping) or response_format.get("type") not in FORMAT_TYPES:
         kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
-        raise SchemaError(f"response_format has the type {kind!r}; allowed are {', '.join(TYPES)}")
+        raise SchemaError(f"response_format has the type {kind!r}; allowed are {', '.join(FORMAT_TYPES)}")
     if response_format["type"] == "text":
         return None
     if response_format["type"] == "json_object":
         return '{"type": "object"}'
-    told = response_format.get("json_schema")
-    if not isinstance(told, Mapping) or not isinstance(told.get("schema"), Mapping):
+    named = response_format.get("json_schema")
+    if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
         raise SchemaError('response_format needs {"json_schema": {"schema": {...}}}')
     try:
-        schema = json.dumps(told["schema"], allow_nan=False)
+        schema = json.dumps(named["schema"], allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise SchemaError(f"the schema is not JSON: {error}") from None
-    if len(schema) > LONGEST:
-        raise SchemaError(f"the schema has {len(schema):,} characters; {LONGEST:,} are the most")
-    remainders = sum(map(_remainders, _divisors(told["schema"])))
-    if remainders > REMAINDERS:
-        raise SchemaError(f"multipleOf has {remainders:,} remainders in all; {REMAINDERS:,} are the most")
+    if len(schema) > MAX_SCHEMA_CHARACTERS:
+        raise SchemaError(f"the schema has {len(schema):,} characters; {MAX_SCHEMA_CHARACTERS:,} are the most")
+    remainders = sum(map(_remainders, _values(named["schema"], "multipleOf")))
+    if remainders > MAX_REMAINDERS:
+        raise SchemaError(f"multipleOf has {remainders:,} remainders in all; {MAX_REMAINDERS:,} are the most")
+    forced = max(_longest_literals(named["schema"]), default=0)
+    if forced > MAX_FORCED_CHARACTERS:
+        raise SchemaError(f"the schema has a text of {forced:,} characters; {MAX_FORCED_CHARACTERS:,} are the most")
     return schema
 
 
-def _divisors(schema: Any) -> Iterator[Any]:
-    """Each value of ``multipleOf`` in a schema."""
-    if isinstance(schema, Mapping):
-        yield from (value for key, value in schema.items() if key == "multipleOf")
-    if isinstance(schema, Mapping | list):
-        for inner in schema.values() if isinstance(schema, Mapping) else schema:
-            yield from _divisors(inner)
+def _values(schema: Any, keyword: str) -> Iterator[Any]:
+    """Each value of a keyword in a schema."""
+    if isinstance(schema, list):
+        for inner in schema:
+            yield from _values(inner, keyword)
+    elif isinstance(schema, Mapping):
+        if keyword in schema:
+            yield schema[keyword]
+        for key, inner in schema.items():
+            if key in SCHEMAS_BY_NAME and isinstance(inner, Mapping):
+                yield from _values(list(inner.values()), keyword)
+            elif key not in ("const", "enum"):
+                yield from _values(inner, keyword)
+
+
+def _longest_literals(schema: Any) -> Iterator[int]:
+    """Characters of texts that a schema spells out: constants, and what patterns and arrays have at least."""
+    yield from (len(json.dumps(value)) for value in _values(schema, "const"))
+    yield from (len(json.dumps(each)) for value in _values(schema, "enum") if isinstance(value, list) for each in value)
+    yield from (_shortest_match(value) for value in _values(schema, "pattern") if isinstance(value, str))
+    yield from (value for value in _values(schema, "minItems") if isinstance(value, int))
+    for properties in _values(schema, "properties"):
+        yield from map(len, properties if isinstance(properties, Mapping) else ())
+
+
+def _shortest_match(pattern: str) -> int:
+    """Characters of the shortest text that a pattern matches; 0 where Python does not know."""
+    try:
+        return int(_parser.parse(pattern).getwidth()[0])
+    except (ValueError, OverflowError, RecursionError, re.error):
+        return 0
 
 
 def _remainders(divisor: Any) -> int:
@@ -261,15 +363,15 @@ def _compile(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
     from llguidance import LLMatcher
 
     try:
-        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema, overrides=WRITING), log_level=0)
+        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE), log_level=0)
     except ValueError as error:
         raise SchemaError(f"the schema cannot be used: {error}") from None
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        told = _first_line(matcher.get_error())
-        told = "no text fits it" if told.startswith("NoExtension") else told
-        raise SchemaError(f"the schema cannot be used: {told}")
+        reason = _first_line(matcher.get_error())
+        reason = "no text fits it" if reason.startswith("NoExtension") else reason
+        raise SchemaError(f"the schema cannot be used: {reason}")
     return matcher
 
 
@@ -282,12 +384,16 @@ def _of_tokenizer(tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, en
     except ModuleNotFoundError:
         told = "response_format needs llguidance; install it by: pip install 'forerun[grammar]'"
         raise ModuleNotFoundError(told, name="llguidance") from None
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    every = list(dict.fromkeys([*ends, *own]))
+    every = _end_tokens(tokenizer, ends)
     try:
         return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=every or None)
     except Exception as error:  # it may raise anything
         raise ValueError(f"response_format cannot use this tokenizer: {_first_line(str(error))}") from error
+
+
+def _end_tokens(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> list[int]:
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return list(dict.fromkeys([*ends, *own]))
 
 
 def _first_line(message: str) -> str:

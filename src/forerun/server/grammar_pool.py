@@ -1,0 +1,166 @@
+"""Schemas are compiled apart from all else: first on trial, in processes that can be killed, then for use.
+
+A short schema may take minutes and gigabytes to compile. No other work waits for these processes and threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from forerun.models.text.grammar import JSON_STYLE, Grammars, SchemaError, schema_of
+from forerun.server.api_errors import ApiError
+
+log = logging.getLogger(__name__)
+
+COMPILING_PROCESSES = 2
+TENANT_SCHEMAS = 8
+"""Schemas of one tenant that may be compiled or wait for it."""
+COMPILE_SECONDS = 3
+"""Processor time to compile a schema. The largest useful ones took 1.3 seconds."""
+COMPILE_WALL_SECONDS = 20.0
+"""Time after which a process is killed in any case."""
+COMPILE_BYTES = 1 << 30
+"""Memory to compile a schema."""
+WORKER = Path(__file__).with_name("grammar_worker.py")
+
+
+class GrammarPool:
+    """Compiles grammars for an event loop, so that ``Grammars.of`` has them at once.
+
+    Args:
+        grammars: the engine's.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._executor = ThreadPoolExecutor(COMPILING_PROCESSES, "forerun-grammars")
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        for _ in range(COMPILING_PROCESSES):
+            self._idle.put(None)  # a process is started when it is needed
+        self._jobs: dict[tuple[str, str], asyncio.Future[None]] = {}
+        self._places: Counter[str] = Counter()
+        self._workers: set[_Worker] = set()
+        self._closed = False
+
+    async def prepare(self, response_format: Any, tenant: str, namespace: str) -> None:
+        """Compile the grammar of a response format, if it is not kept already.
+
+        Args:
+            response_format: see ``Grammars.of``; None for plain text.
+            tenant: whose request it is.
+            namespace: see ``Grammars.of``.
+
+        Raises:
+            SchemaError: see ``Grammars.of``; or if it takes too much time or memory.
+            ApiError: if the tenant has too many schemas at once.
+        """
+        if response_format is None or response_format["type"] != "json_schema":
+            return
+        schema = await asyncio.to_thread(schema_of, response_format)
+        assert schema is not None
+        key = (namespace, schema)
+        if self._grammars.has(schema, namespace):
+            return
+        if key not in self._jobs:
+            if self._places[tenant] >= TENANT_SCHEMAS:
+                message = f"{TENANT_SCHEMAS} schemas of this key are being compiled; try again"
+                raise ApiError(429, message, "too_many_schemas", "response_format", {"Retry-After": "1"})
+            self._places[tenant] += 1
+            loop = asyncio.get_running_loop()
+            self._jobs[key] = loop.run_in_executor(self._executor, self._compile, response_format, schema, namespace)
+            self._jobs[key].add_done_callback(lambda job: self._end(key, tenant, job))
+        try:
+            await asyncio.shield(self._jobs[key])
+        except (asyncio.CancelledError, SchemaError):
+            if self._closed:
+                raise ApiError(503, "the server is closing", "closing") from None
+            raise
+
+    def close(self) -> None:
+        """Kill all processes; nothing waits for their work."""
+        self._closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for worker in list(self._workers):
+            worker.kill()
+        while not self._idle.empty():
+            if (idle := self._idle.get_nowait()) is not None:
+                idle.close()
+
+    def _end(self, key: tuple[str, str], tenant: str, job: asyncio.Future[None]) -> None:
+        del self._jobs[key]
+        self._places -= Counter([tenant])
+        if not job.cancelled():
+            job.exception()  # or asyncio warns, if the client has gone
+
+    def _compile(self, response_format: Any, schema: str, namespace: str) -> None:
+        """In a thread of the pool."""
+        self._grammars.prepare()  # fails with the reason if there can be no grammars
+        worker = self._idle.get()
+        if worker is None:
+            worker = _Worker(self._grammars)
+            self._workers.add(worker)
+        if self._closed:
+            worker.kill()
+        if worker.compiles(schema):
+            self._idle.put(worker)
+            self._grammars.of(response_format, namespace)  # it takes as long again, but not longer
+            return
+        worker.close()
+        self._workers.discard(worker)
+        self._idle.put(None)
+        limits = f"{COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 20} MiB"
+        raise SchemaError(f"the schema cannot be used: to compile it takes more than {limits}")
+
+
+class _Worker:
+    """A process that compiles schemas on trial, one at a time."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+        )
+        limits = {"memory": COMPILE_BYTES, "seconds": COMPILE_SECONDS, "style": JSON_STYLE}
+        self._ask({"tokenizer": grammars.tokenizer_arguments(), **limits})
+
+    def compiles(self, schema: str) -> bool:
+        """Whether the process survives a schema; then compiling it again is cheap, right or wrong."""
+        return self._ask(schema)
+
+    def kill(self) -> None:
+        """End the process; from any thread."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process and close its pipes."""
+        self.kill()
+        with suppress(OSError):  # it has not read everything
+            self._process.communicate()
+
+    def _ask(self, question: Any) -> bool:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        timer = threading.Timer(COMPILE_WALL_SECONDS, self.kill)
+        timer.start()
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return bool(self._process.stdout.readline())
+        except OSError:  # it has ended
+            return False
+        finally:
+            timer.cancel()

@@ -1,0 +1,61 @@
+"""A process that tries whether schemas compile. ``GrammarPool`` runs it as a script, so it imports little.
+
+The first line of its input has the tokenizer's arguments and the limits, each further line a schema. It answers each
+line with an empty one, also for a schema that is wrong. A schema that takes too much ends the process instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+
+def main() -> None:
+    """Answer lines until the input ends."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    first = json.loads(sys.stdin.readline())
+    tokenizer = LLTokenizer(**first["tokenizer"])
+    if hasattr(os, "nice"):
+        os.nice(10)
+    _limit_memory(first["memory"])
+    _answer()
+    for line in sys.stdin:
+        _limit_time(first["seconds"])
+        with suppress(ValueError):
+            grammar = LLMatcher.grammar_from_json_schema(json.loads(line), overrides=first["style"])
+            matcher = LLMatcher(tokenizer, grammar, log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+        _answer()
+
+
+def _answer() -> None:
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def _limit_memory(size: int) -> None:
+    """Let allocations fail at ``size`` more bytes than this process has now, which ends it."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size,) * 2)
+
+
+def _limit_time(seconds: int) -> None:
+    """Let the system end this process after ``seconds`` more of processor time."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        used = int(usage.ru_utime + usage.ru_stime) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Schemas that are dear to compile, and texts that a schema spells out, cost nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import forerun.reference
+from forerun.models.text import grammar
+from forerun.models.text.grammar import GrammarError, Grammars, SchemaError
+from forerun.server import grammar_pool
+from forerun.server.api_errors import ApiError
+from forerun.server.grammar_pool import GrammarPool
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    folder = Path(forerun.reference.__file__).parent / "weights" / "target"
+    return AutoTokenizer.from_pretrained(folder)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def grammars(tokenizer: PreTrainedTokenizerBase) -> Grammars:
+    return Grammars(tokenizer, len(tokenizer), [])
+
+
+@pytest.fixture
+def pool(grammars: Grammars) -> Iterator[GrammarPool]:
+    pool = GrammarPool(grammars)
+    yield pool
+    pool.close()
+
+
+def asked(schema: Json) -> Json:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def dear(patterns: int) -> Json:
+    """Each pattern doubles the time: 22 took 11 seconds, in 692 characters."""
+    return asked({"type": "string", "allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(1, patterns + 1)]})
+
+
+def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_process_killed(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1)
+
+    async def ask() -> float:
+        longest, before = 0.0, time.perf_counter()
+        attack = asyncio.ensure_future(pool.prepare(dear(40), "a", "a/x"))
+        while not attack.done():
+            await asyncio.sleep(0.001)
+            longest, before = max(longest, time.perf_counter() - before), time.perf_counter()
+        with pytest.raises(SchemaError, match="to compile it takes more than 1 seconds or 1024 MiB"):
+            await attack
+        await pool.prepare(asked({"type": "string"}), "b", "b/x")  # another process takes its place
+        return longest
+
+    assert asyncio.run(ask()) < 1.0  # nothing else waits meanwhile
+
+
+def test_the_end_does_not_wait_for_a_schema(grammars: Grammars) -> None:
+    pool = GrammarPool(grammars)
+
+    async def ask() -> float:
+        attack = asyncio.ensure_future(pool.prepare(dear(40), "a", "a/x"))
+        while not pool._workers:
+            await asyncio.sleep(0.01)
+        begin = time.perf_counter()
+        await asyncio.to_thread(pool.close)
+        with pytest.raises(ApiError, match="closing"):
+            await attack
+        return time.perf_counter() - begin
+
+    assert asyncio.run(ask()) < 2.0
+
+
+def test_a_tenant_has_few_places_and_equal_schemas_share_one(
+    pool: GrammarPool, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_pool, "TENANT_SCHEMAS", 2)
+    compiled: list[str] = []
+    of = grammars.of
+
+    def counted(response_format: Any, namespace: str = "default") -> Any:
+        compiled.append(namespace)
+        return of(response_format, namespace)
+
+    monkeypatch.setattr(grammars, "of", counted)
+
+    async def ask() -> list[Any]:
+        one, two, three = (asked({"type": "string", "maxLength": length}) for length in (1, 2, 3))
+        asking = [("a", one), ("a", one), ("a", two), ("a", three), ("b", three)]
+        waiting = [pool.prepare(schema, tenant, f"{tenant}/x") for tenant, schema in asking]
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    told = asyncio.run(ask())
+    assert [type(each) for each in told] == [type(None)] * 3 + [ApiError, type(None)]
+    assert told[3].status == 429 and sorted(compiled) == ["a/x", "a/x", "b/x"]
+
+
+def test_a_wrong_schema_has_its_own_reason(pool: GrammarPool) -> None:
+    with pytest.raises(SchemaError, match="cannot be used"):
+        asyncio.run(pool.prepare(asked({"type": "string", "pattern": "["}), "a", "a/x"))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "x" * 3_000}, {"enum": ["a", "x" * 3_000]}, {"type": "string", "pattern": "^a{60000}$"},
+        {"type": "string", "pattern": "^(a{100}){100}$"}, {"type": "array", "items": {"const": 7}, "minItems": 20_000},
+        {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}},
+    ],
+)  # fmt: skip
+def test_a_long_text_that_a_schema_spells_out_is_refused(grammars: Grammars, schema: Json) -> None:
+    nested = {"type": "object", "properties": {"a": {"type": "integer"}, "b": schema}, "required": ["a", "b"]}
+    for each in (schema, nested):
+        with pytest.raises(SchemaError, match=r"the schema has a text of .* characters; 2,000 are the most"):
+            grammars.of(asked(each))
+
+
+def test_a_property_may_be_called_like_a_keyword(grammars: Grammars) -> None:
+    long = {"type": "object", "properties": {f"field_{n}": {"type": "string"} for n in range(99)}}
+    schema = {"type": "object", "properties": {"const": long, "enum": {"type": "null"}, "pattern": {"const": 1}}}
+    assert grammars.of(asked(schema)) is not None
+
+
+def test_a_run_that_turns_out_long_ends_the_text(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_FORCED_TOKENS", 50)
+    made = grammars.of(asked({"const": "x" * 300}))
+    assert made is not None
+    walker = made.follow(0)
+    ids, scores = torch.empty(0, dtype=torch.int64), torch.zeros(4096)
+    with pytest.raises(GrammarError, match="no choice for more than 50 tokens"):
+        walker.mask(ids, scores)
+    assert torch.equal(walker.on_trial().mask(ids, scores), scores)
+
+
+def test_a_forced_token_needs_no_mask(grammars: Grammars) -> None:
+    """The masks of a run are those of a matcher that works each one out."""
+
+    class Counting:
+        def __init__(self, matcher: Any) -> None:
+            self.matcher, self.calls = matcher, 0
+
+        def deep_copy(self) -> Any:
+            return self
+
+        def __getattr__(self, name: str) -> Any:
+            self.calls += name in ("compute_bitmask", "compute_ff_tokens")
+            return getattr(self.matcher, name)
+
+    schema = {
+        "type": "object",
+        "properties": {"it's a": {"const": "don't know, \u4f60\u597d " * 9}, "n": {"type": "integer"}},
+        "required": ["it's a", "n"],
+    }
+    made = grammars.of(asked(schema))
+    assert made is not None
+    counting = Counting(made.matcher.deep_copy())
+    walker = grammar.Grammar(counting).follow(0)  # type: ignore[arg-type]
+    ids, scores = torch.empty(0, dtype=torch.int64), torch.arange(4096.0)
+    run = walker.forced(ids, 1000)
+    assert len(run) > 60
+    for place in range(len(run)):
+        alone = made.follow(0).mask(ids, scores)
+        assert torch.equal(walker.mask(ids, scores), alone) and int(alone.argmax()) == run[place]
+        assert walker.forced(ids, 3) == run[place : place + 3] and not walker.complete(ids)
+        ids = torch.cat([ids, torch.tensor(run[place : place + 1])])
+    assert counting.calls == 1
+    assert torch.isfinite(walker.mask(ids, scores)).sum() > 1  # the number is free
+
+
+def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = grammars.of(asked({"type": "string"}))
+    assert made is not None
+    walker = made.follow(0)
+    trial, ids, scores = walker.on_trial(), torch.empty(0, dtype=torch.int64), torch.zeros(4096)
+    monkeypatch.setattr(grammar, "MAX_TRIAL_SECONDS", -1.0)
+    assert torch.equal(trial.mask(ids, scores), scores)
+    monkeypatch.setattr(grammar, "MAX_TRIAL_SECONDS", 10.0)
+    assert not torch.equal(trial.mask(ids, scores), scores) and not walker.complete(ids)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of memory are POSIX's")
+def test_a_schema_that_takes_too_much_memory_is_refused(pool: GrammarPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_pool, "COMPILE_BYTES", 1 << 20)
+    with pytest.raises(SchemaError, match="to compile it takes more than"):
+        asyncio.run(pool.prepare(dear(16), "a", "a/x"))
