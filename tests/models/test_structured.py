@@ -22,7 +22,7 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.models.text.grammar import KEPT, GrammarError, Grammars, SchemaError
+from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars, SchemaError
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import SchedulerLimits
 
@@ -320,9 +320,9 @@ def test_grammars_are_kept_for_each_namespace_and_not_for_ever(plain: Engine) ->
     assert grammars.of(FORMAT) is grammars.of(FORMAT)
     assert grammars.of(FORMAT, "another") is not grammars.of(FORMAT)
     assert grammars.of({"type": "text"}) is None
-    for number in range(KEPT + 3):
+    for number in range(KEPT_GRAMMARS + 3):
         grammars.of(schema_of({"const": number}))
-    assert len(grammars) == KEPT
+    assert len(grammars) == KEPT_GRAMMARS
 
 
 def test_what_llguidance_cannot_use_is_named(plain: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
