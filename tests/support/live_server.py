@@ -42,8 +42,8 @@ class PausableEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    def batch(self, limit: int | None = None) -> Any:
-        batch = self.engine.batch(limit)
+    def batch(self, limit: int | None = None, **options: Any) -> Any:
+        batch = self.engine.batch(limit, **options)
         step = batch.step
 
         def held() -> Any:

@@ -140,12 +140,12 @@ class Grammars:
         Raises:
             ValueError: if llguidance cannot use the tokenizer; see ``prepare``.
         """
-        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
             raise ValueError("response_format needs a fast tokenizer")
-        backend = copy(self._tokenizer.backend_tokenizer)
+        backend = copy(self.tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        ends = _end_tokens(self._tokenizer, self._ends)
+        ends = _end_tokens(self.tokenizer, self._ends)
         return {"tokenizer": backend.to_str(), "n_vocab": self._vocabulary, "eos_token": ends or None}
 
     def prepare(self) -> LLTokenizer:
