@@ -26,7 +26,7 @@ from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError
 from forerun.server.http_server import REFUSED_CONNECTIONS, BoundedConnection
 from forerun.server.schema import ChatRequest, CompletionRequest
-from forerun.server.service import PromptEncoder
+from forerun.server.service import RequestEncoder
 
 Json = dict[str, Any]
 ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
@@ -136,7 +136,7 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
             assert not tokenize
             return engine.tokenizer.apply_chat_template(*given, chat_template=TEMPLATE, tokenize=False, **more)  # type: ignore[union-attr]
 
-    encoder = PromptEncoder(Counting(), 100)
+    encoder = RequestEncoder(Counting(), 100)
     for text in ("a" * 100_000, "hello world " * 10_000):
         with pytest.raises(ApiError, match=r"more than .* tokens; the model takes 100"):
             encoder(CompletionRequest(model="bundled", prompt=text))
@@ -384,7 +384,7 @@ def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
             time.sleep(0.005)
             return engine.tokenizer(text)  # type: ignore[misc]
 
-    encoder = PromptEncoder(Slow(), None)
+    encoder = RequestEncoder(Slow(), None)
     many = threading.Thread(target=encoder, args=[CompletionRequest(model="bundled", prompt=["many"] * 100)])
     many.start()
     until(lambda: len(order) > 3)

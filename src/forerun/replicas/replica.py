@@ -99,7 +99,8 @@ async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Me
 
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
-        "method": request.method, "path": request.path, "raw_path": request.path.encode(), "query_string": request.query,
+        "method": request.method, "path": request.path, "raw_path": request.path.encode(),
+        "query_string": request.query,
         "headers": list(request.headers), "client": None, "server": None, "state": {},
     }  # fmt: skip
     task = asyncio.ensure_future(app(scope, receive, sent.put))

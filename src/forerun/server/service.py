@@ -42,7 +42,7 @@ EXCESS_TOKENS = 1.5
 """Tokens of a beginning for each of the model's positions that make the whole too long, wherever it was cut."""
 
 
-class PromptEncoder:
+class RequestEncoder:
     """From a request to the token ids of its prompts. Threads may share it; each text is one turn.
 
     Args:
@@ -115,7 +115,7 @@ class Service:
         self.created = int(time.time())
         self._namespaces = namespaces
         self._positions = position_limit(engine.target.model)
-        self._encode = PromptEncoder(engine.tokenizer, self._positions)
+        self._encode = RequestEncoder(engine.tokenizer, self._positions)
         self._bytes = TokenBytes(engine.tokenizer)
         self._dispatcher: LoopDispatcher | None = None
         self.grammars = GrammarPool(engine.grammars)
@@ -220,7 +220,7 @@ class Service:
         return 0 if wanted.drafter == NO_DRAFTER else wanted.budget
 
     def _prepare_grammars(self) -> None:
-        """Before the server serves, as no other thread would run meanwhile. Where it fails, a request for a grammar gets
+        """Prepare before the server serves, as no other thread runs meanwhile. If it fails, requests for a grammar get
         the reason."""
         try:
             self.engine.grammars.prepare()

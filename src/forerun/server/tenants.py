@@ -38,7 +38,7 @@ class ApiKeys:
         return [_tenant_name(digest) for digest in self._digests] or [ONLY_TENANT]
 
     def tenant(self, authorization: bytes | None) -> str | None:
-        """The tenant of an ``Authorization`` header; None if no tenant has its key. The time does not depend on the key."""
+        """The tenant of an ``Authorization`` header; None if no tenant has its key. All keys take the same time."""
         if not self._digests:
             return ONLY_TENANT
         scheme, _, key = (authorization or b"").partition(b" ")
