@@ -23,7 +23,8 @@ from benchmarks.capacity.shapes import ModelShape
 
 GIB = 1024**3
 LAYER_SECONDS = 10 * 2e-6
-"""Ten kernels of a layer, and 2 us between the last read of one and the first of the next, with CUDA graphs; assumed."""
+"""Ten kernels of a layer, and 2 us between the last read of one and the first of the next, with CUDA graphs;
+assumed."""
 REDUCTION_SECONDS = 10e-6
 """An all-reduce of nothing between devices of one host; assumed."""
 RESERVE = 2.0 * GIB

@@ -1,6 +1,7 @@
 """How long a second question about a book waits for its first token: with the store, in this process and in a new one.
 
-    python -m benchmarks long-context second-question --text Middlemarch.txt --contexts 16000,60000 --drafters trie,triforce
+    python -m benchmarks long-context second-question --text Middlemarch.txt --contexts 16000,60000 --drafters
+    trie,triforce
 
 For each context and drafter one process reads the book and asks two questions, and another one asks the second and
 then the first. Starting a process and loading the model are not counted. The first question was read without help, so

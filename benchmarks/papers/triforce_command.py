@@ -1,4 +1,5 @@
-"""``python -m benchmarks papers triforce``: decoding after long prompts, compared with plain autoregression over the same cache."""
+"""``python -m benchmarks papers triforce``: decoding after long prompts, compared with plain autoregression over the
+same cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ways to draft as contestants over one engine: which drafter, how many nodes, and whether they are pruned to what pays.
+"""Ways to draft as contestants over one engine: which drafter, how many nodes, and whether they are pruned to what
+pays.
 
 Making an engine takes seconds, so there is one per model, and a variant changes only what may change between texts.
 Its drafter is new in each turn, so that no turn sees the answers of another.

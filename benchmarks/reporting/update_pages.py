@@ -2,7 +2,8 @@
 
     python -m benchmarks update-pages [--tables bench,long,scaling]
 
-`bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md; `long`, of `python -m benchmarks papers triforce`, into
+`bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md; `long`, of `python -m benchmarks
+papers triforce`, into
 docs/benchmarks.md; `scaling`, of `python -m benchmarks capacity --published`, into docs/scaling.md.
 """
 

@@ -102,8 +102,8 @@ class OffloadBench:
     """
 
     def __init__(
-        self, drafters: Sequence[str], settings: LongContextConfig, rounds: int, report: Report, save: Callable[[], None],
-        say: Say,
+        self, drafters: Sequence[str], settings: LongContextConfig, rounds: int, report: Report, save: Callable[[],
+        None], say: Say,
     ) -> None:  # fmt: skip
         self._drafters, self._settings, self._rounds = drafters, settings, rounds
         self._report, self._save, self._say = report, save, say

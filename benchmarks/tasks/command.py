@@ -1,4 +1,5 @@
-"""``python -m benchmarks tasks``: Forerun's drafters compared with transformers' own ways to generate, and with other engines."""
+"""``python -m benchmarks tasks``: Forerun's drafters compared with transformers' own ways to generate, and with other
+engines."""
 
 from __future__ import annotations
 

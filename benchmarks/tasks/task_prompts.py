@@ -1,8 +1,8 @@
 """From tasks to jobs: a job has prompts to measure, and other prompts of its task for warm drafters.
 
 A set of tasks maps names to functions that draw prompts. Models with a chat template answer questions
-(``benchmarks.tasks.questions``). Others continue texts (``benchmarks.tasks.continuations``); the bundled models were trained
-on none of these.
+(``benchmarks.tasks.questions``). Others continue texts (``benchmarks.tasks.continuations``); the bundled models were
+trained on none of these.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m benchmarks learn-evidence --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
 
 Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
-models, the bundled models' tasks, passages to be predicted again with changes, and strings to be copied; some requests come
+models, the bundled models' tasks, passages to be predicted again with changes, and strings to be copied; some
+requests come
 again. Every session starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand
 rates and weights.
 """
@@ -168,6 +169,7 @@ class EvidenceOptions(StudyOptions):
 
 def run(options: EvidenceOptions) -> None:
     """Learn, and write what was learned."""
-    mixer = learn(kinds(options.books, options.maths, options.answers, options.without), [Tokenizer.from_file(str(file)) for file in options.tokenizer],
-                  options.sessions, options.most)  # fmt: skip
+    texts = kinds(options.books, options.maths, options.answers, options.without)
+    tokenizers = [Tokenizer.from_file(str(file)) for file in options.tokenizer]
+    mixer = learn(texts, tokenizers, options.sessions, options.most)
     np.save(options.out, logistic_mixer.dump(mixer).astype(np.float32), allow_pickle=False)

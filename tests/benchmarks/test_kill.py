@@ -1,4 +1,5 @@
-"""The trial that kills servers finds the warnings of a log as the server writes it, and no log without levels passes."""
+"""The trial that kills servers finds the warnings of a log as the server writes it, and no log without levels
+passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``python -m benchmarks triforce`` on a model from a folder: what it reads, refuses and has written when it is cut off."""
+"""``python -m benchmarks triforce`` on a model from a folder: what it reads, refuses and has written when it is cut
+off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``python -m benchmarks lookahead``: each part measures what it says, and is written when it is done; no time is asserted."""
+"""``python -m benchmarks lookahead``: each part measures what it says, and is written when it is done; no time is
+asserted."""
 
 from __future__ import annotations
 

@@ -328,7 +328,8 @@ def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path: Path) 
     told = [{"text": "one"}, {"prompt": "?", "answer": "two", "namespace": "b"}, {"text": long, "drafted": []}]
     rows.write_text("\n\n".join(map(json.dumps, told)))
     assert [(each.text, each.namespace, each.line) for each in passages(rows)] == [
-        ("one", "default", 1), ("two", "b", 3), (long[:PASSAGE_CHARACTERS], "default", 5), (long[PASSAGE_CHARACTERS:], "default", 5),
+        ("one", "default", 1), ("two", "b", 3), (long[:PASSAGE_CHARACTERS], "default", 5), (long[PASSAGE_CHARACTERS:],
+        "default", 5),
     ]  # fmt: skip
     check_files([plain, rows], 2)
 

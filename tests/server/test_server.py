@@ -372,7 +372,8 @@ def test_a_client_that_goes_frees_its_place(engine: Engine, servers: list[LiveSe
         {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "temperature": 0, "n": 2, "stream": stream}
     )
     with socket.create_connection(("127.0.0.1", one.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}"
         connection.sendall(f"{head}\r\n\r\n{body}".encode())
         until(lambda: (one.scheduler.running, one.scheduler.waiting) == (1, 1))
     time.sleep(0.05)  # the server may hear of it before or after the gate opens

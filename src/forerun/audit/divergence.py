@@ -2,7 +2,8 @@
 
 The scores of the diverging step are compared with those of the model's own forward pass over the same tokens:
 
-- ``error`` is the relative error of the step's logits (norms over the vocabulary, as in ``forerun.models.forward.gate``). The
+- ``error`` is the relative error of the step's logits (norms over the vocabulary, as in
+  ``forerun.models.forward.gate``). The
   reference is the model's own logits; in 16-bit types these are rounded as much, so it is the model's in float32.
 - ``margin`` is the gap between the two tokens in the model's own processed scores, including noise if sampled.
 - ``allowance`` is four times d, the largest difference between the two sets of scores, or one unit of rounding at their

@@ -1,1 +1,2 @@
-"""``forerun bench``: Forerun's drafters beside ``transformers`` on any model and any prompts, speed and texts compared."""
+"""``forerun bench``: Forerun's drafters beside ``transformers`` on any model and any prompts, speed and texts
+compared."""

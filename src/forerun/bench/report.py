@@ -166,12 +166,13 @@ class BenchResult:
         found = []
         if any(row["rounds"] < SURE_ROUNDS for row in rows):
             found.append(
-                f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are not ranked."
+                f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are not
+                ranked."
             )
         if any(row["same_output"] < 1 for row in rows):
             found.append(
-                "Rounding can part texts from those of transformers where two tokens are nearly as good; `forerun audit` "
-                "tells whether it was that."
+                "Rounding can part texts from those of transformers where two tokens are nearly as good; "
+                "`forerun audit` tells whether it was that."
             )
         return found
 

@@ -15,7 +15,7 @@ from forerun.cli.errors import USER_ERROR
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine
 
-SHARED = ("chat", "generate", "serve")
+MULTI_RANK_COMMANDS = ("chat", "generate", "serve")
 """Commands that several processes run together."""
 
 
@@ -30,8 +30,9 @@ def check_shared(command: str | None) -> None:
     Raises:
         ValueError: naming those that are allowed.
     """
-    if ranks() > 1 and command not in SHARED:
-        raise ValueError(f"{command} runs in one process, and there are {ranks()}; allowed are {', '.join(SHARED)}")
+    if ranks() > 1 and command not in MULTI_RANK_COMMANDS:
+        allowed = ", ".join(MULTI_RANK_COMMANDS)
+        raise ValueError(f"{command} runs in one process, and there are {ranks()}; allowed are {allowed}")
 
 
 @contextmanager

@@ -25,8 +25,8 @@ Rows = npt.NDArray[np.integer[Any]]
 class ForerunProposer:
     """Drafts the best branch for each row of a batch, and learns from all rows.
 
-    A row is recognised by its text (see ``FollowedTexts``). Prompts stay private to their request; outputs are shared in
-    one namespace by all requests of this engine, unless ``share`` is false.
+    A row is recognised by its text (see ``FollowedTexts``). Prompts stay private to their request; outputs are shared
+    in one namespace by all requests of this engine, unless ``share`` is false.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``. ``speculative_config.num_speculative_tokens`` is the most tokens of a draft;

@@ -37,8 +37,8 @@ JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 PASSAGE_CHARACTERS = 1 << 14
 """Text that is learned as one output. A full index drops whole outputs, and encoding one takes some milliseconds."""
 TEXT_FIELDS = ("text", "answer")
-"""Fields of a JSON line that are learned: ``forerun generate --json`` writes the first; recordings for ``python -m benchmarks
-replay`` have the second, beside a ``prompt`` that is not learned."""
+"""Fields of a JSON line that are learned: ``forerun generate --json`` writes the first; recordings for ``python -m
+benchmarks replay`` have the second, beside a ``prompt`` that is not learned."""
 MAX_NAMESPACES = 256
 """Namespaces of all tenants together. Each reserves 64 MiB of addresses and uses what its texts need."""
 

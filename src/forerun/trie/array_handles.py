@@ -1,7 +1,7 @@
 """Named tuples of arrays that compiled code finds by one address.
 
-Numba unpacks the arrays of a call one by one, in 0.2 us each. An index, a cursor, a mixer and a workspace are more than forty
-arrays. Unpacking them at each call took a fifth of the time of a draft.
+Numba unpacks the arrays of a call one by one, in 0.2 us each. An index, a cursor, a mixer and a workspace are more
+than forty arrays. Unpacking them at each call took a fifth of the time of a draft.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def _layout(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
 
 
 def reader(like: NamedTuple) -> Any:
-    """A function for compiled code: from the address of a ``ArrayHandles`` to its arrays, of the same types as ``like``."""
+    """A function for compiled code: from the address of a ``ArrayHandles`` to its arrays, of the same types as
+    ``like``."""
     if numba.config.DISABLE_JIT:
         return lambda address: _HANDLES[address]._arrays
     kind = numba.typeof(like)

@@ -12,8 +12,8 @@ Matches also know:
 
 - *Spelling.* A word with a space before it in the prompt may have none in the output, and then has other tokens. The
   prompt's match goes through that spelling (``spelling``).
-- *Substitutes.* The token that the prompt's match is sure of is a context of its own. Where a table has a comma, JSON may
-  have a quote and a comma. Such substitutes are counted. One that was counted twice moves the match on, as if the
+- *Substitutes.* The token that the prompt's match is sure of is a context of its own. Where a table has a comma, JSON
+  may have a quote and a comma. Such substitutes are counted. One that was counted twice moves the match on, as if the
   predicted token had come.
 - *Skips.* The output's last two tokens, together with the match, are a context of the *skip*: which of the
   predicted tokens comes next. After a colon and a quote, for example, it is the spelling of the token after next.
@@ -53,9 +53,10 @@ SPELT, SPELT_AHEAD, INSIDE_SPELLING, UNPREDICTED, OUTSIDE_SPELLING, NEXT, OTHER 
 )
 """How a match predicts a token.
 
-- The prompt's: from 0 to ``PROMPT_LOOKAHEAD - 1``, it is so many ahead. ``SPELT``, ``SPELT_AHEAD``: it begins the spelling of the
-  token at the match, or of one further ahead. ``INSIDE_SPELLING``: it is the next of a spelling that has begun. ``UNPREDICTED``
-  and ``OUTSIDE_SPELLING``: it is none of these, outside and inside a spelling.
+- The prompt's: from 0 to ``PROMPT_LOOKAHEAD - 1``, it is so many ahead. ``SPELT``, ``SPELT_AHEAD``: it begins the
+  spelling of the
+  token at the match, or of one further ahead. ``INSIDE_SPELLING``: it is the next of a spelling that has begun.
+  ``UNPREDICTED`` and ``OUTSIDE_SPELLING``: it is none of these, outside and inside a spelling.
 - The output's: ``NEXT``, it is the token at the match. ``OTHER``: it is not.
 """
 
@@ -70,7 +71,8 @@ SKIP_MARK = 1 << 31
 """The hash of a skip context is that of two tokens mixed with this plus the match's number. No token has such an id."""
 
 SKIPS = 2 * PROMPT_LOOKAHEAD
-"""Skips: 0 to ``PROMPT_LOOKAHEAD - 1`` to a token so many ahead, from ``PROMPT_LOOKAHEAD`` on to its spelling, and this to any other."""
+"""Skips: 0 to ``PROMPT_LOOKAHEAD - 1`` to a token so many ahead, from ``PROMPT_LOOKAHEAD`` on to its spelling, and
+this to any other."""
 
 
 @compiled

@@ -53,7 +53,8 @@ def _skip_cell(row: int, skip: int, count: int, total: int, state: int) -> int:
 
 @compiled
 def count_skips(own: Index, match: np.record, row: int, hashed: np.uint64, evidence: PositionEvidence) -> None:
-    """Fill in ``PositionEvidence.skips``: how often each skip was taken after the last two tokens, whose hash is ``hashed``."""
+    """Fill in ``PositionEvidence.skips``: how often each skip was taken after the last two tokens, whose hash is
+    ``hashed``."""
     skipped = skip_hash(match, row, hashed)
     slot = find(own, skipped) if skipped != 0 else 0
     total, value = own.slots[slot].total, own.slots[slot].value

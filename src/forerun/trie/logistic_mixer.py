@@ -291,7 +291,8 @@ def _expected() -> FloatArray:
 
 
 def _first_weights() -> FloatArray:
-    """The weights before anything was learned, float64 ``[SETS, WEIGHT_COLUMNS]``; rows are numbered as in ``_weights_of``."""
+    """The weights before anything was learned, float64 ``[SETS, WEIGHT_COLUMNS]``; rows are numbered as in
+    ``_weights_of``."""
     weights = np.full((SETS, WEIGHT_COLUMNS), 0.3)
     weights[:, BIAS] = 0
     weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens

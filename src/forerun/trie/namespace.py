@@ -103,8 +103,8 @@ class Namespace:
             self.outputs.append(where.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Grow while there is little room left. If that may not be, take old outputs back, up to ``WITHDRAWN_PER_TOKEN`` tokens
-        for each new one."""
+        """Grow while there is little room left. If that may not be, take old outputs back, up to
+        ``WITHDRAWN_PER_TOKEN`` tokens for each new one."""
         if self._ask is not None and self.granted < self.capacity and arrays.tight(self.index):
             self._grow(self._ask)
         patience = WITHDRAWN_PER_TOKEN * tokens

@@ -5,8 +5,8 @@ compiled code and in plain Python alike. Compiled, it is one load or store, as w
 costs a microsecond or two and ``table["column"]`` a tenth of that, so code that runs at every step takes the latter.
 
 Conventions: 0 is "none" in every link and position, so row 0 of ``slots``, ``blocks`` and ``text`` is never used. A
-*source* is one of two texts, ``OWN`` (the request's own) or ``SHARED`` (its namespace's). A gapped *match* is either the
-``PROMPT_MATCH`` or the ``OUTPUT_MATCH``. ``docs/trie.md`` fills these tables step by step from one short text.
+*source* is one of two texts, ``OWN`` (the request's own) or ``SHARED`` (its namespace's). A gapped *match* is either
+the ``PROMPT_MATCH`` or the ``OUTPUT_MATCH``. ``docs/trie.md`` fills these tables step by step from one short text.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ INDEX_STATE = _records(
 """
 
 COPY = _records(("position", np.int64), ("agreed", np.int64), ("wrong", np.int64))
-"""``TextCursor.copies``: where the text seems to repeat an earlier passage. It is the match model of the PAQ compressors.
+"""``TextCursor.copies``: where the text seems to repeat an earlier passage. It is the match model of the PAQ
+compressors.
 
 - ``position``: of the token that the copy predicts next.
 - ``agreed``: how many tokens before it are the text's last ones.
@@ -156,8 +157,8 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 """
 
 PREDICTION = _records(("token", np.int64), ("cell", np.int64), ("agreed", np.int64))
-"""``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for this one), and
-``COPY.agreed``."""
+"""``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for
+this one), and ``COPY.agreed``."""
 
 SPAN = _records(("head", np.int64), ("tail", np.int64))
 """``Frontier.span``: the frontier's entries are those from ``head`` to before ``tail``."""

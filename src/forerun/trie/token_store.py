@@ -1,6 +1,7 @@
 """The texts themselves, so that a passage can be copied from them, and where to find such a passage.
 
-A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK_TOKENS + place in the chunk``, so the next
+A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK_TOKENS + place in the chunk``, so the
+next
 position is the next cell, except at a chunk's end. ``hints`` maps the hash of an n-gram to the position behind its
 latest occurrence. Entries overwrite each other, so whoever follows a hint compares the tokens.
 """
@@ -15,7 +16,8 @@ from forerun.trie.arrays import HashArray, Index, Int32Array, mix
 from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
-"""Lengths of the two n-grams that have hints. ``SHORT_NGRAM`` is also how many tokens must agree before a copy starts, and
+"""Lengths of the two n-grams that have hints. ``SHORT_NGRAM`` is also how many tokens must agree before a copy
+starts, and
 ``LONG_NGRAM`` is the longest context that is hashed. Two are needed: in a text of few different tokens, the latest
 occurrence of three of them is rarely the right one; and an n-gram of five tokens comes back later than one of three."""
 

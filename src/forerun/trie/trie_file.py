@@ -1,6 +1,7 @@
 """Tries on disk: versioned, checksummed, written atomically, and without pickle.
 
-Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON: the name of
+Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON:
+the name of
 the vocabulary, how many numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what
 was learned (float64), and per namespace the lengths of its outputs and their tokens (int32). The index is built anew
 from the texts.

