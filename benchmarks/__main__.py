@@ -81,8 +81,8 @@ def _app(prefix: str) -> typer.Typer:
     group = type("LazyGroup", (LazyGroup,), {"prefix": prefix})
     made = typer.Typer(
         name="benchmarks", cls=group, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-        rich_markup_mode=None, help=GROUPS.get(prefix.strip(), "The papers' tables, studies, load tests and
-        predictions."),
+        rich_markup_mode=None, help=GROUPS.get(prefix.strip(), "The papers' tables, studies, load tests and "
+        "predictions."),
     )  # fmt: skip
     made.callback()(lambda: None)
     return made

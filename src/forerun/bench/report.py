@@ -166,8 +166,8 @@ class BenchResult:
         found = []
         if any(row["rounds"] < SURE_ROUNDS for row in rows):
             found.append(
-                f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are not
-                ranked."
+                f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are "
+                "not ranked."
             )
         if any(row["same_output"] < 1 for row in rows):
             found.append(

@@ -1,8 +1,8 @@
 """Messages from rank 0 to all others, and the detection of a dead rank.
 
 A message is a broadcast over gloo on the CPU, whatever device the model is on. While the others wait, rank 0 sends an
-empty message every ``HEARTBEAT_SECONDS``. So a rank notices one that died or hangs after ``RANK_TIMEOUT_SECONDS``, and a
-closed connection at once.
+empty message every ``HEARTBEAT_SECONDS``. So a rank notices one that died or hangs after ``RANK_TIMEOUT_SECONDS``, and
+a closed connection at once.
 """
 
 from __future__ import annotations
