@@ -12,7 +12,7 @@ import pytest
 import forerun
 
 SOURCE = Path(forerun.__file__).parent
-COUNTERPARTS = {"__init__", "__main__", "attention", "audit", "bench", "linear"}
+COUNTERPARTS = {"__init__", "__main__", "audit", "linear"}
 """File names that occur twice because one file is the other's counterpart: a command's, or a GPU's."""
 MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
 

@@ -12,7 +12,7 @@ from forerun.cli.chat_options import ChatOptions
 from forerun.cli.commands import command
 from forerun.cli.errors import user_errors
 from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions
-from forerun.cli.ranks import check_shared
+from forerun.cli.rank_check import check_shared
 from forerun.cli.serve_options import ServeOptions
 
 app = typer.Typer(

@@ -21,7 +21,7 @@ from forerun import __version__
 from forerun.audit.audit import Comparison, Plan, Report, audit
 from forerun.cli.models import settings
 from forerun.cli.options import AuditOptions
-from forerun.cli.prompts import read_prompts
+from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.drafting.recipes import RECIPES, check_drafter
 from forerun.engine.engine import BUDGET

@@ -16,9 +16,9 @@ from forerun import __version__
 from forerun.cli.chat_options import ChatOptions
 from forerun.cli.errors import one_line
 from forerun.cli.generate import Output, build_engine, following, nothing, sampling, seed_of
-from forerun.cli.prompts import check_text
-from forerun.cli.ranks import followed, leading
-from forerun.cli.tables import stats_table
+from forerun.cli.prompt_input import check_text
+from forerun.cli.rank_check import followed, leading
+from forerun.cli.stats_tables import stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr
 from forerun.drafting.recipes import check_drafter
 from forerun.engine.conversation import Conversation, ConversationTurn

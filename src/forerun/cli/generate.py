@@ -16,10 +16,10 @@ from forerun.cli.chat_options import ChatOptions
 from forerun.cli.errors import INTERRUPTED
 from forerun.cli.models import memory_of, settings
 from forerun.cli.options import GenerateOptions
-from forerun.cli.prompts import check_text, read_prompt
-from forerun.cli.ranks import followed, leading, ranks
+from forerun.cli.prompt_input import check_text, read_prompt
+from forerun.cli.rank_check import followed, leading, ranks
 from forerun.cli.sizes import size_of
-from forerun.cli.tables import levels, stats_table
+from forerun.cli.stats_tables import levels, stats_table
 from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
 from forerun.core.request import Request
 from forerun.drafting.recipes import check_drafter

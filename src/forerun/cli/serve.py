@@ -15,7 +15,7 @@ import typer
 from forerun.cli.log import server_log
 from forerun.cli.models import settings as model_settings
 from forerun.cli.options import LongOptions
-from forerun.cli.ranks import followed, leading, ranks
+from forerun.cli.rank_check import followed, leading, ranks
 from forerun.cli.serve_options import ServeOptions
 from forerun.cli.terminal import stderr, working
 from forerun.drafting.recipes import check_drafter
