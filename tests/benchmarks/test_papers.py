@@ -16,6 +16,7 @@ from benchmarks.papers.recipes import RECIPES, SPARSE, build_drafter, buildable,
 from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.drafting import recipes
@@ -74,16 +75,16 @@ def test_drafts_longer_than_the_recent_tokens_can_be_rejected(name: str) -> None
     drafter.begin(request)
     drafter.prefilled(request, FullCache())
     assert drafter.catch_up(request, len(request))
-    first = drafter.propose(request, 200).tokens.tolist()
+    first = drafter.propose(PassContext.decoding([request], 200))[0].tokens.tolist()
     request.append((first[0] + 1) % 40)
-    assert len(first) == len(drafter.propose(request, 200)) == 200
+    assert len(first) == len(drafter.propose(PassContext.decoding([request], 200))[0]) == 200
 
 
 def test_a_window_that_is_larger_than_the_budget_is_not_sent() -> None:
     drafter, request = JacobiDrafter(JacobiConfig(4, 3, 2)), Request([1, 2, 3], 60)
     drafter.begin(request)
-    assert len(drafter.propose(request, 4)) == 4  # a level of four guesses
-    assert not len(drafter.propose(request, 3))
+    assert len(drafter.propose(PassContext.decoding([request], 4))[0]) == 4  # a level of four guesses
+    assert not len(drafter.propose(PassContext.decoding([request], 3))[0])
 
 
 # --- the oracle and heavy hitters beside the full cache

@@ -23,6 +23,7 @@ import forerun
 import forerun.engine.step
 from forerun.cli import app, demo
 from forerun.cli.terminal import printable
+from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Verdict, verify
@@ -382,8 +383,8 @@ def test_a_warm_trie_needs_fewer_steps_and_json_has_both() -> None:
 
 @pytest.mark.usefixtures("small_demo")
 def test_a_demo_whose_texts_differ_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(self: NoDrafter, request: Request, budget: int) -> DraftTree:
-        return DraftTree.chain([1][: request.max_draft_depth])
+    def wrong(self: NoDrafter, context: PassContext) -> list[DraftTree]:
+        return [DraftTree.chain([1][: row.max_draft_depth]) for row in context.rows]
 
     monkeypatch.setattr(NoDrafter, "propose", wrong)
     monkeypatch.setattr(forerun.engine.step, "verify", gullible)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
-from forerun.core.request import Request
+from forerun.core.pass_context import PassContext
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.low_rank import LowRankCache
@@ -70,10 +69,10 @@ def test_a_first_choice_is_never_made_while_drafting(
     mine = Engine(tiny("llama"), drafter, settings=replace(SETTINGS, paced=False), prefill_block=32)
     drafting, choices, propose = False, [], mine.drafter.propose
 
-    def watched(requests: Sequence[Request], budget: int) -> list[DraftTree]:
+    def watched(context: PassContext) -> list[DraftTree]:
         nonlocal drafting
         drafting = True
-        trees = propose(requests, budget)
+        trees = propose(context)
         drafting = False
         return trees
 

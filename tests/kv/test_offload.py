@@ -163,7 +163,7 @@ def test_the_next_layer_comes_while_one_is_computed(monkeypatch: pytest.MonkeyPa
     )
     leave = OffloadedCache.write_back
     monkeypatch.setattr(
-        OffloadedCache, "leave", lambda cache, layer, count: asked.append("done") or leave(cache, layer, count)
+        OffloadedCache, "write_back", lambda cache, layer, count: asked.append("done") or leave(cache, layer, count)
     )
     request = away.requests(prompt(700), max_new_tokens=1)[0]
     for _ in away.run([request], caches=[cache]):

@@ -255,7 +255,7 @@ def test_top_p_takes_scores_of_any_type() -> None:
         assert torch.equal(Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores))
 
 
-@pytest.mark.parametrize("drafter", ["retrieval", "low-rank", "triforce"])
+@pytest.mark.parametrize("drafter", ["retrieval", "streaming", "triforce"])
 def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
     options = {"do_sample": True, "temperature": 2.0, "seed": 5, **LENGTH}
     plain = forerun.Engine(MODEL, "none")

@@ -47,8 +47,7 @@ def test_a_file_name_occurs_twice_only_where_one_file_is_the_others_counterpart(
 
 
 def test_public_classes_and_functions_say_what_they_are_for() -> None:
-    """A method may leave it to the one that it overrides: then some class of the package says it, or the class is derived
-    from one of another library."""
+    """A method may leave it to the one that it overrides, in a class of the package or of another library."""
     own = {name for tree in MODULES.values() for name in classes(tree)}
     said = {f.name for t in MODULES.values() for c in ast.walk(t) if isinstance(c, ast.ClassDef) for f in c.body
             if isinstance(f, ast.FunctionDef) and ast.get_docstring(f)}  # fmt: skip

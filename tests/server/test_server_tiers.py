@@ -330,7 +330,7 @@ def test_copies_that_fail_end_one_request_and_no_other(
         leave(cache, layer, count)
 
     monkeypatch.setattr(CopyEngine, "write", failing)
-    monkeypatch.setattr(OffloadedCache, "leave", choosing)
+    monkeypatch.setattr(OffloadedCache, "write_back", choosing)
     with ThreadPoolExecutor(3) as pool:
         answers = [each.result(PATIENCE) for each in [pool.submit(server.post, asked(text)) for text in texts]]
     assert broken.is_set()
@@ -381,7 +381,7 @@ def test_a_draft_that_cannot_be_made_ends_the_request_whose_keys_are_lost(
             drafting = False
 
     monkeypatch.setattr(OffloadedCache, "chunks", asking)
-    monkeypatch.setattr(CopyEngine, "urgent", hurried)
+    monkeypatch.setattr(CopyEngine, "fetch_now", hurried)
     monkeypatch.setattr(one.drafter, "propose", proposing)
     with ThreadPoolExecutor(3) as pool:
         answers = [each.result(PATIENCE) for each in [pool.submit(servers[0].post, asked(text)) for text in texts]]
