@@ -89,9 +89,9 @@ def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None
     by_name = {row["contestant"]: row for row in rows}
     assert by_name["fake in text"]["tokens"] == 6
     assert by_name["fake"]["same_output"] == 0
-    table = report.markdown(rows)
+    table = report.speed_table(rows)
     assert "| fake in text | " in table and "x |" in table.split("| fake in text |")[1]
-    assert "fake 0 %; fake in text 0 %; all others 100 %" in report.equality(rows)
+    assert "fake 0 %; fake in text 0 %; all others 100 %" in report.equality_table(rows)
 
 
 def test_texts_are_compared_as_text_where_only_that_is_known() -> None:

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.training import corpus, crowding, material, positions, recipe, tasks, tokenizer, train
 from benchmarks.training.recipe import Recipe, Stage
 from benchmarks.training.tasks import Material
@@ -262,13 +264,9 @@ def test_exports_load_with_transformers(quick: Path) -> None:
     assert made.shape[1] > len(loaded(text).input_ids)
 
 
-def test_the_command_line_explains_what_it_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train", "--threads", "1"])
-    with pytest.raises(SystemExit, match="2"):
-        train.app()
-    assert "--quick" in capsys.readouterr().err
+def test_the_command_line_explains_what_it_lacks() -> None:
+    result = CliRunner().invoke(app, ["train-bundled", "--threads", "1"])
+    assert result.exit_code == 2 and "--quick" in result.output
 
 
 @pytest.mark.parametrize(
@@ -284,9 +282,8 @@ def test_a_quick_run_replaces_neither_the_bundled_models_nor_a_real_run(
 ) -> None:
     called: list[tuple[Path, Path]] = []
     monkeypatch.setattr(train, "train_quick", lambda out, weights: called.append((out, weights)))
-    monkeypatch.setattr(sys, "argv", ["train", "--quick", "--threads", str(torch.get_num_threads()), *given])
-    with pytest.raises(SystemExit, match="0"):
-        train.app()
+    arguments = ["train-bundled", "--quick", "--threads", str(torch.get_num_threads()), *given]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
     assert called == [(Path(out), Path(weights))]
 
 
