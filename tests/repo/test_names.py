@@ -18,7 +18,7 @@ MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(
 
 
 def classes(tree: ast.Module) -> Iterator[str]:
-    return (node.name for node in tree.body if isinstance(node, ast.ClassDef))
+    return (node.name.removeprefix("_") for node in tree.body if isinstance(node, ast.ClassDef))
 
 
 def constants(tree: ast.Module) -> Iterator[str]:

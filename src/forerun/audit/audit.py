@@ -143,7 +143,7 @@ def audit(
         raise ValueError("there is no prompt to audit with")
     jobs = _jobs(len(prompts), plan)
     comparisons: list[Comparison] = []
-    bench = _Bench(model, prompts, plan)
+    bench = _AuditedRuns(model, prompts, plan)
     for done, (drafter, seed, rows) in enumerate(jobs):
         if progress is not None:
             progress(done, len(jobs), f"{drafter}, {'greedy' if seed is None else f'seed {seed}'}")
@@ -157,7 +157,7 @@ def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:
     return [(drafter, seed, rows) for drafter in plan.drafters for seed in (None, *range(plan.seeds)) for rows in runs]
 
 
-class _Bench:
+class _AuditedRuns:
     """Compares drafters with references, which it makes once and keeps."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Tokens], plan: Plan) -> None:

@@ -64,7 +64,7 @@ class Remembering:
 
 
 @dataclass(frozen=True)
-class OnTrial:
+class SpeculativeProcessor:
     """A processor for drafts. Where it fails, the scores stay as they are: a text may never come to what was drafted,
     so that is no error of its own.
 
@@ -167,8 +167,8 @@ class Sampler:
         seed = _mix(self.seed & _MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
         known = isinstance(processor, InTurn) and (processor.rowwise or processor.anywhere)
-        if not (processor is None or known or isinstance(processor, OnTrial)):
-            processor = OnTrial(processor)
+        if not (processor is None or known or isinstance(processor, SpeculativeProcessor)):
+            processor = SpeculativeProcessor(processor)
         constraint = None if self.constraint is None else self.constraint.on_trial()
         return replace(self, seed=seed, processor=processor, constraint=constraint)
 

@@ -133,7 +133,7 @@ class HierarchyDrafter(OuterDrafter):
     def _draft(self, context: PassContext) -> list[DraftTree]:
         """Chains that the middle level has verified."""
         own = Origin.SELF if self.middle is None else Origin.MODEL
-        drafts = [_Draft(row, min(self.gamma2, budget, row.max_draft_depth), own) for row, budget in context]
+        drafts = [_VerifiedChain(row, min(self.gamma2, budget, row.max_draft_depth), own) for row, budget in context]
         for draft in drafts:
             draft.length = min(draft.length, self._level.room(draft.fork))
             if draft.missing > 0:
@@ -142,7 +142,7 @@ class HierarchyDrafter(OuterDrafter):
             self._extend(active, context.stop)
         return [draft.tree() for draft in drafts]
 
-    def _extend(self, drafts: Sequence[_Draft], stop: Callable[[Request, float], bool] | None) -> None:
+    def _extend(self, drafts: Sequence[_VerifiedChain], stop: Callable[[Request, float], bool] | None) -> None:
         """One inner draft and one pass of the middle level for every row."""
         times = [self._clock()]
         context = PassContext.decoding([draft.fork for draft in drafts], self.gamma1)
@@ -211,7 +211,7 @@ class _DirectTrees:
         return True
 
 
-class _Draft:
+class _VerifiedChain:
     """A chain under way; ``own`` is the origin of tokens that the middle level chose itself."""
 
     def __init__(self, request: Request, length: int, own: Origin) -> None:

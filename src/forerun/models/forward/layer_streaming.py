@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 @dataclass
-class _Part:
+class _RowSlice:
     """Some rows' blocks, or pieces of them, that go through a layer at once.
 
     Attributes:
@@ -87,7 +87,7 @@ def run_by_layers(
     return torch.cat([found[row] for row in range(len(blocks))])
 
 
-def _cut(decoder: Decoder, blocks: Sequence[Block]) -> list[_Part]:
+def _cut(decoder: Decoder, blocks: Sequence[Block]) -> list[_RowSlice]:
     """Cut long blocks into pieces of at most ``READ_BLOCK`` pending tokens. The tree comes with the last one."""
     pieces = [_pieces(block) for block in blocks]
     cut = []
@@ -95,7 +95,7 @@ def _cut(decoder: Decoder, blocks: Sequence[Block]) -> list[_Part]:
         rows = [row for row, own in enumerate(pieces) if turn < len(own)]
         packed = PackedPass([pieces[row][turn] for row in rows], decoder.heads, torch.get_num_threads())
         ends = [turn + 1 == len(pieces[row]) for row in rows]
-        cut.append(_Part(rows, packed, ends, torch.empty(packed.n, decoder.hidden)))
+        cut.append(_RowSlice(rows, packed, ends, torch.empty(packed.n, decoder.hidden)))
     return cut
 
 
@@ -116,7 +116,7 @@ def _enter(cache: FullCache, layer: int, count: int, decoder: Decoder) -> Rows:
 
 
 def _through(
-    runner: Runner, compiled: CompiledForward, part: _Part, layer: int, rows: Sequence[Rows], decoder: Decoder
+    runner: Runner, compiled: CompiledForward, part: _RowSlice, layer: int, rows: Sequence[Rows], decoder: Decoder
 ) -> None:
     """One layer."""
     strides = []
@@ -129,7 +129,7 @@ def _through(
     part.x[:] = compiled.x[: part.packed.n]
 
 
-def _ask(compiled: CompiledForward, part: _Part, layer: int, caches: Sequence[FullCache], decoder: Decoder) -> None:
+def _ask(compiled: CompiledForward, part: _RowSlice, layer: int, caches: Sequence[FullCache], decoder: Decoder) -> None:
     """Give full caches the layer's queries."""
     heads, first = decoder.heads, 0
     mixed = compiled.qkv[layer % len(compiled.qkv)]
@@ -139,7 +139,7 @@ def _ask(compiled: CompiledForward, part: _Part, layer: int, caches: Sequence[Fu
         first += count
 
 
-def _logits(runner: Runner, compiled: CompiledForward, part: _Part, decoder: Decoder) -> dict[int, torch.Tensor]:
+def _logits(runner: Runner, compiled: CompiledForward, part: _RowSlice, decoder: Decoder) -> dict[int, torch.Tensor]:
     """Logits of the rows whose blocks end in this part."""
     if not any(part.ends):
         return {}

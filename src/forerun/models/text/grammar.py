@@ -210,7 +210,7 @@ class _Walker:
         return self._matcher.is_stopped()
 
     def on_trial(self) -> Constraint:
-        return _OnTrial(self)
+        return _SpeculativeGrammar(self)
 
     def _begin(self) -> None:
         self._matcher = self._origin.deep_copy()
@@ -256,7 +256,7 @@ class _Walker:
 
 
 @dataclass(frozen=True)
-class _OnTrial:
+class _SpeculativeGrammar:
     """A walker for drafts: where it fails, or takes too long, all tokens may come."""
 
     walker: _Walker
