@@ -18,6 +18,7 @@ from forerun.models.forward.startup_cache import StartupCache
 from forerun.policy.cost_curve import CostCurve
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("support")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models.test_load import save_model
+from support.saved_models import save_model
 from support.tiny import tiny
 from typer.testing import CliRunner
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.test_load import save_model
 from repo.test_readme import ROOT
+from support.saved_models import save_model
 from support.tiny import tiny
 from typer.testing import CliRunner, Result
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models.test_load import save_model
 from support.mocks import draft
+from support.saved_models import save_model
 from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner, Result
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_load import save_model, small_tokenizer
+from support.processes import heed_interrupts
+from support.saved_models import save_model, small_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
@@ -56,11 +57,6 @@ def as_json(result: Result) -> dict[str, Any]:
     assert result.exit_code in (0, 1, 130), result.stderr
     assert result.stdout.count("\n") == 1
     return json.loads(result.stdout)
-
-
-def heed_interrupts() -> None:
-    """A process started by one that runs in the background would ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.distributions import chi_square_p
 
 from forerun.core.sampling import Salt, Sampler, draw, gumbel, uniform
 
@@ -41,13 +42,6 @@ def unshift(value: int, count: int) -> int:
 def seed_for_key(key: int, position: int, salt: Salt) -> int:
     """The seed whose noise at a position starts from ``key``."""
     return unsplitmix((unsplitmix(key) - (position << 3 | salt)) & MASK)
-
-
-def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """Probability of a chi-square statistic at least as large, if the counts follow the probabilities."""
-    expected = counts.sum() * probabilities
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor((counts.size - 1) / 2.0).double(), torch.tensor(statistic / 2)))
 
 
 def uniforms(noise: torch.Tensor) -> np.ndarray:

@@ -7,16 +7,16 @@ from collections import defaultdict
 import numpy as np
 import pytest
 import torch
-from core.test_distribution import (
+from support.distributions import (
     Decide,
     Noise,
     assert_same_distribution,
+    chi_square_p,
     complete,
     enumerate_outcomes,
     joint,
     probabilities,
 )
-from core.test_sampling import chi_square_p
 from support.mocks import (
     PROMPT,
     SAMPLERS,

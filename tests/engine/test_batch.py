@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batches import CHUNK, Reads, engine, fails_after, finish, finish_all, prompt
 from support.tiny import tiny
 
 import forerun
@@ -28,52 +29,12 @@ from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.kv.shared_prefix import SharedPrefix
-from forerun.models.forward.scorer import Scorer
 from forerun.models.loading.load import load
-
-CHUNK = 8
-LONG = LongContextConfig(
-    cache_budget=16, chunk=4, gamma1=2, gamma2=4, paced=False, draft_model=tiny("qwen2"), window=12
-)
-
-
-def engine(drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
-    model = copy.deepcopy(tiny("llama")).to(dtype)
-    return Engine(model, drafter, settings=LONG, prune_drafts=False, prefill_block=CHUNK, **options)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [1, *np.random.default_rng(seed).integers(6, 48, length - 1).tolist()]
 
 
 def sampled(one: Engine, tokens: Sequence[int], seed: int, new: int = 12) -> Request:
     kind: dict[str, Any] = {"do_sample": True, "seed": seed} if seed % 2 else {}
     return one.requests([list(tokens)], max_new_tokens=new, **kind)[0]
-
-
-def finish(batch: Batch) -> None:
-    """Step until all have ended; they must not wait for each other for good."""
-    idle = 0
-    while batch and idle < 50:
-        idle = 0 if batch.step() else idle + 1
-    assert not batch
-
-
-class Reads:
-    """Counts what a scorer reads of texts, drafts aside."""
-
-    def __init__(self, scorer: Scorer) -> None:
-        self.passes: list[list[int]] = []
-        self._score = scorer.score
-        scorer.score = self  # type: ignore[method-assign, assignment]
-
-    def __call__(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
-        self.passes.append([len(block.pending) for block in blocks])
-        return self._score(blocks, caches)
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(sum, self.passes))
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -148,24 +109,6 @@ def test_prompts_are_cut_at_the_same_places_whatever_shares_the_pass() -> None:
     reads = Reads(one.target)
     finish_all(one, [sampled(one, prompt(21), 0, 2)])
     assert [sum(tokens) for tokens in reads.passes] == [8, 8, 5, 1]
-
-
-def finish_all(one: Engine, requests: Sequence[Request], **how: Any) -> None:
-    with one.batch(**how) as batch:
-        for request in requests:
-            batch.admit(request)
-        finish(batch)
-
-
-def fails_after(count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    calls = iter(range(count))
-
-    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if next(calls, None) is None:
-            raise RuntimeError("the user's processor failed")
-        return scores
-
-    return process
 
 
 @pytest.mark.parametrize("drafter", ["none", "trie", "triforce-trie"])

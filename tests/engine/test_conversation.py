@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.test_cli import heed_interrupts
-from models.test_messages import chat_model, chat_tokenizer
+from support.processes import heed_interrupts
+from support.saved_models import chat_model, chat_tokenizer
 from typer.testing import CliRunner, Result
 
 from forerun import Conversation, Engine

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.pairwise import Cell, pairs, pairwise
-from support.tiny import ARCHITECTURES, PROMPTS, OracleDrafter, tiny
+from support.tiny import ARCHITECTURES, LEARNING, PROMPTS, OracleDrafter, some_were_accepted, tiny
 from transformers import PreTrainedModel
 
 import forerun
@@ -38,8 +38,6 @@ BUDGETED = (*LONG, "auto")
 """Drafters with a cache of the target that has a budget."""
 BUDGETS = (1, 2, 10, 16, 1000)
 POLICIES = ("stride", "acceptance", "verify")
-LEARNING = tuple(name for name in RECIPES if name.split("-")[0] == "trie" or name.endswith(("-trie", "auto")))
-"""Drafters that draft what they know from earlier texts."""
 ORACLE = "oracle"
 
 
@@ -140,15 +138,6 @@ FEW = pairwise(cells(tuple(ARCHITECTURES), DRAFTERS, BUDGETS, together=TOGETHER)
 
 def name_of(cell: Cell) -> str:
     return "-".join(str(value) for value in cell if value not in (None, ""))
-
-
-def some_were_accepted(requests: Sequence[Request]) -> None:
-    """Drafts were scored and some accepted, and all is accounted for."""
-    assert sum(sum(request.stats.drafted) for request in requests) > 0
-    assert sum(sum(request.stats.accepted) for request in requests) > 0
-    for request in requests:
-        assert request.stats.tokens == len(request.generated)
-        assert len(request.stats.drafted_mask()) == len(request.generated)
 
 
 def check_cell(

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import gelu, pad, silu
+from support.linear_ops import layer
+from torch.nn.functional import gelu, silu
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear import linear
 from forerun.kernels.linear.linear import (
     ADD,
     GATE,
-    LINEAR,
     NUMBER_KINDS,
-    PUT,
-    MatrixTable,
-    operation,
-    plain,
-    table_of,
 )
 from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.linear.weight_format import multiplies_pairs
-from forerun.kernels.runtime import executor, thread_pool, vector_ir
+from forerun.kernels.runtime import thread_pool, vector_ir
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
@@ -46,33 +39,6 @@ def own_number_of_threads() -> Iterator[None]:
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def layer(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] = (), *, mode: int = PUT,
-    to: torch.dtype | None = None, onto: torch.Tensor | None = None, share: int = 2, activation: int = SILU,
-) -> torch.Tensor:  # fmt: skip
-    """One operation over one to three matrices; sums are put as ``to``, or added to ``onto``."""
-    kind, size, (n, columns) = NUMBER_KINDS[x.dtype], x.dtype.itemsize, x.shape
-    x, words = pad(x, (0, -columns % (64 // size))).contiguous(), columns * size // (8 if kind == 2 else 4)
-    outs = [len(w) for w in weights]
-    y = onto if onto is not None else torch.zeros(n, outs[0] if mode == GATE else sum(outs), dtype=to or x.dtype)
-    table = table_of([plain(w, bias) for w, bias in zip_longest(weights, biases)])
-    return run(table, kind, words, x, y, mode, share, activation)
-
-
-def run(
-    table: MatrixTable, kind: int, words: int, x: torch.Tensor, y: torch.Tensor, mode: int, share: int, activation: int
-) -> torch.Tensor:
-    """Run one operation, with this many pairs of panels a task."""
-    places = [(t.data_ptr(), t.stride(0) * t.dtype.itemsize) for t in (x, y)]
-    how: Any = {"mode": mode, "to_kind": NUMBER_KINDS[y.dtype], "activation": activation}
-    _, op = operation(table, kind, words, *places, torch.get_num_threads(), **how)
-    op = op._replace(share=share, turn=share * torch.get_num_threads())
-    room = -(-linear.scratch_bytes(len(x), words) // 64) * 64
-    slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
-    executor.Program([(LINEAR, op)]).run(n=len(x), slots=slots.data_ptr(), slot_size=room)
-    return y
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:

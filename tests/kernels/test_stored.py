@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kernels.test_linear import layer
-from kernels.test_linear import run as run_table
+from support.linear_ops import layer
+from support.linear_ops import run as run_table
 
 from forerun.kernels.linear import linear
 from forerun.kernels.linear.decoder_ops import LOOKUP, LookupOp

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from models.test_compiled_scorer import MODELS, SHAPE
+from support.compiled_models import MODELS, SHAPE
 from support.tiny import ARCHITECTURES, LAYOUTS
 from support.tiny import build as tiny_of
 from transformers import PreTrainedModel

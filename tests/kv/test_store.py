@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_batch import CHUNK, LONG, Reads, finish_all, prompt
 from safetensors import safe_open
+from support.batches import CHUNK, LONG, Reads, finish_all, prompt
 from support.tiny import tiny
 
 import forerun

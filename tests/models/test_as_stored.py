@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models.test_compiled_scorer import SHAPE, kept, scored
-from models.test_gguf import logits, write
+from support.compiled_models import SHAPE, kept, scored
+from support.gguf_files import logits, write
 from torch import nn
 from transformers import PreTrainedModel
 from typer.testing import CliRunner

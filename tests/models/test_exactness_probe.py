@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from models.test_compiled_scorer import MODELS, kept
+from support.compiled_models import MODELS, kept
 from support.tiny import tiny
 
 from forerun.core.block import Block

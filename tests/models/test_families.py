@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.test_exactness import LEARNING, some_were_accepted
-from support.tiny import FAMILIES, LAYOUTS, PROMPTS, VOCABULARY, build, tiny
+from support.tiny import FAMILIES, LAYOUTS, LEARNING, PROMPTS, VOCABULARY, build, some_were_accepted, tiny
 from transformers import PreTrainedModel
 
 import forerun

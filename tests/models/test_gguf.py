@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import struct
 from collections.abc import Callable
@@ -12,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models.test_load import small_tokenizer
-from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from support.gguf_files import TEMPLATE, gguf, logits, model, write
+from support.saved_models import small_tokenizer
+from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
 import forerun.models.loading.gguf
@@ -21,92 +21,6 @@ from forerun import Engine
 from forerun.cli import app
 from forerun.models.loading.gguf import read_header
 from forerun.models.loading.load import find, load
-
-gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
-pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[real]'")
-
-HEADS = 4
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<end>' }}{% endfor %}"
-
-
-def model() -> PreTrainedModel:
-    torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS}
-    config = LlamaConfig(vocab_size=len(small_tokenizer()), initializer_range=0.3, tie_word_embeddings=True, **shape)
-    return LlamaForCausalLM(config).eval()
-
-
-def turned(weight: np.ndarray) -> np.ndarray:
-    """Rows of a query or key projection as GGUF has them: the two halves of a head's dimensions alternate."""
-    return weight.reshape(HEADS, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def named(weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """A tiny Llama's weights under GGUF's names."""
-    leaves = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    found = {
-        "token_embd.weight": weights["model.embed_tokens.weight"],
-        "output_norm.weight": weights["model.norm.weight"],
-    }
-    for layer in range(2):
-        for ours, theirs in leaves.items():
-            found[f"blk.{layer}.{theirs}.weight"] = weights[f"model.layers.{layer}.{ours}.weight"]
-    arrays = {name: weight.numpy() for name, weight in found.items()}
-    return {name: turned(a) if ".attn_q." in name or ".attn_k." in name else a for name, a in arrays.items()}
-
-
-def write(file: Path, kind: str = "F32", change: Callable[[Any], None] | None = None, **more: Any) -> Path:
-    """A GGUF file of the tiny model; ``change`` may add to the writer."""
-    writer = gguf.GGUFWriter(file, more.get("architecture", "llama"))
-    for key, value in (("context_length", 128), ("embedding_length", 32), ("block_count", 2)):
-        getattr(writer, f"add_{key}")(value)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_rope_dimension_count(32 // HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
-    if more.get("tokenizer", True):
-        _add_tokenizer(writer, more.get("pre", "gpt-2"))
-    if change is not None:
-        change(writer)
-    quantisation = gguf.GGMLQuantizationType[kind]
-    for name, array in named(model().state_dict()).items():
-        if name in more.get("without", ()):
-            continue
-        if array.ndim == 1 or kind == "F32":
-            writer.add_tensor(name, array)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(array, quantisation), raw_dtype=quantisation)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
-
-
-def _add_tokenizer(writer: Any, pre: str) -> None:
-    tokenizer = small_tokenizer()
-    vocabulary = tokenizer.get_vocab()
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token == "<end>" else 1 for token in tokens])
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
-    writer.add_eos_token_id(vocabulary["<end>"])
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -121,11 +35,6 @@ def damaged(tmp_path: Path, exact: Path) -> Callable[[bytes], Path]:
         return tmp_path / "damaged.gguf"
 
     return make
-
-
-def logits(of: PreTrainedModel) -> torch.Tensor:
-    with torch.inference_mode():
-        return of(torch.tensor([[1, 20, 30, 40, 7]])).logits
 
 
 def test_a_gguf_file_holds_the_model_that_was_written_and_nothing_is_printed(

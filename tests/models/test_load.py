@@ -8,37 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, T5Config
+from support.saved_models import save_model, small_tokenizer
+from transformers import AutoConfig, AutoModel, T5Config
 
 from forerun.models.loading.load import find, load
 from forerun.reference import bundled
-
-WORDS = ["again and again and again", "the quick brown fox"]
-
-
-def small_tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(WORDS * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
-
-
-def save_model(folder: Path) -> Path:
-    """A tiny random decoder in bfloat16, whose texts never end by themselves, with its tokenizer."""
-    tokenizer = small_tokenizer()
-    torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **shape, **ends)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -5,42 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from models.test_load import small_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from support.saved_models import chat_model, chat_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import forerun
 from forerun import Engine
 from forerun.models.text.prompts import encode
 
-TEMPLATE = (
-    "<start>{% for m in messages %}{% if m['role'] == 'ghost' %}{{ raise_exception('no ghosts') }}{% endif %}"
-    "{{ m['role'] + ': ' + m['content'] + '<end>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-)
 USER = {"role": "user", "content": "again and"}
 ANSWER = {"role": "assistant", "content": "the fox"}
-
-
-def chat_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One that begins every text with ``<start>``, as Llama's do, unless special tokens are left out."""
-    tokenizer = small_tokenizer()
-    tokenizer.add_special_tokens({"bos_token": "<start>"})
-    from tokenizers.processors import TemplateProcessing
-
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<start> $A", special_tokens=[("<start>", tokenizer.bos_token_id)]
-    )
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def chat_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None, "pad_token_id": None}
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, **shape, **ends)
-    return LlamaForCausalLM(config).double().eval()
 
 
 @pytest.fixture(scope="module")

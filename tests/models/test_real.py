@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.test_gguf import write
+from support.gguf_files import write
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import Conversation, Engine

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from models.test_compiled_scorer import DTYPES, MODELS, TEXT, kept
+from support.compiled_models import DTYPES, MODELS, TEXT, kept
 from transformers import PreTrainedModel
 
 from benchmarks.papers.h2o import HeavyHitterCache

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 import torch
-from server.test_server import PROMPTS, TEMPLATE, LiveServer, error_of
+from support.live_server import PROMPTS, TEMPLATE, LiveServer, error_of
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 from forerun.core.constraint import Constraint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import socket
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.live_server import PATIENCE, TEMPLATE, LiveServer, until
+from support.live_server import PATIENCE, TEMPLATE, LiveServer, tasks, until
 
 from benchmarks.server.malformed_requests import Fuzz, Shot
 from benchmarks.server.response_checks import ask_all, wrong
@@ -37,10 +36,6 @@ def engine() -> Engine:
     model, tokenizer = load("bundled", device="cpu")
     tokenizer.chat_template = TEMPLATE
     return Engine(model, "trie", tokenizer=tokenizer, prefix_cache=1 << 24)
-
-
-def tasks() -> int:
-    return sum(issubclass(type(each), asyncio.Task) and not each.done() for each in gc.get_objects())
 
 
 def head(length: int, *more: str) -> bytes:

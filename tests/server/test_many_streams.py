@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from server.test_fuzz import tasks
-from support.live_server import PATIENCE, TEMPLATE, LiveServer, until
+from support.live_server import PATIENCE, TEMPLATE, LiveServer, tasks, until
 
 from benchmarks.server.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
 from forerun.engine.engine import Engine

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from engine.test_batch import engine, fails_after, prompt
+from support.batches import engine, fails_after, prompt
 
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request

@@ -24,7 +24,17 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.live_server import PATIENCE, TEMPLATE, LiveServer, PausableEngine, free_socket, until
+from support.live_server import (
+    PATIENCE,
+    PROMPTS,
+    TEMPLATE,
+    Json,
+    LiveServer,
+    PausableEngine,
+    error_of,
+    free_socket,
+    until,
+)
 from typer.testing import CliRunner
 
 import forerun
@@ -45,17 +55,6 @@ from forerun.server.tenants import ApiKeys
 from forerun.trie import trie_file
 
 NEW = 16
-PROMPTS = [
-    "def add(a, b):",
-    "Once upon a time",
-    '{"name": "',
-    "2 + 2 =",
-    "The sun",
-    "import os\n",
-    "She said",
-    "A, B, C,",
-]
-Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -214,13 +213,6 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine: Engine, 
 
 
 # --- refusals
-
-
-def error_of(answer: httpx.Response, status: int) -> Json:
-    assert answer.status_code == status, answer.text
-    error = answer.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"} and error["message"]
-    return dict(error)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import socket
 import threading
@@ -114,3 +116,27 @@ def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.01)
+
+
+def tasks() -> int:
+    return sum(issubclass(type(each), asyncio.Task) and not each.done() for each in gc.get_objects())
+
+
+PROMPTS = [
+    "def add(a, b):",
+    "Once upon a time",
+    '{"name": "',
+    "2 + 2 =",
+    "The sun",
+    "import os\n",
+    "She said",
+    "A, B, C,",
+]
+Json = dict[str, Any]
+
+
+def error_of(answer: httpx.Response, status: int) -> Json:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    return dict(error)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from forerun import Drafter, DraftTree
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
+from forerun.drafting.recipes import RECIPES
 
 VOCABULARY = 48
 EOS = 5
@@ -247,3 +248,16 @@ class OracleDrafter(Drafter):
     def _text(self, request: Request) -> np.ndarray:
         prompt = request.prompt.tolist()
         return next(text for text in self.texts if text[: len(prompt)].tolist() == prompt)
+
+
+LEARNING = tuple(name for name in RECIPES if name.split("-")[0] == "trie" or name.endswith(("-trie", "auto")))
+"""Drafters that draft what they know from earlier texts."""
+
+
+def some_were_accepted(requests: Sequence[Request]) -> None:
+    """Drafts were scored and some accepted, and all is accounted for."""
+    assert sum(sum(request.stats.drafted) for request in requests) > 0
+    assert sum(sum(request.stats.accepted) for request in requests) > 0
+    for request in requests:
+        assert request.stats.tokens == len(request.generated)
+        assert len(request.stats.drafted_mask()) == len(request.generated)

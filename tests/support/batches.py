@@ -1,0 +1,74 @@
+"""Engines of the tiny Llama whose batches are small, prompts for them, and what they read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.engine.batch import Batch
+from forerun.engine.engine import Engine
+from forerun.models.forward.scorer import Scorer
+from support.tiny import tiny
+
+CHUNK = 8
+LONG = LongContextConfig(
+    cache_budget=16, chunk=4, gamma1=2, gamma2=4, paced=False, draft_model=tiny("qwen2"), window=12
+)
+
+
+def engine(drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
+    model = copy.deepcopy(tiny("llama")).to(dtype)
+    return Engine(model, drafter, settings=LONG, prune_drafts=False, prefill_block=CHUNK, **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [1, *np.random.default_rng(seed).integers(6, 48, length - 1).tolist()]
+
+
+def finish(batch: Batch) -> None:
+    """Step until all have ended; they must not wait for each other for good."""
+    idle = 0
+    while batch and idle < 50:
+        idle = 0 if batch.step() else idle + 1
+    assert not batch
+
+
+class Reads:
+    """Counts what a scorer reads of texts, drafts aside."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.passes: list[list[int]] = []
+        self._score = scorer.score
+        scorer.score = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
+        self.passes.append([len(block.pending) for block in blocks])
+        return self._score(blocks, caches)
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(sum, self.passes))
+
+
+def finish_all(one: Engine, requests: Sequence[Request], **how: Any) -> None:
+    with one.batch(**how) as batch:
+        for request in requests:
+            batch.admit(request)
+        finish(batch)
+
+
+def fails_after(count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    calls = iter(range(count))
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if next(calls, None) is None:
+            raise RuntimeError("the user's processor failed")
+        return scores
+
+    return process
