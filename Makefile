@@ -15,7 +15,7 @@ test: $(READY) ## all tests but for the matrix, of which a few cells in which ev
 	$(PYTEST) -m "not matrix and not alone"
 
 matrix: $(READY) ## the exactness matrix, many examples of what is tested by examples, and what takes long
-	$(PYTEST) -m "matrix and not alone"
+	$(PYTEST) -m "(matrix or hypothesis) and not alone" --hypothesis-profile many
 
 alone: $(READY) ## what wants the whole machine: a model in two processes, and two replicas on Ray, which it installs
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[ray]"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from forerun.models.forward.runtime import Runtime, runtime_as_default
 from forerun.models.forward.startup_cache import StartupCache
@@ -19,6 +20,10 @@ from forerun.policy.cost_curve import CostCurve
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("support")
+# of a property: `make matrix` tries many
+settings.register_profile("few", max_examples=20, deadline=None)
+settings.register_profile("many", max_examples=200, deadline=None)
+settings.load_profile("few")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.test_prompts_file import tokenizer, written
+from support.prompt_files import tokenizer, written
 from support.tiny import tiny
 from typer.testing import CliRunner, Result
 

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import VOCABULARY
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from support.prompt_files import TEMPLATE, tokenizer, written
 from typer.testing import CliRunner
 
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.cli import app
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{% if m.role == 'owl' %}{{ raise_exception('no owls') }}{% endif %}"
 TEMPLATE += "{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
-WORDS = ["<unk>", "<s>", "user", "assistant", "system", "</s>", *"abcdefghij"]
-
-
-def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    words = {word: i for i, word in enumerate([*WORDS, *(f"w{i}" for i in range(len(WORDS), VOCABULARY))])}
-    backend = Tokenizer(models.WordLevel(words, "<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    made.chat_template = template
-    return made
-
-
-def written(tmp_path: Path, *lines: Any) -> Path:
-    file = tmp_path / "mine.jsonl"
-    file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return file
 
 
 def test_a_prompt_becomes_one_user_message_and_begins_once() -> None:

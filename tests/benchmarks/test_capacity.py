@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repo.test_readme import ROOT
 from support.saved_models import save_model
 from support.tiny import tiny
 from typer.testing import CliRunner, Result
@@ -24,6 +23,7 @@ from benchmarks.capacity.shapes import ModelShape
 from benchmarks.capacity.speculation import chain_seconds, expected_tokens, waiting
 from benchmarks.reporting.update_pages import scaling_tables
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.matrix
 
 SEVEN, SEVENTY, SMALL = (ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-70b", "llama-68m"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from support import toy
 from support.tiny import ARCHITECTURES, VOCABULARY, tiny
@@ -100,7 +100,6 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, int, int], list[Any]]:
 
 
 @given(cases(), st.sampled_from([SPEC, AttentionSpec(0.4, 2), AttentionSpec(0.4, 6), AttentionSpec(0.9, None, 2.0)]))
-@settings(max_examples=120, deadline=None)
 def test_what_is_kept_seen_and_summed_is_what_the_rule_says(case: Any, spec: AttentionSpec) -> None:
     sizes, script = case
     cache, undrafted, oracle = HeavyHitterCache(*sizes), HeavyHitterCache(*sizes), Oracle(*sizes)

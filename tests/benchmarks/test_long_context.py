@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import tiny
 from typer.testing import CliRunner
@@ -117,7 +117,6 @@ def test_of_one_round_the_speed_up_is_its_slowest_and_fastest() -> None:
     assert row["slowest"] == row["speed_up"] == row["fastest"] == 2.5
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
 def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(
     prompts: int, rounds: int, data: st.DataObject

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.mocks import PROMPT, SAMPLERS, MockTarget, draft, generate, oracle, paths, step
 
@@ -147,7 +147,6 @@ def test_the_text_is_the_oracles(name: str, config: JacobiConfig) -> None:
         assert text == oracle(target, PROMPT, 30, SAMPLERS[name], eos)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 6),
     st.integers(2, 5),

@@ -14,7 +14,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn.functional import log_softmax
@@ -55,7 +55,6 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the tokenizer ---------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=("Cs",))))
 def test_any_text_survives_the_tokenizer(small_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert small_tokenizer.decode(small_tokenizer(text).input_ids) == text
@@ -194,7 +193,6 @@ def test_spans_put_the_loss_on_what_was_seen_before_only(small_tokenizer: PreTra
     assert all((tokens[i - 1], tokens[i]) in pairs for i in weighted)
 
 
-@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(2, 4096))
 def test_positions_increase_within_the_limit(seed: int, length: int) -> None:
     drawn = positions.gapped(np.random.default_rng(seed), length, share=0.8)

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from bench.test_prompts_file import tokenizer, written
+from support.prompt_files import tokenizer, written
 from support.tiny import PROMPTS, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.origin import Origin
@@ -51,7 +51,6 @@ def assert_same_nodes(part: DraftTree, whole: DraftTree, nodes: list[int]) -> No
             assert value.tolist() == [all_values[i].tolist() for i in nodes]
 
 
-@settings(deadline=None)
 @given(trees())
 def test_depths_and_ancestors_follow_the_parents(tree: DraftTree) -> None:
     paths = [path_to(tree, i) for i in range(len(tree))]
@@ -60,7 +59,6 @@ def test_depths_and_ancestors_follow_the_parents(tree: DraftTree) -> None:
     assert [np.flatnonzero(row).tolist() for row in tree.ancestors] == paths
 
 
-@settings(deadline=None)
 @given(trees())
 def test_children_are_the_first_verifiable_nodes_with_their_token(tree: DraftTree) -> None:
     for node in range(ROOT, len(tree)):
@@ -69,7 +67,6 @@ def test_children_are_the_first_verifiable_nodes_with_their_token(tree: DraftTre
             assert tree.children.get((node, token)) == (found[0] if found else None)
 
 
-@settings(deadline=None)
 @given(trees())
 def test_a_chain_is_recognised(tree: DraftTree) -> None:
     assert tree.is_chain == all(len(path_to(tree, i)) == i + 1 for i in range(len(tree)))
@@ -77,7 +74,6 @@ def test_a_chain_is_recognised(tree: DraftTree) -> None:
     assert not DraftTree.from_branches([[1, 2], [1, 3]], 9).is_chain
 
 
-@settings(deadline=None)
 @given(trees(), st.data())
 def test_select_keeps_the_marked_nodes_and_what_is_known_of_them(tree: DraftTree, data: st.DataObject) -> None:
     keep = np.zeros(len(tree), np.bool_)
@@ -86,7 +82,6 @@ def test_select_keeps_the_marked_nodes_and_what_is_known_of_them(tree: DraftTree
     assert_same_nodes(tree.select(keep), tree, np.flatnonzero(keep).tolist())
 
 
-@settings(deadline=None)
 @given(trees(), st.data())
 def test_select_refuses_to_orphan_a_node(tree: DraftTree, data: st.DataObject) -> None:
     keep = np.array([data.draw(st.booleans()) for _ in range(len(tree))], np.bool_)
@@ -97,7 +92,6 @@ def test_select_refuses_to_orphan_a_node(tree: DraftTree, data: st.DataObject) -
             tree.select(keep)
 
 
-@settings(deadline=None)
 @given(trees(), st.integers(0, 6))
 def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -> None:
     nodes = [i for i in range(len(tree)) if len(path_to(tree, i)) <= max_depth]
@@ -106,7 +100,6 @@ def test_trim_keeps_the_nodes_down_to_a_depth(tree: DraftTree, max_depth: int) -
     assert (trimmed is tree) == (len(nodes) == len(tree))
 
 
-@settings(deadline=None)
 @given(trees(), st.integers(0, 6))
 def test_the_first_nodes_are_a_tree(tree: DraftTree, count: int) -> None:
     assert_same_nodes(tree.first(count), tree, list(range(len(tree)))[:count])
@@ -121,7 +114,6 @@ def test_merged_trees_keep_the_origins_of_both() -> None:
     assert model.merged(DraftTree.chain([7]), 3).sources.tolist() == [Origin.MODEL, Origin.MODEL, Origin.DRAFTER]
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=5), max_size=8), st.integers(0, 12))
 def test_from_branches_shares_prefixes_until_the_budget_is_used(branches: list[list[int]], budget: int) -> None:
     prefixes = dict.fromkeys(tuple(b[:k]) for b in branches for k in range(1, len(b) + 1))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.mocks import (
     PROMPT,
@@ -102,7 +102,6 @@ def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name: st
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_tree_whatsoever_changes_the_text(name: str, data: st.DataObject) -> None:
     class Anything(Drafter):

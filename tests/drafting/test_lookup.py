@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.mocks import SAMPLERS, MockTarget, draft, generate, oracle, step
 
@@ -36,7 +36,6 @@ def scan(text: list[int], config: LookupConfig, length: int) -> list[int]:
     return []
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=12),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=8),

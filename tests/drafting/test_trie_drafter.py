@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.mocks import draft
 
@@ -51,7 +51,6 @@ def generate(drafter: TrieDrafter, prompt: list[int], answer: list[int], new: in
     return steps
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=20),
     st.lists(st.integers(0, 3), min_size=1, max_size=6),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import CHUNK, Reads, engine, fails_after, finish, finish_all, prompt
 from support.tiny import tiny
@@ -415,7 +415,6 @@ def test_a_prefix_cache_keeps_prompts_for_later_ones_within_its_limit() -> None:
     assert one.prefixes.nbytes == 0
 
 
-@settings(max_examples=30)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 3), st.booleans())
 def test_caches_that_share_a_beginning_do_not_see_each_other(lengths: list[int], seed: int, truncates: bool) -> None:
     """Each is compared with a cache of its own that took the same steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.block import Block
@@ -70,7 +70,6 @@ def test_grouped_query_heads_read_their_own_keys(kv_heads: int) -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 40))
-@settings(max_examples=30, deadline=None)
 def test_merging_two_parts_equals_one_softmax(n: int, left: int, right: int) -> None:
     q, k, v = qkv(n, left + right)
     a = attend(q, k[:, :, :left], v[:, :, :left], SPEC)
@@ -100,7 +99,6 @@ def trees(draw: st.DrawFn) -> DraftTree:
     st.sampled_from([None, 1, 2, 4, 9, 50]),
     st.sampled_from([None, 2.0]),
 )
-@settings(max_examples=80, deadline=None)
 def test_full_cache_attends_to_prefix_and_ancestors_within_the_window(
     tree: DraftTree, prefix: int, pending: int, window: int | None, softcap: float | None
 ) -> None:
@@ -123,7 +121,6 @@ def test_full_cache_attends_to_prefix_and_ancestors_within_the_window(
 
 
 @given(trees(), st.integers(0, 2**20))
-@settings(max_examples=50, deadline=None)
 def test_commit_keeps_exactly_the_accepted_path(tree: DraftTree, choice: int) -> None:
     path = tree.ancestors[choice % len(tree)].nonzero()[0].tolist() if len(tree) else []
     cache = FullCache()

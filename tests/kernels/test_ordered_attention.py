@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -233,7 +233,6 @@ def test_a_tree_across_a_piece_has_the_bits_of_the_text(case: Case) -> None:
         assert torch.equal(attend(case, [fed])[0][right], whole[start : start + 1 + depth])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     case=st.sampled_from(CASES),
     rows=st.lists(

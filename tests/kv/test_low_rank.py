@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.block import Block
@@ -37,7 +37,6 @@ def text(length: int, heads: int = 2, kv_heads: int = 2, seed: int = 0, dim: int
     return full
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     count=st.integers(1, 90),
     kv_heads=st.integers(1, 3),
@@ -74,7 +73,6 @@ def test_a_query_is_scored_alike_alone_and_among_others() -> None:
         assert torch.equal(short_key_scan.best_keys(index, 600, q[:, i : i + 1]), together[:, i : i + 1])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     chunks=st.integers(2, 70),
     count=st.integers(1, 20),

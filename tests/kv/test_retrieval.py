@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.block import Block
@@ -76,7 +76,6 @@ def view_of(row: Row, kind: str, budget: int = 1000) -> View:
     return RetrievalCache(row.full, RetrievalConfig(budget, 4))
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     length=st.integers(1, 90),
     chunk=st.integers(1, 6),
@@ -104,7 +103,6 @@ def test_it_holds_the_chunks_of_its_definition_whole(
                 assert {key.numpy().tobytes() for key in keys} == held_keys(row, chunks, head, layer, config)
 
 
-@settings(max_examples=40, deadline=None)
 @given(length=st.integers(1, 60), extra=st.integers(0, 5), seed=st.integers(0, 99))
 def test_a_budget_for_the_whole_text_attends_as_the_full_cache_does(length: int, extra: int, seed: int) -> None:
     row = Row.of(length, seed)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support import toy
 from support.mocks import draft
@@ -106,7 +106,6 @@ def same(a: StreamingCache, b: StreamingCache) -> bool:
     st.sampled_from([AttentionSpec(0.3), AttentionSpec(0.3, 1), AttentionSpec(0.3, 4), AttentionSpec(0.5, 11, 2.0)]),
     st.booleans(),
 )
-@settings(max_examples=120, deadline=None)
 def test_attention_and_state_are_as_if_all_was_kept_and_nothing_was_drafted(
     script: list[Any], sinks: int, window: int, spec: AttentionSpec, turning: bool
 ) -> None:

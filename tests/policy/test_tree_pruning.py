@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.core.pass_context import PassContext
@@ -72,7 +72,6 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 @given(st.lists(trees(), min_size=1, max_size=4), st.floats(1, 300), st.integers(0, 2**16), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
 def test_what_is_kept_is_a_tree_of_nodes_that_can_be_accepted(
     rows: list[DraftTree], critical: float, seed: int, deepest: int
 ) -> None:

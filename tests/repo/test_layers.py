@@ -41,3 +41,9 @@ def test_drafters_do_not_import_each_other_and_caches_do_not_import_the_model() 
             continue  # it builds them all
         others = {name for name in imports(file) if name.startswith("forerun.drafting.")} - {"forerun.drafting.drafter"}
         assert not others, f"{file} imports {others}"
+
+
+def test_what_several_tests_use_is_in_support() -> None:
+    for file in Path(__file__).parents[1].rglob("test_*.py"):
+        for name in imports(file):
+            assert not name.rpartition(".")[2].startswith("test_"), f"{file} imports {name}"

@@ -281,7 +281,7 @@ FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields} - {
 
 
 @given(change=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), ANY, max_size=2), chat=st.booleans())
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_request_breaks_the_server(server: LiveServer, change: Json, chat: bool) -> None:
     body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
     told = json.dumps({"model": "bundled", "max_tokens": 2, **body, **change})

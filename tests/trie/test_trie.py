@@ -33,7 +33,6 @@ Counts = Counter[tuple[Path_, int]]
 
 SMALL = TrieConfig(capacity=1 << 16)
 START = (-1,) * ORDERS
-quick = settings(max_examples=60, deadline=None)
 
 token = st.integers(0, 3)
 text = st.lists(token, max_size=14)
@@ -178,7 +177,6 @@ def play(trie: Trie, oracle: Oracle, operations: list[Any]) -> None:
             getattr(oracle, name)(subject, *rest)
 
 
-@quick
 @given(st.lists(operation, max_size=25))
 def test_counts_of_every_namespace_and_every_request_equal_the_oracles(operations: list[Any]) -> None:
     trie, oracle = Trie(SMALL), Oracle()
@@ -186,7 +184,6 @@ def test_counts_of_every_namespace_and_every_request_equal_the_oracles(operation
     check(trie, oracle)
 
 
-@quick
 @given(st.lists(st.lists(st.integers(0, 40), max_size=60), max_size=8))
 def test_withdrawing_every_output_leaves_nothing(sequences: list[list[int]]) -> None:
     trie, oracle = Trie(SMALL), Oracle()
@@ -212,7 +209,6 @@ def test_many_contexts_and_followers_are_counted_through_every_growth() -> None:
             oracle.withdraw("a")
 
 
-@quick
 @given(prompts, st.lists(text, max_size=6))
 def test_extending_token_by_token_counts_the_same_as_at_once(prompt: list[int], pieces: list[list[int]]) -> None:
     slow, fast, oracle = Trie(SMALL), Trie(SMALL), Oracle()
@@ -227,7 +223,6 @@ def test_extending_token_by_token_counts_the_same_as_at_once(prompt: list[int], 
     check(fast, oracle)
 
 
-@quick
 @given(
     st.lists(operation, max_size=12),
     prompts,
@@ -251,7 +246,6 @@ def test_drafts_are_trees_within_budget_and_depth_of_tokens_that_were_seen(
     assert ((draft.probability > 0) & (draft.probability <= above)).all()
 
 
-@quick
 @given(prompts, text, text, st.integers(1, 30))
 def test_pending_tokens_draft_as_if_they_were_known_and_change_nothing(
     prompt: list[int], output: list[int], pending: list[int], budget: int
@@ -380,7 +374,7 @@ def test_no_tenant_is_ever_drafted_anothers_text_and_no_request_anothers_prompt(
                     assert of_request in (None, live)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(st.integers(0, 1 << 30), st.integers(2, 3000), st.integers(1, 400))
 def test_a_full_namespace_stays_within_its_bytes_and_never_counts_what_was_not_said(
     seed: int, vocabulary: int, length: int
