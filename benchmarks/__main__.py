@@ -17,6 +17,7 @@ from forerun.cli.commands import command
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "tasks": ("tasks.options:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
+    "specbench": ("specbench.command:SpecBenchOptions", "Spec-Bench: tokens a step and speed-up by category."),
     "papers lookahead": ("papers.lookahead_options:LookaheadOptions", "The Lookahead paper's tables and figures."),
     "papers triforce": ("papers.triforce_options:TriforceOptions", "TriForce's tables: decoding after long prompts."),
     "long-context analyse": ("long_context.analyse_options:AnalyseOptions", "How well a model predicts itself over sparse caches."),

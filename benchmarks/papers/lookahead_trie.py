@@ -150,6 +150,8 @@ class _Branches:
 class LookaheadTrieDrafter(Drafter):
     """Drafts from the request's prompt and from all that was generated in its namespace, by frequency."""
 
+    sized = True
+
     def __init__(self, config: LookaheadTrieConfig | None = None) -> None:
         self.config = config or LookaheadTrieConfig()
         self._outputs: dict[str, Outputs] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from benchmarks.papers import h2o, streaming_llm, topk
 from benchmarks.papers.lookahead_decoding import JacobiDrafter
+from benchmarks.papers.lookahead_trie import LookaheadTrieDrafter
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting import recipes
 from forerun.drafting.drafter import Drafter
@@ -22,13 +23,15 @@ SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
 
 RECIPES: dict[str, Recipe] = {
     **recipes.RECIPES,
+    "lookahead-trie": Recipe(lambda settings: LookaheadTrieDrafter()),
     "jacobi": Recipe(lambda settings: JacobiDrafter()),
     "streaming-hierarchy": long_context(streaming_llm.hierarchy, streaming_llm.target_cache, small=True),
     "streaming-self": self_drafting(streaming_llm.target_cache),
     "h2o": self_drafting(h2o.target_cache),
     "topk": self_drafting(topk.target_cache),
 }
-"""Forerun's recipes and the baselines: ``jacobi`` is lookahead decoding, ``streaming-hierarchy`` is TriForce with a
+"""Forerun's recipes and the baselines: ``lookahead-trie`` is the paper's trie, all of whose drafts are scored,
+``jacobi`` is lookahead decoding, ``streaming-hierarchy`` is TriForce with a
 streaming cache in the middle; ``streaming-self``, ``h2o`` and ``topk`` let the target draft over that cache alone."""
 
 

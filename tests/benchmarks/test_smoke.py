@@ -10,6 +10,9 @@ from benchmarks.__main__ import app
 WRONG = [
     (("tasks", "--batch", "1,2"), "--batch is '1,2'; no number may be below 2"),
     (("passes", "--model", "./nowhere"), "'./nowhere' is neither a folder"),
+    (("specbench",), "there is nothing to measure; give --questions, --tasks or both"),
+    (("specbench", "--questions", "nowhere.jsonl"), "--questions is nowhere.jsonl; there is no such file"),
+    (("specbench", "--tasks", "--budget", "0"), "--budget is '0'; no number may be below 1"),
     (("papers", "lookahead", "--parts", "x"), "--parts has 'x'; known are"),
     (("papers", "triforce", "--contexts", "8"), "no number may be below 16"),
     (("long-context", "analyse", "--caches", "magic"), "--caches has 'magic'; known are low-rank, retrieval"),
@@ -28,7 +31,9 @@ def test_a_wrong_setting_is_one_line_and_status_2(arguments: tuple[str, ...], me
     assert message in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["tasks", "passes", "papers lookahead", "papers triforce", "offload"])
+@pytest.mark.parametrize(
+    "command", ["tasks", "specbench --tasks", "passes", "papers lookahead", "papers triforce", "offload"]
+)
 def test_missing_matplotlib_is_reported_before_any_work(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.reporting.plots.find_spec", lambda name: None)
     done = CliRunner().invoke(app, [*command.split(), "--model", "./nowhere"])

@@ -1,0 +1,261 @@
+"""``python -m benchmarks specbench``: tokens a step and speed-up by category of Spec-Bench's questions.
+
+Every contestant keeps what it learns from prompt to prompt of a category, and begins each category anew. The second
+turn of a question has the same prompt for all: it contains Forerun's own answer to the first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from benchmarks.papers.recipes import RECIPES
+from benchmarks.reporting import plots
+from benchmarks.reporting.delivery import Delivery
+from benchmarks.reporting.options import numbers
+from benchmarks.reporting.tables import Report
+from benchmarks.specbench.questions import prompt_set, read_questions
+from benchmarks.tasks.questions import Files
+from benchmarks.tasks.task_prompts import Counts, build_jobs, positions_of
+from benchmarks.tasks.task_sets import tasks_for
+from forerun.bench.contestants import LOOKUP_TOKENS, Bench, check_drafters
+from forerun.bench.journal import Journal, TurnKey, about
+from forerun.bench.machine import plain_values
+from forerun.bench.prompts_file import TemplateEncoder
+from forerun.bench.report import Row, pivot, summarise
+from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
+from forerun.cli.options import (
+    _DRAFTER,
+    _MODEL,
+    _OUTPUT,
+    _TEXT,
+    AnyDtype,
+    Debug,
+    Device,
+    Json,
+    Model,
+    Temperature,
+    Trust,
+)
+from forerun.cli.options import _option as option
+from forerun.cli.terminal import say, stderr, working
+from forerun.drafting.drafter import Drafter
+from forerun.engine.engine import BUDGET
+from forerun.models.loading.load import load
+from forerun.models.loading.stored_weights import dtype_name
+
+DRAFTERS = ("none", "auto", "trie", "lookahead-trie")
+TASK_PROMPTS = 4
+"""Default number of prompts of each of the tasks."""
+
+
+@dataclass(frozen=True)
+class SpecBenchOptions:
+    """Spec-Bench on any model: tokens a step and speed-up by category, both turns of every question.
+
+    Contestants take turns in one process: transformers' greedy and prompt lookup, and Forerun's drafters, each with
+    what it learned from the category's earlier questions. ``--every-node`` counts tokens a step alone, without pruning.
+    """
+
+    questions: Annotated[
+        Path | None, option("--questions", "-q", panel=_TEXT, help="Spec-Bench's question.jsonl.", metavar="FILE")
+    ] = None
+    model: Model = "bundled"
+    drafter: Annotated[
+        list[str] | None,
+        option("--drafter", "-d", panel=_MODEL, help=f"{_DRAFTER} May be repeated; default: {', '.join(DRAFTERS)}."),
+    ] = None
+    budget: Annotated[
+        str, option("--budget", panel=_MODEL, help="Most drafted tokens a step. Commas between.", metavar="LIST")
+    ] = str(BUDGET)
+    dtype: AnyDtype = "auto"
+    device: Device = "auto"
+    trust_remote_code: Trust = False
+    every_node: Annotated[
+        bool, option("--every-node", panel=_MODEL, help="Score whole drafts, and count tokens a step instead of time.")
+    ] = False
+    limit: Annotated[int | None, option("--limit", panel=_TEXT, help="Questions of a category.", min=1)] = None
+    tasks: Annotated[bool, option("--tasks", panel=_TEXT, help="The prompts of `tasks` as well.")] = False
+    maths: Annotated[Path | None, option("--maths", panel=_TEXT, help="For --tasks; see there.")] = None
+    code: Annotated[Path | None, option("--code", panel=_TEXT, help="For --tasks; see there.")] = None
+    books: Annotated[Path | None, option("--books", panel=_TEXT, help="For --tasks; see there.")] = None
+    raw: Annotated[bool, option("--raw", panel=_TEXT, help="Leave the chat template out.")] = False
+    rounds: Annotated[int, option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 1
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per turn.", min=1)] = 96
+    temperature: Temperature = 0.0
+    out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/specbench")
+    resume: Annotated[bool, option("--resume", panel=_OUTPUT, help="Keep the categories that --out has.")] = False
+    json: Json = False
+    debug: Debug = False
+
+    def __post_init__(self) -> None:
+        self.budgets()
+        if self.questions is None and not self.tasks:
+            raise ValueError("there is nothing to measure; give --questions, --tasks or both")
+        if not self.tasks and (given := [name for name in ("maths", "code", "books") if getattr(self, name)]):
+            raise ValueError(f"--{given[0]} is for --tasks")
+
+    def budgets(self) -> list[int]:
+        """Most nodes of a draft, of each contestant in turn."""
+        return numbers("--budget", self.budget, int, 1)
+
+
+class SpecBench:
+    """The contestants, over one engine.
+
+    Args:
+        model, tokenizer: the target's.
+        options: see there.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: SpecBenchOptions) -> None:
+        self._options = options
+        self._transformers = Bench(model, (), tokenizer=tokenizer)
+        self._engine = self._transformers.engine
+        self._tokenizer = tokenizer
+
+    def answer(self, prompt: Tokens) -> str:
+        """The model's answer."""
+        [text] = self._generate([prompt], self._options.max_new_tokens).texts
+        return str(self._tokenizer.decode(text, skip_special_tokens=True))
+
+    def run(self, job: PromptSet) -> list[Series]:
+        """Measure all contestants on a category."""
+        groups = [[prompt] for prompt in job.prompts]
+        *_, series = measure(self.contestants(job), job.task, groups, job.max_new_tokens, self._options.rounds)
+        return series
+
+    def contestants(self, job: PromptSet) -> dict[str, Contestant]:
+        """By name; the first is what the others are compared with."""
+        options = self._options
+        found: dict[str, Contestant] = {}
+        if not options.every_node and not options.temperature:
+            found[BASELINE] = self._transformers.transformers()
+            lookup = self._transformers.transformers(prompt_lookup_num_tokens=LOOKUP_TOKENS)
+            found["transformers prompt lookup"] = lookup
+        for name in options.drafter or DRAFTERS:
+            for budget in options.budgets():
+                label = f"forerun {name}" if len(options.budgets()) == 1 else f"forerun {name}, {budget}"
+                make = partial(RECIPES[name].build, self._transformers.settings)
+                found[PLAIN if name == "none" else label] = self._keeping(make, budget, job.prompts[0])
+        return found
+
+    def _keeping(self, make: Callable[[], Drafter], budget: int, first: Tokens) -> Contestant:
+        """A drafter that is made anew for the first prompt, and kept for those behind it."""
+        kept: list[Drafter] = []
+
+        def run(rows: Rows, max_new_tokens: int) -> Run:
+            self._engine.prune_drafts, self._engine.budget = not self._options.every_node, budget
+            if not kept or rows[0] == first:
+                self._engine.set_drafter(make())
+                kept[:] = [self._engine.drafter]
+            self._engine.drafter = kept[0]
+            return self._generate(rows, max_new_tokens)
+
+        return Contestant(run)
+
+    def _generate(self, rows: Rows, max_new_tokens: int) -> Run:
+        warm = self._options.temperature
+        sampling = {"do_sample": True, "temperature": warm, "seed": 0} if warm else {"do_sample": False}
+        begin = time.perf_counter()
+        found = self._engine.generate(list(rows), max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
+        seconds = time.perf_counter() - begin
+        return Run(found.generated, seconds, sum(stats.steps for stats in found.stats))
+
+
+def run(options: SpecBenchOptions) -> None:
+    """Measure, print the tables, and write JSON, Markdown and plots after each category."""
+    plots.check()
+    check_drafters(options.drafter or DRAFTERS, False, RECIPES)
+    questions = read_questions(options.questions, options.limit) if options.questions else {}
+    with working(stderr(), "loading"):
+        model, tokenizer = load(
+            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        )
+    encoder, positions = TemplateEncoder(tokenizer, options.raw), positions_of(model)
+    bench, dtype = SpecBench(model, tokenizer, options), dtype_name(model)
+    tasks = _tasks(options, encoder, positions)
+    alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature")}
+    shared = about(options.model, dtype, str(model.device)) | alike
+    journal = Journal(options.out / "specbench-turns.jsonl", shared, options.resume)
+    report = Report("Tokens a step by category", plain_values(options) | {"dtype": dtype})
+    delivery = Delivery(report, options.out, "specbench", options.json)
+    groups = {"all of Spec-Bench": list(questions), "all tasks": list(tasks)}
+    measured: dict[str, list[Series]] = {}
+    for category in [*questions, *tasks]:
+        say(f"{category}, {len(measured) + 1} of {len(questions) + len(tasks)} categories")
+        job = tasks.get(category) or prompt_set(
+            category, questions[category], encoder, bench.answer, options.max_new_tokens, positions
+        )
+        if job.prompts:
+            measured[category] = _measured(bench, job, journal)
+            _fill(report, measured | _totals(measured, groups), timed=not options.every_node)
+            delivery.save()
+    delivery.end()
+
+
+def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int | None) -> dict[str, PromptSet]:
+    """The prompts of ``python -m benchmarks tasks`` by task, if they are asked for."""
+    if not options.tasks:
+        return {}
+    known = tasks_for(encoder, Files(options.books, options.maths, options.code))
+    counts = Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens)
+    jobs, skipped = build_jobs(list(known), known, encoder, counts, positions)
+    for name, reason in skipped.items():
+        say(f"skipped {name}: {reason}")
+    return {job.task: job for job in jobs}
+
+
+def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series]:
+    """A category's runs: those in the journal, or new ones. A category is measured as a whole, as drafters learn."""
+    key, names = TurnKey.of(job.task, 0, job.prompts, job.max_new_tokens), list(bench.contestants(job))
+    turn = journal.find(key, names)
+    if turn is None:
+        turn = {
+            one.contestant: {"runs": [[asdict(run) for run in runs] for runs in one.runs]} for one in bench.run(job)
+        }
+        journal.add(key, turn)
+    return [Series(name, job.task, [[Run(**run) for run in runs] for runs in turn[name]["runs"]]) for name in names]
+
+
+def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]]) -> dict[str, list[Series]]:
+    """Over all categories of each group: every prompt counts as one of a single task."""
+    found = {}
+    for name, categories in groups.items():
+        parts = [measured[category] for category in categories if category in measured]
+        if len(parts) > 1:
+            found[name] = [
+                Series(each[0].contestant, name, [runs for one in each for runs in one.runs])
+                for each in zip(*parts, strict=True)
+            ]
+    return found
+
+
+def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> None:
+    """Write rows, tables and plots of what is measured so far."""
+    rows: list[Row] = []
+    for series in measured.values():
+        rows += summarise(series, baseline=series[0].contestant)
+    tables = {"tokens": ("Tokens a step", "tokens_per_pass", "{:.2f}")}
+    if timed:
+        tables["speed"] = (f"Speed-up over {rows[0]['contestant']}", "speed_up", "{:.2f}x")
+    for name, (heading, column, shape) in tables.items():
+        cells = pivot(rows, "contestant", "task", lambda row, c=column, s=shape: s.format(row[c]))
+        report.add(name, heading, rows if name == "tokens" else (), cells)
+        report.plot(name, partial(_plot, rows, heading, column))
+
+
+def _plot(rows: Sequence[Row], heading: str, column: str, path: Path) -> None:
+    """Bars by category."""
+    categories = list(dict.fromkeys(row["task"] for row in rows))
+    bars = [
+        plots.Line(name, range(len(categories)), [row[column] for row in rows if row["contestant"] == name])
+        for name in dict.fromkeys(row["contestant"] for row in rows)
+    ]
+    plots.bars(path, plots.Frame(heading, "", heading.lower(), zero=True), categories, bars)
