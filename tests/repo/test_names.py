@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,11 @@ import forerun
 SOURCE = Path(forerun.__file__).parent
 COUNTERPARTS = {"__init__", "__main__", "audit", "linear"}
 """File names that occur twice because one file is the other's counterpart: a command's, or a GPU's."""
-MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def classes(tree: ast.Module) -> Iterator[str]:
@@ -33,7 +38,7 @@ def constants(tree: ast.Module) -> Iterator[str]:
 @pytest.mark.parametrize("kind", [classes, constants])
 def test_no_class_and_no_constant_is_defined_in_two_modules(kind) -> None:
     places = defaultdict(set)
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         for name in kind(tree):
             places[name].add(str(path.relative_to(SOURCE)))
     assert {name: sorted(where) for name, where in places.items() if len(where) > 1} == {}
@@ -41,19 +46,19 @@ def test_no_class_and_no_constant_is_defined_in_two_modules(kind) -> None:
 
 def test_a_file_name_occurs_twice_only_where_one_file_is_the_others_counterpart() -> None:
     places = defaultdict(set)
-    for path in MODULES:
+    for path in modules():
         places[path.stem].add(str(path.relative_to(SOURCE)))
     assert {n: sorted(w) for n, w in places.items() if len(w) > 1 and n not in COUNTERPARTS} == {}
 
 
 def test_public_classes_and_functions_say_what_they_are_for() -> None:
     """A method may leave it to the one that it overrides, in a class of the package or of another library."""
-    own = {name for tree in MODULES.values() for name in classes(tree)}
-    said = {f.name for t in MODULES.values() for c in ast.walk(t) if isinstance(c, ast.ClassDef) for f in c.body
+    own = {name for tree in modules().values() for name in classes(tree)}
+    said = {f.name for t in modules().values() for c in ast.walk(t) if isinstance(c, ast.ClassDef) for f in c.body
             if isinstance(f, ast.FunctionDef) and ast.get_docstring(f)}  # fmt: skip
     missing = [
         f"{path.relative_to(SOURCE)}:{method.lineno} {node.name}.{method.name}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         for node in tree.body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
         if all(isinstance(base, ast.Name) and base.id in own for base in node.bases)
