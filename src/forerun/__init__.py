@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult
     from forerun.models.forward.gate import UnsupportedModelError
     from forerun.models.text.generation_options import GenerationOptions
-    from forerun.models.text.grammar import SchemaError
+    from forerun.models.text.grammar_limits import SchemaError
     from forerun.tensor_parallel.channel import ParallelError
 
 __version__ = "0.1.0"
@@ -43,7 +43,7 @@ _HOMES = {
     "Origin": "core.origin",
     "Request": "core.request",
     "ParallelError": "tensor_parallel.channel",
-    "SchemaError": "models.text.grammar",
+    "SchemaError": "models.text.grammar_limits",
     "LongContextConfig": "core.long_context",
     "Stats": "core.stats",
     "UnsupportedModelError": "models.forward.gate",

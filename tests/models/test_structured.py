@@ -22,7 +22,8 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars, SchemaError
+from forerun.models.text.grammar import KEPT_GRAMMARS, GrammarError, Grammars
+from forerun.models.text.grammar_limits import SchemaError
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import SchedulerLimits
 

@@ -19,13 +19,13 @@ from forerun.core.request import Request
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.loading.load import load
-from forerun.models.text.grammar import SchemaError
+from forerun.models.text.grammar_limits import SchemaError
 from forerun.server import middleware
 from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError
 from forerun.server.http_server import REFUSED_CONNECTIONS, BoundedConnection
+from forerun.server.prompt_encoder import PromptEncoder
 from forerun.server.schema import ChatRequest, CompletionRequest
-from forerun.server.service import RequestEncoder
 
 Json = dict[str, Any]
 ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
@@ -131,7 +131,7 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
             assert not tokenize
             return engine.tokenizer.apply_chat_template(*given, chat_template=TEMPLATE, tokenize=False, **more)  # type: ignore[union-attr]
 
-    encoder = RequestEncoder(Counting(), 100)
+    encoder = PromptEncoder(Counting(), 100)
     for text in ("a" * 100_000, "hello world " * 10_000):
         with pytest.raises(ApiError, match=r"more than .* tokens; the model takes 100"):
             encoder(CompletionRequest(model="bundled", prompt=text))
@@ -144,7 +144,7 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine: Engine) -> None
             encoder(ChatRequest(model="bundled", **asked))
     assert max(seen) <= 1600
     text = "one two three " * 20  # longer than the first look, and not too long
-    assert encoder(CompletionRequest(model="bundled", prompt=text)) == [engine.tokenizer(text)["input_ids"]]  # type: ignore[misc]
+    assert encoder(CompletionRequest(model="bundled", prompt=text))[0].ids == engine.tokenizer(text)["input_ids"]  # type: ignore[misc]
 
 
 def test_more_texts_than_there_are_places_for_are_not_encoded(engine: Engine, servers: list[LiveServer]) -> None:
@@ -379,7 +379,7 @@ def test_texts_of_many_are_encoded_in_turn(engine: Engine) -> None:
             time.sleep(0.005)
             return engine.tokenizer(text)  # type: ignore[misc]
 
-    encoder = RequestEncoder(Slow(), None)
+    encoder = PromptEncoder(Slow(), None)
     many = threading.Thread(target=encoder, args=[CompletionRequest(model="bundled", prompt=["many"] * 100)])
     many.start()
     until(lambda: len(order) > 3)

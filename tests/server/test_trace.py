@@ -84,7 +84,7 @@ def test_a_budget_bounds_drafts_and_changes_no_text(server: LiveServer) -> None:
     [
         ({"drafter": "auto"}, "forerun.drafter", "here there are trie, none"), ({"budget": 17}, "forerun.budget", "16"),
         ({"budget": -1}, "forerun.budget", "0"), ({"budget": 1.5}, "forerun.budget", "integer"),
-        ({"trace": True}, None, "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
+        ({"trace": True}, "trace", "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
     ],
 )  # fmt: skip
 def test_what_this_server_does_not_offer_is_refused(

@@ -6,42 +6,24 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from typing_extensions import TypedDict
 
 from forerun.core.logprobs import Logprob
 from forerun.core.origin import Origin
 from forerun.core.request import FinishReason, Request
+from forerun.core.tree import IntArray
 from forerun.engine.result import Commit
 from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.token_bytes import TokenBytes
+from forerun.server.message_parser import CallDelta
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's words for why a text ended; an error is none of them."""
 IMPOSSIBLE_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; OpenAI has the same number."""
-
-
-class TracedToken(TypedDict):
-    """A token. ``text``: what it added to the answer; a character of several tokens comes with the last of them.
-    ``source``: a word of ``Origin``; ``target`` if it was not drafted."""
-
-    id: int
-    text: str
-    source: str
-
-
-class StepTrace(TypedDict):
-    """A step. ``drafted``: tokens of its draft. ``accepted``: those of them that were right. ``seconds``: the step's
-    time; the first step's includes the reading of the prompt."""
-
-    tokens: list[TracedToken]
-    drafted: int
-    accepted: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -50,13 +32,13 @@ class TokenLogprob:
 
     Attributes:
         spelling: its bytes.
-        logprob: its log-probability.
+        logprob: its log-probability; None for the first token of all.
         top: bytes and log-probability of the likeliest tokens at its place.
         offset: where it begins, in characters of the answer.
     """
 
     spelling: bytes
-    logprob: float
+    logprob: float | None
     top: Sequence[tuple[bytes, float]]
     offset: int
 
@@ -66,14 +48,16 @@ class Delta:
     """New text of one choice. The one with a ``finish_reason`` is the last.
 
     ``logprobs``: tokens that begin in it, where log-probabilities are wanted. ``trace``: its step, where that is
-    wanted.
+    wanted. ``reasoning`` and ``calls``: of a message that was taken apart; ``text`` is its content then.
     """
 
     index: int
     text: str
     finish_reason: Finish | None = None
     logprobs: Sequence[TokenLogprob] | None = None
-    trace: StepTrace | None = None
+    trace: dict[str, Any] | None = None
+    reasoning: str = ""
+    calls: Sequence[CallDelta] = ()
 
 
 class StopStrings:
@@ -118,18 +102,40 @@ class StopStrings:
         return next((length for length in lengths if self._pending.endswith(string[:length])), 0)
 
 
+class Echo(NamedTuple):
+    """A prompt that an answer begins with: its text, how many of its tokens come as if they were generated, and whether
+    anything comes after it."""
+
+    text: str
+    tokens: int
+    goes_on: bool = True
+
+
 class AnswerText:
     """One answer as it grows.
 
     Args:
         tokenizer: of the model.
-        request: whose answer it is.
+        prompt: token ids, before the answer.
         stops: strings that end it.
+        keep: see ``Detokenizer``.
+        echo: of the prompt; None for an answer without it.
     """
 
-    def __init__(self, tokenizer: Any, request: Request, stops: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int] | IntArray,
+        stops: Sequence[str],
+        keep: frozenset[int] = frozenset(),
+        echo: Echo | None = None,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt, keep)
         self._stops = StopStrings(stops)
+        self._echo = echo.text if echo is not None else ""
+        self._echoed = self.echoed = 0 if echo is None else echo.tokens
+        """Tokens of the prompt that come as if they were generated."""
+        self.goes_on = echo is None or echo.goes_on
 
     @property
     def stopped(self) -> bool:
@@ -138,12 +144,19 @@ class AnswerText:
 
     def add(self, tokens: Iterable[int]) -> list[str]:
         """The text that each token adds; empty while a character is incomplete or may begin a stop string."""
-        return [
-            "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False)) for token in tokens
-        ]
+        return [self._add(token) for token in tokens]
+
+    def _add(self, token: int) -> str:
+        text, self._echo = self._echo, ""
+        if self._echoed or not self.goes_on:
+            self._echoed -= 1
+            return text
+        return text + "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False))
 
     def end(self) -> str:
         """The rest of the text."""
+        if not self.goes_on:
+            return ""
         rest = "".join(self._stops.add(piece.text) for piece in self._detokenizer.flush())
         return rest + self._stops.flush()
 
@@ -172,13 +185,28 @@ class LogprobStreamer:
     Args:
         spell: from a token to its bytes.
         request: keeps the log-probabilities.
+        ends: tokens that end an answer.
+        prompt: whose tokens are given, too; the first one has no log-probability.
+        goes_on: whether any tokens after it are.
     """
 
-    def __init__(self, spell: TokenBytes, request: Request) -> None:
-        self._spell, self._request = spell, request
+    def __init__(
+        self,
+        spell: TokenBytes,
+        request: Request,
+        ends: frozenset[int],
+        prompt: Sequence[int] = (),
+        goes_on: bool = True,
+    ) -> None:
+        self._goes_on = goes_on
+        self._spell, self._request, self._ends = spell, request, ends
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: list[TokenLogprob] = []
         self._read = self._characters = self._sent = 0
+        self._echoed = max(0, len(prompt) - 1)
+        if len(prompt):
+            self._pending.append(TokenLogprob(spell(prompt[0]), None, (), 0))
+            self._count(prompt[0])
 
     def take(self, characters: int, rest: bool) -> list[TokenLogprob]:
         """The tokens that begin in the next text.
@@ -194,23 +222,26 @@ class LogprobStreamer:
         return taken
 
     def _read_new(self) -> None:
-        new = self._request.logprobs[self._read :]
+        first, new = self._read, self._request.logprobs[self._read :]
         self._read += len(new)
-        for each in new:
-            if each.token in self._request.eos_token_ids:
-                continue
-            self._pending.append(self._spelled(each))
-            if not self._spell.skipped(each.token):
-                self._characters += len(self._decoder.decode(self._spell(each.token)))
+        for place, each in enumerate(new, first):
+            if place < self._echoed or (self._goes_on and each.token not in self._ends):
+                self._pending.append(self._spelled(each))
+                self._count(each.token)
+
+    def _count(self, token: int) -> None:
+        if not self._spell.skipped(token):
+            self._characters += len(self._decoder.decode(self._spell(token)))
 
     def _spelled(self, one: Logprob) -> TokenLogprob:
         top = [(self._spell(token), max(logprob, IMPOSSIBLE_LOGPROB)) for token, logprob in one.top]
         return TokenLogprob(self._spell(one.token), max(one.logprob, IMPOSSIBLE_LOGPROB), top, self._characters)
 
 
-def step_trace(commit: Commit, texts: Sequence[str]) -> StepTrace:
-    """The trace of a step whose tokens added these texts."""
-    tokens: list[TracedToken] = [
+def step_trace(commit: Commit, texts: Sequence[str]) -> dict[str, Any]:
+    """The trace of a step whose tokens added these texts. A character of several tokens comes with the last of them.
+    The first step's seconds include the reading of the prompt."""
+    tokens = [
         {"id": token, "text": text, "source": Origin(origin).word}
         for token, text, origin in zip(commit.tokens, texts, commit.origins, strict=True)
     ]

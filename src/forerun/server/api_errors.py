@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from starlette.responses import Response
@@ -50,10 +51,11 @@ class ApiError(Exception):
         return Response(json.dumps(self.body), self.status, self.headers, "application/json")
 
 
-def validation_error(errors: Sequence[Any]) -> ApiError:
+def validation_error(errors: Sequence[Any], fields: Collection[str] = ()) -> ApiError:
     """All of pydantic's errors about a request in one; ``param`` and ``code`` are the first one's.
 
-    It repeats nothing that the client has sent but the names of its fields.
+    It repeats nothing that the client has sent but the names of its fields. An unknown one is told the nearest of
+    ``fields``.
     """
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -61,18 +63,22 @@ def validation_error(errors: Sequence[Any]) -> ApiError:
     if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "missing"):
         return ApiError(400, "the body must be a JSON object, sent as application/json", "invalid_json")
     code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
-    message = "; ".join(map(_fault, errors[:LISTED_FAULTS]))
+    message = "; ".join(_fault(each, fields) for each in errors[:LISTED_FAULTS])
     if len(errors) > LISTED_FAULTS:
         message += f"; and {len(errors) - LISTED_FAULTS} more fields are wrong"
-    return ApiError(400, message, code, _field(first))
+    # a check of several fields has no place, and is named for the one to change
+    return ApiError(400, message, code, _field(first) or (first["type"] if first["type"] in fields else None))
 
 
 def _field(error: Any) -> str | None:
     return ".".join(str(part) for part in error["loc"] if part != "body") or None
 
 
-def _fault(error: Any) -> str:
-    message = "there is no such field" if error["type"] == "extra_forbidden" else str(error["msg"])
+def _fault(error: Any, fields: Collection[str]) -> str:
+    message = str(error["msg"])
+    if error["type"] == "extra_forbidden":
+        near = get_close_matches(str(error["loc"][-1])[:64], sorted(fields), 1)
+        message = f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
     message = message[:1].lower() + message[1:]
     field = _field(error)
     return f"{field}: {message}" if field else message

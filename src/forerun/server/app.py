@@ -28,8 +28,9 @@ from forerun.server.api_errors import ApiError, validation_error
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.learned_texts import restore_index
 from forerun.server.middleware import OPEN_ADDRESSES, GuardMiddleware
-from forerun.server.replies import ChatFormat, CompletionFormat, Reply, ReplyFormat, event, usage_of
-from forerun.server.schema import ChatRequest, CompletionRequest
+from forerun.server.replies import ChatFormat, CompletionFormat, ReplyFormat, speculative_metrics, usage_of
+from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
+from forerun.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, field_names
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import ApiKeys, TenantNamespaces
@@ -39,8 +40,9 @@ STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Keep proxies from collecting a stream."""
 CLOSING = ApiError(503, "the server is closing, and has cancelled the request", "closing")
 """For a client whose request was cancelled. One that cancelled it itself does not listen."""
+PING = ": ping\n\n"
+"""A comment, for streams that are silent."""
 SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
-REPLIES: dict[int | str, dict[str, Any]] = {200: {"model": Reply}}
 
 STATIC = Path(__file__).parent / "static"
 PAGE_FILES = {
@@ -112,6 +114,7 @@ def create_app(
     app.add_middleware(guarded, settings)
     _add_error_handlers(app)
     _add_generation(app, service)
+    _add_tokens(app, service)
     _add_models(app, service)
     _add_health(app, service)
     if settings.page:
@@ -143,60 +146,81 @@ def _keys(settings: ServerSettings) -> ApiKeys:
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", response_model=None, responses=REPLIES)
+    @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body, request, CompletionFormat, len(body.prompts))
+        form = CompletionFormat(body.model, _number(request), int(time.time()), body.with_usage)
+        return await _answer(service, body, request, form, len(body.prompts))
 
-    @app.post("/v1/chat/completions", response_model=None, responses=REPLIES)
+    @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body, request, ChatFormat, 1)
+        form = ChatFormat(body.model, _number(request), int(time.time()), body.with_usage)
+        return await _answer(service, body, request, form)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(body: ResponsesRequest, request: HTTPRequest) -> Response:
+        form = ResponsesFormat(body, _number(request), int(time.time()))
+        return await _answer(service, body.chat(), request, form)
+
+
+def _number(request: HTTPRequest) -> str:
+    return str(request.scope["state"]["request_id"])
 
 
 async def _answer(
-    service: Service, body: CompletionRequest | ChatRequest, request: HTTPRequest, kind: type[ReplyFormat], prompts: int
+    service: Service,
+    body: CompletionRequest | ChatRequest,
+    request: HTTPRequest,
+    form: ReplyFormat | ResponsesFormat,
+    prompts: int = 1,
 ) -> Response:
-    tenant, number = request.scope["state"]["tenant"], request.scope["state"]["request_id"]
+    tenant = request.scope["state"]["tenant"]
     deadline = service.deadline()
     watcher = asyncio.create_task(_disconnected(request))
     try:
-        call = await service.call(body, tenant, number)
+        call = await service.call(body, tenant, _number(request))
         watcher.add_done_callback(lambda _: call.cancel())
         await call.start(tenant, deadline)
     except BaseException:
         watcher.cancel()
         raise
-    form = kind(body.model, call.number, int(time.time()), body.with_usage)
+
+    def figures() -> tuple[dict[str, Any], dict[str, Any]]:
+        return usage_of(call.rows, prompts), speculative_metrics(call.rows, service.engine.budget)
+
     if body.stream:
-        return StreamingResponse(_events(call, form, watcher, prompts), 200, STREAM_HEADERS, "text/event-stream")
+        return StreamingResponse(_events(call, form, watcher, figures), 200, STREAM_HEADERS, "text/event-stream")
     try:
-        deltas = [delta async for delta in call]
+        deltas = [delta async for delta in call if delta is not None]
     except ClientGoneError:
         return CLOSING.response()
     finally:
         call.cancel()
         watcher.cancel()
-    usage = usage_of([row.request for row in call.rows], prompts)
-    whole = await asyncio.to_thread(form.fold, deltas, len(call.rows), usage)  # it may be megabytes
+    whole = await asyncio.to_thread(form.fold, deltas, len(call.rows), *figures())  # it may be megabytes
     return Response(whole, media_type="application/json")
 
 
-async def _events(call: Call, form: ReplyFormat, watcher: asyncio.Task[None], prompts: int) -> AsyncIterator[str]:
+async def _events(
+    call: Call,
+    form: ReplyFormat | ResponsesFormat,
+    watcher: asyncio.Task[None],
+    figures: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
+) -> AsyncIterator[str]:
     """A stream of events; an error ends it."""
     try:
         for begin in form.begin(len(call.rows)):
             yield begin
         async for delta in call:
-            yield form.chunk(delta)
-        if form.usage:
-            yield form.last(usage_of([row.request for row in call.rows], prompts))
-        yield "data: [DONE]\n\n"
+            yield PING if delta is None else form.chunk(delta)
+        for end in form.end(*figures()):
+            yield end
     except ApiError as error:
-        yield event(error.body)
+        yield form.error(error)
     except ClientGoneError:
-        yield event(CLOSING.body)
+        yield form.error(CLOSING)
     except Exception:
         log.exception("call %s failed", call.number)
-        yield event(SERVER_FAILED.body)
+        yield form.error(SERVER_FAILED)
     finally:
         call.cancel()
         watcher.cancel()
@@ -206,6 +230,33 @@ async def _disconnected(request: HTTPRequest) -> None:
     """Return when the client has gone."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def _add_tokens(app: FastAPI, service: Service) -> None:
+    """vLLM's addresses for tokens."""
+
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        service.check_model(body.model)
+        try:
+            if body.prompt is None:
+                prompt = await asyncio.to_thread(service.encode.chat, body)
+            else:
+                prompt = await asyncio.to_thread(service.encode.text, body.prompt, body.add_special_tokens)
+        except (ValueError, TypeError) as error:
+            raise ApiError(400, str(error), "invalid_value") from error
+        words = service.tokenizer.convert_ids_to_tokens(prompt.ids) if body.return_token_strs else None
+        count = {"count": len(prompt.ids), "max_model_len": service.positions}
+        return {**count, "tokens": prompt.ids, "token_strs": words}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        service.check_model(body.model)
+        words = service.engine.target.vocabulary
+        if wrong := [token for token in body.tokens if token >= words]:
+            message = f"tokens has {wrong[0]}; this model has tokens from 0 to {words - 1}"
+            raise ApiError(400, message, "invalid_value", "tokens")
+        return {"prompt": await asyncio.to_thread(service.encode.decode, body.tokens)}
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -255,7 +306,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def invalid(request: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors()).response()
+        return validation_error(error.errors(), field_names()).response()
 
     async def http_error(request: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

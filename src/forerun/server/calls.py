@@ -11,18 +11,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from forerun.core.request import Request
 from forerun.engine.result import Commit
 from forerun.kv.offloaded import OffloadError
 from forerun.models.text.grammar import GrammarError
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
-from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, StepTrace, step_trace
+from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, step_trace
 from forerun.server.api_errors import ApiError
+from forerun.server.message_parser import MessageParser
 from forerun.server.metrics import RequestMeter
 from forerun.server.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+PING_SECONDS = 15.0
+"""Silence of a stream after which it shows that it is alive: proxies cut those that are silent for a minute."""
 
 
 class LoopDispatcher:
@@ -61,18 +66,29 @@ class LoopDispatcher:
 
 @dataclass(frozen=True)
 class AnswerRow:
-    """One text of a call; with ``logprobs``, its tokens' log-probabilities are sent, too."""
+    """One text of a call. With ``logprobs``, its tokens' log-probabilities are sent, too; with a ``parser``, it is a
+    message that is taken apart."""
 
     request: Request
     answer: AnswerText
     meter: RequestMeter
     logprobs: LogprobStreamer | None = None
+    parser: MessageParser | None = None
 
-    def delta(self, index: int, text: str, finish: Finish | None = None, trace: StepTrace | None = None) -> Delta:
-        """New text as it is sent."""
+    def delta(
+        self, index: int, text: str, finish: Finish | None = None, trace: dict[str, Any] | None = None
+    ) -> Delta | None:
+        """New text as it is sent; None if nothing of it can be sent yet."""
         rest = finish is not None and not self.answer.stopped
         logprobs = None if self.logprobs is None else self.logprobs.take(len(text), rest)
-        return Delta(index, text, finish, logprobs, trace)
+        if self.parser is None:
+            return Delta(index, text, finish, logprobs, trace)
+        parts = self.parser.feed(text, finish is not None)
+        if finish == "stop" and self.parser.calls:
+            finish = "tool_calls"
+        if not (parts.content or parts.reasoning or parts.calls or finish or logprobs or trace):
+            return None
+        return Delta(index, parts.content, finish, logprobs, trace, parts.reasoning, parts.calls)
 
 
 @dataclass(frozen=True)
@@ -132,8 +148,9 @@ class Call:
             if scheduled.ending is None:
                 self._scheduler.cancel(scheduled)
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        """New text of each row as it comes; each row's last delta has a finish reason.
+    async def __aiter__(self) -> AsyncIterator[Delta | None]:
+        """New text of each row as it comes, and None after each ``PING_SECONDS`` of silence. Each row's last delta has
+        a finish reason.
 
         Raises:
             ApiError: if the server failed, the schema is too hard for it, or the time was over.
@@ -141,14 +158,21 @@ class Call:
         """
         left = len(self.rows)
         while left:
-            event = await self._events.get()
+            try:
+                async with asyncio.timeout(PING_SECONDS):
+                    event = await self._events.get()
+            except TimeoutError:
+                yield None
+                continue
             row = self.rows[event.index]
             if isinstance(event.what, Commit):
                 texts = row.answer.add(event.what.tokens)
                 traced = self._trace and texts and len(event.what.origins) == len(event.what.tokens)
                 trace = step_trace(event.what, texts) if traced else None
                 if trace or any(texts):
-                    yield row.delta(event.index, "".join(texts), trace=trace)
+                    delta = row.delta(event.index, "".join(texts), trace=trace)
+                    if delta is not None:
+                        yield delta
                 continue
             left -= 1
             yield self._last_delta(event.index, event.what)
@@ -156,7 +180,9 @@ class Call:
     def _last_delta(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
         if how == "finished" and row.request.finish_reason in FINISH:
-            return row.delta(index, row.answer.end(), FINISH[row.request.finish_reason])
+            delta = row.delta(index, row.answer.end(), FINISH[row.request.finish_reason])
+            assert delta is not None
+            return delta
         if how == "cancelled":
             raise ClientGoneError
         if how == "deadline":

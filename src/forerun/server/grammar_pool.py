@@ -1,4 +1,4 @@
-"""Schemas are compiled apart from all else: first on trial, in processes that can be killed, then for use.
+"""Grammars are compiled apart from all else: first on trial, in processes that can be killed, then for use.
 
 A short schema may take minutes and gigabytes to compile. No other work waits for these processes and threads.
 """
@@ -18,7 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from forerun.models.text.grammar import JSON_STYLE, Grammars, SchemaError, schema_of
+from forerun.models.text.grammar import JSON_STYLE, Grammars, GrammarSource, grammar_source
+from forerun.models.text.grammar_limits import SchemaError
 from forerun.server.api_errors import ApiError
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class GrammarPool:
         self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
         for _ in range(COMPILING_PROCESSES):
             self._idle.put(None)  # a process is started when it is needed
-        self._jobs: dict[tuple[str, str], asyncio.Future[None]] = {}
+        self._jobs: dict[tuple[str, GrammarSource], asyncio.Future[None]] = {}
         self._places: Counter[str] = Counter()
         self._workers: set[_Worker] = set()
         self._closed = False
@@ -65,12 +66,12 @@ class GrammarPool:
             SchemaError: see ``Grammars.of``; or if it takes too much time or memory.
             ApiError: if the tenant has too many schemas at once.
         """
-        if response_format is None or response_format["type"] != "json_schema":
+        if response_format is None or response_format["type"] in ("text", "json_object"):
             return
-        schema = await asyncio.to_thread(schema_of, response_format)
-        assert schema is not None
-        key = (namespace, schema)
-        if self._grammars.has(schema, namespace):
+        source = await asyncio.to_thread(grammar_source, response_format)
+        assert source is not None
+        key = (namespace, source)
+        if self._grammars.has(source, namespace):
             return
         if key not in self._jobs:
             if self._places[tenant] >= TENANT_SCHEMAS:
@@ -78,7 +79,7 @@ class GrammarPool:
                 raise ApiError(429, message, "too_many_schemas", "response_format", {"Retry-After": "1"})
             self._places[tenant] += 1
             loop = asyncio.get_running_loop()
-            self._jobs[key] = loop.run_in_executor(self._executor, self._compile, response_format, schema, namespace)
+            self._jobs[key] = loop.run_in_executor(self._executor, self._compile, response_format, source, namespace)
             self._jobs[key].add_done_callback(lambda job: self._end(key, tenant, job))
         try:
             await asyncio.shield(self._jobs[key])
@@ -97,13 +98,13 @@ class GrammarPool:
             if (idle := self._idle.get_nowait()) is not None:
                 idle.close()
 
-    def _end(self, key: tuple[str, str], tenant: str, job: asyncio.Future[None]) -> None:
+    def _end(self, key: tuple[str, GrammarSource], tenant: str, job: asyncio.Future[None]) -> None:
         del self._jobs[key]
         self._places -= Counter([tenant])
         if not job.cancelled():
             job.exception()  # or asyncio warns, if the client has gone
 
-    def _compile(self, response_format: Any, schema: str, namespace: str) -> None:
+    def _compile(self, response_format: Any, source: GrammarSource, namespace: str) -> None:
         """In a thread of the pool."""
         self._grammars.prepare()  # fails with the reason if there can be no grammars
         worker = self._idle.get()
@@ -112,7 +113,7 @@ class GrammarPool:
             self._workers.add(worker)
         if self._closed:
             worker.kill()
-        if worker.compiles(schema):
+        if worker.compiles(source):
             self._idle.put(worker)
             self._grammars.of(response_format, namespace)  # it takes as long again, but not longer
             return
@@ -138,9 +139,9 @@ class _Worker:
         limits = {"memory": COMPILE_BYTES, "seconds": COMPILE_SECONDS, "style": JSON_STYLE}
         self._ask({"tokenizer": grammars.tokenizer_arguments(), **limits})
 
-    def compiles(self, schema: str) -> bool:
-        """Whether the process survives a schema; then compiling it again is cheap, right or wrong."""
-        return self._ask(schema)
+    def compiles(self, source: GrammarSource) -> bool:
+        """Whether the process survives a grammar; then compiling it again is cheap, right or wrong."""
+        return self._ask(source)
 
     def kill(self) -> None:
         """End the process; from any thread."""

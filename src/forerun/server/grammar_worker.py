@@ -1,7 +1,8 @@
-"""A process that tries whether schemas compile. ``GrammarPool`` runs it as a script, so it imports little.
+"""A process that tries whether grammars compile. ``GrammarPool`` runs it as a script, so it imports little.
 
-The first line of its input has the tokenizer's arguments and the limits, each further line a schema. It answers each
-line with an empty one, also for a schema that is wrong. A schema that takes too much ends the process instead.
+The first line of its input has the tokenizer's arguments and the limits, each further line a grammar: its kind and its
+text. It answers each line with an empty one, also for a grammar that is wrong. One that takes too much ends the
+process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ def main() -> None:
     for line in sys.stdin:
         _limit_time(first["seconds"])
         with suppress(ValueError):
-            grammar = LLMatcher.grammar_from_json_schema(json.loads(line), overrides=first["style"])
+            kind, text = json.loads(line)
+            if kind == "json":
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=first["style"])
+            else:
+                grammar = LLMatcher.grammar_from_regex(text) if kind == "regex" else LLMatcher.grammar_from_lark(text)
             matcher = LLMatcher(tokenizer, grammar, log_level=0)
             if not matcher.is_error():
                 matcher.compute_bitmask()

@@ -6,8 +6,11 @@ means more than it gets. A check of a list stops at the first error: a body of 8
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,12 +23,22 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from transformers import PreTrainedTokenizerBase
 
 from forerun.server.tenants import NAMESPACE_PATTERN
 
 MAX_CHOICES = 128
 """Texts for one prompt; OpenAI's limit."""
+MAX_BIASES = 1024
+"""Tokens that a request may have a bias for."""
 SEED_LIMIT = 2**63
+IGNORED_FIELDS = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "verbosity",
+    }
+)  # fmt: skip
+"""Fields that are for somebody else, and change no text here. Any value is accepted, and has no effect."""
 MIN_TEMPERATURE = 1e-6
 """Logits divided by less may not fit into a float32."""
 
@@ -76,8 +89,6 @@ def _check_temperature(temperature: float) -> float:
     return temperature
 
 
-Off = Annotated[Any, AfterValidator(only(None, False))]
-Zero = Annotated[Any, AfterValidator(only(None, 0, 0.0))]
 Nothing = Annotated[Any, AfterValidator(only(None, {}, "", []))]
 One = Annotated[Any, AfterValidator(only(None, 1))]
 FAIL_FAST = Field(fail_fast=True)
@@ -99,6 +110,13 @@ Prompt = Annotated[
     one_error(f"must be valid text, token ids, or a list of up to {MAX_CHOICES} of either, none of them empty"),
 ]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], Bias],
+    Field(max_length=MAX_BIASES),
+    one_error(f"must have token ids and numbers from -100 to 100, {MAX_BIASES} of them at most"),
+]
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
 
 
@@ -106,11 +124,15 @@ class StrictModel(BaseModel):
     """Takes no unknown field and converts nothing."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignores: ClassVar[bool] = False
+    """Whether it leaves out ``IGNORED_FIELDS``."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_number_of_fields(cls, given: Any) -> Any:
-        """One error for many unknown fields: there may be half a million."""
+        """Leave out what is ignored. One error for many unknown fields: there may be half a million."""
+        if isinstance(given, dict) and cls.ignores:
+            given = {name: value for name, value in given.items() if name not in IGNORED_FIELDS}
         if isinstance(given, dict) and len(given) > len(cls.model_fields):
             message = "there are {given} fields, of which {known} are known"
             raise PydanticCustomError("unsupported", message, {"given": len(given), "known": len(cls.model_fields)})
@@ -118,10 +140,11 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
-    """``include_usage``: a last chunk has the usage."""
+    """``include_usage``: a last chunk has the usage. ``include_obfuscation`` changes nothing."""
 
     include_usage: bool = False
-    include_obfuscation: Off = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: Annotated[Any, AfterValidator(only(None, False))] = None
 
 
 class Extension(StrictModel):
@@ -165,9 +188,29 @@ class SchemaFormat(StrictModel):
     json_schema: NamedSchema
 
 
+class RegexFormat(StrictModel):
+    """Text that a regular expression matches as a whole."""
+
+    type: Literal["regex"]
+    regex: Annotated[str, Field(min_length=1)]
+
+
+class GrammarFormat(StrictModel):
+    """Text of a grammar in llguidance's form of Lark."""
+
+    type: Literal["grammar"]
+    grammar: Annotated[str, Field(min_length=1)]
+
+
+ResponseFormat = Annotated[
+    TextFormat | ObjectFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")
+]
+
+
 class GenerationRequest(StrictModel):
     """The fields that both kinds of requests have."""
 
+    ignores = True
     model: str
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -176,13 +219,15 @@ class GenerationRequest(StrictModel):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
     max_tokens: Count | None = None
     forerun: Extension = Extension()
-    response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    logit_bias: Nothing = None
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
+    response_format: ResponseFormat | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -219,17 +264,29 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """To ``/v1/completions``. ``prompt``: text, token ids, or several of either."""
+    """To ``/v1/completions``. ``prompt``: text, token ids, or several of either. ``suffix``: text that comes after the
+    answer. ``echo``: the answer begins with the prompt."""
 
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
-    suffix: Nothing = None
-    echo: Off = None
+    suffix: Text | None = None
+    echo: bool | None = None
     best_of: One = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "max_tokens is 0, which is for echo: true; it must be at least 1")
+        if self.echo and self.suffix is not None:
+            raise PydanticCustomError("echo", "echo and suffix do not go together")
+        if self.echo and self.logprobs is not None and self.format is not None:
+            raise PydanticCustomError("echo", "echo with logprobs does not go together with response_format")
+        return self
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -252,14 +309,18 @@ Content = Annotated[
 
 
 class Message(StrictModel):
-    """A turn of a conversation. ``tool_calls`` and their fields go to the chat template as they are."""
+    """A turn of a conversation. A call's arguments go to the chat template as an object where they are one."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
+    reasoning_content: Text | None = None
     refusal: Nothing = None
+    annotations: Nothing = None
+    audio: Nothing = None
+    function_call: Nothing = None
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
@@ -271,19 +332,95 @@ class Message(StrictModel):
         """The message as a chat template takes it."""
         parts = self.content or ""
         content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        more = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        calls = [_with_object(call) for call in self.tool_calls or ()]
+        more = {
+            "name": self.name,
+            "tool_calls": calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         return {"role": self.role, "content": content} | {key: value for key, value in more.items() if value}
 
 
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object: OpenAI's clients send them as text, and templates write them as JSON."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = []
+    for number, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise PydanticCustomError("tools", "tool {number} must be {shape}", {"number": number, "shape": TOOL_SHAPE})
+        name, parameters = function.get("name"), function.get("parameters")
+        if not isinstance(name, str) or not re.fullmatch(TOOL_NAME_PATTERN, name):
+            message = "the name of tool {number} must match {pattern}"
+            raise PydanticCustomError("tools", message, {"number": number, "pattern": TOOL_NAME_PATTERN})
+        if parameters is not None and not isinstance(parameters, dict):
+            raise PydanticCustomError("tools", "the parameters of tool {number} must be a schema", {"number": number})
+        names.append(name)
+    if len(set(names)) < len(names):
+        raise PydanticCustomError("tools", "two tools have the same name")
+    return tools
+
+
+TOOL_SHAPE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+TOOL_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
+CHOICES = 'must be auto, none, required, or {"type": "function", "function": {"name": ...}}'
+
+
+class FunctionName(StrictModel):
+    """A tool's name."""
+
+    name: str
+
+
+class NamedChoice(StrictModel):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, one_error(CHOICES)]
+
+
+RESERVED_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+
+
+def _check_options(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if name in RESERVED_VARIABLES or not isinstance(value, str | int | float | None):
+            message = "must be variables of the chat template: texts, numbers, true or false"
+            raise PydanticCustomError("chat_template_kwargs", message)
+    return options
+
+
+TemplateOptions = Annotated[dict[str, Any], Field(max_length=16), AfterValidator(_check_options)]
+
+
 class ChatRequest(GenerationRequest):
-    """To ``/v1/chat/completions``. With ``tool_choice: "none"`` the template sees no tools."""
+    """To ``/v1/chat/completions``. With ``tool_choice: "none"`` the template sees no tools. ``reasoning_effort`` and
+    ``chat_template_kwargs`` go to the chat template."""
 
     messages: Annotated[list[Message], Field(min_length=1), FAIL_FAST]
     max_completion_tokens: Count | None = None
-    tools: Objects | None = None
-    tool_choice: Annotated[Any, AfterValidator(only(None, "auto", "none"))] = None
+    tools: Annotated[Objects, AfterValidator(_check_tools)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    modalities: Annotated[Any, AfterValidator(only(None, ["text"]))] = None
 
     @property
     def token_limit(self) -> int | None:
@@ -295,8 +432,26 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_tools(self) -> Objects | None:
-        """The tools that the chat template sees."""
+        """The tools that the chat template sees, and whose calls are read."""
         return None if self.tool_choice == "none" else self.tools or None
+
+    @property
+    def required_tools(self) -> Objects | None:
+        """The tools of which one must be called; None if none must be."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [tool for tool in self.tools or () if tool["function"]["name"] == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else None
+
+    @property
+    def parallel(self) -> bool:
+        """Whether an answer may have several calls."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedChoice)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What else the chat template is given."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **(self.chat_template_kwargs or {})}
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
@@ -304,4 +459,49 @@ class ChatRequest(GenerationRequest):
             raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one")
         if self.top_logprobs is not None and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
+        if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
+            names = ", ".join(tool["function"]["name"] for tool in self.tools or ()) or "none"
+            message = "tool_choice asks for a call; the tools that there are: {names}"
+            raise PydanticCustomError("tool_choice", message, {"names": names})
         return self
+
+
+class TokenizeRequest(StrictModel):
+    """To ``/tokenize``: a ``prompt``, or ``messages`` as the chat template writes them."""
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1), FAIL_FAST] | None = None
+    tools: Annotated[Objects, AfterValidator(_check_tools)] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+    @property
+    def template_tools(self) -> Objects | None:
+        """The tools that the chat template sees."""
+        return self.tools or None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What else it is given."""
+        return self.chat_template_kwargs or {}
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "give a prompt or messages")
+        return self
+
+
+class DetokenizeRequest(StrictModel):
+    """To ``/detokenize``."""
+
+    model: str | None = None
+    tokens: Annotated[list[Token], FAIL_FAST]
+
+
+def field_names(model: type[BaseModel] = StrictModel) -> set[str]:
+    """The names of all fields of requests."""
+    own = {each.alias or name for name, each in model.model_fields.items()}
+    return own.union(*map(field_names, model.__subclasses__()))

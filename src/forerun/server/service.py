@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from forerun.core.fair_lock import FairLock
 from forerun.core.request import Request, Stopping
 from forerun.engine.engine import Engine
+from forerun.engine.result import ends
 from forerun.models.forward.inputs import position_limit
-from forerun.models.text.chat_template import apply_template, has_template, rendered
-from forerun.models.text.grammar import SchemaError
-from forerun.models.text.prompts import encode
+from forerun.models.text.chat_template import has_template
+from forerun.models.text.grammar_limits import SchemaError
+from forerun.models.text.processors import OccurrencePenalties
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import SchedulerLimits
-from forerun.server.answers import AnswerText, LogprobStreamer, StopStringCriterion
+from forerun.server.answers import AnswerText, Echo, LogprobStreamer, StopStringCriterion
 from forerun.server.api_errors import ApiError
 from forerun.server.calls import AnswerRow, Call, LoopDispatcher
+from forerun.server.echo import scoring_prompt
 from forerun.server.grammar_pool import GrammarPool
+from forerun.server.message_formats import message_format
+from forerun.server.message_parser import MessageParser
 from forerun.server.metrics import Metrics, RequestMeter
+from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
@@ -35,59 +39,6 @@ DEFAULT_COMPLETION_TOKENS = 16
 """The longest completion if the request names no limit, as OpenAI has it. A chat's default is the server's limit."""
 NO_DRAFTER = "none"
 """The drafter that a request names to get its text without drafts."""
-FIRST_LOOK_CHARACTERS = 2
-"""Characters for each of the model's positions. The beginning of a longer text is counted before the whole is encoded;
-each further look takes twice as much."""
-EXCESS_TOKENS = 1.5
-"""Tokens of a beginning for each of the model's positions that make the whole too long, wherever it was cut."""
-
-
-class RequestEncoder:
-    """From a request to the token ids of its prompts. Threads may share it; each text is one turn.
-
-    Args:
-        tokenizer: one thread at a time uses it, as it may change its own settings while it encodes.
-        positions: the model's limit; None for no limit.
-    """
-
-    def __init__(self, tokenizer: Any, positions: int | None) -> None:
-        self._tokenizer, self._positions = tokenizer, positions
-        self._lock = FairLock()
-
-    def __call__(self, body: CompletionRequest | ChatRequest) -> list[list[int]]:
-        """Token ids of each prompt.
-
-        Raises:
-            ApiError: for a text that is far longer than the model can take.
-            ValueError, TypeError: see ``encode`` and ``apply_template``.
-        """
-        if isinstance(body, CompletionRequest):
-            return [self._encode(prompt) for prompt in body.prompts]
-        messages = [message.for_template() for message in body.messages]
-        with self._lock:
-            text = rendered(messages, self._tokenizer, body.template_tools)
-        self._check(text)
-        with self._lock:
-            return [apply_template(messages, self._tokenizer, body.template_tools, text)]
-
-    def _encode(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            self._check(prompt)
-        with self._lock:
-            return encode(prompt, self._tokenizer)[0]
-
-    def _check(self, text: str) -> None:
-        """Refuse a text by its beginning: to encode 8 MiB took 24 seconds and 2 GiB."""
-        if self._positions is None:
-            return
-        characters = FIRST_LOOK_CHARACTERS * self._positions
-        while characters < len(text):
-            with self._lock:
-                tokens = len(encode(text[:characters], self._tokenizer)[0])
-            if tokens > EXCESS_TOKENS * self._positions:
-                message = f"the prompt has more than {tokens:,} tokens; the model takes {self._positions}"
-                raise ApiError(400, message, "context_length_exceeded")
-            characters *= 2
 
 
 class Service:
@@ -109,14 +60,17 @@ class Service:
         namespaces: TenantNamespaces,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
-        self.engine, self.settings = engine, settings
+        assert engine.tokenizer is not None
+        self.engine, self.settings, self.tokenizer = engine, settings, engine.tokenizer
         self.scheduler = Scheduler(engine, limits, on_finished)
         self.metrics = Metrics(engine, self.scheduler)
         self.created = int(time.time())
         self._namespaces = namespaces
-        self._positions = position_limit(engine.target.model)
-        self._encode = RequestEncoder(engine.tokenizer, self._positions)
-        self._bytes = TokenBytes(engine.tokenizer)
+        self.positions = position_limit(engine.target.model)
+        self.encode = PromptEncoder(self.tokenizer, self.positions)
+        self.form = message_format(self.tokenizer)
+        self._bytes = TokenBytes(self.tokenizer)
+        self._ends = frozenset(ends(engine.target.model.generation_config))
         self._dispatcher: LoopDispatcher | None = None
         self.grammars = GrammarPool(engine.grammars)
         self._prepare_grammars()
@@ -138,27 +92,64 @@ class Service:
             ApiError: says what is refused, and why.
         """
         arrived = time.monotonic()
-        if body.model != self.settings.served_name:
-            message = f"there is no model {body.model!r} here; there is {self.settings.served_name!r}"
-            raise ApiError(404, message, "model_not_found", "model")
+        self.check_model(body.model)
+        self._check_texts(body)
         namespace = self._namespaces.private(tenant, body.forerun.namespace)
         try:
-            await self.grammars.prepare(body.format, tenant, namespace)
-            requests = await asyncio.to_thread(self._requests, body, tenant)
+            prompts = await asyncio.to_thread(self.encode, body)
+            response_format = self._response_format(body, prompts[0].text or "")
+            await self.grammars.prepare(response_format, tenant, namespace)
+            requests = await asyncio.to_thread(self._requests, body, tenant, prompts, response_format)
         except SchemaError as error:
-            raise ApiError(400, str(error), "invalid_value", "response_format") from error
+            field = "response_format" if body.format is not None else "tools"
+            raise ApiError(400, str(error), "invalid_value", field) from error
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ApiError(400, str(error), "invalid_value") from error
-        rows = [
-            AnswerRow(
-                request,
-                AnswerText(self.engine.tokenizer, request, body.stops),
-                RequestMeter(self.metrics, request, arrived),
-                None if body.alternatives is None else LogprobStreamer(self._bytes, request),
-            )
-            for request in requests
-        ]
+        texts = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        rows = [self._row(body, *pair, arrived) for pair in zip(requests, texts, strict=True)]
         return Call(self.scheduler, rows, number, self._loop_dispatcher(), body.forerun.trace)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse another model's name."""
+        if name not in (None, self.settings.served_name):
+            message = f"there is no model {name!r} here; there is {self.settings.served_name!r}"
+            raise ApiError(404, message, "model_not_found", "model")
+
+    def _row(
+        self, body: CompletionRequest | ChatRequest, request: Request, prompt: EncodedPrompt, arrived: float
+    ) -> AnswerRow:
+        scored = _scores_prompt(body)
+        echo = None
+        if isinstance(body, CompletionRequest) and body.echo:
+            text = self.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
+            echo = Echo(text, len(prompt.ids) - 1 if scored else 0, body.max_tokens != 0)
+        parser, keep = None, frozenset[int]()
+        if isinstance(body, ChatRequest):
+            tools = body.template_tools or []
+            template = self.form.response_template(bool(tools))
+            if template is not None:
+                keep = self.form.kept_tokens(bool(tools))
+                parser = MessageParser(self.tokenizer, self.form, template, prompt.text or "", tools, body.parallel)
+        logprobs = None
+        if body.alternatives is not None:
+            logprobs = LogprobStreamer(
+                self._bytes, request, self._ends, prompt.ids if scored else (), body.max_tokens != 0
+            )
+        answer = AnswerText(self.tokenizer, prompt.ids, body.stops, keep, echo)
+        return AnswerRow(request, answer, RequestMeter(self.metrics, request, arrived), logprobs, parser)
+
+    def _response_format(self, body: CompletionRequest | ChatRequest, prompt: str) -> dict[str, Any] | None:
+        """What the engine makes the whole text follow, reasoning and calls included."""
+        if not isinstance(body, ChatRequest):
+            return body.format
+        thinking, required = self.form.thinking_after(prompt), body.required_tools
+        if required and self.form.calls is None:
+            message = "tool_choice must be auto or none: how this model writes calls is not known"
+            raise ApiError(400, message, "unsupported", "tool_choice")
+        if required:
+            return self.form.grammar(None, required, body.parallel, thinking)
+        known = self.form.calls is not None and body.format is not None and body.format["type"] != "text"
+        return self.form.grammar(body.format, body.template_tools or [] if known else [], body.parallel, thinking)
 
     @property
     def offer(self) -> dict[str, Any]:
@@ -168,7 +159,7 @@ class Service:
             "drafters": list(dict.fromkeys((self.settings.drafter, NO_DRAFTER))),
             "budget": self.engine.budget,
             "max_tokens": self.settings.max_tokens,
-            "chat": has_template(self.engine.tokenizer),
+            "chat": has_template(self.tokenizer),
             "exactness": self.engine.exactness.level,
         }
 
@@ -183,28 +174,44 @@ class Service:
             self._dispatcher = LoopDispatcher(loop)
         return self._dispatcher
 
-    def _requests(self, body: CompletionRequest | ChatRequest, tenant: str) -> list[Request]:
-        """``n`` requests for each prompt, one prompt after the other."""
+    def _check_texts(self, body: CompletionRequest | ChatRequest) -> None:
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
         texts = (len(body.prompts) if isinstance(body, CompletionRequest) else 1) * (body.n or 1)
         if texts > places:
             message = f"the prompts and n ask for {texts} texts; this server has places for {places}"
             raise ApiError(400, message, "too_many_texts", "n")
+        words = self.engine.target.vocabulary
+        if wrong := [token for token in body.logit_bias or () if int(token) >= words]:
+            message = f"logit_bias has token {wrong[0]}; this model has tokens from 0 to {words - 1}"
+            raise ApiError(400, message, "invalid_value", "logit_bias")
+
+    def _requests(
+        self,
+        body: CompletionRequest | ChatRequest,
+        tenant: str,
+        prompts: Sequence[EncodedPrompt],
+        response_format: dict[str, Any] | None,
+    ) -> list[Request]:
+        """``n`` requests for each prompt, one prompt after the other."""
+        private = self._namespaces.private(tenant, body.forerun.namespace)
+        scored = _scores_prompt(body)
         options: dict[str, Any] = {
-            "namespace": self._namespaces.private(tenant, body.forerun.namespace),
-            "drafts_from": self._namespaces.drafts_from(tenant, body.forerun.namespace),
+            "namespace": private,
+            "drafts_from": private if scored else self._namespaces.drafts_from(tenant, body.forerun.namespace),
             "budget": self._budget(body.forerun),
             "logprobs": body.alternatives,
-            "response_format": body.format,
+            "response_format": response_format,
         }
         default = DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
         requests = []
-        for ids in self._encode(body):
+        for ids, _ in prompts:
             tokens = self._answer_tokens(len(ids), body.token_limit, default)
+            read, new = (ids[:1], max(1, len(ids) - 1 + tokens)) if scored else (ids, tokens)
             for choice in range(body.n or 1):
-                sampling = _sampling(body, choice)
-                (request,) = self.engine.requests([ids], max_new_tokens=tokens, **options, **sampling)
-                requests.append(self._with_stops(request, body.stops))
+                sampling = _sampling(body, choice, len(ids))
+                (request,) = self.engine.requests([read], max_new_tokens=new, **options, **sampling)
+                self._add_stops(request, ids, body.stops)
+                requests.append(scoring_prompt(request, ids, tokens) if scored else request)
         self._namespaces.add(tenant, body.forerun.namespace)  # last: a refused request adds no name
         return requests
 
@@ -241,29 +248,46 @@ class Service:
         if wanted is not None and wanted > self.settings.max_tokens:
             message = f"max_tokens is {wanted}; this server allows {self.settings.max_tokens}"
             raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
-        if self._positions is None:
-            return wanted or default
-        room, least = self._positions - prompt, wanted or 1
+        if self.positions is None:
+            return default if wanted is None else wanted
+        room, least = self.positions - prompt, 1 if wanted is None else wanted
         if room < least:
-            message = f"the prompt has {prompt} tokens, the answer up to {least}; the model takes {self._positions}"
+            message = f"the prompt has {prompt} tokens, the answer up to {least}; the model takes {self.positions}"
             raise ApiError(400, message, "context_length_exceeded")
-        return wanted or min(default, room)
+        return min(default, room) if wanted is None else wanted
 
-    def _with_stops(self, request: Request, stops: list[str]) -> Request:
+    def _add_stops(self, request: Request, prompt: Sequence[int], stops: list[str]) -> None:
         if stops:
-            criterion = StopStringCriterion(AnswerText(self.engine.tokenizer, request, stops))
+            criterion = StopStringCriterion(AnswerText(self.tokenizer, prompt, stops))
             request.stopping = _either(request.stopping, criterion)
-        return request
 
 
-def _sampling(body: CompletionRequest | ChatRequest, choice: int) -> dict[str, Any]:
-    """Options for the engine. Choices of one prompt have consecutive seeds, as with ``num_return_sequences``."""
+def _scores_prompt(body: CompletionRequest | ChatRequest) -> bool:
+    """Whether the prompt's tokens are part of the text that is decoded."""
+    return (
+        isinstance(body, CompletionRequest) and bool(body.echo) and (body.logprobs is not None or body.max_tokens == 0)
+    )
+
+
+def _sampling(body: CompletionRequest | ChatRequest, choice: int, start: int) -> dict[str, Any]:
+    """Options for the engine. Choices of one prompt have consecutive seeds, as with ``num_return_sequences``. The text
+    begins at token number ``start``."""
+    options: dict[str, Any] = {}
+    if body.repetition_penalty is not None:
+        options["repetition_penalty"] = body.repetition_penalty
+    if body.logit_bias:
+        options["sequence_bias"] = [[[int(token)], float(bias)] for token, bias in body.logit_bias.items()]
+    if body.frequency_penalty or body.presence_penalty:
+        penalties = OccurrencePenalties(start, body.frequency_penalty or 0.0, body.presence_penalty or 0.0)
+        options["logits_processor"] = [penalties]
     temperature = 1.0 if body.temperature is None else body.temperature
     if temperature == 0:
-        return {"do_sample": False}
+        return {"do_sample": False, **options}
+    if body.min_p is not None:
+        options["min_p"] = body.min_p
     seed = None if body.seed is None else body.seed + choice
-    top_p = 1.0 if body.top_p is None else body.top_p
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "seed": seed}
+    top_p, top_k = 1.0 if body.top_p is None else body.top_p, max(0, body.top_k or 0)
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, **options}
 
 
 def _either(first: Stopping | None, second: Stopping) -> Stopping:

@@ -48,6 +48,7 @@ def apply_template(
     tokenizer: PreTrainedTokenizerBase | None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     text: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a conversation, up to where the answer begins.
 
@@ -56,6 +57,7 @@ def apply_template(
         tokenizer: has the chat template.
         tools: descriptions of functions, as JSON, that the template tells the model of; None for none.
         text: the conversation as ``rendered`` returned it, so that the template runs once.
+        options: further variables of the template.
 
     Raises:
         ValueError: as from ``check_messages``; without a tokenizer or a chat template; or if the template refuses.
@@ -65,21 +67,25 @@ def apply_template(
     if text is not None and own:  # it does the same; other tokenizers may encode messages in another way
         encoded = tokenizer(text, add_special_tokens=False)  # type: ignore[misc]
     else:
-        encoded = _applied(messages, tokenizer, tools, True)
+        encoded = _applied(messages, tokenizer, tools, options, True)
     return [int(token) for token in encoded["input_ids"]]
 
 
 def rendered(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None = None
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of a conversation, whose token ids ``apply_template`` gives; see there."""
-    return str(_applied(messages, tokenizer, tools, False))
+    return str(_applied(messages, tokenizer, tools, options, False))
 
 
 def _applied(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase | None,
     tools: Sequence[Mapping[str, Any]] | None,
+    options: Mapping[str, Any] | None,
     tokenize: bool,
 ) -> Any:
     check_messages(messages)
@@ -93,6 +99,7 @@ def _applied(
             tools=None if tools is None else [dict(tool) for tool in tools],
             add_generation_prompt=True,
             tokenize=tokenize,
+            **(options or {}),
         )
     except Exception as error:  # a template is a program, and may raise anything
         raise ValueError(f"the chat template refuses these messages: {error}") from error

@@ -33,10 +33,22 @@ class Detokenizer:
     The tokens of the last piece are decoded with and without the tokens since then; the difference is the new text. If
     its bytes end inside a character, it waits for more tokens. A replacement character alone does not say that: it may
     be the text's own, or stand for bytes that no later ones complete.
+
+    Args:
+        tokenizer: of the model.
+        prompt: that the tokens follow.
+        keep: special tokens that are part of the text; the others are left out.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] | IntArray) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int] | IntArray,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
+        special = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special} if keep else ()
+        self._left_out = frozenset(special) - keep if keep else None
         start = max(0, len(prompt) - CONTEXT_TOKENS)
         while start and _is_byte(tokenizer, prompt[start]):
             start -= 1
@@ -80,7 +92,10 @@ class Detokenizer:
         return piece
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if self._left_out is not None:
+            ids = [token for token in ids if token not in self._left_out]
+        skip = self._left_out is None
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 

@@ -1,4 +1,4 @@
-"""Texts that follow a JSON schema: the tokens that may come next, by llguidance.
+"""Texts that follow a JSON schema, a regular expression or a grammar: the tokens that may come next, by llguidance.
 
 A matcher is walked to the ids that it is asked about, and back: its answer depends on them alone. So one matcher
 serves a row, its drafts, the branches of its trees, and its forks. Where only one text may come, the tokens of all of
@@ -10,17 +10,13 @@ between two values is certain, and costs no pass of its own.
 
 from __future__ import annotations
 
-import json
-import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from decimal import Decimal
-from re import _parser  # type: ignore[attr-defined]  # the one way to the length of a pattern's matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +24,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun.core.constraint import Constraint
 from forerun.core.tree import IntArray
+from forerun.models.text.grammar_limits import SchemaError, check_lark, check_regex, checked_schema
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -35,39 +32,33 @@ if TYPE_CHECKING:
 
 ResponseFormat = Mapping[str, Any]
 """As OpenAI has it: ``{"type": "text"}``, ``{"type": "json_object"}``, or ``{"type": "json_schema", "json_schema":
-{"name": ..., "schema": {...}}}``."""
-FORMAT_TYPES = ("text", "json_object", "json_schema")
+{"name": ..., "schema": {...}}}``. Beside them ``{"type": "regex", "regex": ...}``, and ``{"type": "grammar",
+"grammar": ...}`` with a grammar in llguidance's form of Lark."""
+FORMAT_TYPES = ("text", "json_object", "json_schema", "regex", "grammar")
 JSON_STYLE: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is written, in llguidance's words."""
 KEPT_GRAMMARS = 64
 """The grammars used last are kept: an application has a handful of schemas, and each takes kilobytes."""
-MAX_REMAINDERS = 50_000
-"""Remainders of all divisors in a schema together. A state is compiled for each: 50,000 took up to 1.3 seconds, and
-9,999,991 more than a minute."""
-MAX_SCHEMA_CHARACTERS = 1 << 16
-"""One of 5,000 optional properties, in twice as many characters, took 3.7 seconds to compile."""
-SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose values have schemas under names of a user's own, which may read like keywords."""
-MAX_FORCED_CHARACTERS = 2_000
-"""Characters of a text that a schema spells out, repetitions included. All of it is worked out at once: 60,000 took 0.6
-seconds, in which no other thread of Python ran."""
 MAX_FORCED_TOKENS = 2_000
 """Tokens of a run without a choice, as it turns out while a text is written."""
 MAX_TRIAL_SECONDS = 0.02
 """Processor time for the masks of a row's drafts in a step. Later drafts of the step are made without masks."""
 
 
-class SchemaError(ValueError):
-    """A response format that cannot be met: it has a wrong shape, or its schema has."""
-
-
 class GrammarError(RuntimeError):
     """A text cannot go on by its grammar."""
 
 
+class GrammarSource(NamedTuple):
+    """What llguidance compiles: a JSON schema, a regular expression, or a grammar in Lark."""
+
+    kind: Literal["json", "regex", "lark"]
+    text: str
+
+
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled schema.
+    """A compiled grammar.
 
     Attributes:
         matcher: at the beginning of a text; it is copied, never walked.
@@ -94,7 +85,7 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:
         self.tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
-        self._known: OrderedDict[tuple[str, str], Grammar] = OrderedDict()
+        self._known: OrderedDict[tuple[str, GrammarSource], Grammar] = OrderedDict()
         self._made: LLTokenizer | None = None
         self._making, self._keeping = threading.Lock(), threading.Lock()
 
@@ -114,25 +105,25 @@ class Grammars:
             ValueError: for a tokenizer that llguidance cannot use.
             ModuleNotFoundError: if llguidance is not installed.
         """
-        schema = schema_of(response_format)
-        if schema is None:
+        source = grammar_source(response_format)
+        if source is None:
             return None
-        key = (namespace, schema)
+        key = (namespace, source)
         with self._keeping:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        grammar = Grammar(_compile(self.prepare(), schema))
+        grammar = Grammar(_compile(self.prepare(), source))
         with self._keeping:
             self._known[key] = grammar
             if len(self._known) > KEPT_GRAMMARS:
                 self._known.popitem(last=False)
         return grammar
 
-    def has(self, schema: str, namespace: str = "default") -> bool:
-        """Whether the grammar of a schema, as ``schema_of`` writes it, is kept."""
+    def has(self, source: GrammarSource, namespace: str = "default") -> bool:
+        """Whether the grammar of a source is kept."""
         with self._keeping:
-            return (namespace, schema) in self._known
+            return (namespace, source) in self._known
 
     def tokenizer_arguments(self) -> dict[str, Any]:
         """Arguments of ``llguidance.LLTokenizer`` for this tokenizer, for another process.
@@ -285,8 +276,8 @@ class _SpeculativeGrammar:
         return self
 
 
-def schema_of(response_format: Any) -> str | None:
-    """The schema as JSON; its properties keep their order. None for plain text.
+def grammar_source(response_format: Any) -> GrammarSource | None:
+    """What llguidance compiles for a response format; None for plain text. A schema's properties keep their order.
 
     Raises:
         SchemaError: see ``Grammars.of``.
@@ -294,84 +285,46 @@ def schema_of(response_format: Any) -> str | None:
     if not isinstance(response_format, Mapping) or response_format.get("type") not in FORMAT_TYPES:
         kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
         raise SchemaError(f"response_format has the type {kind!r}; allowed are {', '.join(FORMAT_TYPES)}")
-    if response_format["type"] == "text":
+    kind = response_format["type"]
+    if kind == "text":
         return None
-    if response_format["type"] == "json_object":
-        return '{"type": "object"}'
-    named = response_format.get("json_schema")
-    if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
-        raise SchemaError('response_format needs {"json_schema": {"schema": {...}}}')
-    try:
-        schema = json.dumps(named["schema"], allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise SchemaError(f"the schema is not JSON: {error}") from None
-    if len(schema) > MAX_SCHEMA_CHARACTERS:
-        raise SchemaError(f"the schema has {len(schema):,} characters; {MAX_SCHEMA_CHARACTERS:,} are the most")
-    remainders = sum(map(_remainders, _values(named["schema"], "multipleOf")))
-    if remainders > MAX_REMAINDERS:
-        raise SchemaError(f"multipleOf has {remainders:,} remainders in all; {MAX_REMAINDERS:,} are the most")
-    forced = max(_longest_literals(named["schema"]), default=0)
-    if forced > MAX_FORCED_CHARACTERS:
-        raise SchemaError(f"the schema has a text of {forced:,} characters; {MAX_FORCED_CHARACTERS:,} are the most")
-    return schema
+    if kind == "json_object":
+        return GrammarSource("json", '{"type": "object"}')
+    if kind == "json_schema":
+        named = response_format.get("json_schema")
+        if not isinstance(named, Mapping) or not isinstance(named.get("schema"), Mapping):
+            raise SchemaError('response_format needs {"json_schema": {"schema": {...}}}')
+        return GrammarSource("json", checked_schema(named["schema"]))
+    text = response_format.get(kind)
+    if not isinstance(text, str) or not text:
+        raise SchemaError(f'response_format needs {{"type": "{kind}", "{kind}": "..."}}')
+    if kind == "regex":
+        check_regex(text)
+        return GrammarSource("regex", text)
+    check_lark(text)
+    return GrammarSource("lark", text)
 
 
-def _values(schema: Any, keyword: str) -> Iterator[Any]:
-    """Each value of a keyword in a schema."""
-    if isinstance(schema, list):
-        for inner in schema:
-            yield from _values(inner, keyword)
-    elif isinstance(schema, Mapping):
-        if keyword in schema:
-            yield schema[keyword]
-        for key, inner in schema.items():
-            if key in SCHEMAS_BY_NAME and isinstance(inner, Mapping):
-                yield from _values(list(inner.values()), keyword)
-            elif key not in ("const", "enum"):
-                yield from _values(inner, keyword)
-
-
-def _longest_literals(schema: Any) -> Iterator[int]:
-    """Characters of texts that a schema spells out: constants, and what patterns and arrays have at least."""
-    yield from (len(json.dumps(value)) for value in _values(schema, "const"))
-    yield from (len(json.dumps(each)) for value in _values(schema, "enum") if isinstance(value, list) for each in value)
-    yield from (_shortest_match(value) for value in _values(schema, "pattern") if isinstance(value, str))
-    yield from (value for value in _values(schema, "minItems") if isinstance(value, int))
-    for properties in _values(schema, "properties"):
-        yield from map(len, properties if isinstance(properties, Mapping) else ())
-
-
-def _shortest_match(pattern: str) -> int:
-    """Characters of the shortest text that a pattern matches; 0 where Python does not know."""
-    try:
-        return int(_parser.parse(pattern).getwidth()[0])
-    except (ValueError, OverflowError, RecursionError, re.error):
-        return 0
-
-
-def _remainders(divisor: Any) -> int:
-    """How many there are, in units of its last decimal; 0 for what is no number, which llguidance refuses."""
-    if isinstance(divisor, bool) or not isinstance(divisor, int | float):
-        return 0
-    exact = Decimal(str(divisor)).normalize()
-    exponent = exact.as_tuple().exponent
-    return int(abs(exact.scaleb(-exponent) if isinstance(exponent, int) and exponent < 0 else exact))
-
-
-def _compile(tokenizer: LLTokenizer, schema: str) -> LLMatcher:
+def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
     """A matcher that has worked out what may come first, so that no step waits for that."""
     from llguidance import LLMatcher
 
+    what = {"json": "schema", "regex": "regex", "lark": "grammar"}[source.kind]
     try:
-        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE), log_level=0)
+        if source.kind == "json":
+            grammar = LLMatcher.grammar_from_json_schema(source.text, overrides=JSON_STYLE)
+        else:
+            make = LLMatcher.grammar_from_regex if source.kind == "regex" else LLMatcher.grammar_from_lark
+            grammar = make(source.text)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
     except ValueError as error:
-        raise SchemaError(f"the schema cannot be used: {error}") from None
+        raise SchemaError(f"the {what} cannot be used: {error}") from None
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
         reason = _first_line(matcher.get_error())
         reason = "no text fits it" if reason.startswith("NoExtension") else reason
-        raise SchemaError(f"the schema cannot be used: {reason}")
+        raise SchemaError(f"the {what} cannot be used: {reason}")
     return matcher
 
 

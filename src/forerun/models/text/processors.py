@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from transformers import LogitsProcessorList, PreTrainedModel, TopPLogitsWarper
 
 from forerun.core.sampling import InTurn, Processor, Remembering
@@ -40,6 +41,29 @@ ANYWHERE = ROWWISE - {"SuppressTokensLogitsProcessor"} | {
 """Those that hold nothing on the model's device; biases and the ids that end a text do, some since their first call."""
 DECLARATION = "forerun_stateless"
 """Attribute by which any other processor declares the same."""
+
+
+class OccurrencePenalties:
+    """OpenAI's penalties of tokens that the text already has; transformers has none. Prompts are not counted.
+
+    Args:
+        start: where the text begins, in ids.
+        frequency: is taken off a token's score for each time that it has come.
+        presence: is taken off if it has come at all.
+    """
+
+    forerun_stateless = True
+
+    def __init__(self, start: int, frequency: float, presence: float) -> None:
+        self._start, self._frequency, self._presence = start, frequency, presence
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See ``forerun.core.sampling.Processor``."""
+        scores = scores.clone()
+        for row, ids in zip(scores, input_ids[:, self._start :], strict=True):
+            tokens, counts = ids.unique(return_counts=True)
+            row[tokens] -= self._presence + self._frequency * counts
+        return scores
 
 
 def stateless(processor: Any) -> bool:

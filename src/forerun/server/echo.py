@@ -1,0 +1,64 @@
+"""Prompts as part of an answer, with the log-probabilities of their tokens.
+
+Such a request begins at the prompt's second token, and the rest of the prompt is the only text that may come. So its
+log-probabilities are those of any answer, and its tokens are drafted like other tokens without a choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from forerun.core.constraint import Constraint
+from forerun.core.request import Request
+
+
+class PromptConstraint:
+    """Lets no token come but the prompt's, as far as it goes.
+
+    Args:
+        prompt: token ids.
+    """
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self._prompt = list(prompt)
+
+    def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if len(ids) >= len(self._prompt):
+            return scores.clone()
+        masked = torch.full_like(scores, -torch.inf)
+        token = self._prompt[len(ids)]
+        masked[token] = scores[token]
+        return masked
+
+    def forced(self, ids: torch.Tensor, most: int) -> list[int]:
+        return self._prompt[len(ids) : len(ids) + most]
+
+    def complete(self, ids: torch.Tensor) -> bool:
+        return False
+
+    def on_trial(self) -> Constraint:
+        return self
+
+
+def scoring_prompt(request: Request, prompt: Sequence[int], answer_tokens: int) -> Request:
+    """A request whose text is a prompt and its answer.
+
+    Args:
+        request: for the prompt's first token.
+        prompt: token ids.
+        answer_tokens: after which it ends; 0 for the prompt alone.
+    """
+    ends, inner = request.eos_token_ids, request.stopping
+    request.sampler = replace(request.sampler, constraint=PromptConstraint(prompt))
+    request.eos_token_ids = frozenset()  # such a token may stand in the prompt
+
+    def stopping(ids: torch.Tensor) -> bool:
+        if ids.shape[1] <= len(prompt):
+            return ids.shape[1] == len(prompt) and not answer_tokens
+        return int(ids[0, -1]) in ends or (inner is not None and inner(ids))
+
+    request.stopping = stopping
+    return request

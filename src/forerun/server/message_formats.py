@@ -1,0 +1,349 @@
+"""How families of models write their reasoning and their calls of tools, and grammars for answers that must be calls.
+
+A family is known by marks in its chat template. Text is taken apart by transformers' own parser of responses: each
+family is a row in the language of its response templates. A tokenizer that brings a response template is read by that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from forerun.models.text.grammar import JSON_STYLE
+
+Json = dict[str, Any]
+Body = Literal["object", "named", "tags"]
+"""What stands inside of a call: an object with name and arguments, the name and then the arguments, or tags."""
+Thinking = Literal["open", "free", "closed"]
+"""Whether a prompt ends inside of reasoning, leaves it to the model, or has ended it."""
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How calls of tools are written.
+
+    Attributes:
+        marks: all of them stand in the chat template of such a model.
+        field: where a call begins and ends, in transformers' language of response templates.
+        body: what stands there.
+        before, after: around the arguments of a call; ``{name}`` is the tool's name.
+        begin, end: around all calls.
+        between: two calls.
+        separator: between name and arguments, where the body is both.
+        noise: marks around calls that are no part of the content.
+        id_length: characters of a call's id that such a template takes; None for any.
+    """
+
+    marks: tuple[str, ...]
+    field: Json
+    body: Body
+    before: str
+    after: str
+    begin: str = ""
+    end: str = ""
+    between: str = "\n"
+    separator: str = ""
+    noise: tuple[str, ...] = ()
+    id_length: int | None = None
+
+
+HERMES = CallFormat(
+    ("<tool_call>",),
+    {"open": "<tool_call>", "close": "</tool_call>"},
+    "object",
+    '<tool_call>\n{"name": "{name}", "arguments": ',
+    "}\n</tool_call>",
+)
+"""Of Hermes, Qwen 2.5 and 3, and many that were trained after them; where a template names no family."""
+DEEPSEEK_NOISE = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+CALL_FORMATS = (
+    CallFormat(  # Qwen3-Coder, Qwen 3.5
+        ("<tool_call>", "<function=", "<parameter="),
+        {
+            "open_pattern": r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+            "close": "</function>",
+            "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "tags",
+        "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>",
+        noise=("</tool_call>",),
+    ),
+    HERMES,
+    CallFormat(  # DeepSeek V3, R1
+        ("<｜tool▁calls▁begin｜>", "```json"),
+        {
+            "open": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            "close": ["\n```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>"],
+        },
+        "named",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        "\n```<｜tool▁call▁end｜>",
+        DEEPSEEK_NOISE[0],
+        DEEPSEEK_NOISE[1],
+        separator="\n```json\n",
+        noise=DEEPSEEK_NOISE,
+    ),
+    CallFormat(  # DeepSeek V3.1
+        ("<｜tool▁calls▁begin｜>",),
+        {"open": "<｜tool▁call▁begin｜>", "close": "<｜tool▁call▁end｜>"},
+        "named",
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        DEEPSEEK_NOISE[0],
+        DEEPSEEK_NOISE[1],
+        "",
+        "<｜tool▁sep｜>",
+        DEEPSEEK_NOISE,
+    ),
+    CallFormat(  # Mistral since version 11
+        ("[TOOL_CALLS]", "[ARGS]"),
+        {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])"},
+        "named",
+        "[TOOL_CALLS]{name}[ARGS]",
+        "",
+        between="",
+        separator="[ARGS]",
+        id_length=9,
+    ),
+    CallFormat(  # Mistral before
+        ("[TOOL_CALLS]",),
+        {"open": "[TOOL_CALLS]"},
+        "object",
+        '{"name": "{name}", "arguments": ',
+        "}",
+        "[TOOL_CALLS][",
+        "]",
+        ", ",
+        id_length=9,
+    ),
+    CallFormat(  # gpt-oss
+        ("<|channel|>", "to=functions."),
+        {"open_pattern": r"<\|channel\|>(?:commentary|analysis) to=functions\.", "close": "<|call|>"},
+        "named",
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+        "<|call|>",
+        between="<|start|>assistant",
+        separator="<|message|>",
+        noise=("<|start|>assistant",),
+    ),
+    CallFormat(  # Llama 3
+        ('"parameters"', "<|start_header_id|>"),
+        {"open_pattern": r"(?:\A|(?<=</think>))\s*(?:<\|python_tag\|>)?\s*(?=\{)"},
+        "object",
+        '{"name": "{name}", "parameters": ',
+        "}",
+        between="; ",
+    ),
+)
+"""The first whose marks are all there counts."""
+
+
+@dataclass(frozen=True)
+class ThinkingFormat:
+    """How reasoning is written: its marks, what stands behind it, and what begins the answer itself."""
+
+    begin: str
+    end: str
+    behind: str = ""
+    answer: str = ""
+
+
+THINKING_FORMATS = (
+    ThinkingFormat("<think>", "</think>"),
+    ThinkingFormat("[THINK]", "[/THINK]"),
+    ThinkingFormat("<seed:think>", "</seed:think>"),
+    ThinkingFormat("<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
+)
+HARMONY_CONTENT = {
+    "open_pattern": r"<\|channel\|>(?:final|commentary)(?: <\|constrain\|>[^<]*)?<\|message\|>",
+    "close": ["<|return|>", "<|end|>"],
+}
+
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """How a model's messages are written.
+
+    Attributes:
+        calls: its calls of tools; None if only the tokenizer's response template knows them.
+        thinking: its reasoning; None for a model without.
+        own: the tokenizer's own response template, if it has one.
+        special: the tokenizer's special tokens by their text.
+    """
+
+    calls: CallFormat | None
+    thinking: ThinkingFormat | None
+    own: Json | None
+    special: Mapping[str, int]
+
+    def response_template(self, with_tools: bool) -> Json | None:
+        """What takes a message apart, in transformers' words; None where all of it is content."""
+        if self.own is not None:
+            return self.own
+        thinking, calls = self.thinking, self.calls if with_tools else None
+        if thinking is None and calls is None:
+            return None
+        text: Json = {"content_args": {"strip": False}}
+        fields: Json = {"content": (HARMONY_CONTENT if thinking and thinking.answer else {}) | text}
+        noise = [*((thinking.behind,) if thinking and thinking.behind else ()), *(calls.noise if calls else ())]
+        if thinking is not None:
+            fields["reasoning_content"] = {"open": thinking.begin, "close": thinking.end, **text}
+        if calls is not None:
+            fields["tool_calls"] = {**text, **calls.field, "repeats": True}
+        if noise:
+            fields["noise"] = {"open": noise, "close_pattern": ""}
+        return {"start_anchor": "\0", "fields": fields}
+
+    def kept_tokens(self, with_tools: bool) -> frozenset[int]:
+        """Special tokens that belong to a message's text, as its parts are told by them."""
+        template = self.response_template(with_tools)
+        if template is None:
+            return frozenset()
+        if self.own is not None:
+            return frozenset(self.special.values())
+        written = json.dumps(template, ensure_ascii=False).replace("\\", "")
+        return frozenset(token for text, token in self.special.items() if text in written)
+
+    def thinking_after(self, prompt: str) -> Thinking:
+        """Where a message begins that follows a prompt."""
+        end = prompt.rstrip()
+        if self.thinking is None or end.endswith(self.thinking.end):
+            return "closed"
+        return "open" if end.endswith(self.thinking.begin) else "free"
+
+    def grammar(
+        self, response_format: Json | None, tools: Sequence[Json], parallel: bool, thinking: Thinking
+    ) -> Json | None:
+        """A response format for a whole message: reasoning, if there may be any, and then an answer or calls.
+
+        Args:
+            response_format: of the answer; None if it must be calls, or for any text where there are no tools.
+            tools: that may be called, or must be where there is no response format.
+            parallel: whether there may be several calls.
+            thinking: see ``thinking_after``.
+        """
+        free = response_format is None or response_format["type"] == "text"
+        if free and not tools:
+            return None
+        if not tools and thinking == "closed" and not (self.thinking and self.thinking.answer):
+            return response_format
+        rules = [] if free or response_format is None else [_answer_rules(response_format)]
+        choices = [] if free else [self._lark(self.thinking.answer if self.thinking else "") + " forerun_answer"]
+        if tools:
+            rules += self._call_rules(tools, parallel)
+            choices.append("forerun_calls")
+        reasoning, more = self._thinking_rules(thinking)
+        return {"type": "grammar", "grammar": "\n".join([f"start: {reasoning} ({' | '.join(choices)})", *more, *rules])}
+
+    def _thinking_rules(self, thinking: Thinking) -> tuple[str, list[str]]:
+        if self.thinking is None or thinking == "closed":
+            return "", []
+        end, behind = self._lark(self.thinking.end), self._lark(self.thinking.behind) or r"/\n{0,2}/"
+        if self.thinking.end in self.special:
+            rules = [f"forerun_reasoning: FORERUN_ANY {end} {behind}", "FORERUN_ANY: /(?s:.*)/"]
+        else:
+            rules = [f"forerun_reasoning: forerun_thoughts {behind}", f"forerun_thoughts[suffix={end}]: /(?s:.*)/"]
+        if thinking == "open":
+            return "forerun_reasoning", rules
+        return f"({self._lark(self.thinking.begin)} forerun_reasoning)?", rules
+
+    def _call_rules(self, tools: Sequence[Json], parallel: bool) -> list[str]:
+        calls = self.calls
+        assert calls is not None
+        more = f"({self._lark(calls.between)} forerun_call)*" if parallel else ""
+        rules = [
+            f"forerun_calls: {self._lark(calls.begin)} forerun_call {more} {self._lark(calls.end)}",
+            "forerun_call: " + " | ".join(f"forerun_call_{i}" for i in range(len(tools))),
+        ]
+        for i, tool in enumerate(tools):
+            function = tool["function"]
+            before = calls.before.replace("{name}", function["name"])
+            arguments, own_rules = self._arguments(calls.body, function, i)
+            rules += [f"forerun_call_{i}: {self._lark(before)} {arguments} {self._lark(calls.after)}", *own_rules]
+        return rules
+
+    def _arguments(self, body: Body, function: Json, number: int) -> tuple[str, list[str]]:
+        """A call's arguments, and rules that they refer to."""
+        schema = dict(function.get("parameters") or {})
+        properties = schema.get("properties") or {}
+        if body != "tags":
+            closed = {"additionalProperties": False} if properties else {}
+            return _lark_json({"type": "object", **closed, **schema}), []
+        parts, rules = [], []
+        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        for place, (name, inner) in enumerate(properties.items()):
+            rule = f"forerun_value_{number}_{place}"
+            begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
+            if isinstance(inner, Mapping) and inner.get("type") == "string" and "enum" not in inner:
+                suffix = json.dumps(end)
+                rules.append(f"{rule}[suffix={suffix}]: /(?s:.*)/")
+                part = f"{self._lark(begin)} {rule}"
+            else:
+                part = f"{self._lark(begin)} {_bare_json(inner, shared)} {self._lark(end)}"
+            parts.append(part if name in schema.get("required", ()) else f"({part})?")
+        return " ".join(parts), rules
+
+    def _lark(self, text: str) -> str:
+        """A text in Lark; its special tokens by their numbers, as no other tokens spell them."""
+        if not text:
+            return ""
+        pattern = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
+        parts = re.split(f"({pattern})", text) if pattern else [text]
+        return " ".join(
+            f"<[{self.special[part]}]>" if part in self.special else json.dumps(part, ensure_ascii=False)
+            for part in parts
+            if part
+        )
+
+
+def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
+    """The format of a tokenizer's messages."""
+    template = tokenizer.chat_template or ""
+    text = template if isinstance(template, str) else json.dumps(template, ensure_ascii=False)
+    own = getattr(tokenizer, "response_template", None)
+    unknown = HERMES if own is None else None
+    calls = next((each for each in CALL_FORMATS if all(mark in text for mark in each.marks)), unknown)
+    words = tokenizer.get_added_vocab() if text else {}
+
+    def is_known(thinking: ThinkingFormat) -> bool:
+        return thinking.end in text or (thinking.end in words and thinking.begin in words) or thinking.begin in text
+
+    thinking = next((each for each in THINKING_FORMATS if is_known(each)), None)
+    special = {each.content: token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
+    return MessageFormat(calls, thinking, own, special)
+
+
+def _lark_json(schema: Mapping[str, Any]) -> str:
+    return "%json " + json.dumps({**schema, "x-guidance": dict(JSON_STYLE)}, ensure_ascii=False)
+
+
+def _bare_json(schema: Any, shared: Json) -> str:
+    """A value between tags: a string without quotes where the schema lists it, else JSON."""
+    if isinstance(schema, Mapping) and isinstance(values := schema.get("enum"), list) and values:
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        return "(" + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts) + ")"
+    return _lark_json({**shared, **(schema if isinstance(schema, Mapping) else {})})
+
+
+def _answer_rules(response_format: Json) -> str:
+    """The rule ``forerun_answer`` of a response format that is not free text."""
+    kind = response_format["type"]
+    if kind == "grammar":
+        return re.sub(r'("(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/)|\bstart\b', _renamed, str(response_format["grammar"]))
+    if kind == "regex":
+        pattern = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], response_format["regex"])
+        return f"forerun_answer: /{pattern}/"
+    schema = {"type": "object"} if kind == "json_object" else response_format["json_schema"]["schema"]
+    return f"forerun_answer: {_lark_json(schema)}"
+
+
+def _renamed(found: re.Match[str]) -> str:
+    return found[1] or "forerun_answer"

@@ -1,0 +1,258 @@
+"""Takes a message apart while it is written: its content, its reasoning, and its calls of tools.
+
+transformers' parser of responses finds where the parts begin and end. The arguments of a call are passed on as they
+come, where the model writes them as JSON. A call that cannot be read stays part of the content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from forerun.server.message_formats import CallFormat, MessageFormat
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """A new piece of a call; its first one has an id and a name."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass
+class MessageDelta:
+    """A new piece of a message."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+class ObjectScanner:
+    """Finds name and arguments in objects like ``{"name": "f", "arguments": {...}}`` that are not yet whole.
+
+    Args:
+        begin: called with a call's name, once its arguments begin.
+        add: called with pieces of the arguments.
+    """
+
+    def __init__(self, begin: Callable[[str], None], add: Callable[[str], None]) -> None:
+        self._begin, self._add = begin, add
+        self._depth, self._inside, self._begun, self._escaped = 0, False, False, False
+        self._string: str | None = None
+        self._word = self._key = self._object = self._early = ""
+        self._name: str | None = None
+
+    def feed(self, text: str) -> None:
+        """Read on.
+
+        Raises:
+            ValueError: if an object has ended that is no call.
+        """
+        arguments = ""
+        for character in text:
+            if self._depth or character == "{":
+                self._object += character
+            was_inside = self._inside
+            self._read(character)
+            if was_inside or self._inside:
+                arguments += character
+            if self._object and not self._depth:
+                self._pass_on(arguments)
+                arguments = ""
+                self._end()
+        self._pass_on(arguments)
+
+    def _read(self, character: str) -> None:
+        if self._string is not None:
+            self._read_string(character)
+        elif character == '"':
+            self._string = ""
+        elif character == "{" or (character == "[" and self._depth):
+            self._depth += 1
+            self._inside |= self._depth == 2 and self._key in ARGUMENT_KEYS and character == "{"
+        elif character in "}]" and self._depth:
+            self._depth -= 1
+            self._inside &= self._depth > 1
+        elif character == ":" and self._depth == 1:
+            self._key = self._word
+        elif character == "," and self._depth == 1:
+            self._key = ""
+
+    def _read_string(self, character: str) -> None:
+        assert self._string is not None
+        if character != '"' or self._escaped:
+            self._escaped = character == "\\" and not self._escaped
+            self._string += character
+            return
+        self._word, self._string = self._string, None
+        if self._depth == 1 and self._key == "name" and self._name is None:
+            self._name = str(json.loads(f'"{self._word}"'))
+
+    def _pass_on(self, arguments: str) -> None:
+        self._early += arguments
+        if self._early and self._name is not None:
+            if not self._begun:
+                self._begin(self._name)
+                self._begun = True
+            self._add(self._early)
+            self._early = ""
+
+    def _end(self) -> None:
+        """An object has ended; the arguments may have been text, or missing."""
+        whole, begun = self._object, self._begun
+        self._object, self._key, self._begun, self._name = "", "", False, None
+        if begun:
+            return
+        value = json.loads(whole)
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise ValueError("an object that is no call")
+        arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
+        self._begin(value["name"])
+        self._add(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+
+
+class MessageParser:
+    """Parses one message.
+
+    Args:
+        tokenizer: of the model.
+        form: how its messages are written.
+        template: from ``form.response_template``.
+        prompt: that the message follows, as text.
+        tools: that may be called.
+        parallel: whether calls after the first are passed on.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        form: MessageFormat,
+        template: dict[str, Any],
+        prompt: str,
+        tools: Sequence[dict[str, Any]] = (),
+        parallel: bool = True,
+    ) -> None:
+        self._parallel, self._tools = parallel, bool(tools)
+        begins_thinking = form.own is None and form.thinking is not None and form.thinking_after(prompt) == "open"
+        prefix = prompt if form.own is not None else form.thinking.begin if begins_thinking and form.thinking else ""
+        self._parser = tokenizer.get_response_parser(template, prefix=prefix, tools=list(tools) or None)
+        self._format = None if form.own is not None else form.calls
+        self.calls = 0
+        """How many calls have begun."""
+        self._delta, self._last = MessageDelta(), False
+        self._space = ""
+        self._at_start = begins_thinking
+        self._scanner: ObjectScanner | None = None
+        self._head = ""
+        self._calls_before = 0
+
+    def feed(self, text: str, last: bool = False) -> MessageDelta:
+        """The parts of new text; ``last`` when the message has ended."""
+        self._delta, self._last = MessageDelta(), last
+        for event in self._events(text, last):
+            self._take(event)
+        if last and not self.calls:
+            self._delta.content += self._space
+        return self._delta
+
+    def _events(self, text: str, last: bool) -> Iterator[dict[str, Any]]:
+        try:
+            yield from self._parser.feed(text)
+            if last:
+                yield from self._parser.finalize()[1]
+        except (ValueError, KeyError, TypeError):  # a region that the tokenizer's own template cannot read
+            pass
+
+    def _take(self, event: dict[str, Any]) -> None:
+        name, kind = event["field"], event["type"]
+        if name == "tool_calls":
+            if self._tools:
+                self._take_call(event)
+        elif kind == "region_chunk" and name in REASONING_FIELDS:
+            self._delta.reasoning += event["text"].lstrip("\n") if self._at_start else event["text"]
+            self._at_start = False
+        elif (kind == "region_open" and name in REASONING_FIELDS) or (
+            kind == "region_close" and name in REASONING_FIELDS
+        ):
+            self._at_start = True
+        elif kind == "region_chunk" and name == "content":
+            self._add_content(event["text"])
+
+    def _add_content(self, text: str) -> None:
+        """Space waits for what follows: before a call it is left out, as it is after the reasoning."""
+        text = self._space + text
+        if self._at_start or self.calls:
+            text = text.lstrip()
+        if not text:
+            self._space = ""
+            return
+        self._at_start = False
+        kept = text.rstrip() if self._tools else text
+        self._space = text[len(kept) :]
+        self._delta.content += kept
+
+    def _take_call(self, event: dict[str, Any]) -> None:
+        kind = event["type"]
+        if kind == "region_open":
+            self._calls_before, self._head = self.calls, ""
+            self._scanner = ObjectScanner(self._begin, self._add)
+        elif kind == "region_chunk" and self._format is not None and self._format.body != "tags":
+            self._read_call(event["text"], self._format)
+        elif kind == "region_close" and (self._format is None or self._format.body == "tags"):
+            for call in event["value"] if isinstance(event["value"], list) else [event["value"]]:
+                self._take_whole(call)
+        elif kind == "region_close" and self._format is not None and self.calls == self._calls_before:
+            field, cut = self._format.field, self._last
+            if not (cut and self.calls):
+                end = "" if cut else str(field.get("close", ""))
+                self._add_content(str(field.get("open", "")) + str(event["value"]) + end)
+
+    def _read_call(self, text: str, form: CallFormat) -> None:
+        if form.body == "named":
+            if self.calls > self._calls_before:
+                self._add(text)
+                return
+            name, separator, arguments = (self._head + text).partition(form.separator)
+            self._head += text
+            if separator:
+                self._begin(re.split(r"[\s<\[]", name.strip(), maxsplit=1)[0])
+                self._add(arguments)
+        elif self._scanner is not None:
+            try:
+                self._scanner.feed(text)
+            except (ValueError, RecursionError):
+                self._scanner = None
+
+    def _take_whole(self, call: Any) -> None:
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        if isinstance(function.get("name"), str):
+            arguments = function.get("arguments", {})
+            self._begin(function["name"].strip())
+            self._add(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+
+    def _begin(self, name: str) -> None:
+        self.calls += 1
+        self._space = ""
+        if self._parallel or self.calls == 1:
+            number = uuid.uuid4().hex
+            length = self._format.id_length if self._format else None
+            self._delta.calls.append(
+                CallDelta(self.calls - 1, "", number[:length] if length else f"call_{number}", name)
+            )
+
+    def _add(self, arguments: str) -> None:
+        if arguments and (self._parallel or self.calls == 1):
+            self._delta.calls.append(CallDelta(self.calls - 1, arguments))

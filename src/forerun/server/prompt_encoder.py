@@ -1,0 +1,117 @@
+"""From a request to the token ids of its prompts."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from forerun.core.fair_lock import FairLock
+from forerun.models.text.chat_template import apply_template, rendered
+from forerun.models.text.prompts import encode
+from forerun.server.api_errors import ApiError
+from forerun.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
+
+FIRST_LOOK_CHARACTERS = 2
+"""Characters for each of the model's positions. The beginning of a longer text is counted before the whole is encoded;
+each further look takes twice as much."""
+EXCESS_TOKENS = 1.5
+"""Tokens of a beginning for each of the model's positions that make the whole too long, wherever it was cut."""
+MIDDLE_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)
+"""Tokens before the prefix, before the suffix, and where the middle is to be written: of Qwen, StarCoder, SantaCoder,
+DeepSeek and Code Llama."""
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt's token ids, and its text where it has one."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+class PromptEncoder:
+    """Encodes prompts. Threads may share it; each text is one turn.
+
+    Args:
+        tokenizer: one thread at a time uses it, as it may change its own settings while it encodes.
+        positions: the model's limit; None for no limit.
+    """
+
+    def __init__(self, tokenizer: Any, positions: int | None) -> None:
+        self._tokenizer, self._positions = tokenizer, positions
+        self._lock = FairLock()
+
+    def __call__(self, body: CompletionRequest | ChatRequest) -> list[EncodedPrompt]:
+        """The prompts.
+
+        Raises:
+            ApiError: for a text that is far longer than the model can take, or a suffix that the model has no tokens
+                for.
+            ValueError, TypeError: see ``encode`` and ``apply_template``.
+        """
+        if isinstance(body, ChatRequest):
+            return [self.chat(body)]
+        if body.suffix is not None:
+            return [self._around(prompt, body.suffix) for prompt in body.prompts]
+        return [self.text(prompt) for prompt in body.prompts]
+
+    def text(self, prompt: str | list[int], special: bool = True) -> EncodedPrompt:
+        """One prompt; ``special``: with the tokens that the tokenizer puts around texts."""
+        if not isinstance(prompt, str):
+            return EncodedPrompt(encode(prompt, self._tokenizer)[0])
+        self._check(prompt)
+        with self._lock:
+            if not special:
+                return EncodedPrompt(self._bare(prompt), prompt)
+            return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
+
+    def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
+        """A conversation."""
+        messages = [message.for_template() for message in body.messages or ()]
+        options, tools = body.template_options, body.template_tools
+        with self._lock:
+            text = rendered(messages, self._tokenizer, tools, options)
+        self._check(text)
+        with self._lock:
+            return EncodedPrompt(apply_template(messages, self._tokenizer, tools, text, options), text)
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens, special ones included."""
+        with self._lock:
+            return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+    def _around(self, prefix: str | list[int], suffix: str) -> EncodedPrompt:
+        """A prompt that asks for the text between two others."""
+        known = self._tokenizer.get_vocab()
+        marks = next((each for each in MIDDLE_TOKENS if all(mark in known for mark in each)), None)
+        if marks is None:
+            message = "suffix is for models with tokens for it, such as <|fim_middle|>; this model has none"
+            raise ApiError(400, message, "unsupported", "suffix")
+        if isinstance(prefix, str):
+            self._check(prefix)
+        self._check(suffix)
+        before, between, end = (known[mark] for mark in marks)
+        with self._lock:
+            first = [token for token in self._tokenizer("")["input_ids"] if token == self._tokenizer.bos_token_id]
+            texts = [self._bare(each) if isinstance(each, str) else each for each in (prefix, suffix)]
+        return EncodedPrompt([*first, before, *texts[0], between, *texts[1], end])
+
+    def _bare(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+    def _check(self, text: str) -> None:
+        """Refuse a text by its beginning: to encode 8 MiB took 24 seconds and 2 GiB."""
+        if self._positions is None:
+            return
+        characters = FIRST_LOOK_CHARACTERS * self._positions
+        while characters < len(text):
+            with self._lock:
+                tokens = len(encode(text[:characters], self._tokenizer)[0])
+            if tokens > EXCESS_TOKENS * self._positions:
+                message = f"the prompt has more than {tokens:,} tokens; the model takes {self._positions}"
+                raise ApiError(400, message, "context_length_exceeded")
+            characters *= 2

@@ -1,0 +1,464 @@
+"""What today's clients send: tools, reasoning, grammars, sampling, echo, tokens, and responses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import torch
+from support.chat_models import QWEN, THINKING, TOOLS
+from support.live_server import LiveServer, PausableEngine, until
+
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+from forerun.models.text.processors import OccurrencePenalties
+from forerun.server import calls
+from forerun.server.api_errors import ApiError
+from forerun.server.prompt_encoder import MIDDLE_TOKENS, PromptEncoder
+from forerun.server.schema import IGNORED_FIELDS, CompletionRequest
+
+pytest.importorskip("llguidance")
+Json = dict[str, Any]
+DOUBLING = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20)) + 'r20: "abc"'
+"""Three megabytes of text without a choice."""
+MESSAGES: Any = [{"role": "user", "content": "Weather in Rome?"}]
+CHAT: Json = {"model": "bundled", "messages": MESSAGES, "temperature": 0, "max_tokens": 100}
+PLAIN = {"forerun": {"drafter": "none"}}
+ONE: Json = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+ADD: Json = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = QWEN
+    return Engine(model, "trie", tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[LiveServer]:
+    built = LiveServer(engine, drafter="trie", max_tokens=256)
+    yield built
+    built.close()
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> openai.OpenAI:
+    return server.client()
+
+
+def error_of(answer: Any, status: int = 400) -> Json:
+    assert answer.status_code == status, answer.text
+    return dict(answer.json()["error"])
+
+
+# --- tools
+
+
+def test_a_required_call_follows_its_schema_and_costs_few_steps(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(**CHAT, **ONE)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function" and call.id.startswith("call_")
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name in ("get_weather", "add") and all(isinstance(key, str) for key in arguments)
+    assert answer.usage is not None
+    assert answer.usage.model_dump()["forerun"]["steps"] * 2 < answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 5}, {"temperature": 1, "seed": 6}])
+def test_calls_are_the_same_with_drafts_without_and_in_a_stream(client: openai.OpenAI, options: Json) -> None:
+    asked = {**CHAT, **ONE, "parallel_tool_calls": True, **options}
+    whole = client.chat.completions.create(**asked).choices[0]
+    plain = client.chat.completions.create(**asked, extra_body=PLAIN).choices[0]
+    wanted = [(call.function.name, call.function.arguments) for call in whole.message.tool_calls or ()]
+    assert wanted == [(call.function.name, call.function.arguments) for call in plain.message.tool_calls or ()]
+    calls: list[list[str]] = []
+    finish = None
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        finish = chunk.choices[0].finish_reason or finish
+        for call in chunk.choices[0].delta.tool_calls or ():
+            if call.id:
+                assert call.index == len(calls) and call.function and call.function.name
+                calls.append([call.function.name, ""])
+            assert call.function is not None
+            calls[call.index][1] += call.function.arguments or ""
+    assert [tuple(call) for call in calls] == wanted and finish == whole.finish_reason
+
+
+def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=ADD).choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert call.function.name == "add" and "a" in json.loads(call.function.arguments)
+
+
+def test_without_a_choice_a_model_answers_as_it_likes(client: openai.OpenAI) -> None:
+    for choice in ({"tool_choice": "auto"}, {}, {"tool_choice": "none"}):
+        answer = client.chat.completions.create(**{**CHAT, "max_tokens": 8}, tools=TOOLS, **choice)
+        assert answer.choices[0].message.tool_calls is None and answer.choices[0].message.content
+
+
+def test_a_conversation_with_calls_goes_to_the_template(server: LiveServer, client: openai.OpenAI) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": None}
+    messages = [*MESSAGES, said, {"role": "tool", "tool_call_id": "call_1", "content": "2"}]
+    tokens = server.http.post("/tokenize", json={"messages": messages}).json()["tokens"]
+    text = server.http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    assert '{"name": "add", "arguments": {"a": 1}}' in text  # an object, as the template writes it, not a text of one
+    assert client.chat.completions.create(**{**CHAT, "messages": messages, "max_tokens": 4}).choices
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tool 0 must be"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "the name of tool 0"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
+        ({"tool_choice": "required"}, "the tools that there are: none"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
+        ({"chat_template_kwargs": {"x": [1]}}, "variables of the chat template"),
+    ],
+)
+def test_wrong_tools_are_refused_with_what_is_allowed(server: LiveServer, change: Json, said: str) -> None:
+    assert said in error_of(server.post({**CHAT, **change}, "chat/completions"))["message"]
+
+
+def test_a_tool_with_a_wrong_schema_is_refused(server: LiveServer) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "strin"}}}}}
+    error = error_of(server.post({**CHAT, "tools": [tool], "tool_choice": "required"}, "chat/completions"))
+    assert error["param"] == "tools" and "cannot be used" in error["message"]
+
+
+# --- reasoning
+
+
+@pytest.fixture(scope="module")
+def thinker(engine: Engine) -> Iterator[LiveServer]:
+    tokenizer = load("bundled", device="cpu")[1]
+    tokenizer.chat_template = THINKING
+    built = LiveServer(Engine(engine.target.model, "trie", tokenizer=tokenizer), drafter="trie")
+    yield built
+    built.close()
+
+
+def test_reasoning_is_apart_from_the_content(thinker: LiveServer) -> None:
+    create = thinker.client().chat.completions.create
+    asked = {**CHAT, "max_tokens": 24}
+    message = create(**asked).choices[0].message
+    assert message.content == "" and message.model_dump()["reasoning_content"]
+    text = ""
+    for chunk in create(**asked, stream=True):
+        text += chunk.choices[0].delta.model_dump().get("reasoning_content") or ""
+        assert not chunk.choices[0].delta.content
+    assert text == message.model_dump()["reasoning_content"]
+
+
+def test_a_grammar_begins_after_the_reasoning(thinker: LiveServer) -> None:
+    """The bundled model ends its reasoning because nothing but the end's first byte is likely enough."""
+    bias = {str(token): 100 for token in thinker.app.state.service.tokenizer("</think>")["input_ids"]}
+    seen = 0
+    for seed in range(3):
+        asked: Json = {**CHAT, "temperature": 1, "seed": seed, "logit_bias": bias, **ONE}
+        answers = [thinker.post({**asked, **more}, "chat/completions").json()["choices"][0] for more in ({}, PLAIN)]
+        messages = [answer["message"] for answer in answers]
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call.pop("id")
+        assert messages[0] == messages[1]
+        seen += "tool_calls" in messages[0]
+    assert seen or messages[0]["reasoning_content"]
+
+
+# --- grammars
+
+
+@pytest.mark.parametrize(
+    ("response_format", "matches"),
+    [
+        ({"type": "regex", "regex": "(yes|no)/[0-9]{3}"}, "(yes|no)/[0-9]{3}"),
+        ({"type": "grammar", "grammar": 'start: "a" b b?\nb: "x" | "y" /[0-9]/'}, "a(x|y[0-9]){1,2}"),
+    ],
+)
+def test_a_regex_and_a_grammar_are_kept_to(client: openai.OpenAI, response_format: Any, matches: str) -> None:
+    for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2}):
+        told: Json = {"model": "bundled", "prompt": "Say", "max_tokens": 30, **options}
+        texts = [
+            client.completions.create(**told, extra_body={"response_format": response_format, **more}).choices[0].text
+            for more in ({}, PLAIN)
+        ]
+        assert texts[0] == texts[1] and re.fullmatch(matches, texts[0])
+
+
+@pytest.mark.parametrize(
+    ("response_format", "said"),
+    [
+        ({"type": "regex", "regex": "("}, "regex cannot be used"),
+        ({"type": "regex", "regex": "a{60000}"}, "2,000 are the most"),
+        ({"type": "grammar", "grammar": "start: x"}, "grammar cannot be used"),
+        ({"type": "grammar", "grammar": "start: %regex {}"}, "allowed are %json and %ignore"),
+        ({"type": "grammar", "grammar": DOUBLING}, "32,768 are the most"),
+        ({"type": "regex", "regex": ""}, "at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_a_grammar_is_refused(server: LiveServer, response_format: Json, said: str) -> None:
+    error = error_of(server.post({"model": "bundled", "prompt": "x", "response_format": response_format}))
+    assert said in error["message"], error
+
+
+def test_a_schema_that_doubles_by_references_is_refused(server: LiveServer) -> None:
+    """30 definitions of two fields each would spell out a gigabyte without a choice."""
+    schemas: Json = {"d0": {"const": "abcd"}}
+    for i in range(1, 31):
+        inner = {"$ref": f"#/$defs/d{i - 1}"}
+        schemas[f"d{i}"] = {"type": "object", "properties": {"a": inner, "b": inner}, "required": ["a", "b"]}
+    schema = {"$defs": schemas, "type": "object", "properties": {"x": {"$ref": "#/$defs/d30"}}}
+    told = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert (
+        "32,768 are the most"
+        in error_of(server.post({"model": "bundled", "prompt": "x", "response_format": told}))["message"]
+    )
+
+
+# --- fields
+
+
+def test_ignored_fields_change_nothing(server: LiveServer) -> None:
+    body = {"model": "bundled", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+    wanted = server.post(body).json()["choices"]
+    for value in ("x", {"a": 1}, True, 7, None):
+        assert server.post({**body, **dict.fromkeys(IGNORED_FIELDS, value)}).json()["choices"] == wanted
+
+
+def test_an_unknown_field_is_told_the_nearest(server: LiveServer) -> None:
+    error = error_of(server.post({**CHAT, "tool_chioce": "auto"}, "chat/completions"))
+    assert error["message"] == "tool_chioce: there is no such field; did you mean tool_choice?"
+
+
+SAMPLING: list[Json] = [
+    {"top_k": 5}, {"top_k": -1}, {"min_p": 0.1}, {"repetition_penalty": 1.3}, {"frequency_penalty": 1.5},
+    {"presence_penalty": -1.0}, {"logit_bias": {"199": -100, "16": 5}},
+    {"frequency_penalty": 0.7, "presence_penalty": 0.3, "top_k": 20, "min_p": 0.02, "logit_bias": {"199": 1.5}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", SAMPLING, ids=lambda each: "-".join(each))
+def test_sampling_is_exact_with_drafts(server: LiveServer, change: Json) -> None:
+    changed = False
+    for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2}):
+        body = {"model": "bundled", "prompt": "A list: a, b, a, b, a,", "max_tokens": 24, **options}
+        texts = [server.post({**body, **change, **more}).json()["choices"][0]["text"] for more in ({}, {}, PLAIN)]
+        assert texts[0] == texts[1] == texts[2]
+        changed |= texts[0] != server.post(body).json()["choices"][0]["text"]
+    assert changed or change == {"top_k": -1}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"top_k": -2}, "top_k"), ({"min_p": 1.5}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"frequency_penalty": 3}, "frequency_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 200}}, "logit_bias"), ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"), ({"echo": 3}, "echo"),
+    ],
+)  # fmt: skip
+def test_wrong_values_have_their_names(server: LiveServer, change: Json, param: str) -> None:
+    assert error_of(server.post({"model": "bundled", "prompt": "x", **change}))["param"] == param
+
+
+def test_penalties_are_openais() -> None:
+    scores, ids = torch.zeros(1, 5), torch.tensor([[4, 4, 1, 2, 2]])
+    assert OccurrencePenalties(2, 0.5, 0.25)(ids, scores).tolist() == [[0, -0.75, -1.25, 0, 0]]
+    assert scores.eq(0).all()
+
+
+# --- echo, suffix, tokens
+
+
+def test_echo_scores_a_prompt_as_the_model_does(engine: Engine, client: openai.OpenAI) -> None:
+    tokenizer: Any = engine.tokenizer
+    prompt = "def add(a, b):\n    return a + b\n\n" * 5
+    ids = tokenizer(prompt)["input_ids"]
+    with torch.inference_mode():
+        logits = engine.target.model(torch.tensor([ids])).logits[0].double()
+    wanted = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
+    told: Json = {"model": "bundled", "prompt": prompt, "temperature": 0, "logprobs": 2}
+    answer = client.completions.create(**told, max_tokens=4, echo=True)
+    (choice,) = answer.choices
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    own = torch.tensor(choice.logprobs.token_logprobs[1 : len(ids)])
+    torch.testing.assert_close(own.double(), wanted, atol=1e-4, rtol=1e-4)
+    assert len(choice.logprobs.tokens or ()) == len(ids) + 4 == len(choice.logprobs.text_offset or ())
+    assert "".join((choice.logprobs.tokens or [])[: len(ids)]) == prompt
+    plain = client.completions.create(**told, max_tokens=4)
+    assert choice.text == prompt + plain.choices[0].text
+    assert plain.choices[0].logprobs is not None
+    assert choice.logprobs.token_logprobs[len(ids) :] == plain.choices[0].logprobs.token_logprobs
+    assert answer.usage is not None and (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 4)
+
+
+def test_echo_takes_no_answer_a_stream_and_token_ids(client: openai.OpenAI) -> None:
+    none = client.completions.create(model="bundled", prompt=["def f", "x"], max_tokens=0, logprobs=0, echo=True)
+    assert [choice.text for choice in none.choices] == ["def f", "x"]
+    assert none.usage is not None and none.usage.completion_tokens == 0
+    told: Json = {"model": "bundled", "prompt": [260, 371, 79], "max_tokens": 5, "temperature": 0, "echo": True}
+    whole = client.completions.create(**told).choices[0].text
+    assert whole.startswith("hello") and whole != "hello"
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**told, stream=True)) == whole
+
+
+def test_a_suffix_is_put_between_the_tokenizers_own_marks(server: LiveServer) -> None:
+    class Tokenizer:
+        bos_token_id = 1
+
+        def get_vocab(self) -> dict[str, int]:
+            return {mark: 100 + place for place, mark in enumerate(MIDDLE_TOKENS[0])}
+
+        def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> Json:
+            return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
+
+    body = CompletionRequest(model="x", prompt=["ab", "c"], suffix="d")
+    first, second = PromptEncoder(Tokenizer(), None)(body)
+    assert first.ids == [1, 100, 97, 98, 101, 100, 102] and second.ids == [1, 100, 99, 101, 100, 102]
+    assert "this model has none" in error_of(server.post({"model": "bundled", "prompt": "a", "suffix": "b"}))["message"]
+    with pytest.raises(ApiError, match="more than"):
+        PromptEncoder(Tokenizer(), 4)(CompletionRequest(model="x", prompt="a", suffix="d" * 100))
+
+
+def test_tokens_and_text_go_both_ways(engine: Engine, server: LiveServer) -> None:
+    tokenizer: Any = engine.tokenizer
+    told = server.http.post("/tokenize", json={"prompt": "héllo wörld", "return_token_strs": True}).json()
+    assert told["tokens"] == tokenizer("héllo wörld")["input_ids"] and told["count"] == len(told["tokens"])
+    assert told["token_strs"] == tokenizer.convert_ids_to_tokens(told["tokens"])
+    assert server.http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "héllo wörld"}
+    for wrong in ({}, {"prompt": "x", "messages": MESSAGES}, {"prompt": "x", "model": 3}):
+        error_of(server.http.post("/tokenize", json=wrong))
+    assert "9999" in error_of(server.http.post("/detokenize", json={"tokens": [9999]}))["message"]
+    error_of(server.http.post("/tokenize", json={"prompt": "x", "model": "other"}), 404)
+
+
+# --- responses
+
+
+RESPONSE: Json = {"model": "bundled", "temperature": 0, "max_output_tokens": 100}
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def test_a_response_is_the_chats_answer(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(**{**CHAT, "max_tokens": 12}).choices[0].message.content
+    short = {**RESPONSE, "max_output_tokens": 12}
+    response = client.responses.create(**short, input="Weather in Rome?", store=False, metadata={"a": "b"})
+    assert response.output_text == chat
+    assert (response.status, response.incomplete_details and response.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+    parts: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Weather in Rome?"}]}]
+    assert client.responses.create(**short, input=parts).output_text == chat
+    assert response.usage is not None and response.usage.output_tokens == 12
+
+
+def test_a_response_streams_text_and_calls(client: openai.OpenAI) -> None:
+    whole: Any = client.responses.create(
+        **RESPONSE, input=MESSAGES, tools=FLAT, tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = whole.output
+    assert whole.status == "completed" and call.type == "function_call" and json.loads(call.arguments)
+    arguments = {**RESPONSE, "input": MESSAGES, "tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.responses.stream(**arguments) as stream:
+        events = [*stream]
+        final: Any = stream.get_final_response()
+    assert [event.sequence_number for event in events] == sorted(event.sequence_number for event in events)
+    assert (final.output[0].name, final.output[0].arguments) == (call.name, call.arguments)
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    assert "response.function_call_arguments.done" in kinds and "response.output_item.done" in kinds
+    text = "".join(
+        event.delta
+        for event in client.responses.create(
+            **{**RESPONSE, "max_output_tokens": 12}, input="Weather in Rome?", stream=True
+        )
+        if event.type == "response.output_text.delta"
+    )
+    assert (
+        text == client.responses.create(**{**RESPONSE, "max_output_tokens": 12}, input="Weather in Rome?").output_text
+    )
+
+
+def test_a_response_takes_the_items_of_an_earlier_one(client: openai.OpenAI) -> None:
+    items: Any = [
+        {"role": "developer", "content": "Be short."},
+        {"type": "message", "role": "user", "content": "Add."},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},
+    ]
+    schema = {
+        "type": "json_schema",
+        "name": "n",
+        "schema": {"type": "integer", "maximum": 9, "minimum": 0},
+        "strict": True,
+    }
+    response = client.responses.create(**RESPONSE, input=items, text={"format": schema}, instructions="Count.")  # type: ignore[arg-type]
+    assert int(response.output_text) in range(10)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: the type must be one of message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0: must be text"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"tools": [{"type": "web_search"}]}, "tool 0"),
+        ({"tool_choice": {"type": "file_search"}}, "auto, none, required"), ({"inputs": "x"}, "did you mean input?"),
+        ({"max_output_tokens": 0}, "max_output_tokens"), ({"input": []}, "messages"),
+    ],
+)  # fmt: skip
+def test_what_a_response_cannot_be_is_refused(server: LiveServer, change: Json, said: str) -> None:
+    assert said in error_of(server.post({**RESPONSE, "input": "x", **change}, "responses"))["message"]
+
+
+# --- streams and figures
+
+
+def test_a_silent_stream_gets_pings(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
+    held: Any = PausableEngine(engine)
+    one = LiveServer(held)
+    try:
+        held.gate.clear()
+        body = {"model": "bundled", "prompt": "x", "max_tokens": 2, "stream": True}
+        with one.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            pings = 0
+            for line in lines:
+                pings += line == ": ping"
+                if pings == 3:
+                    held.gate.set()
+                if line == "data: [DONE]":
+                    break
+        assert pings >= 3
+    finally:
+        held.gate.set()
+        one.close()
+
+
+def test_drafts_are_told_in_vllms_words(server: LiveServer) -> None:
+    body = {"model": "bundled", "prompt": "a, b, a, b, a, b, a,", "max_tokens": 40, "temperature": 0}
+    told = [server.post(body).json() for _ in range(2)][1]
+    figures, own = told["metrics"]["speculative_decoding"], told["usage"]["forerun"]
+    assert figures["num_draft_tokens"] == own["drafted"] and figures["num_accepted_draft_tokens"] == own["accepted"] > 0
+    histogram = figures["acceptance_histogram"]
+    assert sum(histogram) == figures["num_spec_steps"] <= own["steps"]
+    assert sum(place * count for place, count in enumerate(histogram)) == own["accepted"]
+    lines = server.post({**body, "stream": True, "stream_options": {"include_usage": True}}).text.split("\n\n")
+    last = json.loads(lines[-3].removeprefix("data: "))
+    assert set(last["metrics"]["speculative_decoding"]) == set(figures)
+    until(lambda: not server.scheduler.busy)

@@ -1,0 +1,311 @@
+"""Messages of each family are taken apart alike, however their text comes in pieces; grammars allow what is read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.chat_models import TOOLS
+from transformers import PreTrainedTokenizerBase
+
+from forerun.models.loading.load import load
+from forerun.models.text.grammar import Grammars
+from forerun.server.message_formats import CALL_FORMATS, HERMES, THINKING_FORMATS, MessageFormat, message_format
+from forerun.server.message_parser import MessageParser
+
+Calls = list[tuple[str, Any]]
+THINK, HARMONY = THINKING_FORMATS[0], THINKING_FORMATS[3]
+CODER, DEEPSEEK, DEEPSEEK_31, MISTRAL, OLD_MISTRAL, GPT_OSS, LLAMA = (CALL_FORMATS[i] for i in (0, 2, 3, 4, 5, 6, 7))
+ROME, ADD = ("get_weather", {"city": "Rome", "days": 3}), ("add", {"a": 1})
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load("bundled", device="cpu")[1]
+
+
+def parsed(
+    tokenizer: PreTrainedTokenizerBase,
+    form: MessageFormat,
+    text: str,
+    step: int,
+    prompt: str = "",
+    tools: Any = TOOLS,
+    parallel: bool = True,
+) -> tuple[str, str, Calls]:
+    template = form.response_template(bool(tools))
+    assert template is not None
+    parser = MessageParser(tokenizer, form, template, prompt, tools, parallel)
+    content = reasoning = ""
+    calls: list[list[str]] = []
+    pieces = [text[i : i + step] for i in range(0, len(text), step)]
+    for place, piece in enumerate([*pieces, ""]):
+        delta = parser.feed(piece, place == len(pieces))
+        content, reasoning = content + delta.content, reasoning + delta.reasoning
+        for call in delta.calls:
+            if call.id is not None:
+                assert call.index == len(calls) and call.name is not None
+                calls.append([call.name, ""])
+            calls[call.index][1] += call.arguments
+    return content, reasoning, [(name, _value(arguments)) for name, arguments in calls]
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+HERMES_CALLS = (
+    '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+)
+MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
+    "hermes": (HERMES, None, f"Sure.\n{HERMES_CALLS}", "", ("Sure.", "", [ROME, ADD])),
+    "reasoning, then calls": (
+        HERMES,
+        THINK,
+        f"<think>\nHm.\n</think>\n\n{HERMES_CALLS}",
+        "",
+        ("", "Hm.\n", [ROME, ADD]),
+    ),
+    "reasoning that the prompt began": (
+        HERMES,
+        THINK,
+        "Hm.\n</think>\n\nYes <b>\n",
+        "\n<think>\n",
+        ("Yes <b>\n", "Hm.\n", []),
+    ),
+    "no call in the marks": (
+        HERMES,
+        None,
+        "<tool_call>\nno\n</tool_call> x",
+        "",
+        ("<tool_call>\nno\n</tool_call> x", "", []),
+    ),
+    "arguments before the name": (
+        HERMES,
+        None,
+        '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
+        "",
+        ("", "", [ADD]),
+    ),
+    "arguments as text": (
+        HERMES,
+        None,
+        r'<tool_call>{"name": "add", "arguments": "{\"a\": 1}"}</tool_call>',
+        "",
+        ("", "", [ADD]),
+    ),
+    "no arguments": (HERMES, None, '<tool_call>{"name": "add"}</tool_call>', "", ("", "", [("add", {})])),
+    "braces in texts": (
+        HERMES,
+        None,
+        r'<tool_call>{"name": "add", "arguments": {"a": "}\"{", "b": [1, {"x": []}]}}</tool_call>',
+        "",
+        ("", "", [("add", {"a": '}"{', "b": [1, {"x": []}]})]),
+    ),
+    "cut in the arguments": (
+        HERMES,
+        None,
+        '<tool_call>{"name": "add", "arguments": {"a": 1',
+        "",
+        ("", "", [("add", '{"a": 1')]),
+    ),
+    "cut before the name": (HERMES, None, 'So <tool_call>{"na', "", ('So <tool_call>{"na', "", [])),
+    "coder": (
+        CODER,
+        None,
+        "ok\n<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "",
+        ("ok", "", [ROME, ADD]),
+    ),
+    "deepseek": (
+        DEEPSEEK,
+        THINK,
+        "<think>Hm.</think>So<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+        '{"city": "Rome", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
+        '{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        ("So", "Hm.", [ROME, ADD]),
+    ),
+    "deepseek 3.1": (
+        DEEPSEEK_31,
+        None,
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+        '{"city": "Rome", "days": 3}<｜tool▁call▁end｜>'
+        '<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        ("", "", [ROME, ADD]),
+    ),
+    "mistral": (
+        MISTRAL,
+        None,
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]add[CALL_ID]abc[ARGS]{"a": 1}',
+        "",
+        ("", "", [ROME, ADD]),
+    ),
+    "old mistral": (
+        OLD_MISTRAL,
+        None,
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}, '
+        '{"name": "add", "arguments": {"a": 1}}]',
+        "",
+        ("", "", [ROME, ADD]),
+    ),
+    "gpt-oss": (
+        GPT_OSS,
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Rome", "days": 3}<|call|>',
+        "",
+        ("", "Hm.", [ROME]),
+    ),
+    "gpt-oss, an answer": (
+        GPT_OSS,
+        HARMONY,
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello",
+        "",
+        ("Hello", "Hm.", []),
+    ),
+    "llama": (
+        LLAMA,
+        None,
+        '{"name": "get_weather", "parameters": {"city": "Rome", "days": 3}}; {"name": "add", "parameters": {"a": 1}}',
+        "",
+        ("", "", [ROME, ADD]),
+    ),
+    "llama's tag": (LLAMA, None, '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", ("", "", [ADD])),
+    "llama, an object in a text": (LLAMA, None, 'Say {"name": "x"}.', "", ('Say {"name": "x"}.', "", [])),
+    "llama, another object": (LLAMA, None, '{"not": "a call"}', "", ('{"not": "a call"}', "", [])),
+}
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 10_000])
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_is_taken_apart(tokenizer: PreTrainedTokenizerBase, name: str, step: int) -> None:
+    calls, thinking, text, prompt, wanted = MESSAGES[name]
+    assert parsed(tokenizer, MessageFormat(calls, thinking, None, {}), text, step, prompt) == wanted
+
+
+def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBase) -> None:
+    form = MessageFormat(HERMES, None, None, {})
+    template = form.response_template(True)
+    assert template is not None
+    parser = MessageParser(tokenizer, form, template, "", TOOLS)
+    assert not parser.feed('<tool_call>{"name": "add", "argum').calls
+    name, first = parser.feed('ents": {"a": ').calls
+    assert (name.name, first.arguments, first.index) == ("add", '{"a": ', 0)
+    assert [call.arguments for call in parser.feed("12, ").calls] == ["12, "]
+
+
+def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    form = MessageFormat(HERMES, None, None, {})
+    assert parsed(tokenizer, form, HERMES_CALLS, 5, parallel=False) == ("", "", [ROME])
+
+
+def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokenizerBase) -> None:
+    own = {
+        "start_anchor": "<bot>",
+        "fields": {
+            "thinking": {"open": "<t>", "close": "</t>"},
+            "tool_calls": {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"},
+            "content": {"close": "<end>"},
+        },
+    }
+    form = MessageFormat(None, None, own, {})
+    text = 'Hm</t>Hi <c>{"function": {"name": "add", "arguments": {"a": 1}}}</c><end>'
+    assert parsed(tokenizer, form, text, 4, "<t>old</t><bot><t>") == ("Hi", "Hm", [ADD])
+    broken = parsed(tokenizer, form, "Hi <c>{</c> more", 4, "<bot>")
+    assert broken[0].startswith("Hi") and broken[2] == []
+
+
+def test_families_are_known_by_their_templates(tokenizer: PreTrainedTokenizerBase) -> None:
+    def of(template: str) -> MessageFormat:
+        tokenizer.chat_template = template
+        try:
+            return message_format(tokenizer)
+        finally:
+            tokenizer.chat_template = None
+
+    for form in CALL_FORMATS:
+        assert of(" ".join(form.marks)).calls is form
+    assert of("plain").calls is HERMES and of("plain").thinking is None
+    assert of("{% set x = '</think>' %}").thinking is THINK
+    assert of("<|channel|> <|end|> <|channel|>analysis<|message|>").thinking is HARMONY
+
+
+WRITTEN = {
+    "free": ("free", "<think>so</think>\n\n{calls}"),
+    "open": ("open", "so</think>{calls}"),
+    "closed": ("closed", "{calls}"),
+}
+
+
+@pytest.mark.parametrize("thinking", WRITTEN)
+@pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.before[:24])
+def test_a_grammar_allows_the_calls_that_are_read(
+    tokenizer: PreTrainedTokenizerBase, calls: Any, thinking: Any
+) -> None:
+    pytest.importorskip("llguidance")
+    form = MessageFormat(calls, THINK, None, {})
+    wanted, text = WRITTEN[thinking]
+    response_format = form.grammar(None, TOOLS, True, wanted)  # type: ignore[arg-type]
+    grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)  # type: ignore[arg-type]
+    assert grammar is not None
+    for count in (1, 2):
+        written = text.replace("{calls}", calls.begin + calls.between.join(_written(calls)[:count]) + calls.end)
+        ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+        matcher = grammar.matcher.deep_copy()
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), written
+        prompt = "<think>" if wanted == "open" else "</think>" if wanted == "closed" else ""
+        assert parsed(tokenizer, form, written, 3, prompt)[2] == [ROME, ADD][:count]
+    matcher = grammar.matcher.deep_copy()
+    ids = tokenizer(text.replace("{calls}", "Hello"), add_special_tokens=False)["input_ids"]
+    assert matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting()
+
+
+def _written(calls: Any) -> list[str]:
+    written = []
+    for name, arguments in (ROME, ADD):
+        text = json.dumps(arguments)
+        if calls.body == "tags":
+            text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        written.append(calls.before.replace("{name}", name) + text + calls.after)
+    return written
+
+
+def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTokenizerBase) -> None:
+    pytest.importorskip("llguidance")
+    form = MessageFormat(HERMES, THINK, None, {})
+    grammars = Grammars(tokenizer, len(tokenizer), [])
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    answers: Any = {"{}": {"type": "json_object"}, "7": schema, "a/b": {"type": "regex", "regex": "a/b|c"}}
+    answers["xy"] = {"type": "grammar", "grammar": 'start: "x" other\nother: "y"'}
+    for answer, response_format in answers.items():
+        for thinking, text in (
+            ("free", f"<think>\n7\n</think>\n\n{answer}"),
+            ("free", answer),
+            ("open", f"7</think>{answer}"),
+        ):
+            grammar = grammars.of(form.grammar(response_format, [], True, thinking))  # type: ignore[arg-type]
+            assert grammar is not None
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            matcher = grammar.matcher.deep_copy()
+            assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), text
+        assert form.grammar(response_format, [], True, "closed") == response_format
+
+
+def test_special_tokens_are_written_by_their_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
+    pytest.importorskip("llguidance")
+    special = {str(tokenizer.eos_token): int(tokenizer.eos_token_id)}
+    calls = HERMES.__class__(
+        ("x",), {"open": "x"}, "object", f'{tokenizer.eos_token}{{"name": "{{name}}", "arguments": ', "}"
+    )
+    form = MessageFormat(calls, None, None, special)
+    response_format = form.grammar(None, TOOLS[:1], False, "closed")
+    assert response_format is not None and f"<[{tokenizer.eos_token_id}]>" in response_format["grammar"]
+    assert Grammars(tokenizer, len(tokenizer), []).of(response_format) is not None
