@@ -12,7 +12,7 @@ demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test: $(READY) ## all tests but for the matrix, of which a few cells in which every two values meet
-	$(PYTEST) -m "not matrix and not alone"
+	$(PYTEST) -m "not matrix and not alone" --ignore tests/benchmarks
 
 matrix: $(READY) ## the exactness matrix, many examples of what is tested by examples, and what takes long
 	$(PYTEST) -m "(matrix or hypothesis) and not alone" --hypothesis-profile many

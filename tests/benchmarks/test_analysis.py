@@ -29,8 +29,6 @@ from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.retrieval import RetrievalConfig
 
-pytestmark = pytest.mark.matrix
-
 PROMPT = [7 + i * i % 40 for i in range(90)]
 SMALL = LongContextConfig(cache_budget=16, chunk=2, sinks=1)
 LARGE = LongContextConfig(cache_budget=1000, chunk=2, sinks=1)
@@ -248,7 +246,6 @@ def test_tree_rates_fall_and_trees_give_at_least_a_token_a_step(engine: Engine, 
 # --- the command
 
 
-@pytest.mark.matrix
 def test_the_command_writes_every_part(tmp_path: Path) -> None:
     model = str(save_model(tmp_path / "model"))
     book = tmp_path / "book.txt"

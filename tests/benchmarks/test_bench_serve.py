@@ -36,8 +36,6 @@ from forerun.bench.journal import Journal, Turn
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import find, load
 
-pytestmark = pytest.mark.matrix
-
 PROMPTS = {"json": ["Table:\na,b\n1,2\n", '{"name": "', "[1, 2,", "[{"], "rag": ["Once", "The sun", "She said", "He"]}
 OURS, PLAIN = ServerContestant("forerun", (), "bundled", True), ServerContestant(servers.PLAIN, (), "bundled", True)
 
@@ -173,7 +171,6 @@ def bench_of(
     return ServeBench(contestants, rounds, start, journal, quietly, save), started
 
 
-@pytest.mark.matrix
 def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(
     server: LiveServer, tmp_path: Path
 ) -> None:

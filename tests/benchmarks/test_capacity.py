@@ -24,7 +24,6 @@ from benchmarks.capacity.speculation import chain_seconds, expected_tokens, wait
 from benchmarks.reporting.update_pages import scaling_tables
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.matrix
 
 SEVEN, SEVENTY, SMALL = (ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-70b", "llama-68m"))
 A100 = DEVICES["a100-80gb"]

@@ -23,8 +23,6 @@ from forerun.core.long_context import LongContextConfig
 from forerun.models.loading.load import load
 from forerun.models.loading.yarn import stretch
 
-pytestmark = pytest.mark.matrix
-
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -29,8 +29,6 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.stats import Stats
 from forerun.engine.engine import Engine
 
-pytestmark = pytest.mark.matrix
-
 SETTINGS = LongContextConfig(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
 DRAFTERS = ["triforce", "triforce-trie", "streaming", "retrieval"]
 PROMPT = [7 + i * i % 40 for i in range(90)]
@@ -184,7 +182,6 @@ def simulator() -> Engine:
     return Engine(random_model(SHAPE, torch.float32), "none")
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("drafter", "accepted", "inner"), [("triforce", 0.8, 0.5), ("retrieval", 0.8, None), ("streaming", 0.5, None)]
 )
@@ -297,7 +294,6 @@ def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], messa
     assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.matrix
 def test_a_simulation_runs_from_the_command_line_and_is_labelled(tmp_path: Path) -> None:
     shape, small = "1,16,16,2,2,64", "1,16,16,2,2,32"
     arguments = ["papers", "triforce", "--simulate-acceptance", "0.75", "--shape", shape, "--draft-shape", small]

@@ -18,8 +18,6 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify
 from forerun.policy.cost_curve import CostCurve
 
-pytestmark = pytest.mark.matrix
-
 
 class WholeContextTarget(MockTarget):
     """Its logits depend on every token before, so a node that hangs anywhere else has other logits."""

@@ -45,8 +45,6 @@ from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.engine import Engine
 from forerun.trie.trie import TrieConfig
 
-pytestmark = pytest.mark.matrix
-
 CPU = torch.device("cpu")
 LONG = PROMPTS[1]
 """Its text does not end at once."""
@@ -69,7 +67,6 @@ def measured(saved: str, out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["papers", "lookahead", "-m", saved, *common, *more])
 
 
-@pytest.mark.matrix
 def test_every_part_is_measured_and_written_in_three_forms_and_no_text_changes(saved: str, tmp_path: Path) -> None:
     done = measured(saved, tmp_path, "-n", "64", "--json")
     assert done.exit_code == 0, done.output
@@ -133,7 +130,6 @@ def test_quick_takes_the_least_of_what_is_not_given() -> None:
     assert LookaheadOptions(quick=True, **usual).amounts() == dataclasses.replace(QUICK, **usual)  # type: ignore[arg-type]
 
 
-@pytest.mark.matrix
 def test_every_method_gives_the_text_of_plain_decoding_within_its_decoding_length(track: Track) -> None:
     prompt = LONG
     (text,) = track.answers(plain(), [prompt], 24)
@@ -274,7 +270,6 @@ def test_a_peak_is_what_was_held_at_once() -> None:
     assert peak_bytes(lambda: None, CPU) < 5e6
 
 
-@pytest.mark.matrix
 @pytest.mark.skipif(bool(why_not(CPU)), reason=why_not(CPU))
 def test_peaks_have_a_figure_for_each_round(track: Track) -> None:
     found = peaks({0: track.contestant(plain()), 4: track.contestant(default(()))}, LONG, 8, 3, CPU)

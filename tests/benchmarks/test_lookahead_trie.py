@@ -8,8 +8,6 @@ from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, Lookahea
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 
-pytestmark = pytest.mark.matrix
-
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
     nodes: list[tuple[int, ...]] = []

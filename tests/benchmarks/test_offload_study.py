@@ -11,8 +11,6 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.studies.offload_options import OffloadOptions
 
-pytestmark = pytest.mark.matrix
-
 
 def test_the_command_measures_reading_and_speed(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

@@ -14,8 +14,6 @@ from benchmarks.__main__ import app
 from benchmarks.studies.memory_bandwidth import BufferReader, weight_bytes
 from benchmarks.studies.passes import MEMORY, PassSizes, Work, measure, summarise
 
-pytestmark = pytest.mark.matrix
-
 
 def ticking(step: float = 0.5):
     time = 0.0
@@ -76,7 +74,6 @@ def test_lengths_beyond_the_model_s_positions_are_refused() -> None:
         measure([tiny("llama")], PassSizes([1, 64], 200, [], rounds=1))
 
 
-@pytest.mark.matrix
 def test_the_command_writes_a_report(tmp_path: Path) -> None:
     arguments = ["--context", "8", "--passes", "1,2", "--prompt-tokens", "16", "--rounds", "1", "--out", str(tmp_path)]
     done = CliRunner().invoke(app, ["passes", *arguments, "--json"])

@@ -22,8 +22,6 @@ from benchmarks.tasks.contestants import TaskBench
 from forerun.bench import report
 from forerun.bench.rounds import BASELINE, PromptSet, Run, Series
 
-pytestmark = pytest.mark.matrix
-
 FAKE = Kind(
     "fake-peer",
     {"json": "json"},

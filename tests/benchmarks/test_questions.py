@@ -11,8 +11,6 @@ from benchmarks.tasks.passages import LONGEST, SHORTEST, Passages
 from benchmarks.tasks.questions import Files, questions
 from benchmarks.tasks.task_prompts import LackingError, Tasks
 
-pytestmark = pytest.mark.matrix
-
 NAMES = ["maths", "code", "rag", "summary", "edit", "table"]
 
 
@@ -45,7 +43,7 @@ def test_each_task_has_twenty_prompts_or_more_and_always_the_same(name: str, tas
     assert found[:5] == tasks[name](5)
 
 
-@pytest.mark.parametrize("books", [True, pytest.param(False, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("books", [True, False])
 def test_passages_are_as_long_as_they_say(books: bool, files: Files) -> None:
     from random import Random
 

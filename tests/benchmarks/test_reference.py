@@ -27,8 +27,6 @@ from benchmarks.training.recipe import Recipe, Stage
 from benchmarks.training.tasks import Material
 from forerun import reference
 
-pytestmark = pytest.mark.matrix
-
 PROSE = Material(prose=tuple(f"Paragraph {i} tells of a {i * 7} year old elm. It stood still." for i in range(60)))
 
 
@@ -238,7 +236,6 @@ def test_the_rate_rises_stays_and_falls_to_nothing() -> None:
     assert plan.rate(0.991) == pytest.approx(0.02) and plan.rate(1.0) == 0.0
 
 
-@pytest.mark.matrix
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(quick: Path, tmp_path: Path) -> None:
     for stop_after in (3, 2, None):
         train.train_quick(tmp_path / "out", tmp_path / "weights", stop_after)

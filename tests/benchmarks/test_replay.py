@@ -16,8 +16,6 @@ from forerun.drafting.drafter import Drafter, NoDrafter
 from forerun.drafting.recipes import RECIPES, build_drafter
 from forerun.drafting.trie_drafter import TrieDrafter
 
-pytestmark = pytest.mark.matrix
-
 
 class Scripted(Drafter):
     """Drafts the chain that it was given for the answer's position, and records what it observes."""

@@ -14,8 +14,6 @@ from forerun.drafting.drafter import Drafter
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import default_runtime
 
-pytestmark = pytest.mark.matrix
-
 
 def token_cache(*_: object) -> TokenCache:
     return TokenCache()

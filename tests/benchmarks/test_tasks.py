@@ -29,8 +29,6 @@ from forerun.bench.rounds import PromptSet, Rows
 from forerun.drafting.recipes import build_drafter
 from forerun.engine.engine import Engine
 
-pytestmark = pytest.mark.matrix
-
 
 def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cold, warm = PromptSet("copy", PROMPTS[:1], [], 2), PromptSet("json", PROMPTS[:1], PROMPTS[1:2], 2)

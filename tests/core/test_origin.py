@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
@@ -44,7 +45,7 @@ MAY_BE_MISSING = {"triforce-auto": {TEXT, SELF}, "auto": {MODEL, SELF}}
 
 
 def engine(drafter: Drafter | str, **options: Any) -> Engine:
-    return Engine(copy.deepcopy(tiny("llama")).float(), drafter, settings=SETTINGS, **options)
+    return Engine(tiny("llama", torch.float32), drafter, settings=SETTINGS, **options)
 
 
 def test_every_drafter_is_known() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Sequence
@@ -157,7 +156,7 @@ class Full(FullCache):
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 @pytest.mark.parametrize("most", [6, 25, 33])
 def test_a_cache_that_has_no_room_ends_its_row(architecture: str, most: int) -> None:
-    one = Engine(copy.deepcopy(tiny(architecture)).float(), "none", prune_drafts=False, prefill_block=CHUNK)
+    one = Engine(tiny(architecture, torch.float32), "none", prune_drafts=False, prefill_block=CHUNK)
     wanted = one.generate([prompt(30)], max_new_tokens=12).generated[0]
     good, poor = sampled(one, prompt(30), 0), sampled(one, prompt(30), 0)
     with one.batch() as batch:

@@ -17,6 +17,8 @@ from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _
 from forerun.kernels.gpu import attend as gpu
 from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 
+pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
+
 CPU = torch.device("cpu")
 TREE = DraftTree(np.arange(6), np.array([ROOT, ROOT, 0, 1, 3, 3]))
 PATH = [1, 3, 5]
@@ -80,14 +82,9 @@ CELLS = [
 ]
 
 
-def quick(held: int, dtype: torch.dtype, kind: str) -> bool:
-    return held == 3 or (dtype, kind) == (torch.float32, "plain")
-
-
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("held", "dtype", "kind"),
-    [pytest.param(*cell, marks=[] if quick(*cell) else pytest.mark.matrix) for cell in CELLS],
+    CELLS,
 )
 def test_right_and_the_same_bits(held: int, dtype: torch.dtype, kind: str) -> None:
     """A branch has the bits of the text alone: token by token, as a chain, in a tree, and beside another row."""

@@ -17,6 +17,8 @@ from forerun.kernels.attention import short_key_scan
 from forerun.kernels.gpu import linear, mean
 from forerun.kernels.linear.ordered_modules import Ordered
 
+pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
+
 TYPES = [torch.float32, torch.float16]
 
 
@@ -95,7 +97,6 @@ def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -
     assert torch.equal(short_key_scan.by_definition(index, count, q), right)
 
 
-@pytest.mark.matrix
 def test_kernels_compile() -> None:
     """For Hopper, without a GPU (for Ampere: ``python tests/compile_gpu_kernels.py 80``); products of 16-bit numbers of
     all kernels by one instruction."""

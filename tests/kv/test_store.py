@@ -44,8 +44,7 @@ def short_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(folder: Path | None, drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
-    model = options.pop("model", tiny("llama"))
-    model = copy.deepcopy(model).to(dtype)
+    model = copy.deepcopy(options.pop("model")).to(dtype) if "model" in options else tiny("llama", dtype)
     return Engine(model, drafter, settings=LONG, prune_drafts=False, prefill_block=CHUNK, kv_store=folder, **options)
 
 

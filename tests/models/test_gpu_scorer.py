@@ -24,6 +24,8 @@ from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.scorer import Scorer
 
+pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
+
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1, "vocab_size": 61, "max_position_embeddings": 24,
@@ -66,7 +68,6 @@ def read(scorer: Scorer, count: int) -> FullCache:
     return cache
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 @torch.inference_mode()
 def test_logits_are_the_models(on_gpu: list[int], kind: str) -> None:
@@ -106,7 +107,6 @@ def test_recorded_passes_have_the_same_bits(on_gpu: list[int]) -> None:
         assert torch.equal(one, three)
 
 
-@pytest.mark.matrix
 def test_a_model_whose_passes_cannot_be_recorded(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         def record(self, work: Callable[[], Any]) -> Any:
@@ -119,7 +119,6 @@ def test_a_model_whose_passes_cannot_be_recorded(on_gpu: list[int], monkeypatch:
     assert alone == Engine(model(), "none").generate(torch.tensor(TEXT[None, :6]), max_new_tokens=4).generated
 
 
-@pytest.mark.matrix
 def test_drafts_change_no_bit(on_gpu: list[int]) -> None:
     """The probe finds it, and so do texts: greedy and sampled, alone and with other rows."""
     prompts = [torch.tensor(TEXT[None, :12]), torch.tensor(TEXT[None, [3, 4, 5] * 3])]

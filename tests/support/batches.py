@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +22,7 @@ LONG = LongContextConfig(
 
 
 def engine(drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
-    model = copy.deepcopy(tiny("llama")).to(dtype)
-    return Engine(model, drafter, settings=LONG, prune_drafts=False, prefill_block=CHUNK, **options)
+    return Engine(tiny("llama", dtype), drafter, settings=LONG, prune_drafts=False, prefill_block=CHUNK, **options)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -207,8 +208,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @functools.cache
-def tiny(name: str) -> PreTrainedModel:
-    """A random model, the same at every call; nothing may change it."""
+def tiny(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    """A random model, the same at every call; nothing may change it. Engines of it test it once."""
+    if dtype != torch.float64:
+        return copy.deepcopy(tiny(name)).to(dtype)
     return build(*{**ARCHITECTURES, **LAYOUTS}[name], seed=len(name))
 
 
