@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+unexport PYTHONDONTWRITEBYTECODE  # compiled once, not by every process of a test
+
 .PHONY: demo test matrix alone lint bench real reference clean
 
 demo: $(READY) ## one prompt of each kind, plain and with the trie, side by side

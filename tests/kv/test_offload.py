@@ -76,23 +76,25 @@ def texts(one: Engine, drafter: str, lengths: Sequence[int], **how: Any) -> list
     return [request.generated.tolist() for request in found]
 
 
+DRAFTERS = ("none", "trie", "retrieval", "low-rank", "triforce-trie")
+PLACES = [(dtype, place) for dtype in (torch.float32, torch.bfloat16) for place in ("file and host", "host")]
+
+
 @NATIVE
 @pytest.mark.parametrize(
-    ("dtype", "place"),
-    [
-        (torch.float32, "file and host"),
-        pytest.param(torch.bfloat16, "host", marks=pytest.mark.matrix),
-        pytest.param(torch.float32, "host", marks=pytest.mark.matrix),
-        pytest.param(torch.bfloat16, "file and host", marks=pytest.mark.matrix),
-    ],
+    ("dtype", "place", "drafters"),
+    [(torch.float32, "file and host", ("trie", "low-rank")),
+     *(pytest.param(*each, DRAFTERS, marks=pytest.mark.matrix) for each in PLACES)],
     ids=str,
-)
-def test_every_bit_is_that_of_a_text_on_the_device(dtype: torch.dtype, place: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_every_bit_is_that_of_a_text_on_the_device(
+    dtype: torch.dtype, place: str, drafters: tuple[str, ...], tmp_path: Path
+) -> None:
     plain, away = engines(model("qwen2", dtype), **_tiers(place, tmp_path))
     assert isinstance(away.target, CompiledScorer)
     for how in ({"do_sample": False}, {"do_sample": True, "seed": 3, "temperature": 0.8}):
         wanted = texts(plain, "none", PROMPTS, **how)
-        for drafter in ("none", "trie", "retrieval", "low-rank", "triforce-trie"):
+        for drafter in drafters:
             assert texts(away, drafter, PROMPTS, **how) == wanted, (drafter, how)
     assert away.tiers is not None and away.tiers.copy_engine.fetched > 0
     gc.collect()
