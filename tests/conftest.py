@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
-from support.compile_first import compile_part
 
 from forerun.models.forward.runtime import Runtime, runtime_as_default
 from forerun.models.forward.startup_cache import StartupCache
@@ -55,5 +54,7 @@ def fixed_runtime(tmp_path_factory: pytest.TempPathFactory):
     runtime = Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), kept.exactness, kept.self_test)
     with runtime_as_default(runtime), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # processes leave the user's folder alone
+        from support.compile_first import compile_part
+
         compile_part()
         yield

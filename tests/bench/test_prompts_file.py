@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.cli import app
 
-TEMPLATE += "{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
-
 
 def test_a_prompt_becomes_one_user_message_and_begins_once() -> None:
     encoder = TemplateEncoder(tokenizer())

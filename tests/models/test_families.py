@@ -30,7 +30,8 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import Scorer
 
 WHOLE = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-FEW = ("none", "trie", "lookup", "triforce-trie", "low-rank")
+FEW = (("none", "trie", "low-rank"), ("none", "lookup", "triforce-trie"))
+"""Drafters of a family, in turns."""
 ALL_DRAFTERS = ("gpt_oss", "deepseek_v3", "deepseek_v2")
 """What caches have to know of: sinks, and keys and values of different width."""
 
@@ -53,7 +54,7 @@ def plain(name: str) -> list[list[int]]:
 
 
 def drafters(name: str) -> Sequence[str]:
-    return tuple(RECIPES) if name in ALL_DRAFTERS else FEW
+    return tuple(RECIPES) if name in ALL_DRAFTERS else FEW[list(FAMILIES).index(name) % len(FEW)]
 
 
 def cells() -> list[Any]:

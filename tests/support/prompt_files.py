@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from support.tiny import VOCABULARY
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{% if m.role == 'owl' %}{{ raise_exception('no owls') }}{% endif %}"
+TEMPLATE += "{{ m.role }} {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant{% endif %}"
 WORDS = ["<unk>", "<s>", "user", "assistant", "system", "</s>", *"abcdefghij"]
 
 
