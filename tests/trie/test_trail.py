@@ -39,7 +39,7 @@ KEYS = range(5, 8)
 def prompt_of(tokens: list[int]) -> tuple[Index, RecordArray, int]:
     """A prompt's index, matches that wait nowhere, and the position of its first token."""
     index, cursor = Index.for_tokens(len(tokens)), TextCursor.start()
-    ingest(index, cursor, np.array(tokens))
+    ingest(index, cursor, np.array(tokens), 0)
     return index, cursor.matches, int(cursor.ends[OWN].position) - len(tokens) + 1
 
 

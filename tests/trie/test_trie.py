@@ -23,8 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forerun.core.tree import ROOT, DraftTree
-from forerun.trie import logistic_mixer, trie_file
+from forerun.trie import logistic_mixer, text_cursor, trie_file
+from forerun.trie import trie as trie_module
 from forerun.trie.arrays import CLASSES, ORDERS, Index, find, mix
+from forerun.trie.contexts import KEPT_FOLLOWERS
 from forerun.trie.gapped_match import SKIP_MARK, substitute_hash
 from forerun.trie.trie import Draft, Trie, TrieConfig, TrieFileError
 
@@ -200,13 +202,80 @@ def test_withdrawing_every_output_leaves_nothing(sequences: list[list[int]]) -> 
 def test_many_contexts_and_followers_are_counted_through_every_growth() -> None:
     dice = random.Random(0)
     trie, oracle = Trie(TrieConfig()), Oracle()
-    oracle.outputs["a"] = [[min(dice.randrange(300), dice.randrange(300)) for _ in range(500)] for _ in range(12)]
+    tokens = range(KEPT_FOLLOWERS)
+    oracle.outputs["a"] = [[min(dice.choice(tokens), dice.choice(tokens)) for _ in range(500)] for _ in range(12)]
     trie.warm("a", oracle.outputs["a"])
     for _ in range(3):
         check(trie, oracle)
         for _ in range(4):
             trie.withdraw("a")
             oracle.withdraw("a")
+
+
+def test_indexing_a_token_reads_a_bounded_number_of_followers_however_many_there_are() -> None:
+    for count in (1000, 8000):
+        trie = Trie()
+        trie.begin(0, "a", [token for follower in range(1, count) for token in (0, follower)])
+        trie.retrieve(0, 1, 1)  # reads the prompt
+        own = trie._live[0].own
+        block = -1 - int(own.slots[find(own, hash_of((0,)))].value)
+        assert own.blocks[block].followers == KEPT_FOLLOWERS  # what is read to find one, and to replace one
+        assert own.slots[find(own, hash_of((0,)))].total == count - 1
+        assert own.state[0].rows <= 2 * KEPT_FOLLOWERS + 2
+
+
+def test_frequent_followers_and_the_latest_stay_where_many_follow_once() -> None:
+    trie = Trie()
+    often = [token for _ in range(3) for follower in range(1, 30) for token in (0, follower)]
+    trie.warm("a", [often + [token for follower in range(100, 900) for token in (0, follower)]])
+    trie.begin(0, "a", [5, 0])
+    index = trie._shared["a"].index
+    slot = find(index, hash_of((0,)))
+    block = -1 - int(index.slots[slot].value)
+    rows = index.blocks[block + 1 : block + 1 + KEPT_FOLLOWERS]
+    found = {int(row.token): int(row.count) for row in rows}
+    assert {token: found[token] for token in range(1, 30)} == dict.fromkeys(range(1, 30), 3)
+    assert rows[index.blocks[block].last - 1].token == 899 and 898 in found
+    assert int(index.slots[slot].total) == 87 + 800
+
+
+@given(st.lists(st.lists(st.integers(1, 200), max_size=150), min_size=1, max_size=5))
+def test_withdrawing_followers_that_others_replaced_leaves_nothing(followers: list[list[int]]) -> None:
+    trie = Trie()
+    trie.warm("a", [[token for follower in each for token in (0, follower)] for each in followers])
+    index = trie._shared["a"].index
+    for _ in followers:
+        check_memory(index)
+        slot = find(index, hash_of((0,)))
+        if slot and index.slots[slot].value < 0:
+            block = -1 - int(index.slots[slot].value)
+            rows = index.blocks[block + 1 : block + 1 + int(index.blocks[block].followers)]
+            assert 2 <= len(rows) <= KEPT_FOLLOWERS and rows["count"].sum() <= index.slots[slot].total
+        trie.withdraw("a")
+    assert trie.tokens("a") == index.state[0].slots == index.state[0].rows == 0
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9), text, st.booleans())
+def test_a_prompt_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(
+    prompt: list[int], piece: int, output: list[int], caught_up: bool
+) -> None:
+    whole, parts = Trie(), Trie()
+    whole.begin(0, "a", prompt)
+    with pytest.MonkeyPatch.context() as patch:
+        sizes: list[int] = []
+        ingest = text_cursor.ingest
+        patch.setattr(trie_module, "PROMPT_PIECE_TOKENS", piece)
+        patch.setattr(text_cursor, "ingest", lambda *given: (sizes.append(len(given[2])), ingest(*given)))
+        parts.begin(0, "a", prompt)
+        assert parts.length(0) == len(prompt)
+        while caught_up and not parts.catch_up(0, 1000):
+            pass
+        parts.extend(0, output)
+        assert parts.catch_up(0, 1)
+    assert sum(sizes) == len(prompt) and max(sizes) <= piece
+    whole.extend(0, output)
+    for one, other in zip(whole.retrieve(0, 20, 9), parts.retrieve(0, 20, 9), strict=True):
+        assert one.tolist() == other.tolist()
 
 
 @given(prompts, st.lists(text, max_size=6))
@@ -409,6 +478,27 @@ def test_a_full_namespace_keeps_the_latest_outputs() -> None:
     assert 300 < trie.tokens("a") < 2000
 
 
+def test_a_text_that_does_not_fit_is_refused_aloud_and_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    trie = Trie(SMALL)
+    trie.warm("a", [[1, 2, 3]])
+    with pytest.raises(
+        ValueError, match="a text has 5,000 tokens; a namespace of 65,536 bytes takes texts of up to 910"
+    ):
+        trie.warm("a", [list(range(5000))])
+    assert trie.tokens("a") == 3
+    trie.begin(0, "a", [5])
+    trie.extend(0, list(range(700)))
+    assert not caplog.messages
+    trie.warm("a", [list(range(800))])
+    assert caplog.messages == ["a text of 800 tokens finds no room in namespace 'a' and is not kept"]
+    assert trie.tokens("a") == 700
+    check_memory(trie._shared["a"].index)
+    trie.extend(0, list(range(700)))
+    trie.extend(0, [1])
+    assert caplog.messages[1:] == ["namespace 'a' is full of live texts: the rest of an output is not kept"]
+    trie.finish(0)
+
+
 def test_of_a_prompt_beyond_its_capacity_the_latest_part_is_indexed() -> None:
     trie = Trie(TrieConfig(prompt_capacity=400))
     trie.begin(0, "a", list(range(1000)))
@@ -463,7 +553,7 @@ def test_a_thousand_requests_leave_nothing_but_their_outputs_and_never_stall() -
     oracle.outputs["a"] = [outputs[request % 10] for request in range(1000 - kept, 1000)]
     exact = oracle.shared("a")
     assert exact == shared(trie, "a", exact)
-    assert 0 < max(work) < 500  # compiled code makes no calls, but all that it walks through is as small as the trie
+    assert 0 < max(work) < 600  # compiled code makes no calls, but all that it walks through is as small as the trie
     assert not trie._live
 
 

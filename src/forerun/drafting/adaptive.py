@@ -142,7 +142,9 @@ class AdaptiveDrafter(OuterDrafter):
         return not unprepared
 
     def catch_up(self, request: Request, tokens: int) -> bool:
-        """Read on for the chains; a request for which none were wanted yet has nothing to read."""
+        """Read on for the trees, and for the chains if any were wanted yet."""
+        if self.trees is not None and not self.trees.catch_up(request, tokens):
+            return False
         if request.id in self._unprepared and self.inner.catch_up(request, tokens):
             self._unprepared.discard(request.id)
         return request.id not in self._unprepared

@@ -28,8 +28,8 @@ HashArray = npt.NDArray[np.uint64]
 ORDERS = 4
 """Tokens of the longest context that is counted."""
 
-CLASSES = 26
-"""Sizes of blocks: 1, 2, 4, ... rows."""
+CLASSES = 7
+"""Sizes of blocks: 1, 2, 4, ... 64 rows."""
 
 FIRST_HINTS = 1 << 8
 """Entries of a new table of hints."""

@@ -1,8 +1,11 @@
 """Counting what followed a context, and taking a count back.
 
 A context with one follower is all in its slot. A context with several has a block: a header, then one row for each
-follower. Each count that grows moves its row up by at most one cursor, so the rows are nearly sorted, most frequent
-first, at no cost. Blocks have 4, 8, 16, ... rows; a block that is full moves to one of twice its size.
+follower. Each count that grows moves its row up by at most one place, so the rows are nearly sorted, most frequent
+first, at no cost. Blocks have 4, 8, 16, 32 or 64 rows; a block that is full moves to one of twice its size.
+
+A context keeps ``KEPT_FOLLOWERS``. Beyond them a new follower takes the row of one of the rarest, whose count stays in
+the context's total. So counting takes the same time however many different tokens follow a context.
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ from forerun.trie.arrays import CLASSES, Index, add_slot, drop_slot, find
 
 FIRST_CLASS = 2
 """Size class of a context's first block: four rows, for a header and two followers."""
+
+KEPT_FOLLOWERS = 63
+"""Maximum followers of a context: with the header a block of 64 rows. Drafting reads the first 24."""
 
 
 @compiled
@@ -81,11 +87,28 @@ def _pair(index: Index, slot: int, token: int) -> bool:
 
 
 @compiled
+def _replace_rarest(index: Index, block: int, token: int, turn: int) -> None:
+    """Let a new follower take the row of one of the rarest. Equals in the second half of the rows take turns."""
+    blocks = index.blocks
+    first = KEPT_FOLLOWERS // 2 + turn % (KEPT_FOLLOWERS // 2)
+    rarest = 1 + first
+    for number in range(1, KEPT_FOLLOWERS):
+        entry = 1 + (first + number) % KEPT_FOLLOWERS
+        if blocks[block + entry].count < blocks[block + rarest].count:
+            rarest = entry
+    blocks[block + rarest].token, blocks[block + rarest].count = token, 1
+    blocks[block].last = rarest
+
+
+@compiled
 def _append(index: Index, slot: int, token: int) -> bool:
     """Add a follower to a block, which moves when it is full; False if there is no room."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     size = blocks[block].followers
+    if size == KEPT_FOLLOWERS:
+        _replace_rarest(index, block, token, index.slots[slot].total)
+        return True
     old, new = _size_class(size), _size_class(size + 1)
     if new != old:
         moved = _allocate(index, new)
@@ -167,6 +190,15 @@ def times(index: Index, hashed: np.uint64, token: int) -> int:
 
 
 @compiled
+def _counted(index: Index, block: int) -> int:
+    """The sum of the counts of a block."""
+    total = 0
+    for entry in range(1, index.blocks[block].followers + 1):
+        total += index.blocks[block + entry].count
+    return total
+
+
+@compiled
 def _erase(index: Index, slot: int, entry: int) -> None:
     """Take a follower out of a block.
 
@@ -181,8 +213,8 @@ def _erase(index: Index, slot: int, entry: int) -> None:
     _move(index, block + entry, block + entry + 1, size - entry)
     header.followers = size - 1
     old, new = _size_class(size), _size_class(size - 1)
-    if size == 2:
-        index.slots[slot].value = blocks[block + 1].token
+    if size == 2:  # what followers that were replaced had left in the total goes with the block
+        index.slots[slot].value, index.slots[slot].total = blocks[block + 1].token, blocks[block + 1].count
         _release(index, block, old)
     elif new != old:
         moved = _allocate(index, new)
@@ -196,11 +228,17 @@ def _erase(index: Index, slot: int, entry: int) -> None:
 
 
 @compiled
-def _uncount_in(index: Index, slot: int, block: int, entry: int) -> None:
-    """Take one count of a follower of a block back."""
+def _uncount_in(index: Index, slot: int, token: int) -> None:
+    """Take one count of a follower of a block back, or of one that was replaced."""
     blocks = index.blocks
+    block = -1 - index.slots[slot].value
+    entry = _entry(index, block, token)
+    if entry == 0:
+        index.slots[slot].total = max(index.slots[slot].total - 1, _counted(index, block))
+        return
     header, row = blocks[block], blocks[block + entry]
     row.count -= 1
+    index.slots[slot].total -= 1
     if row.count == 0:
         _erase(index, slot, entry)
     elif entry < header.followers and row.count < blocks[block + entry + 1].count:
@@ -218,14 +256,9 @@ def uncount(index: Index, hashed: np.uint64, token: int) -> None:
     slot = find(index, hashed)
     if slot == 0:
         return
-    value = slots[slot].value
-    if value < 0:
-        entry = _entry(index, -1 - value, token)
-        if entry == 0:
-            return
-        _uncount_in(index, slot, -1 - value, entry)
-    elif value != token:
-        return
-    slots[slot].total -= 1
-    if slots[slot].total == 0:
-        drop_slot(index, slot)
+    if slots[slot].value < 0:
+        _uncount_in(index, slot, token)
+    elif slots[slot].value == token:
+        slots[slot].total -= 1
+        if slots[slot].total == 0:
+            drop_slot(index, slot)

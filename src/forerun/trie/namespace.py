@@ -85,14 +85,20 @@ class Namespace:
         self.__dict__.update(state)
         self._cut()
 
-    def publish(self, tokens: IntArray) -> None:
-        """Take in a whole output."""
+    def publish(self, tokens: IntArray) -> bool:
+        """Take in a whole output, or nothing if it does not fit; whether it did."""
+        if len(tokens) > CHUNK_TOKENS * (len(self._whole.text) - 1):  # nothing shall give way to what cannot stay
+            return False
         where = TextCursor.start()
         for start in range(0, len(tokens), PIECE_TOKENS):
             piece = tokens[start : start + PIECE_TOKENS]
             self.make_room(len(piece))
             text_cursor.publish(self.index, where, piece)
+        if where.cut:
+            text_cursor.withdraw(self.index, _front(where.first_chunk), len(tokens) + 1)
+            return False
         self._finish(where)
+        return True
 
     def close(self, request_id: int) -> None:
         """Note that the output of a request is finished; from now on it may be taken back."""
@@ -134,8 +140,7 @@ class Namespace:
     def _withdraw(self) -> bool:
         """Take a piece of the oldest output back; whether that was its last."""
         if self._leaving is None:
-            self._leaving = TextCursor.start()
-            self._leaving.ends[SHARED].position = self.outputs.popleft() * CHUNK_TOKENS
+            self._leaving = _front(self.outputs.popleft())
         done = text_cursor.withdraw(self.index, self._leaving, PIECE_TOKENS)
         if done:
             self._leaving = None
@@ -147,3 +152,10 @@ class Namespace:
         firsts = [chunk for chunk in (*self.outputs, *growing) if chunk]
         top = int(self.index.state["chunk_top"].item())
         return Texts(self.index.text[:top].copy(), np.array(firsts, np.int64))
+
+
+def _front(first_chunk: int) -> TextCursor:
+    """At the front of an output, to take it back from there."""
+    cursor = TextCursor.start()
+    cursor.ends[SHARED].position = first_chunk * CHUNK_TOKENS
+    return cursor

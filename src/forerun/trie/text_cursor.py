@@ -81,6 +81,11 @@ class TextCursor(NamedTuple):
         """The text's first chunk in the shared source, or 0."""
         return int(self.ends["chunk"][SHARED])
 
+    @property
+    def cut(self) -> bool:
+        """Whether the rest of the text is not written to the shared source."""
+        return bool(self.ends["position"][SHARED] < 0)
+
     def leave_shared(self) -> None:
         """Stop copying from and writing to the shared source, whose texts are replaced.
 
@@ -150,17 +155,18 @@ def write(index: Index, hashes: HashArray, source: int, end: int, token: int) ->
 
 
 @compiled
-def ingest(own: Index, cursor: TextCursor, tokens: IntArray) -> None:
-    """Take in a prompt."""
+def ingest(own: Index, cursor: TextCursor, tokens: IntArray, more: int) -> None:
+    """Take in a piece of a prompt, of which ``more`` tokens follow."""
     end = cursor.ends[OWN]
     for number in range(len(tokens)):
         token = tokens[number]
         end.position = write(own, cursor.hashes, OWN, end.position, token)
         advance(cursor.hashes, OWN, token)
-        if number >= len(tokens) - REMEMBERED:
+        if number >= len(tokens) + more - REMEMBERED:
             remember(own.recent, token)
-    seek_copies(own, cursor, OWN, own)
-    cursor.matches[0, PROMPT_MATCH].prompt_end = cursor.matches[0, OUTPUT_MATCH].prompt_end = end.position
+    if more == 0:
+        seek_copies(own, cursor, OWN, own)
+        cursor.matches[0, PROMPT_MATCH].prompt_end = cursor.matches[0, OUTPUT_MATCH].prompt_end = end.position
 
 
 @compiled

@@ -9,10 +9,12 @@ replace meanwhile. ``docs/trie.md`` derives the index from one example.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forerun.core.fair_lock import locked
+from forerun.core.tree import IntArray
 from forerun.trie import entry_points, text_cursor
 from forerun.trie.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
@@ -32,15 +34,31 @@ if TYPE_CHECKING:
 __all__ = ["Draft", "Trie", "TrieConfig", "TrieFileError"]
 
 
+log = logging.getLogger(__name__)
+
+PROMPT_PIECE_TOKENS = 4096
+"""Maximum tokens of a prompt that are indexed in one call, which takes some 10 ms. Other threads wait no longer."""
+
+
 @dataclass
 class _Live:
-    """A request: its namespace, its own index, where it stands, its length, and how many tokens fit the index."""
+    """A request.
+
+    Attributes:
+        namespace: its namespace.
+        own: its own index.
+        cursor: where its text stands.
+        length: tokens of its text, those of the prompt that are not indexed yet included.
+        room: tokens that fit its index.
+        unread: tokens of the prompt that are not indexed yet.
+    """
 
     namespace: str
     own: Index
     cursor: TextCursor
     length: int
     room: int
+    unread: IntArray
     handles: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
@@ -85,7 +103,7 @@ class Trie(TrieStore):
 
     @locked
     def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
-        """Start a request and index its prompt for it alone.
+        """Start a request and index its prompt for it alone: the first piece now, the rest by ``catch_up``.
 
         Args:
             request_id: any number that is not live.
@@ -104,21 +122,45 @@ class Trie(TrieStore):
         space = self._shared.open(namespace)
         space.make_room(0)
         own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(len(kept))
-        live = _Live(namespace, own, TextCursor.start(), len(tokens), room)
-        text_cursor.ingest(live.own, live.cursor, kept)
+        live = _Live(namespace, own, TextCursor.start(), len(tokens), room, kept)
+        _read_piece(live, PROMPT_PIECE_TOKENS)
         self._live[request_id] = live
         space.writers[request_id] = live.cursor
 
     @locked
+    def catch_up(self, request_id: int, tokens: int) -> bool:
+        """Index about ``tokens`` more tokens of the prompt, ``PROMPT_PIECE_TOKENS`` at most.
+
+        Returns:
+            Whether nothing is left. ``extend`` and ``retrieve`` read what is left first, piece by piece.
+
+        Raises:
+            ValueError: if the request is not live.
+        """
+        live = self._of(request_id)
+        if len(live.unread):
+            _read_piece(live, max(1, min(tokens, PROMPT_PIECE_TOKENS)))
+        return not len(live.unread)
+
+    def _read_prompt(self, request_id: int) -> None:
+        """Index what is left of the prompt; other threads may have their turn between pieces."""
+        while len(self._of(request_id).unread):
+            self.catch_up(request_id, PROMPT_PIECE_TOKENS)
+
     def extend(self, request_id: int, tokens: Tokens) -> None:
         """Take in generated ``tokens``: learn from them, count them.
 
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31); nothing is counted then.
         """
-        live, new = self._of(request_id), checked(tokens)
+        new = checked(tokens)
+        self._read_prompt(request_id)
+        with self.lock:
+            self._extend(self._of(request_id), new)
+
+    def _extend(self, live: _Live, new: IntArray) -> None:
         space = self._shared.open(live.namespace)
-        rate = float(self.config.learning_rate)
+        rate, was_cut = float(self.config.learning_rate), live.cursor.cut
         while live.room < live.own.tokens + len(new):
             live.own, live.room = live.own.grown(), 2 * live.room
         for start in range(0, len(new), PIECE_TOKENS):
@@ -126,6 +168,8 @@ class Trie(TrieStore):
             needs = entry_points.extend(*self._addresses(live, space, live.cursor), piece, rate)
             if needs:
                 self._supply(live, space, needs, len(piece))
+        if live.cursor.cut and not was_cut:
+            log.warning("namespace %r is full of live texts: the rest of an output is not kept", live.namespace)
         live.length += len(new)
         if len(new):
             self._shared.note_change(space)
@@ -136,7 +180,6 @@ class Trie(TrieStore):
             live.own = live.own.with_hints()
         space.make_room(tokens)
 
-    @locked
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
 
@@ -153,17 +196,22 @@ class Trie(TrieStore):
         Raises:
             ValueError: if the request is not live, or a token is not in [0, 2**31).
         """
-        live = self._of(request_id)
-        budget = max(budget, 0)
+        budget, size = max(budget, 0), 0
         draft = Draft.allocate(budget)
-        size = 0
+        self._read_prompt(request_id)
         if budget and max_depth >= 1:
-            if not self._workspace.holds(budget):
-                self._workspace = DraftWorkspace.allocate(budget)
-            space = self._shared.get(live.namespace, self._nothing)
-            addresses = self._addresses(live, space, self._moved(live, pending))
-            size = entry_points.grow(*addresses, draft, max_depth)
+            with self.lock:
+                size = self._grow(self._of(request_id), draft, max_depth, pending)
         return draft.cut(size) if size < budget else draft
+
+    def _grow(self, live: _Live, draft: Draft, max_depth: int, pending: Tokens) -> int:
+        """Fill a draft; the number of its nodes."""
+        budget = len(draft.tokens)
+        if not self._workspace.holds(budget):
+            self._workspace = DraftWorkspace.allocate(budget)
+        space = self._shared.get(live.namespace, self._nothing)
+        addresses = self._addresses(live, space, self._moved(live, pending))
+        return int(entry_points.grow(*addresses, draft, max_depth))
 
     def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:
         """Of what the functions of ``calls`` work on: own and shared index, cursor, mixer, workspace."""
@@ -210,3 +258,8 @@ class Trie(TrieStore):
         own, shared, here, *_ = self._addresses(live, space, live.cursor)
         entry_points.peek(own, shared, here, self._handles[2].at(self._scratch), checked(pending))
         return self._scratch
+
+
+def _read_piece(live: _Live, tokens: int) -> None:
+    piece, live.unread = live.unread[:tokens], live.unread[tokens:]
+    text_cursor.ingest(live.own, live.cursor, piece, len(live.unread))

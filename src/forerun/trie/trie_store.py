@@ -5,6 +5,7 @@ Threads take turns. To save, memory is copied in a turn of its own; the rest of 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -13,12 +14,14 @@ import numpy as np
 from forerun.core.fair_lock import FairLock, locked
 from forerun.core.tree import IntArray
 from forerun.trie import arrays, logistic_mixer, trie_file
-from forerun.trie.arrays import FloatArray
+from forerun.trie.arrays import BYTES_PER_TOKEN, FloatArray
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import NOTHING, Texts
 from forerun.trie.namespace_lru import NamespaceLRU
 from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_file import TrieFileError
+
+log = logging.getLogger(__name__)
 
 Tokens = Sequence[int] | IntArray
 
@@ -41,9 +44,16 @@ class TrieStore:
         """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
 
         Raises:
-            ValueError: if a token is not in [0, 2**31); the sequences before it are counted.
+            ValueError: if a token is not in [0, 2**31), or a sequence is too long for any namespace; the
+                sequences before it are counted.
         """
+        longest = self.config.capacity // BYTES_PER_TOKEN
         for sequence in sequences:
+            if len(sequence) > longest:
+                raise ValueError(
+                    f"a text has {len(sequence):,} tokens; a namespace of {self.config.capacity:,} bytes takes texts of up "
+                    f"to {longest:,}: cut it, or raise TrieConfig.capacity"
+                )
             with self.lock:
                 self._publish(namespace, sequence)
 
@@ -141,7 +151,8 @@ class TrieStore:
 
     def _publish(self, name: str, text: Tokens) -> None:
         tokens, space = checked(text), self._shared.open(name)
-        space.publish(tokens)
+        if not space.publish(tokens):
+            log.warning("a text of %s tokens finds no room in namespace %r and is not kept", f"{len(tokens):,}", name)
         self._shared.note_change(space)
 
     def _texts(self, name: str) -> Texts:
