@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench.test_prompts_file import tokenizer
+from support.prompt_files import tokenizer
 from support.tiny import PROMPTS, tiny
 
 from benchmarks.specbench.command import SpecBench, SpecBenchOptions, _measured, _totals
