@@ -51,8 +51,8 @@ class TrieStore:
         for sequence in sequences:
             if len(sequence) > longest:
                 raise ValueError(
-                    f"a text has {len(sequence):,} tokens; a namespace of {self.config.capacity:,} bytes takes texts of up "
-                    f"to {longest:,}: cut it, or raise TrieConfig.capacity"
+                    f"a text has {len(sequence):,} tokens; a namespace of {self.config.capacity:,} bytes takes texts "
+                    f"of up to {longest:,}: cut it, or raise TrieConfig.capacity"
                 )
             with self.lock:
                 self._publish(namespace, sequence)
