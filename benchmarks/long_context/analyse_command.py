@@ -2,41 +2,101 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
 from benchmarks.long_context import needles
-from benchmarks.long_context.analyse_options import ANALYSE_PARTS, CACHES, AnalyseOptions
 from benchmarks.long_context.long_bench import prefill
 from benchmarks.long_context.sparse_analysis import Analysis, AnalysisSizes
 from benchmarks.long_context.texts import Texts
+from benchmarks.long_context.yarn import load_stretched
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import check_positions, names, numbers
+from benchmarks.reporting.options import (
+    ContextPrompts,
+    Contexts,
+    GeneratedTokens,
+    Needles,
+    Temperatures,
+    Text,
+    Yarn,
+    check_positions,
+    check_yarn,
+    list_option,
+    names,
+    numbers,
+)
 from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
+from forerun.cli.options import (
+    LONG_PANEL,
+    LongOptions,
+    ModelOptions,
+    Out,
+    OutputOptions,
+)
 from forerun.cli.terminal import say, stderr, working
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.load import load
+
+CACHES = ("low-rank", "retrieval", "streaming", "h2o", "topk")
+ANALYSE_PARTS = ("acceptance", "budgets", "chunks", "recovery", "trees", "divergence")
+
+
+@dataclass(frozen=True)
+class AnalyseOptions(OutputOptions, LongOptions, ModelOptions):
+    """How well a model predicts itself over sparse caches, and why: acceptance, divergence, attention, trees.
+
+    At every position the sparse cache has read the true text. Writes JSON, Markdown and plots.
+    """
+
+    yarn: Yarn = None
+    parts: Annotated[str, list_option("--parts", "Text", f"Of {', '.join(ANALYSE_PARTS)}.")] = ",".join(ANALYSE_PARTS)
+    text: Text = None
+    contexts: Contexts = "2000,4000,16000"
+    temperatures: Temperatures = "0,0.6,1.0"
+    budgets: Annotated[str, list_option("--budgets", LONG_PANEL, "Of the sparse caches, to compare.")] = (
+        "64,256,1024,4096"
+    )
+    chunks: Annotated[str, list_option("--chunks", LONG_PANEL, "Chunk sizes, to compare at --cache-budget.")] = (
+        "1,2,4,8,16,32,64,128"
+    )
+    caches: Annotated[
+        str, list_option("--caches", LONG_PANEL, f"To compare, of {', '.join(CACHES)}; h2o and topk are slow.")
+    ] = ",".join(CACHES)
+    nodes: Annotated[str, list_option("--nodes", LONG_PANEL, "Sizes of draft trees.")] = "4,8,16,32,64"
+    prompts: ContextPrompts = 1
+    max_new_tokens: GeneratedTokens = 256
+    needles: Needles = 10
+    out: Out = Path("runs/analyse")
+
+    def __post_init__(self) -> None:
+        names("--parts", self.parts, ANALYSE_PARTS)
+        names("--caches", self.caches, CACHES)
+        check_yarn(self.yarn)
+        numbers("--contexts", self.contexts, int, 16)
+        numbers("--temperatures", self.temperatures, float, 0.0)
+        numbers("--budgets", self.budgets, int, self.chunk)
+        numbers("--chunks", self.chunks, int, 1)
+        numbers("--nodes", self.nodes, int, 1)
+        if max(numbers("--chunks", self.chunks, int, 1)) > self.cache_budget:
+            raise ValueError(f"--chunks is {self.chunks!r}; none may exceed --cache-budget, {self.cache_budget}")
 
 
 def run(options: AnalyseOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
     with working(stderr(), "loading"):
-        model, tokenizer = load(
-            options.model,
-            options.dtype,
-            device=options.device,
-            trust_remote_code=options.trust_remote_code,
-            yarn=options.yarn,
-        )
+        model, tokenizer = load_stretched(options)
         sizes = _sizes(options)
         room = sizes.new_tokens + max(sizes.nodes) + 64
         check_positions(sizes.contexts[-1], room, position_limit(model))
         texts = Texts.read(options.text or (), encoder(tokenizer))
         texts.check(options.prompts, sizes.contexts[-1])
-        settings = settings_for(options, options.model, ["streaming"], model, tokenizer, options.trust_remote_code)
+        settings = settings_for(options, ["streaming"], model, tokenizer)
     engine, wanted = Engine(model, "none"), names("--parts", options.parts, ANALYSE_PARTS)
     haystack = needles.build(texts, 0, sizes.contexts[-1], options.needles) if "acceptance" in wanted else None
     prompts = []

@@ -22,8 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.reporting.options import StudyOptions
-from forerun.cli.options import AnyDtype, Model
+from forerun.cli.options import AnyDtype, DebugOptions, Model
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, load, load_draft
@@ -35,7 +34,7 @@ QUESTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SecondQuestionOptions(StudyOptions):
+class SecondQuestionOptions(DebugOptions):
     """How long a second question about a book waits for its first token: with the store, here and in a new process."""
 
     text: Annotated[Path, typer.Option(help="A book.")]

@@ -5,30 +5,123 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import LongBench, Prefilled, RequestMaker, prefill, sampled
 from benchmarks.long_context.texts import Texts
+from benchmarks.long_context.yarn import load_stretched
 from benchmarks.papers.recipes import RECIPES, buildable, check_drafter
 from benchmarks.papers.simulated_acceptance import SIMULATED, check_simulated, random_model, random_prompt, simulated
 from benchmarks.papers.triforce import MakerAt, ReadPrompt, TriforceBench, TriforceSizes
-from benchmarks.papers.triforce_options import TRIFORCE_PARTS, TriforceOptions
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import check_positions, names, numbers
+from benchmarks.reporting.options import (
+    ContextPrompts,
+    Contexts,
+    GeneratedTokens,
+    Needles,
+    Temperatures,
+    Text,
+    Yarn,
+    check_positions,
+    check_yarn,
+    list_option,
+    names,
+    numbers,
+)
 from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
+from forerun.cli.options import (
+    LONG_PANEL,
+    LongOptions,
+    ModelOptions,
+    Out,
+    OutputOptions,
+    Rounds,
+    option,
+)
 from forerun.cli.terminal import say, stderr, working
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.load import load
 from forerun.models.loading.stored_weights import STORED, dtype_name
+
+_SIMULATION = "Simulation"
+TRIFORCE_PARTS = ("temperatures", "budgets", "contexts", "batches", "needles")
+
+
+@dataclass(frozen=True)
+class TriforceOptions(OutputOptions, LongOptions, ModelOptions):
+    """Decoding after long prompts: TriForce and its baselines compared with plain autoregression over the same cache.
+
+    Measures speed-up and acceptance rate by temperature, by context (with the limit set by measured costs) and in
+    batches, and the needles that eviction alone loses. Each prompt is read once. Writes JSON, Markdown and plots.
+    """
+
+    yarn: Yarn = None
+    parts: Annotated[str, list_option("--parts", "Text", f"Of {', '.join(TRIFORCE_PARTS)}.")] = ",".join(TRIFORCE_PARTS)
+    text: Text = None
+    contexts: Contexts = "4000,16000"
+    temperatures: Temperatures = "0,0.2,0.4,0.6,0.8,1.0,1.2"
+    drafters: Annotated[str | None, list_option("--drafters", "Model", "Default: all that can be built.")] = None
+    prompts: ContextPrompts = 1
+    rounds: Rounds = 3
+    max_new_tokens: GeneratedTokens = 128
+    budgets: Annotated[str, list_option("--budgets", LONG_PANEL, "Cache budgets, to compare.")] = "256,1024,4096"
+    batches: Annotated[str, list_option("--batches", "Text", "Rows that are decoded together.")] = "2,6,10"
+    batch_context: Annotated[
+        int | None,
+        option("--batch-context", panel="Text", help="Tokens of each row of a batch; by default rows are ragged and "
+               "share the longest context's.", min=16),
+    ] = None  # fmt: skip
+    batch_budgets: Annotated[str, list_option("--batch-budgets", LONG_PANEL, "Cache budget of a row in a batch.")] = (
+        "256,1024"
+    )
+    batch_temperatures: Annotated[str, list_option("--batch-temperatures", "Text", "Of batches.")] = "0,0.6"
+    needles: Needles = 10
+    needle_tokens: Annotated[int, option("--needle-tokens", panel="Text", help="Generated for each.", min=2)] = 48
+    simulate_acceptance: Annotated[
+        float | None,
+        option("--simulate-acceptance", panel=_SIMULATION, help="Random weights; a sparse cache's drafts are accepted "
+               "with this probability.", min=0, max=1),
+    ] = None  # fmt: skip
+    simulate_small_acceptance: Annotated[
+        float, option("--simulate-small-acceptance", panel=_SIMULATION, help="The small model's drafts.", min=0, max=1)
+    ] = 0.45
+    shape: Annotated[
+        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help=f"{', '.join(SHAPES)}, or "
+                    "layers,hidden,intermediate,heads,kv_heads,vocabulary.")
+    ] = "llama-2-7b"  # fmt: skip
+    draft_shape: Annotated[
+        str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")
+    ] = "llama-68m"
+    out: Out = Path("runs/triforce")
+
+    def __post_init__(self) -> None:
+        wanted = names("--parts", self.parts, TRIFORCE_PARTS)
+        check_yarn(self.yarn)
+        numbers("--contexts", self.contexts, int, 16)
+        numbers("--temperatures", self.temperatures, float, 0.0)
+        numbers("--batches", self.batches, int, 1)
+        numbers("--budgets", self.budgets, int, self.chunk)
+        numbers("--batch-budgets", self.batch_budgets, int, self.chunk)
+        numbers("--batch-temperatures", self.batch_temperatures, float, 0.0)
+        if self.simulate_acceptance is not None:
+            if self.yarn is not None:
+                raise ValueError("--simulate-acceptance has positions enough; leave --yarn out")
+            if "needles" in wanted and self.parts != ",".join(TRIFORCE_PARTS):
+                raise ValueError("--parts has needles, which random weights cannot find; leave them out")
+            if self.text is not None or self.model != "bundled" or self.draft_model is not None:
+                raise ValueError("--simulate-acceptance has random weights and texts: give --shape and --draft-shape, "
+                                 "not --model, --draft-model or --text")  # fmt: skip
+
 
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval", "streaming-hierarchy")
 """TriForce, Forerun's own drafters, and the paper's baselines: the naive policy, no hierarchy, no retrieval."""
@@ -121,18 +214,11 @@ def _room(options: TriforceOptions) -> int:
 
 def _real(options: TriforceOptions, named: list[str]) -> MeasuredModel:
     """Real models and texts."""
-    model, tokenizer = load(
-        options.model,
-        options.dtype,
-        device=options.device,
-        trust_remote_code=options.trust_remote_code,
-        yarn=options.yarn,
-    )
+    model, tokenizer = load_stretched(options)
     longest = max(*numbers("--contexts", options.contexts, int, 1), options.batch_context or 0)
     check_positions(longest, _room(options), position_limit(model))
     texts = Texts.read(options.text or (), encoder(tokenizer))
-    trust = options.trust_remote_code
-    settings = settings_for(options, options.model, named or DRAFTERS, model, tokenizer, trust, RECIPES)
+    settings = settings_for(options, named or DRAFTERS, model, tokenizer, RECIPES)
     drafters = named or [name for name in DRAFTERS if name in buildable(settings)]
     engine = Engine(model, "none", tokenizer=tokenizer)
 

@@ -8,23 +8,47 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-from forerun.cli.options import _TEXT, Debug
-from forerun.cli.options import _option as option
+from forerun.cli.options import Raw, option
 
 N = TypeVar("N", int, float)
+
+
+def list_option(flag: str, panel: str, help: str) -> object:  # noqa: A002
+    """An option that is a comma-separated list."""
+    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
+
+
 Text = Annotated[
     list[Path] | None,
     option(
-        "--text", panel=_TEXT, help="A text file or a folder of .txt and .md files; may be repeated. Else invented."
+        "--text",
+        panel="Text",
+        help="A text file or a folder of .txt and .md files; may be repeated. Else invented.",
     ),
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """Options that every study has."""
+Contexts = Annotated[str, list_option("--contexts", "Text", "Prompt tokens.")]
+Temperatures = Annotated[str, list_option("--temperatures", "Text", "0 is greedy.")]
+Yarn = Annotated[
+    float | None,
+    option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions, by YaRN."),
+]
+ContextPrompts = Annotated[int, option("--prompts", panel="Text", help="For each context.", min=1)]
+Needles = Annotated[int, option("--needles", panel="Text", help="Facts asked from one text.", min=1)]
+GeneratedTokens = Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per text.", min=2)]
 
-    debug: Debug = False
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """What tasks are drawn from."""
+
+    raw: Raw = False
+    books: Annotated[Path | None, option("--books", panel="Text", help="A folder of books not trained on.")] = None
+    maths: Annotated[Path | None, option("--maths", panel="Text", help="JSON lines of {prompt, answer}.")] = None
+    code: Annotated[
+        Path | None, option("--code", panel="Text", help="JSON lines of {prompt} with functions to complete.")
+    ] = None
 
 
 def numbers(name: str, text: str, kind: Callable[[str], N], least: N) -> list[N]:
@@ -52,11 +76,6 @@ def names(name: str, text: str, known: tuple[str, ...]) -> list[str]:
     if unknown := [part for part in found if part not in known]:
         raise ValueError(f"{name} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
     return found
-
-
-def list_option(flag: str, panel: str, help: str) -> object:  # noqa: A002
-    """An option that is a comma-separated list."""
-    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
 
 
 def check_yarn(factor: float | None) -> None:

@@ -20,10 +20,11 @@ from benchmarks.capacity.published import COLUMNS as PUBLISHED
 from benchmarks.capacity.report import SIZES, SPEEDS
 from benchmarks.long_context.long_bench import PLAIN
 from benchmarks.long_context.rows import Row
-from benchmarks.reporting.options import StudyOptions, names
+from benchmarks.reporting.options import names
 from benchmarks.reporting.tables import listing, speed_cell
 from forerun.bench.report import means, pivot
 from forerun.bench.rounds import BASELINE
+from forerun.cli.options import DebugOptions
 
 ROOT = Path(__file__).parents[2]
 CAPACITY = ROOT / "runs" / "capacity" / "capacity.json"
@@ -80,7 +81,7 @@ def into_page(page: Path, table: str, marker: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdateOptions(StudyOptions):
+class UpdateOptions(DebugOptions):
     """Put the last measured tables into the pages that show them."""
 
     tables: Annotated[str, typer.Option(help="Which, with commas between.")] = "bench,long,scaling"

@@ -19,10 +19,10 @@ from urllib.request import urlopen
 
 import typer
 
-from benchmarks.reporting.options import StudyOptions
 from benchmarks.server.malformed_requests import Fuzz, Shot
 from benchmarks.server.response_checks import ask_all, wrong
 from benchmarks.server.server_process import ServerProcess
+from forerun.cli.options import DebugOptions
 
 OPTIONS = ("--max-tokens", "64", "--kv-memory", "1GiB", "--namespaces", "8")
 """Of the server: answers so short that thousands take minutes."""
@@ -33,7 +33,7 @@ INDEX = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class FuzzOptions(StudyOptions):
+class FuzzOptions(DebugOptions):
     """Thousands of requests out of the server's own description, and bytes that are none."""
 
     requests: Annotated[int, typer.Option(help="How many.")] = 10_000

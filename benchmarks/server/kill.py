@@ -25,9 +25,9 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.reporting.options import StudyOptions
 from benchmarks.server.request_mixture import TEXT, MixedRequest, TextAnswer, mixed, streamed, whole
 from benchmarks.server.server_process import ServerProcess
+from forerun.cli.options import DebugOptions
 
 CLIENTS = 6
 LEVEL = re.compile(r"\d{4}-\d\d-\d\dT\S+ ([A-Z]+) ")
@@ -42,7 +42,7 @@ FIXED = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class KillOptions(StudyOptions):
+class KillOptions(DebugOptions):
     """A server that is killed under load, again and again, over the same index and stored texts."""
 
     kills: Annotated[int, typer.Option(help="How many.")] = 10

@@ -6,19 +6,25 @@ import gc
 import importlib.util
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.long_context.texts import Texts
 from benchmarks.reporting.delivery import Delivery
+from benchmarks.reporting.options import (
+    SourceOptions,
+    numbers,
+)
 from benchmarks.reporting.tables import Report
 from benchmarks.server import levels, servers
 from benchmarks.server import load_rows as rows
 from benchmarks.server.client import Door
 from benchmarks.server.load_bench import Round, ServeBench
-from benchmarks.server.load_options import DEFAULT, TRANSFORMERS, ServingOptions
 from benchmarks.server.load_report import fill
 from benchmarks.server.load_requests import Ask, mixed
 from benchmarks.server.servers import ServedModel, ServerContestant
@@ -29,11 +35,89 @@ from forerun.bench.journal import Journal, Turn, about
 from forerun.bench.machine import plain_values
 from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.cli.models import encoder as plain_encoder
+from forerun.cli.models import load_target
+from forerun.cli.options import (
+    ModelOptions,
+    Out,
+    OutputOptions,
+    option,
+)
 from forerun.cli.terminal import say, stderr, working
 from forerun.drafting.recipes import check_drafter
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.load import find, load
+from forerun.models.loading.load import find
 from forerun.models.loading.stored_weights import dtype_name
+
+TRANSFORMERS, DEFAULT = "transformers", "default"
+_LOAD = "Load"
+
+
+def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
+    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
+
+
+@dataclass(frozen=True)
+class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
+    """Servers under load: forerun serve with and without drafts, and transformers serve with continuous batching.
+
+    Each has a process of its own on a free port of this computer, one at a time; the clients are in this process. All
+    answer the same requests; rounds take turns and medians count. Texts under load must equal the texts alone, or the
+    exit status is 1. Writes JSON, Markdown and plots after each load.
+    """
+
+    contestants: Annotated[
+        str,
+        _list("--contestants", "Model", f"Drafters of forerun serve, {DEFAULT} for its own, and {TRANSFORMERS}."),
+    ] = f"none,{DEFAULT},{TRANSFORMERS}"
+    concurrency: Annotated[str, _list("--concurrency", _LOAD, "Clients that wait for their answers; 0 for none.")] = (
+        "1,4,16"
+    )
+    rates: Annotated[str, _list("--rates", _LOAD, "Requests per second that arrive by chance; 0 for none.")] = "4,16"
+    requests: Annotated[int, option("--requests", panel=_LOAD, help="Of each load; four a client at least.", min=1)] = (
+        32
+    )
+    long: Annotated[
+        int, option("--long", panel=_LOAD, metavar="TOKENS", help="Read so long a prompt beside streams, too.", min=0)
+    ] = 0
+    rounds: Annotated[int, option("--rounds", panel=_LOAD, help="Times each is measured.", min=1)] = 3
+    tasks: Annotated[str | None, _list("--tasks", "Text", "Those of tasks; default: all but copy.")] = None
+    lengths: Annotated[str, _list("--lengths", "Text", "Tokens of answers, at most; drawn for each request.")] = (
+        "32,64,128"
+    )
+    temperature: Annotated[
+        float, option("--temperature", "-t", panel="Text", help="Of every second turn through the tasks.", min=0.0)
+    ] = 0.8
+    seed: Annotated[int, option("--seed", panel="Text", help="Of what is drawn, and of the arrivals.")] = 0
+    checks: Annotated[
+        int, option("--checks", panel="Text", help="Greedy texts of a round that are asked for alone, too.", min=0)
+    ] = 8
+    resume: Annotated[
+        bool, option("--resume", panel="Output", help="Keep the rounds that --out has; measure the others.")
+    ] = False
+    out: Out = Path("runs/serve")
+
+    def __post_init__(self) -> None:
+        numbers("--lengths", self.lengths, int, 1)
+        if not (self.clients or self.arrivals):
+            raise ValueError("--concurrency and --rates are both 0; give a load")
+        if len(set(self.drafters)) < len(self.drafters):
+            raise ValueError(f"--contestants is {self.contestants!r}; each may be there once")
+
+    @property
+    def clients(self) -> list[int]:
+        """Of the closed loops."""
+        return [each for each in numbers("--concurrency", self.concurrency, int, 0) if each]
+
+    @property
+    def arrivals(self) -> list[float]:
+        """Rates of the open loops, in requests per second."""
+        return [each for each in numbers("--rates", self.rates, float, 0.0) if each]
+
+    @property
+    def drafters(self) -> list[str]:
+        """Names of contestants."""
+        return [name.strip() for name in self.contestants.split(",")]
+
 
 NEEDED = ("httpx", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
 LEFT_OUT = ("copy",)
@@ -80,9 +164,7 @@ def run(options: ServingOptions) -> None:
 def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round]]:
     """What is served, and all that is asked; the model is read to be checked, and forgotten."""
     with working(stderr(), "loading"):
-        model, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-        )
+        model, tokenizer = load_target(options)
     encoder = TemplateEncoder(tokenizer, options.raw)
     subject = ServedModel(
         options.model,

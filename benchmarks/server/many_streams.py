@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from benchmarks.reporting.options import StudyOptions
 from benchmarks.server.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
 from benchmarks.server.server_process import ServerProcess
+from forerun.cli.options import DebugOptions
 
 ALONE = ("--drafter", "none", "--rows", "1", "--prefix-cache", "0", "--kv-memory", "1GiB")
 TOGETHER = ("--kv-memory", "1GiB", "--waiting", "512")
@@ -31,7 +31,7 @@ LEAVING = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamsOptions(StudyOptions):
+class StreamsOptions(DebugOptions):
     """Many streams at once: is each, bit for bit, the text of its request alone without drafts?"""
 
     streams: Annotated[int, typer.Option(help="At once.")] = 64

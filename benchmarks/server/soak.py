@@ -33,9 +33,9 @@ import httpx
 import numpy as np
 import typer
 
-from benchmarks.reporting.options import StudyOptions
 from benchmarks.server.request_mixture import mixed, streamed
 from benchmarks.server.server_process import ServerProcess
+from forerun.cli.options import DebugOptions
 
 BOUNDS = {"allocated": 64 << 20, "threads": 1, "files": 1, "tasks": 1, "index_bytes": 1 << 20}
 """What an hour may add. Of minutes, the slope of bytes in use is uncertain by some 30 MiB an hour."""
@@ -56,7 +56,7 @@ Samples = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SoakOptions(StudyOptions):
+class SoakOptions(DebugOptions):
     """Mixed requests for minutes: does the server hold more and more?"""
 
     minutes: Annotated[float, typer.Option(help="How long.")] = 8

@@ -19,14 +19,15 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.reporting.options import StudyOptions, names, numbers
+from benchmarks.reporting.options import names, numbers
+from forerun.cli.options import DebugOptions
 from forerun.kernels.attention.attention import BACKENDS, AttentionSpec
 
 Functions = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions(StudyOptions):
+class AttentionOptions(DebugOptions):
     """Attention of few queries over many keys, beside what the machine could do."""
 
     queries: Annotated[str, typer.Option(help="Commas between.")] = "1,2,4,8,9,16,17,32"

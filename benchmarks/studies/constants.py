@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from benchmarks.reporting.options import StudyOptions
+from forerun.cli.options import DebugOptions
 
 CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "drafts": {
@@ -283,7 +283,7 @@ def _set(path: Path, text: str, name: str, factor: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConstantsOptions(StudyOptions):
+class ConstantsOptions(DebugOptions):
     """How much each hand-set constant matters: what comes out where it is halved and doubled."""
 
     world: Annotated[Literal["drafts", "asking", "prompts"], typer.Argument(help="What is simulated.")]

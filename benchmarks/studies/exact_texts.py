@@ -20,9 +20,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 import forerun
-from benchmarks.reporting.options import StudyOptions
 from forerun.bench.journal import Journal, TurnKey, about
-from forerun.cli.options import Model
+from forerun.cli.options import DebugOptions, Model
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import RECIPES, build_drafter, buildable
 from forerun.engine.engine import Engine
@@ -36,7 +35,7 @@ FAR = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "retrieval", "t
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactTextsOptions(StudyOptions):
+class ExactTextsOptions(DebugOptions):
     """How many texts differ, bit for bit, between any drafter and none: the promise counted on real models."""
 
     out: Annotated[Path, typer.Option(help="JSON lines; what is in it is not run again.")]

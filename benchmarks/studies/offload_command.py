@@ -2,25 +2,72 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
 from benchmarks.long_context.long_bench import sampled
 from benchmarks.long_context.texts import Texts
+from benchmarks.long_context.yarn import load_stretched
 from benchmarks.papers.recipes import RECIPES, check_drafter
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import check_positions, numbers
+from benchmarks.reporting.options import (
+    Contexts,
+    GeneratedTokens,
+    Temperatures,
+    Text,
+    Yarn,
+    check_positions,
+    numbers,
+)
 from benchmarks.reporting.tables import Report
 from benchmarks.studies.offload import OffloadBench, slow_link
-from benchmarks.studies.offload_options import OffloadOptions
 from forerun.bench.machine import plain_values
 from forerun.cli.models import encoder
 from forerun.cli.models import settings as settings_for
+from forerun.cli.options import (
+    LongOptions,
+    MemoryOptions,
+    ModelOptions,
+    Out,
+    OutputOptions,
+    Rounds,
+    option,
+)
 from forerun.cli.terminal import say, stderr, working
 from forerun.engine.engine import Engine
 from forerun.kv.kv_tiers import KVMemory, min_device_bytes
 from forerun.models.forward import gate
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.load import load
 from forerun.models.loading.stored_weights import dtype_name
+
+
+@dataclass(frozen=True)
+class OffloadOptions(OutputOptions, MemoryOptions, LongOptions, ModelOptions):
+    """Decoding with keys and values that are not on the device, compared with plain autoregression over the same ones.
+
+    By default nothing of them stays but two layers, and on a CPU they come at a twentieth of the memory's bandwidth,
+    which is measured. Each prompt is read once. Writes JSON, Markdown and a plot.
+    """
+
+    ALONE: ClassVar[tuple[str, ...]] = ("simulate_bandwidth",)
+
+    yarn: Yarn = None
+    text: Text = None
+    contexts: Contexts = "16000"
+    temperatures: Temperatures = "0"
+    drafters: Annotated[
+        str, option("--drafters", panel="Model", help="Names of recipes. Commas between.", metavar="LIST")
+    ] = "trie,retrieval,triforce-trie,auto"
+    rounds: Rounds = 3
+    max_new_tokens: GeneratedTokens = 64
+    out: Out = Path("runs/offload")
+
+    def __post_init__(self) -> None:
+        numbers("--contexts", self.contexts, int, 64)
+        numbers("--temperatures", self.temperatures, float, 0.0)
+        self.sizes()
 
 
 def run(options: OffloadOptions) -> None:
@@ -31,14 +78,11 @@ def run(options: OffloadOptions) -> None:
         check_drafter(name)
     contexts = sorted(numbers("--contexts", options.contexts, int, 64))
     with working(stderr(), "loading"):
-        model, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code,
-            yarn=options.yarn,
-        )  # fmt: skip
+        model, tokenizer = load_stretched(options)
         check_positions(contexts[-1], _room(options), position_limit(model))
         texts = Texts.read(options.text or (), encoder(tokenizer))
         texts.check(1, contexts[-1])
-        settings = settings_for(options, options.model, drafters, model, tokenizer, options.trust_remote_code, RECIPES)
+        settings = settings_for(options, drafters, model, tokenizer, RECIPES)
         shape = gate.admit(model).kv
         sizes = options.sizes()
         bandwidth = sizes.get("simulate_bandwidth") or slow_link(model.device)

@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, get_args
+
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import deliver
-from benchmarks.reporting.options import names, numbers
+from benchmarks.reporting.options import (
+    names,
+    numbers,
+)
 from benchmarks.reporting.tables import Report
 from benchmarks.studies import passes
 from benchmarks.studies.passes import PassSizes
-from benchmarks.studies.passes_options import DTYPES, PassesOptions
 from benchmarks.studies.passes_report import add_passes
 from forerun.bench.machine import plain_values
+from forerun.cli.options import (
+    AnyTypeModelOptions,
+    Dtype,
+    Out,
+    OutputOptions,
+    Rounds,
+    option,
+)
 from forerun.cli.terminal import measuring, stderr, working
 from forerun.models.loading.load import load
+
+DTYPES = get_args(Dtype)
+
+
+@dataclass(frozen=True)
+class PassesOptions(OutputOptions, AnyTypeModelOptions):
+    """Time of passes over 1 to 64 tokens, compared with the model's own call and the machine's bandwidth.
+
+    Also measures how fast prompts are read. All take turns in one process; medians count. Writes JSON, Markdown and a
+    plot.
+    """
+
+    dtypes: Annotated[
+        str,
+        option("--dtypes", panel="Model", help=f"Of {', '.join(DTYPES)}. Commas between.", metavar="LIST"),
+    ] = "auto"
+    passes: Annotated[
+        str, option("--passes", panel="Text", help="Tokens of the passes. Commas between.", metavar="LIST")
+    ] = "1,2,4,8,16,32,64"
+    context: Annotated[int, option("--context", panel="Text", help="Tokens in the cache.", min=0)] = 512
+    prompt_tokens: Annotated[
+        str, option("--prompt-tokens", panel="Text", help="Lengths of prompts to read, or 0.", metavar="LIST")
+    ] = "512,2048"
+    rounds: Rounds = 7
+    out: Out = Path("runs/passes")
+
+    def __post_init__(self) -> None:
+        names("--dtypes", self.dtypes, DTYPES)
+        numbers("--passes", self.passes, int, 1)
+        numbers("--prompt-tokens", self.prompt_tokens, int, 0)
 
 
 def run(options: PassesOptions) -> None:

@@ -20,8 +20,9 @@ import numpy as np
 import typer
 from tokenizers import Tokenizer
 
-from benchmarks.reporting.options import StudyOptions, numbers
+from benchmarks.reporting.options import numbers
 from benchmarks.studies.replay import Recorded, Selection
+from forerun.cli.options import DebugOptions
 from forerun.integrations.vllm import ForerunProposer
 
 LENGTH = 1 << 14
@@ -85,7 +86,7 @@ def replay(rows: list[Recorded], propose: Propose) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposersOptions(StudyOptions):
+class ProposersOptions(DebugOptions):
     """Forerun's proposer for vLLM beside prompt lookup, replayed on recorded answers."""
 
     tokenizer: Annotated[Path, typer.Option(help="A tokenizer.json.")]

@@ -12,28 +12,25 @@ from rich.table import Table
 from tokenizers import Tokenizer
 
 from benchmarks.studies.replay import replay_files
-from forerun.cli.options import _DRAFTER, _MODEL, _TEXT, Debug, Json
-from forerun.cli.options import _option as option
+from forerun.cli.options import DRAFTER_HELP, OutputOptions, option
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.drafting.recipes import build_drafter
 
 
-@dataclass(frozen=True)
-class ReplayOptions:
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(OutputOptions):
     """Measure drafts without a model: how many tokens of recorded answers each step would have accepted.
 
     FILE has JSON lines of {prompt, answer, author}. :author=A:from=I:to=J after it selects rows I to J of author A.
     """
 
     file: Annotated[str, typer.Argument(metavar="FILE", help="What to replay.")]
-    tokenizer: Annotated[Path, option("--tokenizer", panel=_TEXT, help="A tokenizer.json.")]
-    drafter: Annotated[str, option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = "trie"
-    budget: Annotated[int, option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)] = 64
+    tokenizer: Annotated[Path, option("--tokenizer", panel="Text", help="A tokenizer.json.")]
+    drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "trie"
+    budget: Annotated[int, option("--budget", panel="Model", help="Most drafted tokens a step.", min=1)] = 64
     warm: Annotated[
-        list[str] | None, option("--warm", panel=_TEXT, metavar="FILE", help="Seen before; may be repeated.")
+        list[str] | None, option("--warm", panel="Text", metavar="FILE", help="Seen before; may be repeated.")
     ] = None
-    json: Json = False
-    debug: Debug = False
 
     def __post_init__(self) -> None:
         if self.drafter == "jacobi":

@@ -6,17 +6,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from transformers import PreTrainedModel
 
 from benchmarks.papers.recipes import RECIPES
 from benchmarks.peers.known import Loaded, PeerSubject, check, loaded
 from benchmarks.reporting import plots
+from benchmarks.reporting.options import (
+    SourceOptions,
+    numbers,
+)
 from benchmarks.tasks.contestants import PADDED, TaskBench
-from benchmarks.tasks.options import DRAFTERS, PROMPTS, TaskOptions
 from benchmarks.tasks.questions import Files
 from benchmarks.tasks.task_prompts import Counts, build_jobs, positions_of
 from benchmarks.tasks.task_sets import tasks_for
@@ -26,10 +30,87 @@ from forerun.bench.machine import plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, Row, summarise, write
 from forerun.bench.rounds import Decode, PromptSet, Tokens
+from forerun.cli.models import load_target
+from forerun.cli.options import (
+    DRAFTER_HELP,
+    MaxNewTokens,
+    ModelOptions,
+    Out,
+    OutputOptions,
+    Resume,
+    Rounds,
+    Skip,
+    option,
+)
 from forerun.cli.terminal import measuring, stderr, stdout, working
 from forerun.core.long_context import LongContextConfig
-from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load
+from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 from forerun.models.loading.stored_weights import dtype_name
+
+_OTHERS = "Compared with"
+DRAFTERS = ("none", "auto", "lookup", "jacobi", "trie")
+"""Those that are measured unless others are named."""
+FROM_TASKS = ("task", "books", "maths", "code")
+"""Options that a file of prompts replaces."""
+PROMPTS = 4
+"""Default number of prompts per task."""
+
+
+@dataclass(frozen=True)
+class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
+    """Compare Forerun's drafters with transformers' greedy, prompt lookup and assisted generation, on any model.
+
+    Models with a chat template answer questions (maths, code, rag, summary, edit, table). Others continue texts
+    (copy, json, rag, code, maths, prose). Contestants take turns in one process; medians count. Every drafter runs
+    cold, the trie also warm. Writes JSON, Markdown and plots.
+    """
+
+    drafter: Annotated[
+        list[str] | None,
+        option(
+            "--drafter",
+            "-d",
+            panel="Model",
+            help=f"{DRAFTER_HELP} May be repeated; default: {', '.join(DRAFTERS)}.",
+        ),
+    ] = None
+    task: Annotated[
+        list[str] | None,
+        option("--task", "-k", panel="Text", help="One of those above; may be repeated; default: all."),
+    ] = None
+    prompts_file: Annotated[
+        Path | None,
+        option("--prompts-file", panel="Text", help="JSON lines of {task, prompt} or {task, messages}, for --task."),
+    ] = None
+    prompts: Annotated[
+        int | None, option("--prompts", panel="Text", help=f"Per task; default {PROMPTS}, or all of a file.", min=1)
+    ] = None
+    warm_prompts: Annotated[int, option("--warm-prompts", panel="Text", help="Answered before when warm.", min=0)] = 20
+    rounds: Rounds = 5
+    max_new_tokens: MaxNewTokens = 160
+    batch: Annotated[
+        str | None, option("--batch", panel="Text", help="Measure batches of so many rows, too.", metavar="LIST")
+    ] = None
+    peers: Annotated[bool, option("--peers", panel=_OTHERS, help="openvino-genai and llama.cpp as well.")] = False
+    gguf: Annotated[
+        Path | None, option("--gguf", panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
+    ] = None
+    skip: Skip = None
+    out: Out = Path("runs/bench")
+    resume: Resume = False
+
+    def __post_init__(self) -> None:
+        if self.prompts_file is not None and (given := [f"--{name}" for name in FROM_TASKS if getattr(self, name)]):
+            raise ValueError(f"--prompts-file has tasks of its own; leave out {', '.join(given)}")
+        if self.gguf is not None and not self.peers:
+            raise ValueError("--gguf is for the peers; add --peers")
+        if self.gguf is not None and not self.gguf.is_file():
+            raise ValueError(f"--gguf is {self.gguf}; there is no such file")
+        self.batches()
+
+    def batches(self) -> list[int]:
+        """Batch sizes, ascending; empty if batches are not measured."""
+        return [] if self.batch is None else sorted(set(numbers("--batch", self.batch, int, 2)))
 
 
 def run(options: TaskOptions) -> None:
@@ -39,10 +120,8 @@ def run(options: TaskOptions) -> None:
     console = stderr()
     lines = read_prompts_file(options.prompts_file) if options.prompts_file else []
     with working(console, "loading"):
-        target, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-        )
-        draft = load(BUNDLED_DRAFT, options.dtype, device=options.device)[0] if options.model == BUNDLED else None
+        target, tokenizer = load_target(options)
+        draft = load_draft(BUNDLED_DRAFT, target, tokenizer) if options.model == BUNDLED else None
     encoder = TemplateEncoder(tokenizer, options.raw)
     jobs, skipped, tasks = _jobs(options, encoder, lines, target)
     for name, reason in skipped.items():

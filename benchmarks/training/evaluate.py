@@ -19,10 +19,10 @@ from rich.console import Console
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from benchmarks.reporting.options import StudyOptions
 from benchmarks.training import corpus, material, tasks
 from benchmarks.training.corpus import Corpus
 from benchmarks.training.tasks import Material, Task
+from forerun.cli.options import DebugOptions
 from forerun.reference import bundled
 
 SEED = 90_210  # training draws its tasks from other seeds
@@ -156,7 +156,7 @@ def evaluate(target: Path, draft: Path, texts: Material, examples: int, sizes: l
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(StudyOptions):
+class EvaluateOptions(DebugOptions):
     """Evaluate a target and a draft on held-out texts and tasks."""
 
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books not trained on.")] = None

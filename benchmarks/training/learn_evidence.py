@@ -23,8 +23,8 @@ import numpy as np
 import typer
 from tokenizers import Tokenizer
 
-from benchmarks.reporting.options import StudyOptions
 from benchmarks.training import material, tasks
+from forerun.cli.options import DebugOptions
 from forerun.trie import logistic_mixer
 from forerun.trie.trie import Trie
 
@@ -154,7 +154,7 @@ def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvidenceOptions(StudyOptions):
+class EvidenceOptions(DebugOptions):
     """Learn what evidence is worth before any is seen: writes src/forerun/trie/prior.npy."""
 
     books: Annotated[Path, typer.Option(help="A folder of .txt books.")]

@@ -23,7 +23,6 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 import forerun.reference
-from benchmarks.reporting.options import StudyOptions
 from benchmarks.training import checkpoint, corpus, material, optim, recipe, tasks, tokenizer
 from benchmarks.training.checkpoint import Progress
 from benchmarks.training.corpus import Batch, Corpus
@@ -31,6 +30,7 @@ from benchmarks.training.export import export
 from benchmarks.training.progress import Display
 from benchmarks.training.recipe import Recipe
 from benchmarks.training.tasks import Material
+from forerun.cli.options import DebugOptions
 
 OUT = Path("runs/reference")
 WEIGHTS = Path(forerun.reference.__file__).parent / "weights"
@@ -173,7 +173,7 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(StudyOptions):
+class TrainOptions(DebugOptions):
     """Train the bundled target and draft."""
 
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None

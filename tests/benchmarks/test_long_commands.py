@@ -3,6 +3,7 @@ off."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +12,18 @@ import pytest
 import torch
 from support.saved_models import save_model
 from support.tiny import tiny
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.long_context.analyse_options import CACHES
+from benchmarks.long_context.analyse_command import CACHES
 from benchmarks.long_context.long_bench import Prefilled
+from benchmarks.long_context.yarn import stretch, stretch_model
 from benchmarks.papers.recipes import SPARSE
 from benchmarks.papers.triforce import TriforceBench
 from benchmarks.reporting.progress import telling
 from forerun.core.long_context import LongContextConfig
 from forerun.models.loading.load import load
-from forerun.models.loading.yarn import stretch
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +112,16 @@ def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(
 
 def test_a_model_stretched_by_yarn_reads_beyond_its_positions(saved: str, tmp_path: Path) -> None:
     plain, _ = load(saved)
-    model, _ = load(saved, yarn=2.5)
+    model, _ = load(saved)
+    stretch_model(model, 2.5)
     assert (plain.config.max_position_embeddings, model.config.max_position_embeddings) == (2048, 5120)
     assert model.config.rope_parameters["rope_type"] == "yarn"
     assert model.config.rope_parameters["original_max_position_embeddings"] == 2048
     assert not torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
     assert torch.equal(model.lm_head.weight, plain.lm_head.weight)
+    made = AutoModelForCausalLM.from_pretrained(saved, config=copy.deepcopy(model.config)).eval()
+    ids = torch.arange(3, 90)[None]
+    assert torch.equal(model(ids).logits, made(ids).logits)
     texts = [*books(tmp_path, 400), "--contexts", "2500", "--parts", "temperatures"]
     done = measured(saved, texts, tmp_path / "out")
     assert done.exit_code == 2 and "the model has 2,048; give a shorter context, or --yarn 2 " in done.stderr

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
 from benchmarks.papers import lookahead, sweeps
+from benchmarks.papers.lookahead_command import PARTS, QUICK, Amounts, LookaheadOptions
 from benchmarks.papers.lookahead_methods import (
     FORMS,
     NAMESPACE,
@@ -29,7 +30,6 @@ from benchmarks.papers.lookahead_methods import (
     published,
     warmed,
 )
-from benchmarks.papers.lookahead_options import PARTS, QUICK, Amounts, LookaheadOptions
 from benchmarks.papers.pass_grid import pass_rows
 from benchmarks.papers.peak_memory import peak_bytes, peaks, why_not
 from benchmarks.papers.timed_drafter import Clocked, Times

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.studies.offload_options import OffloadOptions
+from benchmarks.studies.offload_command import OffloadOptions
 
 
 def test_the_command_measures_reading_and_speed(tmp_path: Path) -> None:

@@ -7,11 +7,8 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
-from forerun.cli.bench_options import BenchOptions
-from forerun.cli.chat_options import ChatOptions
-from forerun.cli.commands import command
-from forerun.cli.errors import user_errors
-from forerun.cli.options import AuditOptions, DemoOptions, GenerateOptions
+from forerun.cli.commands import command, user_errors
+from forerun.cli.options import AuditOptions, BenchOptions, ChatOptions, DemoOptions, GenerateOptions
 from forerun.cli.rank_check import check_shared
 from forerun.cli.serve_options import ServeOptions
 

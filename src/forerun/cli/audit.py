@@ -19,13 +19,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import __version__
 from forerun.audit.audit import Comparison, Plan, Report, audit
-from forerun.cli.models import settings
+from forerun.cli.models import load_target, settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import stderr, stdout, working
 from forerun.drafting.recipes import RECIPES, check_drafter
 from forerun.engine.engine import BUDGET
-from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, quiet
+from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, quiet
 from forerun.models.text.prompts import encode
 from forerun.reference import demo_prompts
 
@@ -65,7 +65,7 @@ def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTo
     wanted = options.drafter or list(RECIPES)
     return Plan(
         drafters=options.drafter or (),
-        settings=settings(options, options.model, wanted, model, tokenizer, options.trust_remote_code),
+        settings=settings(options, wanted, model, tokenizer),
         max_new_tokens=options.max_new_tokens,
         seeds=options.seeds,
         temperature=options.temperature,
@@ -75,9 +75,7 @@ def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 def _load(options: AuditOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     with working(stderr(), f"loading {options.model}"):
-        model, tokenizer = load(
-            options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code
-        )
+        model, tokenizer = load_target(options)
         if options.dtype is None and model.num_parameters() < SMALL:
             model = model.to(torch.float64)
     return model, tokenizer

@@ -15,11 +15,11 @@ from forerun.bench.machine import plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, Row, changed, summarise, write
 from forerun.bench.rounds import PromptSet
-from forerun.cli.bench_options import BENCH_DRAFTERS, BenchOptions
-from forerun.cli.models import settings
+from forerun.cli.models import load_target, settings
+from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
 from forerun.cli.terminal import measuring, say, stderr, stdout, working
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.load import BUNDLED, load, quiet
+from forerun.models.loading.load import BUNDLED, quiet
 from forerun.models.loading.stored_weights import dtype_name
 from forerun.reference import demo_prompts
 
@@ -32,11 +32,9 @@ def run(options: BenchOptions) -> None:
     check_drafters(drafters, small_model=options.draft_model is not None or options.model == BUNDLED)
     lines = _demo_lines() if options.prompts_file is None else read_prompts_file(options.prompts_file)
     with quiet(), working(stderr(), f"loading {options.model}"):
-        target, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-        )
+        target, tokenizer = load_target(options)
         sets = _prompt_sets(options, lines, TemplateEncoder(tokenizer, options.raw), position_limit(target))
-        long = settings(options, options.model, drafters, target, tokenizer, options.trust_remote_code)
+        long = settings(options, drafters, target, tokenizer)
         bench = Bench(target, drafters, long, tokenizer, options.skip or ())
         bench.check_skip(sets)
     shared = about(options.model, dtype_name(target), str(target.device))

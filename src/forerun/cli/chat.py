@@ -13,9 +13,10 @@ from typing import Any
 import typer
 
 from forerun import __version__
-from forerun.cli.chat_options import ChatOptions
-from forerun.cli.errors import one_line
-from forerun.cli.generate import Output, build_engine, following, nothing, sampling, seed_of
+from forerun.cli.commands import one_line
+from forerun.cli.generate import Output, following, nothing, sampling, seed_of
+from forerun.cli.models import make_engine
+from forerun.cli.options import ChatOptions
 from forerun.cli.prompt_input import check_text
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import stats_table
@@ -36,12 +37,12 @@ COMMANDS = {
 
 def run(options: ChatOptions) -> None:
     """Run the conversation."""
-    if followed(lambda: build_engine(following(options))):
+    if followed(lambda: make_engine(following(options))):
         return
     check_drafter(options.drafter)
     system = None if options.system is None else check_text(options.system, "--system")
     began = time.perf_counter()
-    with quiet(), leading(engine := build_engine(options)):
+    with quiet(), leading(engine := make_engine(options)):
         loading = time.perf_counter() - began
         chat = Chat(options, Conversation(engine, system, **sampling(options)), loading)
         if sys.stdin.isatty():

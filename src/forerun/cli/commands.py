@@ -1,18 +1,24 @@
-"""From a dataclass of options to a command."""
+"""From a dataclass of options to a command.
+
+Errors that users cause become one line on stderr and exit status 2; bugs show a traceback.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, get_type_hints
 
 import typer
 
-from forerun.cli.errors import user_errors
 from forerun.cli.log import shown_log
+
+USER_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def command(app: typer.Typer, name: str, options: type[Any], module: str) -> None:
@@ -45,3 +51,33 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@contextmanager
+def user_errors(debug: bool = False) -> Iterator[None]:
+    """A context that turns errors caused by users into an exit; with ``debug`` they are raised unchanged."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        close_quietly()
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (ValueError, NotImplementedError, OSError) as error:
+        if debug:
+            raise
+        typer.echo(f"error: {one_line(error)}", err=True)
+        raise typer.Exit(USER_ERROR) from None
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks; for file errors it begins with the file."""
+    message = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    return " ".join(message.split()) or type(error).__name__
+
+
+def close_quietly() -> None:
+    """Discard buffered output when stdout's reader is gone, instead of failing at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

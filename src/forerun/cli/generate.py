@@ -12,24 +12,22 @@ from typing import Any, TypeVar
 import typer
 
 from forerun import __version__
-from forerun.cli.chat_options import ChatOptions
-from forerun.cli.errors import INTERRUPTED
-from forerun.cli.models import memory_of, settings
-from forerun.cli.options import GenerateOptions
+from forerun.cli.commands import INTERRUPTED
+from forerun.cli.models import make_engine, memory_of
+from forerun.cli.options import GenerateOptions, WriterOptions, size_of
 from forerun.cli.prompt_input import check_text, read_prompt
-from forerun.cli.rank_check import followed, leading, ranks
-from forerun.cli.sizes import size_of
+from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import levels, stats_table
-from forerun.cli.terminal import PrefillBar, TextWriter, stderr, working
+from forerun.cli.terminal import PrefillBar, TextWriter, stderr
 from forerun.core.request import Request
 from forerun.drafting.recipes import check_drafter
-from forerun.engine.engine import BUDGET, Engine
-from forerun.models.loading.load import load, quiet
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import quiet
 from forerun.models.text.chat_template import has_template
 from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.prompts import Prompts, encode
 
-Options = TypeVar("Options", GenerateOptions, ChatOptions)
+OptionsT = TypeVar("OptionsT", bound=WriterOptions)
 
 
 @dataclass
@@ -60,14 +58,14 @@ class Output:
 
 def run(options: GenerateOptions) -> None:
     """Run the generation."""
-    if followed(lambda: build_engine(following(options), **kept_texts(options))):
+    if followed(lambda: make_engine(following(options), lambda _: kept_texts(options))):
         return
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
     check_drafter(options.drafter)
     known = [read_prompt(str(path)) for path in options.warm or []]
     kept = kept_texts(options)
     began = time.perf_counter()
-    with quiet(), closing(build_engine(options, **kept)) as engine, leading(engine):
+    with quiet(), closing(make_engine(options, lambda _: kept)) as engine, leading(engine):
         loading = time.perf_counter() - began
         (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
         (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
@@ -94,8 +92,8 @@ def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
 
 def conversation(text: str, system: str | None) -> list[dict[str, str]]:
     """A text as the user's first message, after the system message if there is one."""
-    told = [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
-    return [*told, {"role": "user", "content": text}]
+    first = [] if system is None else [{"role": "system", "content": check_text(system, "--system")}]
+    return [*first, {"role": "user", "content": text}]
 
 
 def _generate(options: GenerateOptions, engine: Engine, request: Request, loading: float) -> bool:
@@ -115,9 +113,9 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request, loadin
     return interrupted
 
 
-def sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any]:
+def sampling(options: WriterOptions) -> dict[str, Any]:
     """Options for the engine; options that are not given are left to the model's configuration."""
-    asked: dict[str, Any] = {
+    given: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "namespace": options.namespace,
         "verification": options.verification,
@@ -126,9 +124,9 @@ def sampling(options: GenerateOptions | ChatOptions) -> dict[str, Any]:
         "stop_strings": options.stop or None,
     }
     if options.temperature > 0:
-        asked |= {"temperature": options.temperature, "top_k": options.top_k or 0, "min_p": options.min_p}
-        asked |= {"top_p": 1.0 if options.top_p is None else options.top_p, "seed": options.seed}
-    return {name: value for name, value in asked.items() if value is not None}
+        given |= {"temperature": options.temperature, "top_k": options.top_k or 0, "min_p": options.min_p}
+        given |= {"top_p": 1.0 if options.top_p is None else options.top_p, "seed": options.seed}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def kept_texts(options: GenerateOptions) -> dict[str, Any]:
@@ -143,21 +141,9 @@ def kept_texts(options: GenerateOptions) -> dict[str, Any]:
     return {"kv_store": options.kv_store, "kv_store_limit": limit, "kv_memory": memory_of(options)}
 
 
-def following(options: Options) -> Options:
+def following(options: OptionsT) -> OptionsT:
     """These options for a rank that drafts nothing."""
     return replace(options, drafter="none", draft_model=None)
-
-
-def build_engine(options: GenerateOptions | ChatOptions, **kept: Any) -> Engine:
-    """The engine for these options; ``kept`` as from ``kept_texts``."""
-    with working(stderr(), f"loading {options.model}"):
-        model, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code,
-            ranks=ranks(),
-        )  # fmt: skip
-        budget = BUDGET if options.budget is None else options.budget
-        built = settings(options, options.model, [options.drafter], model, tokenizer, options.trust_remote_code)
-        return Engine(model, options.drafter, settings=built, tokenizer=tokenizer, budget=budget, **kept)
 
 
 @contextmanager

@@ -1,17 +1,21 @@
-"""The target of a command, and the small model if a drafter needs one."""
+"""From a command's options to the target, the small model if a drafter needs one, and the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.cli.memory_options import MemoryOptions
-from forerun.cli.options import LongOptions
+from forerun.cli.options import LongOptions, MemoryOptions
+from forerun.cli.rank_check import ranks
+from forerun.cli.terminal import stderr, working
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import RECIPES, Recipe
+from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.kv_tiers import KVMemory
-from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
+from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
@@ -31,25 +35,56 @@ def memory_of(options: MemoryOptions) -> KVMemory | None:
     return KVMemory(sizes["kv_memory"], sizes.get("kv_host_memory"), options.kv_folder, sizes.get("simulate_bandwidth"))
 
 
+def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target and its tokenizer.
+
+    Args:
+        options: ``ModelOptions``, or a server's settings.
+    """
+    return load(
+        options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
+        ranks=ranks(),
+    )  # fmt: skip
+
+
 def settings(
-    options: LongOptions,
-    model: str,
+    options: Any,
     drafters: Sequence[str],
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    trust_remote_code: bool,
     recipes: Mapping[str, Recipe] = RECIPES,
 ) -> LongContextConfig:
     """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named.
 
     Args:
-        model: the target's name; the bundled target has its own small model.
+        options: of the target, and ``LongOptions`` if there are any. The bundled target has its own small model.
+        drafters: names of recipes.
+        target: the model to draft for.
+        tokenizer: the target's.
         recipes: by name.
     """
-    name = options.draft_model or (BUNDLED_DRAFT if model == BUNDLED else None)
-    needed = options.draft_model is not None or any(
-        recipes[drafter].small for drafter in drafters if drafter in recipes
-    )
+    make = options.settings if isinstance(options, LongOptions) else LongContextConfig
+    name = options.draft_model or (BUNDLED_DRAFT if options.model == BUNDLED else None)
+    needed = options.draft_model is not None or any(recipes[each].small for each in drafters if each in recipes)
     if name is None or not needed:
-        return options.settings()
-    return options.settings(load_draft(name, target, tokenizer, trust_remote_code=trust_remote_code))
+        return make()
+    return make(load_draft(name, target, tokenizer, trust_remote_code=options.trust_remote_code))
+
+
+def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] = lambda device: {}) -> Engine:
+    """The engine of a command.
+
+    Args:
+        options: ``WriterOptions``, or a server's settings.
+        memory: the engine's arguments of where keys and values lie, for the target's device.
+    """
+    with working(stderr(), f"loading {options.model}"):
+        model, tokenizer = load_target(options)
+        return Engine(
+            model,
+            options.drafter,
+            settings=settings(options, [options.drafter], model, tokenizer),
+            tokenizer=tokenizer,
+            budget=BUDGET if options.budget is None else options.budget,
+            **memory(model.device),
+        )

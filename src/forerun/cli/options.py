@@ -2,56 +2,111 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import typer
 
-from forerun.cli.memory_options import MemoryOptions
 from forerun.core.long_context import LongContextConfig, Policy, Sparse
 
+LONG_PANEL = "Long contexts"
 Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 
-_MODEL, _TEXT, _SAMPLING, _OUTPUT = "Model", "Text", "Sampling", "Output"
-_DRAFTER = (
+DRAFTER_HELP = (
     "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; see docs/usage.md."
 )
-_LONG = "Long contexts"
-_SOURCE = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
+MODEL_HELP = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
+DTYPE_HELP = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
+BENCH_DRAFTERS = ("auto", "trie", "lookup")
+"""Those that ``forerun bench`` measures unless others are named."""
+SIZE_OPTIONS = ("kv_memory", "kv_host_memory", "simulate_bandwidth")
+SIZE_UNITS = (
+    {"": 1, "B": 1}
+    | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+    | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+)
 
 
-def _option(*names: str, panel: str, help: str, **more: Any) -> Any:  # noqa: A002
-    return typer.Option(*names, rich_help_panel=panel, help=help, **more)
+def option(*flags: str, panel: str, help: str, **more: Any) -> Any:  # noqa: A002
+    """An option of a command; ``panel`` is its part of the help."""
+    return typer.Option(*flags, rich_help_panel=panel, help=help, **more)
 
 
-Model = Annotated[str, _option("--model", "-m", panel=_MODEL, help=_SOURCE, metavar="PATH|NAME")]
-Device = Annotated[str, _option("--device", panel=_MODEL, help="auto, cpu, cuda, cuda:1, ...")]
-Trust = Annotated[bool, _option("--trust-remote-code", panel=_MODEL, help="Run code that comes with the model.")]
-Budget = Annotated[int | None, _option("--budget", panel=_MODEL, help="Most drafted tokens a step.", min=1)]
-Drafter = Annotated[str, _option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)]
-_DTYPE = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
-AnyDtype = Annotated[Dtype, _option("--dtype", panel=_MODEL, help=_DTYPE)]
-Namespace = Annotated[str, _option("--namespace", panel=_MODEL, help="Whose outputs may be drafted.")]
-System = Annotated[str | None, _option("--system", panel=_TEXT, help="What the chat model is told first.")]
-MaxNewTokens = Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Most tokens.", min=1)]
-Stop = Annotated[list[str] | None, _option("--stop", panel=_TEXT, help="End behind this text; may be repeated.")]
-Penalty = Annotated[float | None, _option("--repetition-penalty", panel=_TEXT, help="Above 1: repeat less.")]
-Temperature = Annotated[float, _option("--temperature", "-t", panel=_SAMPLING, help="0 is greedy.", min=0.0)]
-TopK = Annotated[int | None, _option("--top-k", panel=_SAMPLING, help="Keep the k likeliest.", min=0)]
-TopP = Annotated[float | None, _option("--top-p", panel=_SAMPLING, help="Keep the likeliest with mass p.")]
-MinP = Annotated[float | None, _option("--min-p", panel=_SAMPLING, help="Keep p times the best and up.")]
-Verification = Annotated[
-    Literal["coupled", "rejection"], _option("--verification", panel=_SAMPLING, help="How samples are verified.")
+def flag_of(name: str) -> str:
+    """The flag of an option."""
+    return f"--{name.replace('_', '-')}"
+
+
+def size_of(text: str, flag: str) -> int:
+    """Bytes of a size such as ``4GiB``, ``500MB`` or ``1048576``.
+
+    Raises:
+        ValueError: if it is none, with the option's flag.
+    """
+    parts = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if parts is None or parts[2].upper() not in SIZE_UNITS:
+        raise ValueError(f"{flag} is {text!r}; it must be a number of bytes, or such as 500MB or 4GiB")
+    return int(float(parts[1]) * SIZE_UNITS[parts[2].upper()])
+
+
+Model = Annotated[str, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")]
+AnyDtype = Annotated[Dtype, option("--dtype", panel="Model", help=DTYPE_HELP)]
+Budget = Annotated[int | None, option("--budget", panel="Model", help="Most drafted tokens a step.", min=1)]
+Drafters = Annotated[
+    list[str] | None, option("--drafter", "-d", panel="Model", help=f"{DRAFTER_HELP} May be repeated.")
 ]
-Seed = Annotated[int | None, _option("--seed", panel=_SAMPLING, help="Of the noise; drawn and reported by default.")]
-Json = Annotated[bool, _option("--json", panel=_OUTPUT, help="One JSON object on stdout and nothing else.")]
-Debug = Annotated[bool, _option("--debug", panel=_OUTPUT, help="Show the traceback of an error.")]
+MaxNewTokens = Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per text.", min=1)]
+Rounds = Annotated[int, option("--rounds", panel="Text", help="Times each is measured.", min=1)]
+Raw = Annotated[bool, option("--raw", panel="Text", help="Leave the chat template out.")]
+Out = Annotated[Path, option("--out", panel="Output", help="Where the report goes.")]
+Resume = Annotated[
+    bool,
+    option("--resume", panel="Output", help="Go on with the journal in --out: what is in it is not run again."),
+]
+Skip = Annotated[
+    list[str] | None,
+    option("--skip", panel="Output", help="A contestant, as the tables name it, to leave out; may be repeated."),
+]
 Colour = Annotated[
-    bool | None, _option("--color/--no-color", panel=_OUTPUT, help="Colour drafted text; by default in a terminal.")
+    bool | None, option("--color/--no-color", panel="Output", help="Colour drafted text; by default in a terminal.")
+]
+Paced = Annotated[
+    bool, option("--paced/--fixed", panel=LONG_PANEL, help="Draft as many of these as pay, or always all.")
 ]
 
-Paced = Annotated[bool, _option("--paced/--fixed", panel=_LONG, help="Draft as many of these as pay, or always all.")]
+
+@dataclass(frozen=True)
+class DebugOptions:
+    """The option of every command."""
+
+    debug: Annotated[bool, option("--debug", panel="Output", help="Show the traceback of an error.")] = False
+
+
+@dataclass(frozen=True)
+class OutputOptions(DebugOptions):
+    """Options of a command that prints results."""
+
+    json: Annotated[bool, option("--json", panel="Output", help="One JSON object on stdout and nothing else.")] = False
+
+
+@dataclass(frozen=True)
+class AnyTypeModelOptions:
+    """The target, but for the type of its weights."""
+
+    model: Model = "bundled"
+    device: Annotated[str, option("--device", panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = "auto"
+    trust_remote_code: Annotated[
+        bool, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class ModelOptions(AnyTypeModelOptions):
+    """The target."""
+
+    dtype: AnyDtype = "auto"
 
 
 @dataclass(frozen=True)
@@ -60,32 +115,32 @@ class LongOptions:
 
     draft_model: Annotated[
         str | None,
-        _option("--draft-model", panel=_LONG, help="The small model, like --model; with bundled, the bundled one."),
+        option("--draft-model", panel=LONG_PANEL, help="The small model, like --model; with bundled, the bundled one."),
     ] = None
-    gamma1: Annotated[int, _option("--gamma1", panel=_LONG, help="Tokens the small model drafts at a time.", min=1)] = (
-        LongContextConfig.gamma1
-    )
-    gamma2: Annotated[int, _option("--gamma2", panel=_LONG, help="Tokens the target verifies at a time.", min=1)] = (
-        LongContextConfig.gamma2
-    )
+    gamma1: Annotated[
+        int, option("--gamma1", panel=LONG_PANEL, help="Tokens the small model drafts at a time.", min=1)
+    ] = LongContextConfig.gamma1
+    gamma2: Annotated[
+        int, option("--gamma2", panel=LONG_PANEL, help="Tokens the target verifies at a time.", min=1)
+    ] = LongContextConfig.gamma2
     paced: Paced = LongContextConfig.paced
     sparse: Annotated[
         Sparse,
-        _option("--sparse", panel=_LONG, help="The target's cache in triforce, triforce-trie and triforce-auto."),
+        option("--sparse", panel=LONG_PANEL, help="The target's cache in triforce, triforce-trie and triforce-auto."),
     ] = LongContextConfig.sparse
     cache_budget: Annotated[
-        int, _option("--cache-budget", panel=_LONG, help="Tokens in a sparse cache of the target.", min=1)
+        int, option("--cache-budget", panel=LONG_PANEL, help="Tokens in a sparse cache of the target.", min=1)
     ] = LongContextConfig.cache_budget
-    chunk: Annotated[int, _option("--chunk", panel=_LONG, help="Tokens retrieved together.", min=1)] = (
+    chunk: Annotated[int, option("--chunk", panel=LONG_PANEL, help="Tokens retrieved together.", min=1)] = (
         LongContextConfig.chunk
     )
-    refresh: Annotated[Policy, _option("--refresh", panel=_LONG, help="When chunks are chosen anew.")] = (
+    refresh: Annotated[Policy, option("--refresh", panel=LONG_PANEL, help="When chunks are chosen anew.")] = (
         LongContextConfig.refresh
     )
-    sinks: Annotated[int, _option("--sinks", panel=_LONG, help="First tokens a streaming cache keeps.", min=0)] = (
+    sinks: Annotated[int, option("--sinks", panel=LONG_PANEL, help="First tokens a streaming cache keeps.", min=0)] = (
         LongContextConfig.sinks
     )
-    window: Annotated[int, _option("--window", panel=_LONG, help="Last tokens the small model sees.", min=1)] = (
+    window: Annotated[int, option("--window", panel=LONG_PANEL, help="Last tokens the small model sees.", min=1)] = (
         LongContextConfig.window
     )
 
@@ -96,101 +151,172 @@ class LongOptions:
 
 
 @dataclass(frozen=True)
-class GenerateOptions(MemoryOptions, LongOptions):
+class MemoryOptions:
+    """How much memory keys and values may take. What does not fit on the device is brought in layer by layer."""
+
+    ALONE: ClassVar[tuple[str, ...]] = ()
+    """Options that may be given without ``--kv-memory``."""
+
+    kv_memory: Annotated[
+        str | None,
+        option("--kv-memory", panel="Memory", metavar="SIZE", help="For keys and values on the device, such as "
+               "20GiB; the rest lies in the host's memory."),
+    ] = None  # fmt: skip
+    kv_host_memory: Annotated[
+        str | None,
+        option("--kv-host-memory", panel="Memory", metavar="SIZE", help="For that rest; by default no limit."),
+    ] = None
+    kv_folder: Annotated[
+        Path | None,
+        option("--kv-folder", panel="Memory", help="For a file with what does not fit there either."),
+    ] = None
+    simulate_bandwidth: Annotated[
+        str | None,
+        option("--simulate-bandwidth", panel="Memory", metavar="SIZE", help="Bring in this many bytes a second, "
+               "such as 1GB, and no more; on a CPU."),
+    ] = None  # fmt: skip
+
+    def sizes(self) -> dict[str, int]:
+        """The options that are sizes, in bytes, as far as they are given.
+
+        Raises:
+            ValueError: for something that is no size, or others without ``--kv-memory``.
+        """
+        given = {name: getattr(self, name) for name in (*SIZE_OPTIONS, "kv_folder") if getattr(self, name) is not None}
+        rest = [name for name in given if name not in self.ALONE]
+        if rest and self.kv_memory is None:
+            raise ValueError(f"{flag_of(rest[0])} is of what does not fit on the device; add --kv-memory")
+        return {name: size_of(given[name], flag_of(name)) for name in SIZE_OPTIONS if name in given}
+
+
+@dataclass(frozen=True)
+class WriterOptions(LongOptions, ModelOptions):
+    """Options of a text that one engine generates for a user."""
+
+    drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "auto"
+    budget: Budget = None
+    namespace: Annotated[str, option("--namespace", panel="Model", help="Whose outputs may be drafted.")] = "default"
+    system: Annotated[str | None, option("--system", panel="Text", help="The chat model's system message.")] = None
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Most tokens.", min=1)] = 256
+    stop: Annotated[list[str] | None, option("--stop", panel="Text", help="End behind this text; may be repeated.")] = (
+        None
+    )
+    repetition_penalty: Annotated[
+        float | None, option("--repetition-penalty", panel="Text", help="Above 1: repeat less.")
+    ] = None
+    temperature: Annotated[float, option("--temperature", "-t", panel="Sampling", help="0 is greedy.", min=0.0)] = 0.0
+    top_k: Annotated[int | None, option("--top-k", panel="Sampling", help="Keep the k likeliest.", min=0)] = None
+    top_p: Annotated[float | None, option("--top-p", panel="Sampling", help="Keep the likeliest with mass p.")] = None
+    min_p: Annotated[float | None, option("--min-p", panel="Sampling", help="Keep p times the best and up.")] = None
+    seed: Annotated[
+        int | None, option("--seed", panel="Sampling", help="Of the noise; drawn and reported by default.")
+    ] = None
+    verification: Annotated[
+        Literal["coupled", "rejection"],
+        option("--verification", panel="Sampling", help="How samples are verified."),
+    ] = "coupled"
+    stats: Annotated[
+        bool, option("--stats", panel="Output", help="A table of steps and times for each text, on stderr.")
+    ] = False
+    color: Colour = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) is not None]
+        if self.temperature == 0 and given:
+            flags = ", ".join(map(flag_of, given))
+            raise ValueError(f"{flags} has no effect at temperature 0, which is greedy; add --temperature")
+
+
+@dataclass(frozen=True)
+class GenerateOptions(OutputOptions, MemoryOptions, WriterOptions):
     """Continue a prompt; accepted drafts are shown in colour.
 
     Temperature 0, the default, is greedy decoding. The text is the model's own, the same with and without a drafter.
     """
 
-    model: Model = "bundled"
-    drafter: Drafter = "auto"
-    budget: Budget = None
-    dtype: AnyDtype = "auto"
-    device: Device = "auto"
-    trust_remote_code: Trust = False
     trie_file: Annotated[
-        Path | None, _option("--trie-file", panel=_MODEL, help="Load the trie, if the file is there; save it after.")
+        Path | None,
+        option("--trie-file", panel="Model", help="Load the trie, if the file is there; save it after."),
     ] = None
     warm: Annotated[
-        list[Path] | None, _option("--warm", panel=_MODEL, help="A text file to draft from; may be repeated.")
+        list[Path] | None, option("--warm", panel="Model", help="A text file to draft from; may be repeated.")
     ] = None
     kv_store: Annotated[
-        Path | None, _option("--kv-store", panel=_MODEL, help="A folder that keeps what was read of prompts.")
+        Path | None, option("--kv-store", panel="Model", help="A folder that keeps what was read of prompts.")
     ] = None
     kv_store_limit: Annotated[
-        str | None, _option("--kv-store-limit", panel=_MODEL, help="Of bytes there, such as 20GiB.", metavar="SIZE")
+        str | None, option("--kv-store-limit", panel="Model", help="Of bytes there, such as 20GiB.", metavar="SIZE")
     ] = None
-    namespace: Namespace = "default"
-    prompt: Annotated[str | None, _option("--prompt", "-p", panel=_TEXT, help="The text to continue or answer.")] = None
+    prompt: Annotated[str | None, option("--prompt", "-p", panel="Text", help="The text to continue or answer.")] = None
     prompt_file: Annotated[
         str | None,
-        _option("--prompt-file", "-f", panel=_TEXT, help="Its file, or - for stdin; a final newline is dropped."),
+        option("--prompt-file", "-f", panel="Text", help="Its file, or - for stdin; a final newline is dropped."),
     ] = None
     chat: Annotated[
         bool | None,
-        _option(
-            "--chat/--raw", panel=_TEXT, help="Answer, or continue; by default answer if the model has a chat template."
-        ),
-    ] = None
-    system: System = None
+        option("--chat/--raw", panel="Text", help="Answer, or continue; by default answer if the model has a chat "
+               "template."),
+    ] = None  # fmt: skip
     context: Annotated[
-        int | None, _option("--context", panel=_TEXT, help="Keep this many tokens of the prompt, the last.", min=1)
+        int | None, option("--context", panel="Text", help="Keep this many tokens of the prompt, the last.", min=1)
     ] = None
-    max_new_tokens: MaxNewTokens = 256
-    stop: Stop = None
-    repetition_penalty: Penalty = None
-    temperature: Temperature = 0.0
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    seed: Seed = None
-    verification: Verification = "coupled"
-    stats: Annotated[bool, _option("--stats", panel=_OUTPUT, help="A table of steps and times, on stderr.")] = False
-    json: Json = False
-    color: Colour = None
-    debug: Debug = False
 
     def __post_init__(self) -> None:
-        check_sampling(self)
+        super().__post_init__()
         if (self.prompt is None) == (self.prompt_file is None):
             raise ValueError("give either --prompt or --prompt-file (- reads stdin)")
         if self.system is not None and self.chat is False:
             raise ValueError("--system is for chat models, and --raw turns that off")
         self.sizes()
-        if self.trie_file is not None:
-            _check_trie_file(self.trie_file, self.drafter)
+        path = self.trie_file
+        if path is not None and self.drafter != "auto" and not self.drafter.startswith("trie"):
+            raise ValueError(f"--trie-file needs a trie drafter, and --drafter is {self.drafter!r}")
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"--trie-file is {path}: there is no folder {path.parent}")
 
 
 @dataclass(frozen=True)
-class AuditOptions(LongOptions):
+class ChatOptions(OutputOptions, WriterOptions):
+    """Talk with a chat model; accepted drafts are shown in colour.
+
+    One message per line, typed or piped in. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation.
+    In each turn the model reads only what is new.
+    """
+
+    model: Model = ""
+    max_new_tokens: MaxNewTokens = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.model:
+            raise ValueError("give --model, a chat model; make real puts a small one into runs/real")
+
+
+@dataclass(frozen=True)
+class AuditOptions(OutputOptions, LongOptions, AnyTypeModelOptions):
     """Check on your own model that drafting changes nothing.
 
     Compares greedy text with transformers' own generate, sampled text with plain sampling of the same seeds, and a
     batch with each of its prompts alone. Exit status 1 if any text differs by more than rounding, or a drafter never
-    drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may not pay.
+    drafted. Drafts have fixed lengths unless --paced is given, so that they are made although they may not pay. All
+    drafters are audited unless some are named.
     """
 
-    model: Model = "bundled"
-    drafter: Annotated[
-        list[str] | None, _option("--drafter", "-d", panel=_MODEL, help=f"{_DRAFTER} May be repeated; default: all.")
-    ] = None
-    budget: Budget = None
     dtype: Annotated[
         Dtype | None,
-        _option("--dtype", panel=_MODEL, help="Default: float64 under 100 million parameters, else the file's."),
+        option("--dtype", panel="Model", help="Default: float64 under 100 million parameters, else the file's."),
     ] = None
-    device: Device = "auto"
-    trust_remote_code: Trust = False
-    prompt: Annotated[list[str] | None, _option("--prompt", "-p", panel=_TEXT, help="May be repeated.")] = None
+    drafter: Drafters = None
+    budget: Budget = None
+    prompt: Annotated[list[str] | None, option("--prompt", "-p", panel="Text", help="May be repeated.")] = None
     prompt_file: Annotated[
-        list[str] | None, _option("--prompt-file", "-f", panel=_TEXT, help="A file with one prompt; may be repeated.")
+        list[str] | None,
+        option("--prompt-file", "-f", panel="Text", help="A file with one prompt; may be repeated."),
     ] = None
-    max_new_tokens: Annotated[int, _option("--max-new-tokens", "-n", panel=_TEXT, help="Per text.", min=1)] = 64
-    seeds: Annotated[int, _option("--seeds", panel=_SAMPLING, help="Sampled texts per prompt.", min=0)] = 1
+    max_new_tokens: MaxNewTokens = 64
+    seeds: Annotated[int, option("--seeds", panel="Sampling", help="Sampled texts per prompt.", min=0)] = 1
+    temperature: Annotated[float, option("--temperature", "-t", panel="Sampling", help="Of these, above 0.")] = 1.0
     paced: Paced = False
-    temperature: Annotated[float, _option("--temperature", "-t", panel=_SAMPLING, help="Of these, above 0.")] = 1.0
-    json: Json = False
-    debug: Debug = False
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -200,38 +326,46 @@ class AuditOptions(LongOptions):
 
 
 @dataclass(frozen=True)
-class DemoOptions:
+class BenchOptions(OutputOptions, LongOptions, ModelOptions):
+    """Compare drafters with transformers' greedy decoding and prompt lookup, on any model and your own prompts.
+
+    Contestants take turns in one process; medians count, and the spread of the rounds is shown. Plain Forerun (none) is
+    always among them, and every drafter's text is compared with its text. By default auto, trie and lookup. Writes
+    JSON, Markdown and, with matplotlib, a plot. Exit status 1 if a text differs although the model's passes are exact
+    to the bit.
+    """
+
+    drafter: Drafters = None
+    prompts_file: Annotated[
+        Path | None,
+        option("--prompts-file", panel="Text", help="JSON lines of {task, prompt} or {task, messages}; default: the "
+               "demo's."),
+    ] = None  # fmt: skip
+    raw: Raw = False
+    prompts: Annotated[int | None, option("--prompts", panel="Text", help="Per task; default: all.", min=1)] = None
+    warm_prompts: Annotated[
+        int, option("--warm-prompts", panel="Text", help="Of the rest, answered before by a warm trie.", min=0)
+    ] = 20
+    rounds: Rounds = 5
+    max_new_tokens: MaxNewTokens = 160
+    skip: Skip = None
+    out: Out = Path("runs/bench")
+    resume: Resume = False
+
+
+@dataclass(frozen=True)
+class DemoOptions(OutputOptions):
     """Decode one prompt of each kind plainly and with the trie: the same text, timed side by side."""
 
     kind: Annotated[
-        list[str] | None, _option("--kind", "-k", panel=_TEXT, help="rag, code, json, maths or prose; default: all.")
+        list[str] | None,
+        option("--kind", "-k", panel="Text", help="rag, code, json, maths or prose; default: all."),
     ] = None
     max_new_tokens: Annotated[
-        int | None, _option("--max-new-tokens", "-n", panel=_TEXT, help="At most this many for each.", min=1)
+        int | None, option("--max-new-tokens", "-n", panel="Text", help="Most tokens for each.", min=1)
     ] = None
-    repeats: Annotated[int, _option("--repeats", panel=_TEXT, help="Runs; the medians count.", min=1)] = 3
+    repeats: Annotated[int, option("--repeats", panel="Text", help="Runs; the medians count.", min=1)] = 3
     warm: Annotated[
-        bool, _option("--warm", panel=_TEXT, help="Let the trie remember earlier runs; else each starts empty.")
+        bool, option("--warm", panel="Text", help="Let the trie remember earlier runs; else each starts empty.")
     ] = False
-    json: Json = False
     color: Colour = None
-    debug: Debug = False
-
-
-def check_sampling(options: Any) -> None:
-    """Refuse sampling options for greedy decoding.
-
-    Raises:
-        ValueError: with the options.
-    """
-    given = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(options, name) is not None]
-    if options.temperature == 0 and given:
-        listed = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"{listed} has no effect at temperature 0, which is greedy; add --temperature")
-
-
-def _check_trie_file(path: Path, drafter: str) -> None:
-    if drafter != "auto" and not drafter.startswith("trie"):
-        raise ValueError(f"--trie-file needs a trie drafter, and --drafter is {drafter!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--trie-file is {path}: there is no folder {path.parent}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from forerun.cli.errors import USER_ERROR
+from forerun.cli.commands import USER_ERROR
 
 if TYPE_CHECKING:
     from forerun.engine.engine import Engine

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from forerun.cli.log import server_log
-from forerun.cli.models import settings as model_settings
-from forerun.cli.options import LongOptions
+from forerun.cli.models import make_engine
 from forerun.cli.rank_check import followed, leading, ranks
 from forerun.cli.serve_options import ServeOptions
-from forerun.cli.terminal import stderr, working
 from forerun.drafting.recipes import check_drafter
-from forerun.engine.engine import BUDGET, Engine
-from forerun.models.loading.load import load, quiet
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import quiet
 
 if TYPE_CHECKING:
     from forerun.server.settings import ServerSettings
@@ -88,33 +86,16 @@ def _serve_replicas(settings: ServerSettings) -> None:
 
 def build_engine(settings: ServerSettings) -> Engine:
     """The engine that settings describe."""
-    with working(stderr(), f"loading {settings.model}"):
-        model, tokenizer = load(
-            settings.model,
-            settings.dtype,
-            device=settings.device,
-            trust_remote_code=settings.trust_remote_code,
-            ranks=ranks(),
-        )
-        long_context = model_settings(
-            LongOptions(draft_model=settings.draft_model),
-            settings.model,
-            [settings.drafter],
-            model,
-            tokenizer,
-            settings.trust_remote_code,
-        )
-        return Engine(
-            model,
-            settings.drafter,
-            settings=long_context,
-            tokenizer=tokenizer,
-            budget=BUDGET if settings.budget is None else settings.budget,
-            prefix_cache=int(settings.prefix_cache),
-            kv_store=settings.kv_store,
-            kv_store_limit=None if settings.kv_store_limit is None else int(settings.kv_store_limit),
-            kv_memory=settings.tiers(model.device),
-        )
+    limit = settings.kv_store_limit
+    return make_engine(
+        settings,
+        lambda device: {
+            "prefix_cache": int(settings.prefix_cache),
+            "kv_store": settings.kv_store,
+            "kv_store_limit": None if limit is None else int(limit),
+            "kv_memory": settings.tiers(device),
+        },
+    )
 
 
 def _serve_engine(engine: Engine, settings: ServerSettings, sockets: list[socket.socket]) -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-from forerun.cli.options import _DRAFTER, _MODEL, _SOURCE, Budget, Debug, Dtype
-from forerun.cli.options import _option as option
+from forerun.cli.options import DRAFTER_HELP, MODEL_HELP, Budget, DebugOptions, Dtype, option
 
 _WHO, _MUCH, _INDEX = "Where and for whom", "How much", "What is learned"
 _SIZE = "in bytes, or such as 4GiB."
@@ -16,7 +15,7 @@ REPEATED = {"api_key": "api_keys", "allowed_host": "allowed_hosts", "cors_origin
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(DebugOptions):
     """Serve a model to many clients at once, as OpenAI's API does: completions, chat, metrics.
 
     Each text is the one that its request would get alone. Every option may be set by FORERUN_NAME in the environment or
@@ -26,20 +25,20 @@ class ServeOptions:
     config: Annotated[
         Path | None, option("--config", panel=_WHO, help="Settings in TOML.", metavar="FILE", envvar="FORERUN_CONFIG")
     ] = None
-    model: Annotated[str | None, option("--model", "-m", panel=_MODEL, help=_SOURCE, metavar="PATH|NAME")] = None
+    model: Annotated[str | None, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")] = None
     name: Annotated[
-        str | None, option("--name", panel=_MODEL, help="What clients call it; else the end of its path.")
+        str | None, option("--name", panel="Model", help="What clients call it; else the end of its path.")
     ] = None
-    drafter: Annotated[str | None, option("--drafter", "-d", panel=_MODEL, help=_DRAFTER)] = None
+    drafter: Annotated[str | None, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = None
     draft_model: Annotated[
         str | None,
-        option("--draft-model", panel=_MODEL, help="The small model of triforce; with bundled, the bundled."),
+        option("--draft-model", panel="Model", help="The small model of triforce; with bundled, the bundled."),
     ] = None
     budget: Budget = None
-    dtype: Annotated[Dtype | None, option("--dtype", panel=_MODEL, help="Of the weights; auto is the file's.")] = None
-    device: Annotated[str | None, option("--device", panel=_MODEL, help="auto, cpu, cuda, cuda:1, ...")] = None
+    dtype: Annotated[Dtype | None, option("--dtype", panel="Model", help="Of the weights; auto is the file's.")] = None
+    device: Annotated[str | None, option("--device", panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = None
     trust_remote_code: Annotated[
-        bool | None, option("--trust-remote-code", panel=_MODEL, help="Run code that comes with the model.")
+        bool | None, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")
     ] = None
     host: Annotated[str | None, option("--host", panel=_WHO, help="Where to listen; this computer alone.")] = None
     port: Annotated[int | None, option("--port", panel=_WHO, help="8000 if nothing is set.", min=0, max=65535)] = None
@@ -127,7 +126,6 @@ class ServeOptions:
         bool | None, option("--ray/--no-ray", panel=_WHO, help="Serve by replicas on Ray; RAY_ADDRESS names a cluster.")
     ] = None
     replicas: Annotated[int | None, option("--replicas", panel=_WHO, help="With --ray: how many.", min=1)] = None
-    debug: Debug = False
 
     def flags(self) -> dict[str, Any]:
         """The settings that were given, by their names there."""

@@ -32,7 +32,6 @@ from transformers.utils import logging
 
 from forerun.models.loading import gguf
 from forerun.models.loading.stored_weights import STORED
-from forerun.models.loading.yarn import stretch
 from forerun.reference import bundled
 
 LOG = log.getLogger(__name__)
@@ -56,7 +55,6 @@ def load(
     *,
     device: str = "auto",
     trust_remote_code: bool = False,
-    yarn: float | None = None,
     ranks: int = 1,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder in evaluation mode and its tokenizer.
@@ -69,7 +67,6 @@ def load(
             activations are float32.
         device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
         trust_remote_code: run code that comes with the model.
-        yarn: factor by which to stretch the model's positions (``stretch``).
         ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
 
     Raises:
@@ -90,9 +87,7 @@ def load(
     if dtype == "auto" and (in_file or name_or_path in (BUNDLED, BUNDLED_DRAFT)):
         dtype = "float32"
     with quiet():
-        model, tokenizer = (
-            _from_file(found, dtype, yarn) if in_file else _from_folder(found, dtype, trust_remote_code, yarn, ranks)
-        )
+        model, tokenizer = _from_file(found, dtype) if in_file else _from_folder(found, dtype, trust_remote_code, ranks)
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
         raise ValueError(f"the tokenizer in {found} has {len(tokenizer)} tokens and the model {rows}: not a pair")
@@ -191,21 +186,18 @@ def _check_stored(found: Path, place: torch.device) -> None:
 
 
 def _from_folder(
-    folder: Path, dtype: str, trust_remote_code: bool, yarn: float | None, ranks: int
+    folder: Path, dtype: str, trust_remote_code: bool, ranks: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
-    config = _check_config(source)
+    _check_config(source)
     _check_weights(folder)
     _check_tokenizer(folder)
     tokenizer = _tokenizer(source)
     more: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
-    if yarn is not None:
-        stretch(config, yarn)
-        more["config"] = config
     return _model(source, dtype, use_safetensors=True, **more), tokenizer
 
 
-def _from_file(file: Path, dtype: str, yarn: float | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_file(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = gguf.check(file)
     done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
@@ -214,8 +206,6 @@ def _from_file(file: Path, dtype: str, yarn: float | None) -> tuple[PreTrainedMo
         with gguf.read_by(header):
             config = _check_config(source)
             tokenizer = _tokenizer(source)
-        if yarn is not None:
-            stretch(config, yarn)
         if dtype == STORED:
             from forerun.models.loading.as_stored import load_as_stored  # needs gguf, which may not be installed
 

@@ -13,8 +13,8 @@ import torch
 from support.gguf_files import write
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks import real_model as real
 from forerun import Conversation, Engine
-from forerun.models.loading import real
 from forerun.models.loading.load import load
 
 FOLDER = Path(__file__).parents[2] / "runs" / "real" / real.NAME

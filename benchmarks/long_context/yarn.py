@@ -6,7 +6,27 @@ change, so nothing guarantees that a model is good at such lengths.
 
 from __future__ import annotations
 
-from transformers import PreTrainedConfig
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from forerun.cli.models import load_target
+
+
+def load_stretched(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target of ``ModelOptions``, with its positions stretched by ``options.yarn`` if that is given."""
+    model, tokenizer = load_target(options)
+    if options.yarn is not None:
+        stretch_model(model, options.yarn)
+    return model, tokenizer
+
+
+def stretch_model(model: PreTrainedModel, factor: float) -> None:
+    """Let a loaded model take texts ``factor`` times as long: its rotary embeddings are made anew."""
+    stretch(model.config, factor)
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            module.__init__(module.config, model.device)  # type: ignore[misc]
 
 
 def stretch(config: PreTrainedConfig, factor: float) -> None:
