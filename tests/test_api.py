@@ -13,8 +13,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 import forerun
 from forerun.api import DEFAULTS, engine_of
 from forerun.drafting.recipes import trie_of
-from forerun.models.text.generation_options import GenerationOptions
-from forerun.models.text.requests import UNSUPPORTED_OPTIONS
+from forerun.models.text.requests import UNSUPPORTED_OPTIONS, GenerationOptions
 from forerun.reference import bundled
 from tests.support.tiny import tiny
 

@@ -38,7 +38,7 @@ from forerun.cli.options import (
     Out,
     OutputOptions,
 )
-from forerun.cli.terminal import say, stderr, working
+from forerun.cli.terminal import say
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
 
@@ -89,14 +89,13 @@ class AnalyseOptions(OutputOptions, LongOptions, ModelOptions):
 def run(options: AnalyseOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
-    with working(stderr(), "loading"):
-        model, tokenizer = load_stretched(options)
-        sizes = _sizes(options)
-        room = sizes.new_tokens + max(sizes.nodes) + 64
-        check_positions(sizes.contexts[-1], room, position_limit(model))
-        texts = Texts.read(options.text or (), encoder(tokenizer))
-        texts.check(options.prompts, sizes.contexts[-1])
-        settings = settings_for(options, ["streaming"], model, tokenizer)
+    model, tokenizer = load_stretched(options)
+    sizes = _sizes(options)
+    room = sizes.new_tokens + max(sizes.nodes) + 64
+    check_positions(sizes.contexts[-1], room, position_limit(model))
+    texts = Texts.read(options.text or (), encoder(tokenizer))
+    texts.check(options.prompts, sizes.contexts[-1])
+    settings = settings_for(options, ["streaming"], model, tokenizer)
     engine, wanted = Engine(model, "none"), names("--parts", options.parts, ANALYSE_PARTS)
     haystack = needles.build(texts, 0, sizes.contexts[-1], options.needles) if "acceptance" in wanted else None
     prompts = []

@@ -31,15 +31,15 @@ from forerun.bench.machine import plain_values
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import PromptSet, Tokens
 from forerun.cli.models import encoder as plain_encoder
+from forerun.cli.models import load_target
 from forerun.cli.options import (
     ModelOptions,
     Out,
     OutputOptions,
     option,
 )
-from forerun.cli.terminal import say, stderr, working
+from forerun.cli.terminal import say
 from forerun.engine.engine import Engine
-from forerun.models.loading.load import load
 from forerun.models.loading.stored_weights import dtype_name
 
 PARTS = ("methods", "updating", "capacity", "memory", "accuracy", "lengths", "passes", "warmup", "batches")
@@ -159,8 +159,7 @@ def run(options: LookaheadOptions) -> None:
     plots.check()
     amounts = options.amounts()
     sizes, parts = _sizes(options, amounts), names("--parts", options.parts, PARTS)
-    with working(stderr(), "loading"):
-        model, tokenizer = _load(options, options.dtype)
+    model, tokenizer = load_target(options)
     encoder = TemplateEncoder(tokenizer, options.raw)
     if "passes" in parts:
         check_positions(max(sizes.contexts), max(sizes.decodings) + 1, positions_of(model))
@@ -187,10 +186,6 @@ def run(options: LookaheadOptions) -> None:
     )
     bench.run(parts)
     delivery.end()
-
-
-def _load(options: LookaheadOptions, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load(options.model, dtype, device=options.device, trust_remote_code=options.trust_remote_code)
 
 
 def _track(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Track:
@@ -249,7 +244,7 @@ def _other_texts(tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[Tokens
 
 def _half(options: LookaheadOptions, amounts: Amounts, encoder: TemplateEncoder, model: PreTrainedModel) -> Half:
     """The target in bfloat16, and its questions."""
-    half, tokenizer = _load(options, "bfloat16")
+    half, tokenizer = load_target(replace(options, dtype="bfloat16"))
     texts = material.read_held_out(None, options.maths)
     limit, positions = amounts.max_new_tokens, positions_of(model)
     exams = []

@@ -10,8 +10,8 @@ from benchmarks.papers.sweeps import PRUNED_BYTES
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame, Line
 from benchmarks.reporting.tables import Report, listing
-from forerun.bench.plot import plot as plot_tasks
 from forerun.bench.report import means, pivot
+from forerun.bench.report import plot as plot_tasks
 from forerun.bench.rounds import BASELINE
 
 Row = dict[str, Any]

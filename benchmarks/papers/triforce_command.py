@@ -47,7 +47,7 @@ from forerun.cli.options import (
     Rounds,
     option,
 )
-from forerun.cli.terminal import say, stderr, working
+from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
@@ -152,8 +152,7 @@ def run(options: TriforceOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
     named = _named(options)
-    with working(stderr(), "loading"):
-        subject = (_real if options.simulate_acceptance is None else _simulated)(options, named)
+    subject = (_real if options.simulate_acceptance is None else _simulated)(options, named)
     dtype = dtype_name(subject.engine.target.model)
     report = Report("TriForce on long contexts", plain_values(options) | {"dtype": dtype}, subject.label)
     delivery = Delivery(report, options.out, "triforce", options.json)

@@ -42,7 +42,7 @@ from forerun.cli.options import (
     OutputOptions,
     option,
 )
-from forerun.cli.terminal import say, stderr, working
+from forerun.cli.terminal import say
 from forerun.drafting.recipes import check_drafter
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find
@@ -163,8 +163,7 @@ def run(options: ServingOptions) -> None:
 
 def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round]]:
     """What is served, and all that is asked; the model is read to be checked, and forgotten."""
-    with working(stderr(), "loading"):
-        model, tokenizer = load_target(options)
+    model, tokenizer = load_target(options)
     encoder = TemplateEncoder(tokenizer, options.raw)
     subject = ServedModel(
         options.model,

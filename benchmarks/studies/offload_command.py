@@ -35,7 +35,7 @@ from forerun.cli.options import (
     Rounds,
     option,
 )
-from forerun.cli.terminal import say, stderr, working
+from forerun.cli.terminal import say
 from forerun.engine.engine import Engine
 from forerun.kv.kv_tiers import KVMemory, min_device_bytes
 from forerun.models.forward import gate
@@ -77,15 +77,14 @@ def run(options: OffloadOptions) -> None:
     for name in drafters:
         check_drafter(name)
     contexts = sorted(numbers("--contexts", options.contexts, int, 64))
-    with working(stderr(), "loading"):
-        model, tokenizer = load_stretched(options)
-        check_positions(contexts[-1], _room(options), position_limit(model))
-        texts = Texts.read(options.text or (), encoder(tokenizer))
-        texts.check(1, contexts[-1])
-        settings = settings_for(options, drafters, model, tokenizer, RECIPES)
-        shape = gate.admit(model).kv
-        sizes = options.sizes()
-        bandwidth = sizes.get("simulate_bandwidth") or slow_link(model.device)
+    model, tokenizer = load_stretched(options)
+    check_positions(contexts[-1], _room(options), position_limit(model))
+    texts = Texts.read(options.text or (), encoder(tokenizer))
+    texts.check(1, contexts[-1])
+    settings = settings_for(options, drafters, model, tokenizer, RECIPES)
+    shape = gate.admit(model).kv
+    sizes = options.sizes()
+    bandwidth = sizes.get("simulate_bandwidth") or slow_link(model.device)
     told = plain_values(options) | {"dtype": dtype_name(model), "bandwidth": bandwidth}
     report = Report("Keys and values off the device", told)
     delivery = Delivery(report, options.out, "offload", options.json)

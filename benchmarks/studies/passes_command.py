@@ -25,7 +25,7 @@ from forerun.cli.options import (
     Rounds,
     option,
 )
-from forerun.cli.terminal import measuring, stderr, working
+from forerun.cli.terminal import measuring, stderr
 from forerun.models.loading.load import load
 
 DTYPES = get_args(Dtype)
@@ -63,11 +63,10 @@ def run(options: PassesOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and a plot."""
     plots.check()
     console = stderr()
-    with working(console, "loading"):
-        models = [
-            load(options.model, dtype, device=options.device, trust_remote_code=options.trust_remote_code)[0]
-            for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
-        ]
+    models = [
+        load(options.model, dtype, device=options.device, trust_remote_code=options.trust_remote_code)[0]
+        for dtype in dict.fromkeys(names("--dtypes", options.dtypes, DTYPES))
+    ]
     sizes = PassSizes(
         passes=sorted({1, *numbers("--passes", options.passes, int, 1)}),
         context=options.context,

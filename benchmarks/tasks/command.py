@@ -4,9 +4,9 @@ engines."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -26,9 +26,9 @@ from benchmarks.tasks.task_prompts import Counts, build_jobs, positions_of
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.contestants import check_drafters
 from forerun.bench.journal import Journal, about
-from forerun.bench.machine import plain_values
+from forerun.bench.machine import footer, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
-from forerun.bench.report import BenchResult, Row, summarise, write
+from forerun.bench.report import BenchResult, Row, equality_table, pivot, speed_table, summarise, warnings, write
 from forerun.bench.rounds import Decode, PromptSet, Tokens
 from forerun.cli.models import load_target
 from forerun.cli.options import (
@@ -42,7 +42,7 @@ from forerun.cli.options import (
     Skip,
     option,
 )
-from forerun.cli.terminal import measuring, stderr, stdout, working
+from forerun.cli.terminal import measuring, stderr, stdout
 from forerun.core.long_context import LongContextConfig
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 from forerun.models.loading.stored_weights import dtype_name
@@ -113,15 +113,52 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
         return [] if self.batch is None else sorted(set(numbers("--batch", self.batch, int, 2)))
 
 
+@dataclass(frozen=True)
+class TaskResult(BenchResult):
+    """What the tasks measured.
+
+    Attributes:
+        batches: rows with a ``batch`` column, if batches were measured.
+        skipped: tasks and contestants that were not measured, and why.
+        notes: remarks that a reader of the figures must know.
+    """
+
+    batches: Sequence[Row] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def json(self) -> Row:
+        more = {"batches": list(self.batches), "skipped": dict(self.skipped), "notes": self._notes()}
+        return super().json | more
+
+    @property
+    def markdown(self) -> str:
+        parts = [speed_table(self.rows), equality_table(self.rows)]
+        if self.batches:
+            parts += ["## Batches\n", batch_table(self.batches), equality_table(self.batches)]
+        parts += [f"{note}\n" for note in self._notes()]
+        parts += [f"Not measured: {name}: {reason}.\n" for name, reason in self.skipped.items()]
+        return "\n".join([*parts, footer(self.settings)])
+
+    def _notes(self) -> list[str]:
+        return [*self.notes, *warnings([*self.rows, *self.batches])]
+
+
+def batch_table(rows: Sequence[Row]) -> str:
+    """Tokens per second of all rows, and the ratio to transformers' padded batches."""
+    sized = [row | {"rows": f"{row['batch']} rows"} for row in rows]
+    return pivot(sized, "contestant", "rows", lambda r: f"{r['tokens_per_second']:.0f} tokens/s ({r['speed_up']:.2f}x)")
+
+
 def run(options: TaskOptions) -> None:
     """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
     check_drafters(options.drafter or DRAFTERS, options.model == BUNDLED, RECIPES)
     console = stderr()
     lines = read_prompts_file(options.prompts_file) if options.prompts_file else []
-    with working(console, "loading"):
-        target, tokenizer = load_target(options)
-        draft = load_draft(BUNDLED_DRAFT, target, tokenizer) if options.model == BUNDLED else None
+    target, tokenizer = load_target(options)
+    draft = load_draft(BUNDLED_DRAFT, target, tokenizer) if options.model == BUNDLED else None
     encoder = TemplateEncoder(tokenizer, options.raw)
     jobs, skipped, tasks = _jobs(options, encoder, lines, target)
     for name, reason in skipped.items():
@@ -142,7 +179,7 @@ def run(options: TaskOptions) -> None:
         bench.check_skip(jobs)
         shared = about(options.model, dtype, str(target.device))
         journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
-        result = BenchResult([], settings, [], skipped | peers.absent, peers.notes)
+        result = TaskResult([], settings, [], skipped | peers.absent, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         with measuring(console) as progress:
             for rows, batches in _measured(bench, options, jobs, batched, journal, decode, progress):
@@ -226,7 +263,7 @@ def in_turns(jobs: Sequence[PromptSet], count: int) -> list[Tokens]:
     return found[:count]
 
 
-def _write(result: BenchResult, folder: Path) -> list[Path]:
+def _write(result: TaskResult, folder: Path) -> list[Path]:
     """The report of ``forerun bench``, and a plot of the batches."""
     paths = write(result, folder, "speed")
     if result.batches:
@@ -237,7 +274,7 @@ def _write(result: BenchResult, folder: Path) -> list[Path]:
     return paths
 
 
-def _show(options: TaskOptions, result: BenchResult, paths: Sequence[Path]) -> None:
+def _show(options: TaskOptions, result: TaskResult, paths: Sequence[Path]) -> None:
     if options.json:
         print(json.dumps(result.json))
         return

@@ -11,67 +11,47 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.api import custom_generate, generate
-    from forerun.core.long_context import LongContextConfig
-    from forerun.core.origin import Origin
-    from forerun.core.request import Request
-    from forerun.core.stats import Stats
-    from forerun.core.tree import DraftTree
-    from forerun.drafting.drafter import Drafter, NoDrafter
-    from forerun.engine.batch import Batch
-    from forerun.engine.conversation import Conversation
-    from forerun.engine.engine import Engine
-    from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult
-    from forerun.models.forward.gate import UnsupportedModelError
-    from forerun.models.text.generation_options import GenerationOptions
-    from forerun.models.text.grammar_limits import SchemaError
-    from forerun.tensor_parallel.channel import ParallelError
+    from forerun.api import custom_generate as custom_generate
+    from forerun.api import generate as generate
+    from forerun.core.long_context import LongContextConfig as LongContextConfig
+    from forerun.core.origin import Origin as Origin
+    from forerun.core.request import Request as Request
+    from forerun.core.stats import Stats as Stats
+    from forerun.core.tree import DraftTree as DraftTree
+    from forerun.drafting.drafter import Drafter as Drafter
+    from forerun.drafting.drafter import NoDrafter as NoDrafter
+    from forerun.engine.batch import Batch as Batch
+    from forerun.engine.conversation import Conversation as Conversation
+    from forerun.engine.engine import Engine as Engine
+    from forerun.engine.result import Commit as Commit
+    from forerun.engine.result import GenerationInterrupted as GenerationInterrupted
+    from forerun.engine.result import GenerationResult as GenerationResult
+    from forerun.models.forward.gate import UnsupportedModelError as UnsupportedModelError
+    from forerun.models.text.grammar_limits import SchemaError as SchemaError
+    from forerun.models.text.requests import GenerationOptions as GenerationOptions
+    from forerun.tensor_parallel.channel import ParallelError as ParallelError
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Batch": "engine.batch",
-    "Commit": "engine.result",
-    "Conversation": "engine.conversation",
-    "DraftTree": "core.tree",
-    "Drafter": "drafting.drafter",
-    "Engine": "engine.engine",
-    "GenerationInterrupted": "engine.result",
-    "GenerationResult": "engine.result",
-    "GenerationOptions": "models.text.generation_options",
-    "NoDrafter": "drafting.drafter",
-    "Origin": "core.origin",
-    "Request": "core.request",
-    "ParallelError": "tensor_parallel.channel",
-    "SchemaError": "models.text.grammar_limits",
-    "LongContextConfig": "core.long_context",
-    "Stats": "core.stats",
-    "UnsupportedModelError": "models.forward.gate",
-    "custom_generate": "api",
-    "generate": "api",
+_NAMES = {
+    "api": ("custom_generate", "generate"),
+    "core.long_context": ("LongContextConfig",),
+    "core.origin": ("Origin",),
+    "core.request": ("Request",),
+    "core.stats": ("Stats",),
+    "core.tree": ("DraftTree",),
+    "drafting.drafter": ("Drafter", "NoDrafter"),
+    "engine.batch": ("Batch",),
+    "engine.conversation": ("Conversation",),
+    "engine.engine": ("Engine",),
+    "engine.result": ("Commit", "GenerationInterrupted", "GenerationResult"),
+    "models.forward.gate": ("UnsupportedModelError",),
+    "models.text.grammar_limits": ("SchemaError",),
+    "models.text.requests": ("GenerationOptions",),
+    "tensor_parallel.channel": ("ParallelError",),
 }
-
-__all__ = [
-    "Batch",
-    "Commit",
-    "Conversation",
-    "DraftTree",
-    "Drafter",
-    "Engine",
-    "GenerationInterrupted",
-    "GenerationOptions",
-    "GenerationResult",
-    "LongContextConfig",
-    "NoDrafter",
-    "Origin",
-    "ParallelError",
-    "Request",
-    "SchemaError",
-    "Stats",
-    "UnsupportedModelError",
-    "custom_generate",
-    "generate",
-]
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

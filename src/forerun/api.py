@@ -31,9 +31,8 @@ from forerun.engine.engine import BUDGET, PREFILL_BLOCK, Engine
 from forerun.engine.result import GenerationResult, feed
 from forerun.kv.kv_tiers import KVMemory
 from forerun.models.forward.inputs import check_inputs, check_prompt
-from forerun.models.text.generation_options import GenerationOptions
 from forerun.models.text.prompts import Prompts
-from forerun.models.text.requests import Place, Prepared, RowOptions, draw_seed, make_request
+from forerun.models.text.requests import GenerationOptions, Place, Prepared, RowOptions, draw_seed, make_request
 
 ENGINES = 8
 """The most engines kept for one model: enough for every drafter that a program is likely to compare. Each holds what

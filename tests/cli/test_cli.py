@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.processes import heed_interrupts
 from support.saved_models import save_model, small_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,7 +25,7 @@ from typer.testing import CliRunner, Result
 
 import forerun
 import forerun.engine.step
-from forerun.cli import app, demo
+from forerun.cli import app, demo, terminal
 from forerun.cli.terminal import printable
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
@@ -72,6 +75,16 @@ def start(*arguments: object, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
 
 
 # --- help and errors
+
+
+def test_long_work_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "PATIENCE", 0.0)
+    console = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with terminal.working(console, "loading m.gguf") as progress:
+        time.sleep(0.05)
+        progress(12, 290)
+        time.sleep(0.3)
+    assert "loading m.gguf: 12 of 290" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_help_loads_neither_torch_nor_transformers_nor_numba() -> None:

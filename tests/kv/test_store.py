@@ -527,3 +527,9 @@ def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         engine(tmp_path / "file")
+
+
+def test_without_locks_on_files_there_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_store, "fcntl", None)
+    with pytest.raises(NotImplementedError, match="kv_store needs locks on files"):
+        DiskLRU(tmp_path / "store", 1 << 20)

@@ -80,6 +80,14 @@ def test_a_loaded_file_is_an_ordinary_model_that_can_be_saved_and_is_named_after
     assert same.chat_template == TEMPLATE
 
 
+@pytest.mark.parametrize("dtype", ["float32", "stored"])
+def test_progress_is_told_tensor_by_tensor(tmp_path: Path, dtype: str) -> None:
+    file, calls = write(tmp_path / "m.gguf", "Q4_1"), list[tuple[int, int]]()
+    load(str(file), dtype, device="cpu", progress=lambda done, total: calls.append((done, total)))
+    count = len(read_header(file).tensors)
+    assert calls == [(done, count) for done in range(count + 1)]
+
+
 def test_a_tokenizer_that_lies_beside_the_file_is_not_taken(exact: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(exact.read_bytes())

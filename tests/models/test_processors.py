@@ -20,8 +20,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 import forerun
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.lookup import LookupDrafter
-from forerun.models.text.processors import of_row, stateless
-from forerun.models.text.top_p_processor import Nucleus
+from forerun.models.text.processors import Nucleus, of_row, stateless
 
 MODEL = tiny("llama")
 PROMPT = PROMPTS[1]

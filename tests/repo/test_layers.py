@@ -35,6 +35,13 @@ def test_every_module_imports_from_layers_below_it_only() -> None:
                 assert layer in USES_TRANSFORMERS, f"{file} imports {name}"
 
 
+def test_what_only_posix_has_is_imported_where_it_is_used() -> None:
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {"fcntl", "resource", "termios", "pwd"} & set(names), f"{file} imports {names}"
+
+
 def test_drafters_do_not_import_each_other_and_caches_do_not_import_the_model() -> None:
     for file in (SOURCE / "drafting").glob("*.py"):
         if file.name == "recipes.py":

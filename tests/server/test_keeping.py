@@ -27,7 +27,7 @@ from forerun.core.origin import Origin
 from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
-from forerun.models.text.vocabulary import fingerprint
+from forerun.models.text.prompts import vocabulary_of
 from forerun.server.learned_texts import PASSAGE_CHARACTERS, check_files, passages
 from forerun.server.settings import read_settings
 from forerun.server.tenants import TenantNamespaces
@@ -474,9 +474,9 @@ def test_a_server_refuses_what_it_cannot_keep(model: tuple[Any, Any], engine: En
 
 def test_the_fingerprint_is_of_tokens_and_their_ids(model: tuple[Any, Any]) -> None:
     changed = copy.deepcopy(model[1])
-    assert fingerprint(changed) == fingerprint(model[1])
+    assert vocabulary_of(changed) == vocabulary_of(model[1])
     changed.add_tokens(["never seen"])
-    assert fingerprint(changed) != fingerprint(model[1])
+    assert vocabulary_of(changed) != vocabulary_of(model[1])
 
 
 @pytest.mark.parametrize("name", ["trie", "auto", "triforce-trie"])
@@ -525,7 +525,7 @@ def lengths(folder: Path, engine: Engine) -> list[int]:
     """Of the outputs in the only file, which may be replaced at any time."""
     (file,) = folder.glob("*.trie")
     content = trie_file.read(file)
-    assert content.vocabulary == fingerprint(engine.tokenizer)
+    assert content.vocabulary == vocabulary_of(engine.tokenizer)
     return [len(each) for each in content.namespaces["default/default"]]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from forerun.bench.rounds import PromptSet
-from forerun.models.text.chat_template import Messages, apply_template, check_messages, has_template
+from forerun.models.text.prompts import Messages, apply_template, check_messages, has_template
 
 Prompt = str | Messages
 """A text, or the messages of a chat, each with ``role`` and ``content``."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
 from forerun.bench.machine import footer, machine
-from forerun.bench.plot import can_plot, plot
 from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 
 Row = dict[str, Any]
 MEAN = "geometric mean"
 """The column over all tasks."""
+GREYS, COLOURS, REDS = "Greys", "viridis", "autumn"
+"""Colour maps of transformers, Forerun and all others."""
 SURE_ROUNDS = 5
 """Fewer rounds than this rank nothing: one that was disturbed moves the median."""
 
@@ -122,21 +124,10 @@ def changed(rows: Sequence[Row]) -> list[str]:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What a bench measured.
-
-    Attributes:
-        rows: of single prompts.
-        settings: of the measurement.
-        batches: rows with a ``batch`` column, if batches were measured.
-        skipped: tasks and contestants that were not measured, and why.
-        notes: remarks that a reader of the figures must know.
-    """
+    """What a bench measured: rows of single prompts, and the settings of the measurement."""
 
     rows: Sequence[Row]
     settings: Row
-    batches: Sequence[Row] = ()
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    notes: Sequence[str] = ()
 
     @property
     def json(self) -> Row:
@@ -146,41 +137,29 @@ class BenchResult:
             "settings": self.settings,
             "rows": list(self.rows),
             "means": means(self.rows),
-            "batches": list(self.batches),
-            "skipped": dict(self.skipped),
-            "notes": [*self.notes, *self._warnings()],
+            "notes": warnings(self.rows),
         }
 
     @property
     def markdown(self) -> str:
         """All tables, the notes, and the machine and settings."""
-        parts = [speed_table(self.rows), equality_table(self.rows)]
-        if self.batches:
-            parts += ["## Batches\n", batch_table(self.batches), equality_table(self.batches)]
-        parts += [f"{note}\n" for note in [*self.notes, *self._warnings()]]
-        parts += [f"Not measured: {name}: {reason}.\n" for name, reason in self.skipped.items()]
-        return "\n".join([*parts, footer(self.settings)])
-
-    def _warnings(self) -> list[str]:
-        rows = [*self.rows, *self.batches]
-        found = []
-        if any(row["rounds"] < SURE_ROUNDS for row in rows):
-            found.append(
-                f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are "
-                "not ranked."
-            )
-        if any(row["same_output"] < 1 for row in rows):
-            found.append(
-                "Rounding can part texts from those of transformers where two tokens are nearly as good; "
-                "`forerun audit` tells whether it was that."
-            )
-        return found
+        notes = [f"{note}\n" for note in warnings(self.rows)]
+        return "\n".join([speed_table(self.rows), equality_table(self.rows), *notes, footer(self.settings)])
 
 
-def batch_table(rows: Sequence[Row]) -> str:
-    """Tokens per second of all rows, and the ratio to transformers' padded batches."""
-    sized = [row | {"rows": f"{row['batch']} rows"} for row in rows]
-    return pivot(sized, "contestant", "rows", lambda r: f"{r['tokens_per_second']:.0f} tokens/s ({r['speed_up']:.2f}x)")
+def warnings(rows: Sequence[Row]) -> list[str]:
+    """What a reader of the figures must know."""
+    found = []
+    if any(row["rounds"] < SURE_ROUNDS for row in rows):
+        found.append(
+            f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are not ranked."
+        )
+    if any(row["same_output"] < 1 for row in rows):
+        found.append(
+            "Rounding can part texts from those of transformers where two tokens are nearly as good; "
+            "`forerun audit` tells whether it was that."
+        )
+    return found
 
 
 def write(result: BenchResult, folder: Path, name: str) -> list[Path]:
@@ -188,7 +167,7 @@ def write(result: BenchResult, folder: Path, name: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"json": json.dumps(result.json, indent=1) + "\n", "md": result.markdown}
     paths = [replace_file(folder / f"{name}.{suffix}", text) for suffix, text in texts.items()]
-    if can_plot() and result.rows:
+    if find_spec("matplotlib") is not None and result.rows:
         paths.append(folder / f"{name}.png")
         plot(result.rows, paths[-1])
     return paths
@@ -219,3 +198,56 @@ def replace_file(path: Path, text: str) -> Path:
     beside = path.with_name(path.name + ".part")
     beside.write_text(text)
     return beside.replace(path)
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Bars by task: tokens per second with the rounds' spread, and tokens per pass."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    colours = _colours(list(dict.fromkeys(row["contestant"] for row in rows)), plt.get_cmap)
+    size = (4.2 + 1.6 * len(tasks), 6 + 0.12 * len(colours))
+    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, layout="constrained")
+    width = 0.86 / len(colours)
+    for i, (contestant, colour) in enumerate(colours.items()):
+        shift = (i - (len(colours) - 1) / 2) * width
+        found = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == contestant}
+        _bars(axes, found, width * 0.92, contestant, colour)
+    axes[0].set_ylabel("tokens per second")
+    axes[1].set_ylabel("tokens per forward pass")
+    axes[1].set_xticks(range(len(tasks)), tasks)
+    axes[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _bars(axes: Any, found: dict[float, Row], width: float, label: str, colour: Any) -> None:
+    rows = found.values()
+    speeds = [row["tokens_per_second"] for row in rows]
+    spread = [
+        [row["tokens_per_second"] - row["slowest"] for row in rows],
+        [row["fastest"] - row["tokens_per_second"] for row in rows],
+    ]
+    axes[0].bar(list(found), speeds, width, yerr=spread, label=label, color=colour, error_kw={"lw": 0.8})
+    axes[1].bar(list(found), [row["tokens_per_pass"] or 0 for row in rows], width, color=colour)
+
+
+def _colours(contestants: Sequence[str], maps: Any) -> dict[str, Any]:
+    """Colours of contestants: shades of one colour map per library."""
+    makers = {"transformers": (GREYS, 0.7, 0.3), "forerun": (COLOURS, 0.9, 0.1), "": (REDS, 0.0, 0.7)}
+    found: dict[str, Any] = {}
+    for maker, (name, first, last) in makers.items():
+        mine = [one for one in contestants if one.startswith(maker) and one not in found]
+        found |= dict(zip(mine, maps(name)(_spaced(len(mine), first, last)), strict=True))
+    return {name: found[name] for name in contestants}
+
+
+def _spaced(count: int, first: float, last: float) -> list[float]:
+    return [first + (last - first) * i / max(count - 1, 1) for i in range(count)]

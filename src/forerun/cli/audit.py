@@ -22,7 +22,7 @@ from forerun.audit.audit import Comparison, Plan, Report, audit
 from forerun.cli.models import load_target, settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
-from forerun.cli.terminal import stderr, stdout, working
+from forerun.cli.terminal import stderr, stdout
 from forerun.drafting.recipes import RECIPES, check_drafter
 from forerun.engine.engine import BUDGET
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, quiet
@@ -74,10 +74,9 @@ def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 
 def _load(options: AuditOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    with working(stderr(), f"loading {options.model}"):
-        model, tokenizer = load_target(options)
-        if options.dtype is None and model.num_parameters() < SMALL:
-            model = model.to(torch.float64)
+    model, tokenizer = load_target(options)
+    if options.dtype is None and model.num_parameters() < SMALL:
+        model = model.to(torch.float64)
     return model, tokenizer
 
 

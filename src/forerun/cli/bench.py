@@ -17,7 +17,7 @@ from forerun.bench.report import BenchResult, Row, changed, summarise, write
 from forerun.bench.rounds import PromptSet
 from forerun.cli.models import load_target, settings
 from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
-from forerun.cli.terminal import measuring, say, stderr, stdout, working
+from forerun.cli.terminal import measuring, say, stderr, stdout
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, quiet
 from forerun.models.loading.stored_weights import dtype_name
@@ -31,7 +31,7 @@ def run(options: BenchOptions) -> None:
     drafters = ["none", *(options.drafter or BENCH_DRAFTERS)]
     check_drafters(drafters, small_model=options.draft_model is not None or options.model == BUNDLED)
     lines = _demo_lines() if options.prompts_file is None else read_prompts_file(options.prompts_file)
-    with quiet(), working(stderr(), f"loading {options.model}"):
+    with quiet():
         target, tokenizer = load_target(options)
         sets = _prompt_sets(options, lines, TemplateEncoder(tokenizer, options.raw), position_limit(target))
         long = settings(options, drafters, target, tokenizer)

@@ -23,9 +23,8 @@ from forerun.core.request import Request
 from forerun.drafting.recipes import check_drafter
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import quiet
-from forerun.models.text.chat_template import has_template
 from forerun.models.text.detokenize import Detokenizer
-from forerun.models.text.prompts import Prompts, encode
+from forerun.models.text.prompts import Prompts, encode, has_template
 
 OptionsT = TypeVar("OptionsT", bound=WriterOptions)
 

@@ -36,15 +36,16 @@ def memory_of(options: MemoryOptions) -> KVMemory | None:
 
 
 def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target and its tokenizer.
+    """The target and its tokenizer; what takes long shows that it is running.
 
     Args:
         options: ``ModelOptions``, or a server's settings.
     """
-    return load(
-        options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
-        ranks=ranks(),
-    )  # fmt: skip
+    with working(stderr(), f"loading {options.model}") as progress:
+        return load(
+            options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
+            ranks=ranks(), progress=progress,
+        )  # fmt: skip
 
 
 def settings(
@@ -78,8 +79,8 @@ def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] =
         options: ``WriterOptions``, or a server's settings.
         memory: the engine's arguments of where keys and values lie, for the target's device.
     """
-    with working(stderr(), f"loading {options.model}"):
-        model, tokenizer = load_target(options)
+    model, tokenizer = load_target(options)
+    with working(stderr(), f"testing {options.model}"):
         return Engine(
             model,
             options.drafter,

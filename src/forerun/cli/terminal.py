@@ -88,15 +88,16 @@ class TextWriter:
 
 
 @contextmanager
-def working(console: Console, what: str) -> Iterator[None]:
-    """A context that shows a spinner in a terminal once its work takes longer than ``PATIENCE``."""
+def working(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """A context that shows a spinner in a terminal once its work takes longer than ``PATIENCE``; call its value with
+    work done and to do."""
     status = console.status(what)
     timer = threading.Timer(PATIENCE, status.start)
     timer.daemon = True
     if console.is_terminal:
         timer.start()
     try:
-        yield
+        yield lambda done, total: status.update(f"{what}: {done:,} of {total:,}")
     finally:
         timer.cancel()
         if timer.ident is not None:

@@ -14,8 +14,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.level import Progress
-from forerun.models.text.chat_template import apply_template, has_template
-from forerun.models.text.generation_options import GenerationOptions
+from forerun.models.text.prompts import apply_template, has_template
+from forerun.models.text.requests import GenerationOptions
 
 
 class Conversation:

@@ -20,8 +20,7 @@ from forerun.drafting.drafter import Drafter
 from forerun.drafting.recipes import build_drafter, trie_of
 from forerun.engine.batch import Batch
 from forerun.engine.prefill_pacing import PrefillPacing
-from forerun.engine.prefix_cache import PrefixCache
-from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixSharing
+from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, PrefixSharing
 from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, padding
 from forerun.engine.step import DecodingStep
 from forerun.kernels.runtime.warm_up import warm_up
@@ -33,10 +32,8 @@ from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.sharded import is_sharded
 from forerun.models.loading.stored_weights import dtype_name
-from forerun.models.text.generation_options import GenerationOptions, check_options, own_options
-from forerun.models.text.prompts import Prompts, encode
-from forerun.models.text.requests import RowOptions, build_requests
-from forerun.models.text.vocabulary import fingerprint as vocabulary_of
+from forerun.models.text.prompts import Prompts, encode, vocabulary_of
+from forerun.models.text.requests import GenerationOptions, RowOptions, build_requests, check_options, own_options
 
 if TYPE_CHECKING:
     from forerun.engine.kv_store import KVStore

@@ -8,7 +8,6 @@ again.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -23,11 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from forerun.engine.prefix_cache import KEY_BYTES, Keys, common
+from forerun.engine.prefix_sharing import KEY_BYTES, Keys, common
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_file import Area, DamagedFileError, KVFile, inode_of, tensor_areas, text_areas, write
 from forerun.kv.kv_rows import Rows
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -307,9 +311,12 @@ class DiskLRU:
 
     Raises:
         OSError: if the folder cannot be made or written.
+        NotImplementedError: where there are no locks on files.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
+        if fcntl is None:
+            raise NotImplementedError("kv_store needs locks on files (fcntl), which this system does not have")
         self.folder, self.limit = folder, limit
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._alone():

@@ -22,7 +22,7 @@ import numpy as np
 from forerun.core.tree import IntArray
 from forerun.drafting.recipes import trie_of
 from forerun.engine.engine import Engine
-from forerun.models.text.vocabulary import fingerprint
+from forerun.models.text.prompts import vocabulary_of
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import NAMESPACE_PATTERN, TenantNamespaces
 from forerun.trie.autosave import AutoSaver
@@ -121,7 +121,7 @@ def restore_index(
     if settings.index is None:
         _learn(trie, encode, [], settings, learners)
         return None
-    folder = Folder(settings.index, fingerprint(tokenizer))
+    folder = Folder(settings.index, vocabulary_of(tokenizer))
     try:
         kept = folder.read()
         for namespace in chain.from_iterable(content.namespaces for content in kept):

@@ -14,9 +14,9 @@ from forerun.core.request import Request, Stopping
 from forerun.engine.engine import Engine
 from forerun.engine.result import ends
 from forerun.models.forward.inputs import position_limit
-from forerun.models.text.chat_template import has_template
 from forerun.models.text.grammar_limits import SchemaError
 from forerun.models.text.processors import OccurrencePenalties
+from forerun.models.text.prompts import has_template
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import SchedulerLimits
 from forerun.server.answers import AnswerText, Echo, LogprobStreamer, StopStringCriterion

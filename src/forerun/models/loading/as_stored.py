@@ -23,7 +23,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from forerun.kernels.quantized.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import unusable
-from forerun.models.loading.gguf import Header, Tensor
+from forerun.models.loading.gguf import Header, Progress, Tensor, counted
 from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
 
 BLOCK_COLUMNS = {each.name: each.words for each in GGUF_FORMATS}
@@ -33,13 +33,16 @@ INSTEAD = "--dtype bfloat16 dequantises it"
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
-def load_as_stored(file: Path, header: Header, config: PreTrainedConfig) -> PreTrainedModel:
+def load_as_stored(
+    file: Path, header: Header, config: PreTrainedConfig, progress: Progress = lambda done, total: None
+) -> PreTrainedModel:
     """A decoder over the weights in a file.
 
     Args:
         file: a GGUF file that ``gguf.check`` accepted.
         header: the file's header.
         config: the model's configuration.
+        progress: called with tensors done and to do.
 
     Raises:
         ValueError: if a tensor's quantisation has no kernel, or the file cannot be used for another reason; it says
@@ -50,7 +53,7 @@ def load_as_stored(file: Path, header: Header, config: PreTrainedConfig) -> PreT
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill_buffers(file, model)
-    _Filler(file, header, model).fill()
+    _Filler(file, header, model).fill(progress)
     model.name_or_path = str(file)
     return model.requires_grad_(False)
 
@@ -86,9 +89,9 @@ class _Filler:
         self._data = np.memmap(self.file, np.uint8, "c")
         self._matrices: dict[str, tuple[nn.Parameter, str, int]] = {}
 
-    def fill(self) -> None:
+    def fill(self, progress: Progress) -> None:
         """Place all tensors, then exchange the modules that hold stored weights."""
-        for name, tensor in self.header.tensors.items():
+        for name, tensor in counted([*self.header.tensors.items()], progress):
             if name in self._names:
                 self._take(name, self._names[name], tensor)
         for name, module in [*self.model.named_modules()]:

@@ -12,15 +12,14 @@ import mmap
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
@@ -31,6 +30,7 @@ from transformers import (
     modeling_gguf_pytorch_utils,
 )
 
+ItemT = TypeVar("ItemT")
 GGUF_SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -130,15 +130,28 @@ def alone(file: Path) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
+Progress = Callable[[int, int], None]
+"""Called with tensors done and to do."""
+
+
+def counted(items: Sequence[ItemT], progress: Progress) -> Iterator[ItemT]:
+    """The items, with ``progress`` called before each one and at the end."""
+    for done, item in enumerate(items):
+        progress(done, len(items))
+        yield item
+    progress(len(items), len(items))
+
+
 @contextmanager
-def without_bar() -> Iterator[None]:
-    """No progress bar while transformers dequantises; transformers' own switch does not turn this one off."""
-    shown = modeling_gguf_pytorch_utils.tqdm
-    modeling_gguf_pytorch_utils.tqdm = partial(shown, disable=True)
+def bar_to(progress: Progress) -> Iterator[None]:
+    """A context in which ``progress`` is called in place of transformers' bar of dequantised tensors, which no switch
+    turns off."""
+    bar = modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = lambda items, **options: counted(items, progress)
     try:
         yield
     finally:
-        modeling_gguf_pytorch_utils.tqdm = shown
+        modeling_gguf_pytorch_utils.tqdm = bar
 
 
 @contextmanager

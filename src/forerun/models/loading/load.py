@@ -56,6 +56,7 @@ def load(
     device: str = "auto",
     trust_remote_code: bool = False,
     ranks: int = 1,
+    progress: gguf.Progress = lambda done, total: None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A decoder in evaluation mode and its tokenizer.
 
@@ -68,6 +69,7 @@ def load(
         device: where the weights go. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
         trust_remote_code: run code that comes with the model.
         ranks: processes that load the model together, each a part of every layer; they are what torchrun has started.
+        progress: called with tensors done and to do, for a GGUF file.
 
     Raises:
         ValueError: says what is missing or does not fit.
@@ -87,7 +89,9 @@ def load(
     if dtype == "auto" and (in_file or name_or_path in (BUNDLED, BUNDLED_DRAFT)):
         dtype = "float32"
     with quiet():
-        model, tokenizer = _from_file(found, dtype) if in_file else _from_folder(found, dtype, trust_remote_code, ranks)
+        model, tokenizer = (
+            _from_file(found, dtype, progress) if in_file else _from_folder(found, dtype, trust_remote_code, ranks)
+        )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
         raise ValueError(f"the tokenizer in {found} has {len(tokenizer)} tokens and the model {rows}: not a pair")
@@ -197,11 +201,11 @@ def _from_folder(
     return _model(source, dtype, use_safetensors=True, **more), tokenizer
 
 
-def _from_file(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = gguf.check(file)
     done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
-    with gguf.alone(file) as folder, gguf.without_bar():
+    with gguf.alone(file) as folder, gguf.bar_to(progress):
         source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
         with gguf.read_by(header):
             config = _check_config(source)
@@ -209,7 +213,7 @@ def _from_file(file: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
         if dtype == STORED:
             from forerun.models.loading.as_stored import load_as_stored  # needs gguf, which may not be installed
 
-            model = load_as_stored(file, header, config)
+            model = load_as_stored(file, header, config, progress)
         else:
             model = _model(source, dtype, config=config)  # transformers takes seconds to read it again
     gguf.finish(file, model, tokenizer, header)

@@ -35,14 +35,12 @@ class StoredLinear(nn.Module):
         return Weights(self.weight, self.kind, self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """See ``nn.Linear``."""
         _check_place(self.weight)
         if self.bias is None or self.bias.dtype == torch.float32:
             return product(x, self.packed_weights)
         return product(x, Weights(self.weight, self.kind)) + self.bias  # the bias was cast with the model
 
     def extra_repr(self) -> str:
-        """See ``nn.Module``."""
         bias = self.bias is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, kind={self.kind}"
 
@@ -77,7 +75,6 @@ class StoredEmbedding(nn.Module):
         return Weights(self.weight, self.kind)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """See ``nn.Embedding``."""
         from gguf import GGMLQuantizationType, dequantize
 
         _check_place(self.weight)
@@ -87,7 +84,6 @@ class StoredEmbedding(nn.Module):
         return floats if scale is None else floats * scale
 
     def extra_repr(self) -> str:
-        """See ``nn.Module``."""
         return f"{self.num_embeddings}, {self.embedding_dim}, kind={self.kind}"
 
 
