@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.long_context.long_bench import PLAIN, LongSeries, acceptance
+from forerun.audit.divergence import first_difference
 from forerun.core.stats import Stats
 
 Row = dict[str, Any]
@@ -64,10 +65,7 @@ def _same(one: LongSeries, plain: LongSeries) -> float:
 
 def _first_difference(one: LongSeries, plain: LongSeries) -> int | None:
     """Index of the earliest token at which a text differs from plain's."""
-    found = [
-        next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
-        for mine, theirs in _pairs(one, plain)
-    ]
+    found = [first_difference(theirs, mine) for mine, theirs in _pairs(one, plain)]
     return min((place for place in found if place is not None), default=None)
 
 

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
+from forerun.cli.models import encoder
 from forerun.cli.options import AnyDtype, DebugOptions, Model
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
@@ -108,7 +109,7 @@ def _ask(options: SecondQuestionOptions) -> None:
     engine.generate("A text to warm up.", max_new_tokens=8)
     book, answers = _book(options.text, int(options.contexts), tokenizer), []
     for number in map(int, (options.asked or "").split(",")):
-        ids = book + _encode(QUESTIONS[number], tokenizer)
+        ids = book + encoder(tokenizer)(QUESTIONS[number])
         answers.append(_answer(engine, ids, options.max_new_tokens))
     engine.close()
     print(json.dumps(answers))
@@ -131,11 +132,7 @@ def _answer(engine: Engine, ids: list[int], count: int) -> dict[str, Any]:
 
 
 def _book(path: Path, count: int, tokenizer: Any) -> list[int]:
-    found = _encode(path.read_text(encoding="utf-8"), tokenizer)[:count]
+    found = encoder(tokenizer)(path.read_text(encoding="utf-8"))[:count]
     if len(found) < count:
         raise ValueError(f"{path} has {len(found)} tokens; {count} are needed")
     return found
-
-
-def _encode(text: str, tokenizer: Any) -> list[int]:
-    return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]

@@ -17,6 +17,7 @@ from benchmarks.reporting.delivery import Delivery
 from benchmarks.reporting.options import (
     SourceOptions,
     check_positions,
+    list_option,
     names,
     numbers,
 )
@@ -24,7 +25,7 @@ from benchmarks.reporting.tables import Report
 from benchmarks.tasks import graded
 from benchmarks.tasks.contestants import TaskBench
 from benchmarks.tasks.questions import Files
-from benchmarks.tasks.task_prompts import Counts, LackingError, build_jobs, positions_of
+from benchmarks.tasks.task_prompts import Counts, LackingError, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
 from benchmarks.training import material
 from forerun.bench.machine import plain_values
@@ -40,6 +41,7 @@ from forerun.cli.options import (
 )
 from forerun.cli.terminal import say
 from forerun.engine.engine import Engine
+from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.stored_weights import dtype_name
 
 PARTS = ("methods", "updating", "capacity", "memory", "accuracy", "lengths", "passes", "warmup", "batches")
@@ -80,10 +82,6 @@ QUICK = Amounts(
 )
 
 
-def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
-    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
-
-
 def _amount(name: str, panel: str, help: str, *flags: str, **more: object) -> object:  # noqa: A002
     """An option of ``Amounts``; its help tells the value that it has if it is not given."""
     metavar = {"metavar": "LIST"} if isinstance(getattr(Amounts, name), str) else {}
@@ -100,8 +98,8 @@ class LookaheadOptions(OutputOptions, SourceOptions, ModelOptions):
     process; medians count. Writes JSON, Markdown and plots after each part.
     """
 
-    parts: Annotated[str, _list("--parts", "Text", f"Of {', '.join(PARTS)}.")] = ",".join(PARTS)
-    tasks: Annotated[str | None, _list("--tasks", "Text", "Those of tasks; default: all.")] = None
+    parts: Annotated[str, list_option("--parts", "Text", f"Of {', '.join(PARTS)}.")] = ",".join(PARTS)
+    tasks: Annotated[str | None, list_option("--tasks", "Text", "Those of tasks; default: all.")] = None
     focus: Annotated[str, option("--focus", panel="Text", help="The task of all parts but the first two.")] = "rag"
     prompts: Annotated[int | None, _amount("prompts", "Text", "Per task;", min=1)] = None
     warm_prompts: Annotated[int | None, _amount("warm_prompts", "Text", "Answered before, per task;", min=0)] = None
@@ -162,7 +160,7 @@ def run(options: LookaheadOptions) -> None:
     model, tokenizer = load_target(options)
     encoder = TemplateEncoder(tokenizer, options.raw)
     if "passes" in parts:
-        check_positions(max(sizes.contexts), max(sizes.decodings) + 1, positions_of(model))
+        check_positions(max(sizes.contexts), max(sizes.decodings) + 1, position_limit(model))
     jobs, focus = _jobs(options, amounts, sizes, encoder, model)
     ballast = _other_texts(tokenizer, amounts.other_tokens) if "capacity" in parts else []
     dtype = dtype_name(model)
@@ -222,7 +220,7 @@ def _jobs(
     tasks = tasks_for(encoder, files)
     wanted = list(tasks) if options.tasks is None else [name.strip() for name in options.tasks.split(",")]
     counts = Counts(max(amounts.prompts, *sizes.batches), amounts.warm_prompts, amounts.max_new_tokens)
-    found, skipped = build_jobs([*wanted, options.focus], tasks, encoder, counts, positions_of(model))
+    found, skipped = build_jobs([*wanted, options.focus], tasks, encoder, counts, position_limit(model))
     for name, reason in skipped.items():
         say(f"skipped {name}: {reason}")
     by_name = {job.task: job for job in found}
@@ -246,7 +244,7 @@ def _half(options: LookaheadOptions, amounts: Amounts, encoder: TemplateEncoder,
     """The target in bfloat16, and its questions."""
     half, tokenizer = load_target(replace(options, dtype="bfloat16"))
     texts = material.read_held_out(None, options.maths)
-    limit, positions = amounts.max_new_tokens, positions_of(model)
+    limit, positions = amounts.max_new_tokens, position_limit(model)
     exams = []
     for kind in graded.KINDS:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -106,6 +106,16 @@ def by(rows: Sequence[Row], name: str, x: str, y: str) -> list[Line]:
         if mine:
             found.append(Line(str(value), [row[x] for row in mine], [row[y] for row in mine]))
     return found
+
+
+def grouped(rows: Sequence[Row], group: Callable[[Row], str], value: str) -> tuple[list[str], list[Line]]:
+    """Groups of bars and a line for each contestant, with the slowest and fastest round as spread."""
+    groups, lines = list(dict.fromkeys(map(group, rows))), []
+    for name in dict.fromkeys(row["contestant"] for row in rows):
+        mine = {group(row): row for row in rows if row["contestant"] == name}
+        ys, low, high = ([mine.get(each, {}).get(key, 0.0) for each in groups] for key in (value, "slowest", "fastest"))
+        lines.append(Line(name, range(len(groups)), ys, low, high))
+    return groups, lines
 
 
 def with_spread(rows: Sequence[Row], name: str, x: str) -> list[Line]:

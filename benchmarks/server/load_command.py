@@ -18,6 +18,7 @@ from benchmarks.long_context.texts import Texts
 from benchmarks.reporting.delivery import Delivery
 from benchmarks.reporting.options import (
     SourceOptions,
+    list_option,
     numbers,
 )
 from benchmarks.reporting.tables import Report
@@ -52,10 +53,6 @@ TRANSFORMERS, DEFAULT = "transformers", "default"
 _LOAD = "Load"
 
 
-def _list(flag: str, panel: str, help: str) -> object:  # noqa: A002
-    return option(flag, panel=panel, help=f"{help} Commas between.", metavar="LIST")
-
-
 @dataclass(frozen=True)
 class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
     """Servers under load: forerun serve with and without drafts, and transformers serve with continuous batching.
@@ -67,12 +64,14 @@ class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
 
     contestants: Annotated[
         str,
-        _list("--contestants", "Model", f"Drafters of forerun serve, {DEFAULT} for its own, and {TRANSFORMERS}."),
+        list_option("--contestants", "Model", f"Drafters of forerun serve, {DEFAULT} for its own, and {TRANSFORMERS}."),
     ] = f"none,{DEFAULT},{TRANSFORMERS}"
-    concurrency: Annotated[str, _list("--concurrency", _LOAD, "Clients that wait for their answers; 0 for none.")] = (
-        "1,4,16"
+    concurrency: Annotated[
+        str, list_option("--concurrency", _LOAD, "Clients that wait for their answers; 0 for none.")
+    ] = "1,4,16"
+    rates: Annotated[str, list_option("--rates", _LOAD, "Requests per second that arrive by chance; 0 for none.")] = (
+        "4,16"
     )
-    rates: Annotated[str, _list("--rates", _LOAD, "Requests per second that arrive by chance; 0 for none.")] = "4,16"
     requests: Annotated[int, option("--requests", panel=_LOAD, help="Of each load; four a client at least.", min=1)] = (
         32
     )
@@ -80,8 +79,8 @@ class ServingOptions(OutputOptions, SourceOptions, ModelOptions):
         int, option("--long", panel=_LOAD, metavar="TOKENS", help="Read so long a prompt beside streams, too.", min=0)
     ] = 0
     rounds: Annotated[int, option("--rounds", panel=_LOAD, help="Times each is measured.", min=1)] = 3
-    tasks: Annotated[str | None, _list("--tasks", "Text", "Those of tasks; default: all but copy.")] = None
-    lengths: Annotated[str, _list("--lengths", "Text", "Tokens of answers, at most; drawn for each request.")] = (
+    tasks: Annotated[str | None, list_option("--tasks", "Text", "Those of tasks; default: all but copy.")] = None
+    lengths: Annotated[str, list_option("--lengths", "Text", "Tokens of answers, at most; drawn for each request.")] = (
         "32,64,128"
     )
     temperature: Annotated[

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.reporting import plots
-from benchmarks.reporting.plots import Frame, Line
+from benchmarks.reporting.plots import Frame
 from benchmarks.server.figures import TIMES
 
 Row = dict[str, Any]
@@ -50,15 +50,7 @@ def drawer(rows: Sequence[Row], title: str) -> Draw:
 
 def bars(rows: Sequence[Row], title: str) -> Draw:
     """Tokens per second by load, with the spread of rounds."""
-    groups = list(dict.fromkeys(row["load"] for row in rows))
-    lines = []
-    for contestant in _colours(rows):
-        mine = {row["load"]: row for row in rows if row["contestant"] == contestant}
-        speeds, low, high = (
-            [mine.get(group, {}).get(name, 0.0) for group in groups]
-            for name in ("tokens_per_second", "slowest", "fastest")
-        )
-        lines.append(Line(contestant, range(len(groups)), speeds, low, high))
+    groups, lines = plots.grouped(rows, lambda row: str(row["load"]), "tokens_per_second")
     return lambda path: plots.bars(path, Frame(title, "load", "tokens per second"), groups, lines)
 
 

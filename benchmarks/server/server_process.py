@@ -12,7 +12,6 @@ import gc
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import forerun
+from benchmarks.server.servers import free_port
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n{% endif %}"
@@ -48,7 +48,7 @@ class ServerProcess:
 
     def __init__(self, options: Sequence[str] = (), log: Path | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self.port = _free_port()
+        self.port = free_port()
         model = _with_template(Path(self._folder.name))
         told = ["serve", "--model", str(model), "--name", "bundled", "--port", str(self.port), *options]
         self._log = (log or Path(os.devnull)).open("w")
@@ -125,12 +125,6 @@ def _with_template(folder: Path) -> Path:
     shutil.copytree(source, target)
     (target / "chat_template.jinja").write_text(TEMPLATE)
     return target
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def _seen() -> dict[str, Any]:

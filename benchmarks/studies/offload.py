@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, RequestMaker, Tokens, prefill
 from benchmarks.long_context.rows import Row, summarise
-from benchmarks.reporting.plots import Frame, Line, bars
+from benchmarks.reporting.plots import Frame, bars, grouped
 from benchmarks.reporting.progress import Say
 from benchmarks.reporting.tables import Report, listing
 from benchmarks.studies.memory_bandwidth import BufferReader
@@ -154,15 +154,9 @@ class OffloadBench:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Speed-ups over plain autoregression with the same copy_engine."""
-    groups = list(dict.fromkeys(_group(row) for row in rows))
-    names = [name for name in dict.fromkeys(row["contestant"] for row in rows) if name != PLAIN]
-    found = []
-    for name in names:
-        mine = {_group(row): row for row in rows if row["contestant"] == name}
-        y, slowest, fastest = ([mine[group][key] for group in groups] for key in ("speed_up", "slowest", "fastest"))
-        found.append(Line(name, range(len(groups)), y, slowest, fastest))
+    groups, lines = grouped([row for row in rows if row["contestant"] != PLAIN], _group, "speed_up")
     frame = Frame("Decoding with keys and values off the device", "", "times plain autoregression", reference=1)
-    bars(path, frame, groups, found)
+    bars(path, frame, groups, lines)
 
 
 def _group(row: Row) -> str:

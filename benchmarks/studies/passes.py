@@ -22,6 +22,7 @@ from benchmarks.studies.memory_bandwidth import BUFFER, BufferReader, weight_byt
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
+from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.stored_weights import dtype_name
 
 Row = dict[str, Any]
@@ -117,8 +118,8 @@ def check_positions(model: PreTrainedModel, sizes: PassSizes) -> None:
     Raises:
         ValueError: with the length and the number of positions.
     """
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and sizes.longest > limit:
+    limit = position_limit(model)
+    if limit is not None and sizes.longest > limit:
         raise ValueError(
             f"{sizes.longest} tokens are to be measured and the model has {limit} positions; shorten --context, "
             "--passes or --prompt-tokens"

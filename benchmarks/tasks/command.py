@@ -22,7 +22,7 @@ from benchmarks.reporting.options import (
 )
 from benchmarks.tasks.contestants import PADDED, TaskBench
 from benchmarks.tasks.questions import Files
-from benchmarks.tasks.task_prompts import Counts, build_jobs, positions_of
+from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.contestants import check_drafters
 from forerun.bench.journal import Journal, about
@@ -44,6 +44,7 @@ from forerun.cli.options import (
 )
 from forerun.cli.terminal import measuring, stderr, stdout
 from forerun.core.long_context import LongContextConfig
+from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 from forerun.models.loading.stored_weights import dtype_name
 
@@ -214,7 +215,7 @@ def _jobs(
 ) -> tuple[list[PromptSet], dict[str, str], str]:
     """The jobs, the skipped tasks with reasons, and the source of the tasks."""
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
-    positions = positions_of(model)
+    positions = position_limit(model)
     if options.prompts_file is not None:
         ids = encode_lines(options.prompts_file, lines, encoder, positions, counts.new_tokens)
         return prompt_sets(lines, ids, counts.prompts, counts.warm, counts.new_tokens), {}, "the prompts file"

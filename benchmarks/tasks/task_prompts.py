@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
-
 from forerun.bench.prompts_file import Prompt, check_length
 from forerun.bench.rounds import PromptSet
 
@@ -82,12 +80,6 @@ def build_jobs(
         _check_lengths(name, ids, positions, counts.new_tokens)
         jobs.append(PromptSet(name, ids[:measured], ids[measured:], counts.new_tokens))
     return jobs, skipped
-
-
-def positions_of(model: PreTrainedModel) -> int | None:
-    """The model's number of positions, if its configuration says."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else None
 
 
 def _check_lengths(name: str, ids: Sequence[list[int]], positions: int | None, new: int) -> None:

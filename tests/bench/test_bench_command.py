@@ -50,7 +50,7 @@ def test_own_prompts_are_measured_on_any_model(model: str, tmp_path: Path) -> No
 def test_a_plot_is_drawn_only_if_matplotlib_is_there(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forerun.bench.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("forerun.bench.report.find_spec", lambda name: None)
     assert bench(model, tmp_path, "-d", "lookup").exit_code == 0
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".jsonl", ".md"]
 

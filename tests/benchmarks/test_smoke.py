@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
+import forerun
+from benchmarks.__main__ import COMMANDS, app
+from benchmarks.studies.constants import CONSTANTS, _set
 
 WRONG = [
     (("tasks", "--batch", "1,2"), "--batch is '1,2'; no number may be below 2"),
@@ -39,3 +44,25 @@ def test_missing_matplotlib_is_reported_before_any_work(command: str, monkeypatc
     done = CliRunner().invoke(app, [*command.split(), "--model", "./nowhere"])
     assert done.exit_code == 2
     assert "pip install 'forerun[bench]'" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_shows_its_help(command: str) -> None:
+    done = CliRunner().invoke(app, [*command.split(), "--help"], prog_name="benchmarks")
+    assert done.exit_code == 0, done.output
+    assert f"Usage: benchmarks {command} " in done.output
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [(file, name) for files in CONSTANTS.values() for file, names in files.items() for name in names]
+)
+def test_every_constant_that_is_studied_is_there(file: str, name: str, tmp_path: Path) -> None:
+    text = (Path(forerun.__file__).parent / file).read_text()
+    assert _set(tmp_path / "changed.py", text, name, 0.5)
+
+
+@pytest.mark.parametrize("world", ["asking", "prompts"])
+def test_simulated_worlds_of_constants_run(world: str) -> None:
+    done = CliRunner().invoke(app, ["constants", world, "--once"])
+    assert done.exit_code == 0, done.output
+    assert all(rate > 0 for rate in json.loads(done.stdout).values())

@@ -24,7 +24,7 @@ from support.batches import CHUNK, LONG, Reads, finish_all, prompt
 from support.tiny import tiny
 
 import forerun
-from forerun.engine import kv_store, prefix_cache
+from forerun.engine import kv_store, prefix_sharing
 from forerun.engine.engine import Engine
 from forerun.engine.kv_store import KV_FILE_SUFFIX, UNFINISHED_SUFFIX, DiskLRU
 from forerun.kv import kv_file
@@ -393,7 +393,7 @@ def test_an_index_is_kept_beside_a_text_as_far_as_both_are_the_same(
 
 
 def test_texts_in_memory_are_no_more_than_half_of_the_files_that_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "_files", lambda: 2)
+    monkeypatch.setattr(prefix_sharing, "_files", lambda: 2)
     one = engine(None, prefix_cache=1 << 24)
     texts = [[*prompt(BOOK, 50 + n), *prompt(QUESTION)] for n in range(4)]
     for text in texts:
