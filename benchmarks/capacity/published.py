@@ -38,11 +38,7 @@ class Claim(NamedTuple):
 
 TABLE_2 = {
     0.0: (2.31, 0.9234, 1.56, 0.4649),
-    0.2: (2.25, 0.9203, 1.54, 0.4452),
-    0.4: (2.20, 0.9142, 1.47, 0.4256),
     0.6: (2.19, 0.9137, 1.42, 0.4036),
-    0.8: (2.08, 0.8986, 1.34, 0.3131),
-    1.0: (2.08, 0.9004, 1.29, 0.2872),
     1.2: (2.02, 0.8902, 1.27, 0.2664),
 }
 """By temperature: TriForce's speed-up and acceptance rate, the naive policy's speed-up and acceptance rate."""

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from benchmarks.papers.recipes import RECIPES
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import numbers
+from benchmarks.reporting.options import SourceOptions, list_option, numbers
 from benchmarks.reporting.tables import Report
 from benchmarks.specbench.questions import prompt_set, read_questions
 from benchmarks.tasks.questions import Files
-from benchmarks.tasks.task_prompts import Counts, build_jobs, positions_of
+from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.contestants import LOOKUP_TOKENS, Bench, check_drafters
 from forerun.bench.journal import Journal, TurnKey, about
@@ -30,24 +30,12 @@ from forerun.bench.machine import plain_values
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import Row, pivot, summarise
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
-from forerun.cli.options import (
-    _DRAFTER,
-    _MODEL,
-    _OUTPUT,
-    _TEXT,
-    AnyDtype,
-    Debug,
-    Device,
-    Json,
-    Model,
-    Temperature,
-    Trust,
-)
-from forerun.cli.options import _option as option
-from forerun.cli.terminal import say, stderr, working
+from forerun.cli.models import load_target
+from forerun.cli.options import Drafters, ModelOptions, Out, OutputOptions, option
+from forerun.cli.terminal import say
 from forerun.drafting.drafter import Drafter
 from forerun.engine.engine import BUDGET
-from forerun.models.loading.load import load
+from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.stored_weights import dtype_name
 
 DRAFTERS = ("none", "auto", "trie", "lookahead-trie")
@@ -56,7 +44,7 @@ TASK_PROMPTS = 4
 
 
 @dataclass(frozen=True)
-class SpecBenchOptions:
+class SpecBenchOptions(OutputOptions, SourceOptions, ModelOptions):
     """Spec-Bench on any model: tokens a step and speed-up by category, both turns of every question.
 
     Contestants take turns in one process: transformers' greedy and prompt lookup, and Forerun's drafters, each with
@@ -64,35 +52,20 @@ class SpecBenchOptions:
     """
 
     questions: Annotated[
-        Path | None, option("--questions", "-q", panel=_TEXT, help="Spec-Bench's question.jsonl.", metavar="FILE")
+        Path | None, option("--questions", "-q", panel="Text", help="Spec-Bench's question.jsonl.", metavar="FILE")
     ] = None
-    model: Model = "bundled"
-    drafter: Annotated[
-        list[str] | None,
-        option("--drafter", "-d", panel=_MODEL, help=f"{_DRAFTER} May be repeated; default: {', '.join(DRAFTERS)}."),
-    ] = None
-    budget: Annotated[
-        str, option("--budget", panel=_MODEL, help="Most drafted tokens a step. Commas between.", metavar="LIST")
-    ] = str(BUDGET)
-    dtype: AnyDtype = "auto"
-    device: Device = "auto"
-    trust_remote_code: Trust = False
+    drafter: Drafters = None
+    budget: Annotated[str, list_option("--budget", "Model", "Most drafted tokens a step.")] = str(BUDGET)
     every_node: Annotated[
-        bool, option("--every-node", panel=_MODEL, help="Score whole drafts, and count tokens a step instead of time.")
+        bool, option("--every-node", panel="Model", help="Score whole drafts, and count tokens a step instead of time.")
     ] = False
-    limit: Annotated[int | None, option("--limit", panel=_TEXT, help="Questions of a category.", min=1)] = None
-    tasks: Annotated[bool, option("--tasks", panel=_TEXT, help="The prompts of `tasks` as well.")] = False
-    maths: Annotated[Path | None, option("--maths", panel=_TEXT, help="For --tasks; see there.")] = None
-    code: Annotated[Path | None, option("--code", panel=_TEXT, help="For --tasks; see there.")] = None
-    books: Annotated[Path | None, option("--books", panel=_TEXT, help="For --tasks; see there.")] = None
-    raw: Annotated[bool, option("--raw", panel=_TEXT, help="Leave the chat template out.")] = False
-    rounds: Annotated[int, option("--rounds", panel=_TEXT, help="Times each is measured.", min=1)] = 1
-    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel=_TEXT, help="Per turn.", min=1)] = 96
-    temperature: Temperature = 0.0
-    out: Annotated[Path, option("--out", panel=_OUTPUT, help="Where the report goes.")] = Path("runs/specbench")
-    resume: Annotated[bool, option("--resume", panel=_OUTPUT, help="Keep the categories that --out has.")] = False
-    json: Json = False
-    debug: Debug = False
+    limit: Annotated[int | None, option("--limit", panel="Text", help="Questions of a category.", min=1)] = None
+    tasks: Annotated[bool, option("--tasks", panel="Text", help="The prompts of `tasks` as well.")] = False
+    rounds: Annotated[int, option("--rounds", panel="Text", help="Times each is measured.", min=1)] = 1
+    max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per turn.", min=1)] = 96
+    temperature: Annotated[float, option("--temperature", "-t", panel="Sampling", help="0 is greedy.", min=0.0)] = 0.0
+    out: Out = Path("runs/specbench")
+    resume: Annotated[bool, option("--resume", panel="Output", help="Keep the categories that --out has.")] = False
 
     def __post_init__(self) -> None:
         self.budgets()
@@ -174,11 +147,8 @@ def run(options: SpecBenchOptions) -> None:
     plots.check()
     check_drafters(options.drafter or DRAFTERS, False, RECIPES)
     questions = read_questions(options.questions, options.limit) if options.questions else {}
-    with working(stderr(), "loading"):
-        model, tokenizer = load(
-            options.model, options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-        )
-    encoder, positions = TemplateEncoder(tokenizer, options.raw), positions_of(model)
+    model, tokenizer = load_target(options)
+    encoder, positions = TemplateEncoder(tokenizer, options.raw), position_limit(model)
     bench, dtype = SpecBench(model, tokenizer, options), dtype_name(model)
     tasks = _tasks(options, encoder, positions)
     alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature")}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forerun.core.fair_lock import FairLock
-from forerun.models.text.prompts import apply_template, rendered
-from forerun.models.text.prompts import encode
+from forerun.models.text.prompts import apply_template, encode, rendered
 from forerun.server.api_errors import ApiError
 from forerun.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
 
