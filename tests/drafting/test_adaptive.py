@@ -137,6 +137,7 @@ def decode(
     return world.now, chooser
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("tokens", [128, 2000])
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("asking", [0.001, 0.05])
@@ -186,6 +187,7 @@ def test_it_notices_when_drafts_begin_to_be_right_and_when_they_cease() -> None:
         assert before < 1.04 * 1000 + 1.05 * always
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("at", range(12))
 @pytest.mark.parametrize("accepted", [0.95, 0.0])
 def test_a_step_that_something_else_held_up_decides_nothing(at: int, accepted: float) -> None:

@@ -58,13 +58,14 @@ def drafters(name: str) -> Sequence[str]:
 
 
 def cells() -> list[Any]:
-    """Every drafter of every family; without ``make matrix`` each family has one, in turns, and so has each drafter."""
+    """Every drafter of every family; those that ``make test`` may take come first: one of each family, in turns."""
     found = [(name, drafters(name)[i % len(drafters(name))]) for i, name in enumerate(FAMILIES)]
     found += [(ALL_DRAFTERS[i % len(ALL_DRAFTERS)], drafter) for i, drafter in enumerate(RECIPES)]
     rest = [(name, drafter) for name in FAMILIES for drafter in drafters(name) if (name, drafter) not in found]
     return [*dict.fromkeys(found), *(pytest.param(*cell, marks=pytest.mark.matrix) for cell in rest)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "drafter"), cells())
 def test_output_equals_transformers(name: str, drafter: str) -> None:
     settings = LongContextConfig(
@@ -80,7 +81,7 @@ def test_output_equals_transformers(name: str, drafter: str) -> None:
 
 
 def types() -> list[Any]:
-    """Every type of every family; without ``make matrix`` each has one, in turns."""
+    """Every type of every family; ``make test`` may take one of each family, in turns."""
     every = [torch.float64, torch.float32, torch.bfloat16]
     return [
         pytest.param(name, dtype, marks=[pytest.mark.matrix] * ((i - j) % 3 > 0))
@@ -89,6 +90,7 @@ def types() -> list[Any]:
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
 def test_a_token_has_the_same_bits_whatever_shares_its_pass(name: str, dtype: torch.dtype) -> None:
     model = copy.deepcopy(family(name)).to(dtype)

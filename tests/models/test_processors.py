@@ -61,6 +61,7 @@ def engine_of(name: str, prompt: list[int], text: list[int]) -> forerun.Engine:
     return forerun.Engine(MODEL, drafter_of(name, prompt, text), settings=SETTINGS, prefill_block=4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter: str) -> None:
     expected = by_transformers(PROMPT, do_sample=False, logits_processor=processors(Counting()), **LENGTH)
@@ -85,6 +86,7 @@ def test_so_it_is_where_tokens_are_sampled(drafter: str, verification: str) -> N
         assert result.generated == plain.generated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "triforce"])
 def test_rows_have_copies_of_what_remembers(drafter: str) -> None:
     engine = engine_of(drafter, PROMPT, [])
@@ -145,6 +147,7 @@ def test_a_declared_processor_acts_on_drafts_and_another_does_not() -> None:
     assert stateless(Declared()) and not stateless(Silent()) and not stateless(Counting())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["lookup", "trie", "triforce"])
 def test_a_watermark_that_keeps_a_history_is_that_of_plain_generation(drafter: str) -> None:
     def mark() -> LogitsProcessorList:
@@ -159,6 +162,7 @@ def test_a_watermark_that_keeps_a_history_is_that_of_plain_generation(drafter: s
         assert alone.generated == [text]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "triforce"])
 def test_guidance_by_a_second_pass_is_transformers_own(drafter: str) -> None:
     def guide() -> LogitsProcessorList:
@@ -254,6 +258,7 @@ def test_top_p_takes_scores_of_any_type() -> None:
         assert torch.equal(Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["retrieval", "streaming", "triforce"])
 def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter: str) -> None:
     options = {"do_sample": True, "temperature": 2.0, "seed": 5, **LENGTH}
