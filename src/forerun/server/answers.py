@@ -16,8 +16,8 @@ from forerun.core.request import FinishReason, Request
 from forerun.core.tree import IntArray
 from forerun.engine.result import Commit
 from forerun.models.text.detokenize import Detokenizer
+from forerun.models.text.message_parser import CallDelta
 from forerun.models.text.token_bytes import TokenBytes
-from forerun.server.message_parser import CallDelta
 
 Finish = Literal["stop", "length", "tool_calls"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -17,10 +17,10 @@ from forerun.core.request import Request
 from forerun.engine.result import Commit
 from forerun.kv.offloaded import OffloadError
 from forerun.models.text.grammar import GrammarError
+from forerun.models.text.message_parser import MessageParser
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
 from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, step_trace
 from forerun.server.api_errors import ApiError
-from forerun.server.message_parser import MessageParser
 from forerun.server.metrics import RequestMeter
 from forerun.server.scheduler import Scheduler
 

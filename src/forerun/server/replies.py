@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Delta, TokenLogprob
 from forerun.server.api_errors import ApiError
 from forerun.server.calls import AnswerRow
-from forerun.server.message_parser import CallDelta
 
 Json = dict[str, Any]
 

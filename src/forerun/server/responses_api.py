@@ -64,7 +64,7 @@ class ChosenFunction(StrictModel):
     name: str
 
 
-CHOICES = 'must be auto, none, required, or {"type": "function", "name": ...}'
+FLAT_CHOICES = 'must be auto, none, required, or {"type": "function", "name": ...}'
 
 
 class ResponsesRequest(StrictModel):
@@ -81,7 +81,7 @@ class ResponsesRequest(StrictModel):
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
     tools: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
-    tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenFunction, one_error(CHOICES)] | None = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenFunction, one_error(FLAT_CHOICES)] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     forerun: Extension = Extension()

@@ -6,7 +6,6 @@ means more than it gets. A check of a list stops at the first error: a body of 8
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import PydanticCustomError
-from transformers import PreTrainedTokenizerBase
 
+from forerun.models.text.prompts import RESERVED_VARIABLES
 from forerun.server.tenants import NAMESPACE_PATTERN
 
 MAX_CHOICES = 128
@@ -374,7 +373,7 @@ def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 TOOL_SHAPE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 TOOL_NAME_PATTERN = r"[A-Za-z0-9_.-]{1,64}"
-CHOICES = 'must be auto, none, required, or {"type": "function", "function": {"name": ...}}'
+TOOL_CHOICES = 'must be auto, none, required, or {"type": "function", "function": {"name": ...}}'
 
 
 class FunctionName(StrictModel):
@@ -390,10 +389,7 @@ class NamedChoice(StrictModel):
     function: FunctionName
 
 
-ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, one_error(CHOICES)]
-
-
-RESERVED_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+ToolChoice = Annotated[Literal["none", "auto", "required"] | NamedChoice, one_error(TOOL_CHOICES)]
 
 
 def _check_options(options: dict[str, Any]) -> dict[str, Any]:

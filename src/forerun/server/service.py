@@ -15,6 +15,8 @@ from forerun.engine.engine import Engine
 from forerun.engine.result import ends
 from forerun.models.forward.inputs import position_limit
 from forerun.models.text.grammar_limits import SchemaError
+from forerun.models.text.message_formats import message_format
+from forerun.models.text.message_parser import MessageParser
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.models.text.prompts import has_template
 from forerun.models.text.token_bytes import TokenBytes
@@ -24,8 +26,6 @@ from forerun.server.api_errors import ApiError
 from forerun.server.calls import AnswerRow, Call, LoopDispatcher
 from forerun.server.echo import scoring_prompt
 from forerun.server.grammar_pool import GrammarPool
-from forerun.server.message_formats import message_format
-from forerun.server.message_parser import MessageParser
 from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler

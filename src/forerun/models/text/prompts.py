@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -24,6 +25,8 @@ Messages = Sequence[Mapping[str, Any]]
 """The turns of a conversation, oldest first: ``{"role": "user", "content": "..."}``."""
 REQUIRED = ("role", "content")
 ANSWERER = "assistant"
+RESERVED_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+"""Names that a chat template's own variables cannot have."""
 
 
 def is_conversation(prompt: Any) -> TypeGuard[Messages]:

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.models.loading.load import load
 from forerun.models.text.grammar import Grammars
-from forerun.server.message_formats import CALL_FORMATS, HERMES, THINKING_FORMATS, MessageFormat, message_format
-from forerun.server.message_parser import MessageParser
+from forerun.models.text.message_formats import CALL_FORMATS, HERMES, THINKING_FORMATS, MessageFormat, message_format
+from forerun.models.text.message_parser import MessageParser
 
 Calls = list[tuple[str, Any]]
 THINK, HARMONY = THINKING_FORMATS[0], THINKING_FORMATS[3]

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from forerun.server.message_formats import CallFormat, MessageFormat
+from forerun.models.text.message_formats import CallFormat, MessageFormat
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ARGUMENT_KEYS = ("arguments", "parameters")
