@@ -34,6 +34,26 @@ class Shot:
     goes: bool = False
 
 
+GRAMMARS = [
+    ("regex", "a|b/c"),
+    ("regex", "((("),
+    ("regex", "(.*a){20}.*"),
+    ("regex", "(a{1,1000}){1,1000}"),
+    ("grammar", 'start: "a" b*\nb: /[xy]{2}/'),
+    ("grammar", "start: a a\na: start start"),
+    ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30: "ab"'),
+    ("grammar", 'start: %json {"type": "integer"} | %lark {}'),
+    ("grammar", 'start: %json {"a": ' + "[" * 5000),
+    ("grammar", "start: " + "(" * 3000 + '"a"' + ")" * 3000),
+]
+TOOLS: list[Json] = [
+    {"type": "function", "function": {"name": "f"}},
+    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}},
+    {"type": "function", "name": "f", "parameters": {"properties": {"a": {"enum": ["b", "c"]}}}},
+    {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}},
+    {"type": "web_search"},
+    {},
+]
 SCHEMAS: list[Json] = [
     {},
     {"$ref": "#"},
@@ -195,6 +215,11 @@ class Fuzz:
             ),
             "max_tokens": lambda: self._random.randint(1, 6),
             "max_completion_tokens": lambda: self._random.randint(1, 6),
+            "max_output_tokens": lambda: self._random.randint(1, 6),
+            "input": lambda: self._random.choice(("Hi", [{"role": "user", "content": "Hi"}], [{"type": "reasoning"}])),
+            "tools": lambda: [copy.deepcopy(self._random.choice(TOOLS))] * self._random.choice((1, 1, 2)),
+            "tool_choice": lambda: self._random.choice(("auto", "none", "required", {"type": "function", "name": "f"})),
+            "logit_bias": lambda: self._random.choice(({"5": 1.5}, {"5": 200}, {"9999": 1}, {"x": 1})),
             "n": lambda: self._random.choice((1, 1, 2, 3, 128)),
             "stop": lambda: self._random.choice(("e", ["a", "\n"], "long " * 2000, ["e" * 100_000])),
             "response_format": self._format,
@@ -208,7 +233,9 @@ class Fuzz:
         schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
         found = copy.deepcopy(self._random.choice([schema, schema, *SCHEMAS]))
         return self._random.choice(
-            [{"type": "json_schema", "json_schema": {"name": "x", "schema": found}}] * 4 + [{"type": "json_object"}]
+            [{"type": "json_schema", "json_schema": {"name": "x", "schema": found}}] * 4
+            + [{"type": "json_object"}]
+            + [{"type": kind, kind: text} for kind, text in GRAMMARS]
         )
 
     def _value(self, schema: Json) -> Json:

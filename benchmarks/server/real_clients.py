@@ -1,0 +1,343 @@
+"""Clients that nobody here wrote, against a running server: each row of the table in docs/serving.md.
+
+    forerun serve --model FOLDER --port 20500
+    pip install openai openai-agents langchain-openai litellm   # in an environment of its own
+    python benchmarks/server/real_clients.py --url http://127.0.0.1:20500/v1
+
+A row whose client is not installed is skipped, and says so. The status is the number of rows that failed. Answers may
+be nonsense: the bundled model will do, as calls are forced by the request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+Row = Callable[[str, str], None]
+ROWS: list[tuple[str, str, Row]] = []
+MESSAGES: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
+
+
+def row(client: str, what: str) -> Callable[[Row], Row]:
+    """Name a row of the table; ``client`` is the module that it needs."""
+
+    def add(function: Row) -> Row:
+        ROWS.append((client, what, function))
+        return function
+
+    return add
+
+
+def openai_client(url: str) -> Any:
+    """OpenAI's own client."""
+    import openai
+
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+
+
+@row("openai", "chat, whole and in a stream")
+def _chat(url: str, model: str) -> None:
+    create = openai_client(url).chat.completions.create
+    asked: Any = {"model": model, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    whole = create(**asked).choices[0].message.content
+    chunks = create(**asked, stream=True, stream_options={"include_usage": True})
+    assert whole == "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+@row("openai", "token prompts, content parts, n, usage")
+def _prompts(url: str, model: str) -> None:
+    client = openai_client(url)
+    answer = client.completions.create(model=model, prompt=[[5, 6], [7]], n=2, max_tokens=3)
+    assert len(answer.choices) == 4 and answer.usage.completion_tokens <= 12
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert client.chat.completions.create(model=model, messages=parts, max_tokens=3).choices
+
+
+@row("openai", "structured output by a schema (parse)")
+def _structured(url: str, model: str) -> None:
+    from pydantic import BaseModel, Field
+
+    class Person(BaseModel):
+        name: str = Field(max_length=8)
+        age: int = Field(ge=0, le=120)
+
+    told = openai_client(url).chat.completions.parse(model=model, messages=MESSAGES, response_format=Person)
+    assert isinstance(told.choices[0].message.parsed, Person)
+
+
+@row("openai", "tools: required, and a named one")
+def _tools(url: str, model: str) -> None:
+    create = openai_client(url).chat.completions.create
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    for choice, parallel in (("required", False), (named, True)):
+        answer = create(
+            model=model,
+            messages=MESSAGES,
+            tools=TOOLS,
+            tool_choice=choice,
+            parallel_tool_calls=parallel,
+            max_tokens=200,
+        )
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls" and call.function.name == "get_weather"
+        assert set(json.loads(call.function.arguments)) == {"city", "days"}
+
+
+@row("openai", "tools in a stream")
+def _streamed_tools(url: str, model: str) -> None:
+    with openai_client(url).chat.completions.stream(
+        model=model, messages=MESSAGES, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=200
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    assert json.loads(final.choices[0].message.tool_calls[0].function.arguments)
+
+
+@row("openai", "parallel_tool_calls, store, metadata, reasoning_effort and other hints")
+def _hints(url: str, model: str) -> None:
+    assert openai_client(url).chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=3, parallel_tool_calls=True, store=False, metadata={"a": "b"},
+        user="u",
+        reasoning_effort="low", safety_identifier="s", prompt_cache_key="k", service_tier="auto", verbosity="low",
+    ).choices  # fmt: skip
+
+
+@row("openai", "penalties, logit_bias, top_k, min_p, repetition_penalty")
+def _sampling(url: str, model: str) -> None:
+    extra = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
+    assert openai_client(url).chat.completions.create(
+        model=model, messages=MESSAGES, max_tokens=8, frequency_penalty=0.5, presence_penalty=0.5,
+        logit_bias={"5": -100},
+        extra_body=extra,
+    ).choices  # fmt: skip
+
+
+@row("openai", "regex and grammar as response_format")
+def _grammars(url: str, model: str) -> None:
+    for form in ({"type": "regex", "regex": "(yes|no)!"}, {"type": "grammar", "grammar": 'start: ("yes" | "no") "!"'}):
+        told = openai_client(url).chat.completions.create(
+            model=model, messages=MESSAGES, extra_body={"response_format": form}
+        )
+        assert told.choices[0].message.content in ("yes!", "no!")
+
+
+@row("openai", "echo with logprobs, as lm-eval-harness asks")
+def _echo(url: str, model: str) -> None:
+    create = openai_client(url).completions.create
+    choice = create(model=model, prompt=[5, 6, 7], echo=True, logprobs=1, max_tokens=1, temperature=0, seed=1).choices[
+        0
+    ]
+    assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.token_logprobs) == 4
+    assert max(choice.logprobs.top_logprobs[1].values()) >= choice.logprobs.token_logprobs[1]
+
+
+@row("openai", "suffix: an answer, or 400 where the model has no tokens for it")
+def _suffix(url: str, model: str) -> None:
+    import openai
+
+    try:
+        assert (
+            openai_client(url).completions.create(model=model, prompt="def f(", suffix="): pass", max_tokens=4).choices
+        )
+    except openai.BadRequestError as error:
+        assert "suffix is for models with tokens for it" in str(error)
+
+
+@row("openai", "tokenize and detokenize (vLLM's)")
+def _tokens(url: str, model: str) -> None:
+    import httpx
+
+    base = url.removesuffix("/v1")
+    told = httpx.post(f"{base}/tokenize", json={"model": model, "prompt": "Hello"}).json()
+    assert httpx.post(f"{base}/detokenize", json={"tokens": told["tokens"]}).json()["prompt"].endswith("Hello")
+
+
+@row("openai", "responses: text, a stream, a call, a schema (parse)")
+def _responses(url: str, model: str) -> None:
+    from pydantic import BaseModel, Field
+
+    class Age(BaseModel):
+        age: int = Field(ge=0, le=120)
+
+    client = openai_client(url)
+    flat: Any = [{"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}]
+    assert client.responses.create(model=model, input="Hi", max_output_tokens=5).output_text
+    with client.responses.stream(
+        model=model, input=MESSAGES, tools=flat, tool_choice="required", parallel_tool_calls=False
+    ) as s:
+        kinds = [event.type for event in s]
+        call = s.get_final_response().output[0]
+    assert "response.function_call_arguments.delta" in kinds and json.loads(call.arguments)
+    assert client.responses.parse(model=model, input="Hi", text_format=Age).output_parsed.age >= 0
+
+
+def _agent(model: Any) -> Any:
+    from agents import Agent, ModelSettings, function_tool
+    from pydantic import BaseModel, Field
+
+    asked: list[tuple[str, int]] = []
+
+    @function_tool(is_enabled=lambda *_: not asked)  # the bundled model would call it for ever
+    def get_weather(city: str, days: int) -> str:
+        """The weather of a city."""
+        asked.append((city, days))
+        return "sunny"
+
+    class Answer(BaseModel):
+        """The answer, which has an end whatever the model writes."""
+
+        degrees: int = Field(ge=0, le=40)
+
+    settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=100, temperature=0)
+    agent = Agent(
+        name="a",
+        instructions="Help.",
+        model=model,
+        tools=[get_weather],
+        model_settings=settings,
+        output_type=Answer,
+    )
+    return agent, asked
+
+
+def _run_agent(url: str, model: str, responses: bool, stream: bool = False) -> None:
+    """An agent calls its tool, and then answers: it asks without a required call the second time."""
+    import openai
+    from agents import OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, set_tracing_disabled
+
+    set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
+    kind = OpenAIResponsesModel if responses else OpenAIChatCompletionsModel
+    agent, asked = _agent(kind(model=model, openai_client=client))
+
+    async def run() -> Any:
+        if not stream:
+            return await Runner.run(agent, "Weather in Rome?", max_turns=3)
+        running = Runner.run_streamed(agent, "Weather in Rome?", max_turns=3)
+        async for _ in running.stream_events():
+            pass
+        return running
+
+    ended = asyncio.run(run())
+    assert asked and ended.final_output.degrees in range(41)
+
+
+@row("agents", "an agent's loop with a tool, by chat completions")
+def _agent_chat(url: str, model: str) -> None:
+    _run_agent(url, model, False)
+
+
+@row("agents", "an agent's loop with a tool, by responses, its default")
+def _agent_responses(url: str, model: str) -> None:
+    _run_agent(url, model, True)
+
+
+@row("agents", "the same in streams")
+def _agent_streams(url: str, model: str) -> None:
+    _run_agent(url, model, False, stream=True)
+    _run_agent(url, model, True, stream=True)
+
+
+def langchain_model(url: str, model: str, **more: Any) -> Any:
+    """LangChain's model of OpenAI."""
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(base_url=url, api_key="none", model=model, max_retries=0, timeout=120, max_tokens=200, **more)
+
+
+@row("langchain_openai", "bind_tools, whole and in a stream")
+def _langchain_tools(url: str, model: str) -> None:
+    bound = langchain_model(url, model).bind_tools(TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert bound.invoke("Weather?").tool_calls[0]["name"] == "get_weather"
+    whole = None
+    for chunk in bound.stream("Weather?"):
+        whole = chunk if whole is None else whole + chunk
+    assert whole is not None and set(whole.tool_calls[0]["args"]) == {"city", "days"}
+
+
+@row("langchain_openai", "structured output by a function, and by a schema")
+def _langchain_structured(url: str, model: str) -> None:
+    from pydantic import BaseModel, Field
+
+    class Age(BaseModel):
+        """An age."""
+
+        age: int = Field(ge=0, le=120)
+
+    for method in ("function_calling", "json_schema"):
+        told = langchain_model(url, model).with_structured_output(Age, method=method).invoke("How old?")
+        assert isinstance(told, Age), method
+
+
+@row("langchain_openai", "by responses")
+def _langchain_responses(url: str, model: str) -> None:
+    assert langchain_model(url, model, use_responses_api=True).invoke("Hi").text
+
+
+@row("litellm", "chat with vLLM's sampling names, a stream, tools")
+def _litellm_chat(url: str, model: str) -> None:
+    import litellm
+
+    litellm.telemetry = False
+    for provider in ("openai", "hosted_vllm"):
+        asked: Any = {
+            "model": f"{provider}/{model}",
+            "messages": MESSAGES,
+            "api_base": url,
+            "api_key": "none",
+            "timeout": 120,
+        }
+        told = litellm.completion(
+            **asked, max_tokens=8, extra_body={"top_k": 10, "min_p": 0.1, "repetition_penalty": 1.1}
+        )
+        assert told.choices[0].message.content
+        chunks = litellm.completion(**asked, max_tokens=8, temperature=0, stream=True)
+        assert any(chunk.choices[0].delta.content for chunk in chunks)
+        told = litellm.completion(
+            **asked, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=200
+        )
+        assert json.loads(told.choices[0].message.tool_calls[0].function.arguments)
+
+
+def run(url: str, model: str, only: str | None = None) -> int:
+    """Go through the table; returns how many rows failed."""
+    failed = 0
+    for client, what, function in ROWS:
+        if only not in (None, client):
+            continue
+        if importlib.util.find_spec(client) is None:
+            print(f"skipped  {client}: {what} ({client} is not installed)")
+            continue
+        try:
+            function(url, model)
+            print(f"works    {client}: {what}", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED   {client}: {what}\n{traceback.format_exc()}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OPENAI_API_KEY", "none")
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks a machine elsewhere for prices
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    parser.add_argument("--model", default="bundled")
+    parser.add_argument("--only", help="rows of this client alone")
+    options = parser.parse_args()
+    sys.exit(run(options.url, options.model, options.only))

@@ -1,0 +1,33 @@
+"""Clients that nobody here wrote go through the table of docs/serving.md; those that are not installed are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+from support.chat_models import QWEN
+from support.live_server import LiveServer
+
+from benchmarks.server.real_clients import ROWS, Row
+from forerun.engine.engine import Engine
+from forerun.models.loading.load import load
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    pytest.importorskip("llguidance")
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = QWEN
+    built = LiveServer(Engine(model, "trie", tokenizer=tokenizer), max_tokens=512)
+    yield built
+    built.close()
+
+
+@pytest.mark.parametrize(("client", "function"), [(client, function) for client, _, function in ROWS])
+def test_a_row_of_the_table(server: LiveServer, client: str, function: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec(client) is None:
+        pytest.skip(f"{client} is not installed; pip install 'forerun[clients]' has it")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    function(f"http://127.0.0.1:{server.port}/v1", "bundled")
