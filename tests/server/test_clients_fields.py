@@ -205,6 +205,7 @@ def test_a_regex_and_a_grammar_are_kept_to(client: openai.OpenAI, response_forma
         ({"type": "grammar", "grammar": "start: x"}, "grammar cannot be used"),
         ({"type": "grammar", "grammar": "start: %regex {}"}, "allowed are %json and %ignore"),
         ({"type": "grammar", "grammar": DOUBLING}, "32,768 are the most"),
+        ({"type": "grammar", "grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
         ({"type": "regex", "regex": ""}, "at least 1"),
     ],
 )  # fmt: skip

@@ -70,7 +70,10 @@ def check_lark(grammar: str) -> None:
     SchemaError: if a grammar in Lark asks for too much.
     """
     _check_size("grammar", grammar)
-    _LarkRules(grammar).check()
+    try:
+        _LarkRules(grammar).check()
+    except RecursionError:
+        raise SchemaError("the grammar is nested too deeply") from None
 
 
 def shortest_match(pattern: str) -> int:
