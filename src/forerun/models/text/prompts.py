@@ -6,8 +6,8 @@ A template writes all special tokens itself, including the first one, so none ar
 from __future__ import annotations
 
 import hashlib
-import json
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
