@@ -25,7 +25,7 @@ from forerun.cli.options import (
     Rounds,
     option,
 )
-from forerun.cli.terminal import measuring, stderr
+from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.loading.load import load
 
 DTYPES = get_args(Dtype)
@@ -73,7 +73,7 @@ def run(options: PassesOptions) -> None:
         prompts=[length for length in sorted(numbers("--prompt-tokens", options.prompt_tokens, int, 0)) if length],
         rounds=options.rounds,
     )
-    with measuring(console) as progress:
+    with progress_bar(console, "measuring") as progress:
         rows = passes.measure(models, sizes, progress=progress)
     report = Report("What passes cost", plain_values(options))
     add_passes(report, rows, options.context)

@@ -42,7 +42,7 @@ from forerun.cli.options import (
     Skip,
     option,
 )
-from forerun.cli.terminal import measuring, stderr, stdout
+from forerun.cli.terminal import progress_bar, stderr, stdout
 from forerun.core.long_context import LongContextConfig
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
@@ -182,7 +182,7 @@ def run(options: TaskOptions) -> None:
         journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
         result = TaskResult([], settings, [], skipped | peers.absent, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
-        with measuring(console) as progress:
+        with progress_bar(console, "measuring") as progress:
             for rows, batches in _measured(bench, options, jobs, batched, journal, decode, progress):
                 result = replace(result, rows=[*result.rows, *rows], batches=[*result.batches, *batches])
                 paths = _write(result, options.out)

@@ -13,7 +13,6 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -22,7 +21,7 @@ from forerun.audit.audit import Comparison, Plan, Report, audit
 from forerun.cli.models import load_target, settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
-from forerun.cli.terminal import stderr, stdout
+from forerun.cli.terminal import progress_bar, stderr, stdout
 from forerun.drafting.recipes import RECIPES, check_drafter
 from forerun.engine.engine import BUDGET
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, quiet
@@ -52,7 +51,8 @@ def run(options: AuditOptions) -> None:
         model, tokenizer = _load(options)
         plan = _plan(options, model, tokenizer)
         prompts = encode(texts, tokenizer)
-        report = _audit(model, prompts, plan)
+        with progress_bar(stderr(), "auditing") as progress:
+            report = audit(model, prompts, plan, progress)
     if options.json:
         typer.echo(json.dumps(_as_json(options, plan, texts, report, tokenizer), ensure_ascii=False))
     else:
@@ -78,17 +78,6 @@ def _load(options: AuditOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
     if options.dtype is None and model.num_parameters() < SMALL:
         model = model.to(torch.float64)
     return model, tokenizer
-
-
-def _audit(model: PreTrainedModel, prompts: Sequence[list[int]], plan: Plan) -> Report:
-    console = stderr()
-    what = TextColumn("{task.fields[what]}", style="dim")
-    columns = (TextColumn("auditing"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), what)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("audit", total=None, what="")
-        return audit(
-            model, prompts, plan, lambda done, total, what: bar.update(task, completed=done, total=total, what=what)
-        )
 
 
 def show(console: Console, report: Report, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -142,17 +131,23 @@ def _grouped(comparisons: Sequence[Comparison]) -> list[tuple[tuple[str, str], l
     return [((group[0].drafter, group[0].check), group) for group in groups]
 
 
-def _cells(group: Sequence[Comparison]) -> list[str]:
+def _verdicts(group: Sequence[Comparison]) -> dict[str, int]:
+    """How many texts of a group are equal, differ by rounding, and differ by more."""
     failed = sum(comparison.failed for comparison in group)
     differing = sum(comparison.divergence is not None for comparison in group)
+    return {"equal": len(group) - differing, "rounding": differing - failed, "different": failed}
+
+
+def _cells(group: Sequence[Comparison]) -> list[str]:
+    counts = _verdicts(group)
     accepted, drafted = sum(c.accepted for c in group), sum(c.drafted for c in group)
     return [
         str(len(group)),
         str(sum(comparison.tokens for comparison in group)),
         f"{accepted}/{drafted}",
-        f"[green]{len(group) - differing}[/]",
-        f"[yellow]{differing - failed}[/]" if differing > failed else "·",
-        f"[bold red]{failed}[/]" if failed else "·",
+        f"[green]{counts['equal']}[/]",
+        f"[yellow]{counts['rounding']}[/]" if counts["rounding"] else "·",
+        f"[bold red]{counts['different']}[/]" if counts["different"] else "·",
     ]
 
 
@@ -208,26 +203,17 @@ def _plan_as_json(options: AuditOptions, plan: Plan) -> dict[str, Any]:
 
 
 def _group_as_json(key: tuple[str, str], group: Sequence[Comparison]) -> dict[str, Any]:
-    failed = sum(comparison.failed for comparison in group)
-    differing = sum(comparison.divergence is not None for comparison in group)
     sums = {name: sum(getattr(c, name) for c in group) for name in ("tokens", "drafted", "accepted")}
-    counts = {"texts": len(group), "equal": len(group) - differing, "rounding": differing - failed, "different": failed}
-    return {"drafter": key[0], "check": key[1], **counts, **sums}
+    return {"drafter": key[0], "check": key[1], "texts": len(group), **_verdicts(group), **sums}
 
 
 def _divergence_as_json(comparison: Comparison, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     divergence = comparison.divergence
     assert divergence is not None
-    finite = {
-        name: value if isinstance(value, int) or value is None or value != float("inf") else None
-        for name, value in asdict(divergence).items()
-    }
+    values = {name: None if value == float("inf") else value for name, value in asdict(divergence).items()}
     return {
-        "drafter": comparison.drafter,
-        "check": comparison.check,
-        "prompt": comparison.prompt,
-        "seed": comparison.seed,
-        **finite,
+        **{name: getattr(comparison, name) for name in ("drafter", "check", "prompt", "seed")},
+        **values,
         "expected_text": _token(tokenizer, divergence.expected),
         "got_text": _token(tokenizer, divergence.got),
         "rounding": divergence.rounding,

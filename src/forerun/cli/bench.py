@@ -17,7 +17,7 @@ from forerun.bench.report import BenchResult, Row, changed, summarise, write
 from forerun.bench.rounds import PromptSet
 from forerun.cli.models import load_target, settings
 from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
-from forerun.cli.terminal import measuring, say, stderr, stdout
+from forerun.cli.terminal import progress_bar, say, stderr, stdout
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, quiet
 from forerun.models.loading.stored_weights import dtype_name
@@ -41,7 +41,7 @@ def run(options: BenchOptions) -> None:
     journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
     result = BenchResult([], plain_values(options) | {"dtype": dtype_name(target)})
     try:
-        with quiet(), measuring(stderr()) as progress:
+        with quiet(), progress_bar(stderr(), "measuring") as progress:
             for rows in _measured(bench, sets, options.rounds, journal, progress):
                 result = replace(result, rows=rows)
                 paths = write(result, options.out, "speed")

@@ -1,22 +1,27 @@
-"""``forerun demo``: plain decoding and the trie, prompt by prompt: the same text, and the time of each."""
+"""``forerun demo``: plain decoding and the trie, prompt by prompt: the same text, and the time of each.
+
+Two panels, side by side if they fit, else one below the other; then a summary.
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import PreTrainedTokenizerBase
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from forerun import __version__
-from forerun.cli.demo_view import Pair, Timed, show_prompt, show_summary
 from forerun.cli.options import DemoOptions
-from forerun.cli.terminal import stderr, stdout, working
+from forerun.cli.terminal import DRAFTED, printable, progress_bar, stderr, stdout, working
 from forerun.core.request import Request
 from forerun.drafting.drafter import NoDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
@@ -27,7 +32,55 @@ from forerun.reference import DemoPrompt, demo_prompts
 
 DIFFERENT = 1
 WARM_UP_TOKENS = 8
+WIDE = 96
+"""Columns from which two texts fit side by side."""
 Run = tuple[Request, float]
+"""A finished request, and its seconds, including preparation."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One way to decode a prompt.
+
+    Attributes:
+        pieces: the text.
+        seconds: median time of the whole generation, including the prompt.
+    """
+
+    token_ids: list[int]
+    pieces: list[Piece]
+    seconds: float
+    tokens_per_step: float
+
+    @property
+    def text(self) -> str:
+        """All pieces."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens divided by the whole time."""
+        return len(self.token_ids) / self.seconds
+
+    @property
+    def speed(self) -> str:
+        """All figures, in words."""
+        return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tok/step · {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt decoded both ways; ``equal`` if all repeats of both gave the same tokens."""
+
+    prompt: DemoPrompt
+    plain: Timed
+    trie: Timed
+    equal: bool
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster the trie was."""
+        return self.plain.seconds / self.trie.seconds
 
 
 class Stage:
@@ -48,21 +101,21 @@ class Stage:
         """Drop all that the engine learned."""
         self.trie.set_drafter(TrieDrafter())
 
-    def decode(self, prompt: DemoPrompt, bar: Progress, task: Any) -> Pair:
+    def decode(self, prompt: DemoPrompt) -> Pair:
         """Decode a prompt both ways, in turns."""
         plain: list[Run] = []
         trie: list[Run] = []
-        for _ in range(self.repeats):
-            plain.append(self._once(self.plain, prompt))
-            if not self.warm:
-                self._forget()
-            trie.append(self._once(self.trie, prompt))
-            bar.advance(task)
+        with progress_bar(stderr(), prompt["kind"]) as progress:
+            for done in range(self.repeats):
+                progress(done, self.repeats)
+                plain.append(self._once(self.plain, prompt))
+                if not self.warm:
+                    self._forget()
+                trie.append(self._once(self.trie, prompt))
         texts = {tuple(request.generated.tolist()) for request, _ in plain + trie}
         return Pair(prompt, self._timed(plain), self._timed(trie), len(texts) == 1)
 
     def _once(self, engine: Engine, prompt: DemoPrompt) -> Run:
-        """The finished request, and its time in seconds, including preparation."""
         begin = time.perf_counter()
         limit = prompt["max_new_tokens"]
         result = engine.generate(prompt["prompt"], max_new_tokens=limit, do_sample=False)
@@ -71,29 +124,30 @@ class Stage:
     def _timed(self, runs: Sequence[Run]) -> Timed:
         last, tokenizer = runs[-1][0], self.plain.tokenizer
         assert tokenizer is not None
+        detokenizer = Detokenizer(tokenizer, last.prompt.tolist())
+        marked = zip(last.generated.tolist(), last.stats.drafted_mask(), strict=True)
+        pieces = [piece for token, drafted in marked for piece in detokenizer.add(token, drafted)]
         seconds = median(seconds for _, seconds in runs)
-        return Timed(last.generated.tolist(), pieces_of(last, tokenizer), seconds, last.stats.tokens_per_step)
-
-
-def pieces_of(request: Request, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    """The text of a finished request, in pieces."""
-    detokenizer = Detokenizer(tokenizer, request.prompt.tolist())
-    marked = zip(request.generated.tolist(), request.stats.drafted_mask(), strict=True)
-    pieces = [piece for token, drafted in marked for piece in detokenizer.add(token, drafted)]
-    return [*pieces, *detokenizer.flush()]
+        return Timed(last.generated.tolist(), [*pieces, *detokenizer.flush()], seconds, last.stats.tokens_per_step)
 
 
 def run(options: DemoOptions) -> None:
     """Run the demo; exit status 1 if a text differs."""
     prompts = chosen(options)
-    console = stderr()
+    out = None if options.json else stdout(options.color)
+    pairs = []
     with quiet():
-        with working(console, "loading the bundled model"):
+        with working(stderr(), "loading the bundled model"):
             stage = make_stage(options)
             stage.warm_up(prompts[0]["prompt"])
-        pairs = _decode_all(stage, prompts, console, None if options.json else stdout(options.color))
-    if options.json:
+        for prompt in prompts:
+            pairs.append(stage.decode(prompt))
+            if out is not None:
+                show_prompt(out, pairs[-1])
+    if out is None:
         typer.echo(json.dumps(_as_json(options, pairs), ensure_ascii=False))
+    else:
+        show_summary(out, pairs, options.repeats, options.warm)
     if not all(pair.equal for pair in pairs):
         raise typer.Exit(DIFFERENT)
 
@@ -122,19 +176,82 @@ def make_stage(options: DemoOptions) -> Stage:
     return Stage(engines, options.warm, options.repeats)
 
 
-def _decode_all(stage: Stage, prompts: Sequence[DemoPrompt], progress: Console, out: Console | None) -> list[Pair]:
-    """Decode every prompt; show each when it is done, then the summary."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    pairs = []
-    for prompt in prompts:
-        with Progress(*columns, console=progress, transient=True, disable=not progress.is_terminal) as bar:
-            task = bar.add_task(prompt["kind"], total=stage.repeats)
-            pairs.append(stage.decode(prompt, bar, task))
-        if out is not None:
-            show_prompt(out, pairs[-1])
-    if out is not None:
-        show_summary(out, pairs, stage.repeats, stage.warm)
-    return pairs
+def show_prompt(console: Console, pair: Pair) -> None:
+    """Print a prompt's title, the end of the prompt, both texts, and their comparison."""
+    console.print()
+    console.rule(f"[bold]{pair.prompt['title']}[/] [dim]· {pair.prompt['kind']}[/]", align="left", style="dim")
+    console.print(Text(_end_of(pair.prompt["prompt"]), style="dim italic"))
+    panels = _panel(pair.plain, "plain", "dim", False), _panel(pair.trie, "trie", "green", True)
+    if console.is_terminal and console.width >= WIDE:
+        grid = Table.grid(expand=True, padding=(0, 1, 0, 0))
+        grid.add_column(ratio=1)
+        grid.add_column(ratio=1)
+        grid.add_row(*panels)
+        console.print(grid)
+    elif pair.equal and not console.is_terminal:  # in a pipe the text once, unchanged, and both speeds
+        console.print(Text(pair.trie.text), soft_wrap=True)
+        console.print(f"plain: {pair.plain.speed}")
+        console.print(f"trie:  {pair.trie.speed}")
+    else:
+        for panel in panels:
+            console.print(panel)
+    if pair.equal:
+        console.print(f"[green]✓ same text, token for token[/] · [bold]{pair.speed_up:.2f}× as fast[/]")
+    else:
+        console.print("[bold red]✗ the texts differ[/]")
+
+
+def show_summary(console: Console, pairs: Sequence[Pair], repeats: int, warm: bool) -> None:
+    """Print one row per prompt, and one for all."""
+    console.print()
+    table = Table(box=box.SIMPLE_HEAD, title="plain decoding and the trie", title_style="bold", pad_edge=False)
+    for name in ("", "tokens", "plain tok/s", "trie tok/s", "tok/step", "speed-up", "same text"):
+        table.add_column(name, justify="left" if name in ("", "same text") else "right")
+    for pair in pairs:
+        table.add_row(pair.prompt["kind"], *_numbers([pair]))
+    if len(pairs) > 1:
+        table.add_section()
+        table.add_row("all", *_numbers(pairs), style="bold")
+    console.print(table)
+    runs = f"medians of {repeats} runs" if repeats > 1 else "one run"
+    memory = "a trie that remembers earlier runs" if warm else "an empty trie each time"
+    console.print(f"[dim]{runs}, greedy, {memory}; the time includes reading the prompt[/]")
+
+
+def _numbers(pairs: Sequence[Pair]) -> list[str]:
+    tokens = sum(len(pair.trie.token_ids) for pair in pairs)
+    plain, trie = sum(pair.plain.seconds for pair in pairs), sum(pair.trie.seconds for pair in pairs)
+    steps = sum(len(pair.trie.token_ids) / pair.trie.tokens_per_step for pair in pairs)
+    equal = all(pair.equal for pair in pairs)
+    return [
+        str(tokens),
+        f"{tokens / plain:.1f}",
+        f"{tokens / trie:.1f}",
+        f"{tokens / steps:.2f}",
+        f"{plain / trie:.2f}×",
+        "[green]✓[/]" if equal else "[bold red]✗ different[/]",
+    ]
+
+
+def _panel(timed: Timed, name: str, border: str, coloured: bool) -> Panel:
+    text = Text()
+    for piece in timed.pieces:
+        text.append(printable(piece.text), DRAFTED if coloured and piece.drafted else None)
+    return Panel(
+        text,
+        title=f"[bold]{name}[/]",
+        subtitle=timed.speed,
+        title_align="left",
+        subtitle_align="left",
+        border_style=border,
+        padding=(0, 1),
+    )
+
+
+def _end_of(prompt: str, lines: int = 3) -> str:
+    """The last lines of a prompt."""
+    kept = prompt.rstrip("\n").split("\n")
+    return "\n".join((["…"] if len(kept) > lines else []) + kept[-lines:])
 
 
 def _as_json(options: DemoOptions, pairs: Sequence[Pair]) -> dict[str, Any]:
@@ -150,20 +267,20 @@ def _as_json(options: DemoOptions, pairs: Sequence[Pair]) -> dict[str, Any]:
 
 
 def _pair_as_json(pair: Pair) -> dict[str, Any]:
-    ways = {"plain": pair.plain, "trie": pair.trie}
+    def way(timed: Timed) -> dict[str, float]:
+        return {
+            "seconds": round(timed.seconds, 6),
+            "tokens_per_second": round(timed.tokens_per_second, 2),
+            "tokens_per_step": round(timed.tokens_per_step, 4),
+        }
+
     return {
         "kind": pair.prompt["kind"],
         "title": pair.prompt["title"],
-        "text": "".join(piece.text for piece in pair.trie.pieces),
+        "text": pair.trie.text,
         "tokens": len(pair.trie.token_ids),
         "equal": pair.equal,
         "speed_up": round(pair.speed_up, 3),
-        **{
-            name: {
-                "seconds": round(way.seconds, 6),
-                "tokens_per_second": round(way.tokens_per_second, 2),
-                "tokens_per_step": round(way.tokens_per_step, 4),
-            }
-            for name, way in ways.items()
-        },
+        "plain": way(pair.plain),
+        "trie": way(pair.trie),
     }

@@ -106,12 +106,13 @@ def working(console: Console, what: str) -> Iterator[Callable[[int, int], None]]
 
 
 @contextmanager
-def measuring(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A context with a progress bar for measurements, in a terminal; call it with work done and to do."""
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def progress_bar(console: Console, title: str) -> Iterator[Callable[..., None]]:
+    """A context with a progress bar, in a terminal; call its value with work done and to do, and what is done now."""
+    now = TextColumn("{task.fields[now]}", style="dim")
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), now)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        task = bar.add_task("", total=None, now="")
+        yield lambda done, total, now="": bar.update(task, completed=done, total=total, now=now)
 
 
 class PrefillBar:
