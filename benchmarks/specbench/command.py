@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -179,7 +179,7 @@ def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int |
     jobs, skipped = build_jobs(list(known), known, encoder, counts, positions)
     for name, reason in skipped.items():
         say(f"skipped {name}: {reason}")
-    return {job.task: job for job in jobs}
+    return {name: replace(job, task=name) for job in jobs for name in (f"{job.task} (task)",)}
 
 
 def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series]:

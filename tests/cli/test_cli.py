@@ -111,6 +111,7 @@ def test_version() -> None:
         (("-p", "a", "-t", "1", "--top-p", "1.5"), "top_p"),
         (("-p", "a" * 9000, "-n", "9000"), "exceed the model's 2048 positions"),
         (("-f", "nowhere.txt"), "nowhere.txt: No such file or directory"),
+        (("-p", "a", "--prediction", "nowhere.txt"), "nowhere.txt: No such file or directory"),
         (("-p", "a", "-d", "lookup", "--trie-file", "t"), "--trie-file needs a trie drafter"),
         (("-p", "a", "--trie-file", "no/t"), "there is no folder no"),
     ],

@@ -61,13 +61,14 @@ def run(options: GenerateOptions) -> None:
         return
     prompt = check_text(options.prompt) if options.prompt is not None else read_prompt(options.prompt_file or "-")
     check_drafter(options.drafter)
+    prediction = None if options.prediction is None else read_prompt(str(options.prediction))
     known = [read_prompt(str(path)) for path in options.warm or []]
     kept = kept_texts(options)
     began = time.perf_counter()
     with quiet(), closing(make_engine(options, lambda _: kept)) as engine, leading(engine):
         loading = time.perf_counter() - began
         (ids,) = encode(_prompt(options, prompt, engine), engine.tokenizer)
-        (request,) = engine.requests(ids[-(options.context or len(ids)) :], **sampling(options))
+        (request,) = engine.requests(ids[-(options.context or len(ids)) :], prediction=prediction, **sampling(options))
         with _trie_kept(options, engine):
             engine.warm(known, options.namespace)
             interrupted = _generate(options, engine, request, loading)

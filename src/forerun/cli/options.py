@@ -252,6 +252,9 @@ class GenerateOptions(OutputOptions, MemoryOptions, WriterOptions):
         str | None,
         option("--prompt-file", "-f", panel="Text", help="Its file, or - for stdin; a final newline is dropped."),
     ] = None
+    prediction: Annotated[
+        Path | None, option("--prediction", panel="Text", help="A file that the answer is expected to resemble.")
+    ] = None
     chat: Annotated[
         bool | None,
         option("--chat/--raw", panel="Text", help="Answer, or continue; by default answer if the model has a chat "

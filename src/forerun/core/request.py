@@ -37,6 +37,7 @@ class Request:
         budget: maximum number of nodes of a draft, if that is less than the engine's; with 0 nothing is drafted, and no
             drafter hears of the request. It changes the speed, never the text.
         padding: ids before the prompt that only logits processors and ``stopping`` see, never the model.
+        prediction: token ids that the answer is expected to resemble, to draft from; private to this request.
         top_logprobs: tokens whose log-probabilities are kept at each place of the text, beside the one that came; None
             keeps none at all.
 
@@ -56,6 +57,7 @@ class Request:
         drafts_from: str | None = None,
         budget: int | None = None,
         padding: Sequence[int] = (),
+        prediction: Sequence[int] = (),
         top_logprobs: int | None = None,
     ) -> None:
         if not len(prompt):
@@ -73,6 +75,7 @@ class Request:
         self.namespace = namespace
         self.drafts_from = namespace if drafts_from is None else drafts_from
         self.budget = budget
+        self.prediction = np.array(prediction, np.int64)
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         """The error that ended the text, if one did."""

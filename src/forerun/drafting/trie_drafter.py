@@ -54,7 +54,7 @@ class TrieDrafter(Drafter):
 
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""
-        self.trie.begin(request.id, request.drafts_from, request.prompt, request.max_new_tokens)
+        self.trie.begin(request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction)
         self._committed[request.id] = request.prompt_length
 
     def catch_up(self, request: Request, tokens: int) -> bool:

@@ -32,7 +32,7 @@ from forerun.models.forward.runtime import Runtime, default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.sharded import is_sharded
 from forerun.models.loading.stored_weights import dtype_name
-from forerun.models.text.prompts import Prompts, encode, vocabulary_of
+from forerun.models.text.prompts import Prompts, encode, encode_prediction, vocabulary_of
 from forerun.models.text.requests import GenerationOptions, RowOptions, build_requests, check_options, own_options
 
 if TYPE_CHECKING:
@@ -270,8 +270,9 @@ class Engine:
         check_options(options, self.target.model)
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
         response_format, mask = options.pop("response_format", None), options.pop("attention_mask", None)
+        prediction = encode_prediction(options.pop("prediction", None) or (), tokenizer)
         own, others = own_options(options)
-        row_options = RowOptions(**own, budget=budget)
+        row_options = RowOptions(**own, budget=budget, prediction=prediction)
         if response_format is not None:
             grammar = self._grammars_of(tokenizer).of(response_format, row_options.namespace)
             row_options = replace(row_options, grammar=grammar)

@@ -88,11 +88,11 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """An empty index with room for any text of so many tokens.
+        """An empty index with room for any two texts of together so many tokens.
 
         Each token is counted behind ``ORDERS`` contexts, and behind up to two that gapped matches add.
         """
-        return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 2)
+        return cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
 
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:

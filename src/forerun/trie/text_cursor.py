@@ -53,6 +53,11 @@ REMEMBERED = 512
 """Tokens of a prompt, the last ones, that count as seen last."""
 
 
+EXPECTED_AGREED = 16
+"""Agreement that a copy is taken to have where the text is expected to repeat another one from here on. It is that of a
+long copy, and one wrong token ends it as any other's."""
+
+
 class TextCursor(NamedTuple):
     """Where a text stands.
 
@@ -80,6 +85,11 @@ class TextCursor(NamedTuple):
     def first_chunk(self) -> int:
         """The text's first chunk in the shared source, or 0."""
         return int(self.ends["chunk"][SHARED])
+
+    def expect_copy(self, position: int) -> None:
+        """Expect that the text goes on as the request's own text does from ``position`` on."""
+        copy = self.copies[0, OWN]
+        copy.position, copy.agreed, copy.wrong = position, EXPECTED_AGREED, 0
 
     @property
     def cut(self) -> bool:

@@ -10,6 +10,7 @@ replace meanwhile. ``docs/trie.md`` derives the index from one example.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from forerun.trie.learning import OWN_HINTS
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import PIECE_TOKENS, Namespace
 from forerun.trie.spelling import spellings
+from forerun.trie.tables import CHUNK_TOKENS
 from forerun.trie.text_cursor import TextCursor
 from forerun.trie.trie_config import TrieConfig
 from forerun.trie.trie_file import TrieFileError
@@ -50,7 +52,8 @@ class _Live:
         cursor: where its text stands.
         length: tokens of its text, those of the prompt that are not indexed yet included.
         room: tokens that fit its index.
-        unread: tokens of the prompt that are not indexed yet.
+        unread: what is not indexed yet of the texts that were there first, each with where it stands.
+        predicted: whether its index begins with a text that the output is expected to resemble.
     """
 
     namespace: str
@@ -58,7 +61,8 @@ class _Live:
     cursor: TextCursor
     length: int
     room: int
-    unread: IntArray
+    unread: deque[tuple[TextCursor, IntArray]]
+    predicted: bool
     handles: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
@@ -102,7 +106,9 @@ class Trie(TrieStore):
         self._spelling = spellings(tokenizer)
 
     @locked
-    def begin(self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024) -> None:
+    def begin(
+        self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024, prediction: Tokens = ()
+    ) -> None:
         """Start a request and index its prompt for it alone: the first piece now, the rest by ``catch_up``.
 
         Args:
@@ -110,6 +116,8 @@ class Trie(TrieStore):
             namespace: whose outputs it may be drafted and joins.
             prompt: token ids.
             expected: tokens that may be generated; room for them is made at once.
+            prediction: a text that the output is expected to resemble. It is indexed like the prompt, and the output is
+                taken to copy it from its first token on until it does not.
 
         Raises:
             ValueError: if the request is live already, or a token is not in [0, 2**31).
@@ -118,12 +126,16 @@ class Trie(TrieStore):
             raise ValueError(f"request {request_id} has begun already")
         tokens = checked(prompt)
         kept = tokens[-self.config.prompt_capacity :]
-        room = max(1, len(kept) + min(expected, 4096))
+        predicted = checked(prediction)[: self.config.prompt_capacity]
+        read = len(predicted) + len(kept)
+        room = max(1, read + min(expected, 4096))
         space = self._shared.open(namespace)
         space.make_room(0)
-        own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(len(kept))
-        live = _Live(namespace, own, TextCursor.start(), len(tokens), room, kept)
-        _read_piece(live, PROMPT_PIECE_TOKENS)
+        own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(read)
+        cursor = TextCursor.start()
+        unread = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
+        live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0)
+        _read(live, PROMPT_PIECE_TOKENS)
         self._live[request_id] = live
         space.writers[request_id] = live.cursor
 
@@ -138,13 +150,12 @@ class Trie(TrieStore):
             ValueError: if the request is not live.
         """
         live = self._of(request_id)
-        if len(live.unread):
-            _read_piece(live, max(1, min(tokens, PROMPT_PIECE_TOKENS)))
-        return not len(live.unread)
+        _read(live, max(1, min(tokens, PROMPT_PIECE_TOKENS)))
+        return not live.unread
 
     def _read_prompt(self, request_id: int) -> None:
         """Index what is left of the prompt; other threads may have their turn between pieces."""
-        while len(self._of(request_id).unread):
+        while self._of(request_id).unread:
             self.catch_up(request_id, PROMPT_PIECE_TOKENS)
 
     def extend(self, request_id: int, tokens: Tokens) -> None:
@@ -260,6 +271,14 @@ class Trie(TrieStore):
         return self._scratch
 
 
-def _read_piece(live: _Live, tokens: int) -> None:
-    piece, live.unread = live.unread[:tokens], live.unread[tokens:]
-    text_cursor.ingest(live.own, live.cursor, piece, len(live.unread))
+def _read(live: _Live, tokens: int) -> None:
+    """Index up to ``tokens`` more tokens of what is unread."""
+    while live.unread and tokens > 0:
+        cursor, text = live.unread.popleft()
+        piece, rest = text[:tokens], text[tokens:]
+        text_cursor.ingest(live.own, cursor, piece, len(rest))
+        tokens -= len(piece)
+        if len(rest):
+            live.unread.appendleft((cursor, rest))
+        elif cursor is live.cursor and live.predicted:
+            cursor.expect_copy(CHUNK_TOKENS)  # the position of the index's first token

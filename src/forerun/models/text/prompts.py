@@ -181,6 +181,24 @@ def encode(prompts: Prompts, tokenizer: PreTrainedTokenizerBase | None, attentio
     return [_encode_one(prompt, tokenizer) for prompt in prompts]
 
 
+def encode_prediction(prediction: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Token ids of a text that an answer is expected to resemble, without special tokens.
+
+    Raises:
+        ValueError: for text without a tokenizer, or an id below 0.
+        TypeError: for anything but text or token ids.
+    """
+    if isinstance(prediction, str):
+        if tokenizer is None:
+            raise ValueError("the prediction is text and there is no tokenizer; pass tokenizer= or token ids")
+        return [int(token) for token in tokenizer(prediction, add_special_tokens=False)["input_ids"]]
+    if not isinstance(prediction, Sequence) or not all(isinstance(token, int) for token in prediction):
+        raise TypeError(f"prediction is {type(prediction).__name__}; it must be text or a list of token ids")
+    if min(prediction, default=0) < 0:
+        raise ValueError(f"prediction has the token id {min(prediction)}; ids are 0 or more")
+    return list(prediction)
+
+
 def _encode_one(prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     if isinstance(prompt, str):
         if tokenizer is None:

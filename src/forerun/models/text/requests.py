@@ -55,7 +55,9 @@ class GenerationOptions(TypedDict, total=False):
     """Options of ``Engine.generate``, ``Engine.stream`` and ``forerun.generate``.
 
     What is not given is taken from ``model.generation_config``, as in transformers. The first group is Forerun's own:
-    see ``RowOptions`` for the first five, and ``Grammars`` for ``response_format``.
+    see ``RowOptions`` for the first five, and ``Grammars`` for ``response_format``. ``prediction`` is a text, or
+    token ids, that the answer is expected to resemble, such as the code to be edited: drafts are copied from it. It is
+    private to the call, changes the speed and never the text, and is used by drafters that have a trie.
     """
 
     seed: int | None
@@ -64,6 +66,7 @@ class GenerationOptions(TypedDict, total=False):
     drafts_from: str | None
     logprobs: int | None
     response_format: ResponseFormat | None
+    prediction: str | Sequence[int] | None
 
     attention_mask: torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | None
     generation_config: GenerationConfig | None
@@ -164,6 +167,7 @@ class RowOptions:
             keeps nothing.
         grammar: what the text must follow.
         drafts_from: a namespace to draft from and learn in, in place of its own; see ``Request``.
+        prediction: token ids that the text is expected to resemble; see ``Request``.
 
     Raises:
         ValueError: for a wrong verification, or ``logprobs`` below 0.
@@ -176,6 +180,7 @@ class RowOptions:
     logprobs: int | None = None
     grammar: Grammar | None = None
     drafts_from: str | None = None
+    prediction: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and self.logprobs < 0:
@@ -272,6 +277,7 @@ def make_request(
         drafts_from=options.drafts_from,
         budget=options.budget,
         padding=padding,
+        prediction=options.prediction,
         top_logprobs=options.logprobs,
     )
 
