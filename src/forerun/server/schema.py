@@ -34,7 +34,7 @@ SEED_LIMIT = 2**63
 IGNORED_FIELDS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "verbosity",
+        "verbosity", "prediction",
     }
 )  # fmt: skip
 """Fields that are for somebody else, and change no text here. Any value is accepted, and has no effect."""
