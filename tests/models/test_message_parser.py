@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.models.loading.load import load
 from forerun.models.text.grammar import Grammars
-from forerun.models.text.message_formats import CALL_FORMATS, HERMES, THINKING_FORMATS, MessageFormat, message_format
+from forerun.models.text.message_formats import (
+    CALL_FORMATS,
+    HERMES,
+    THINKING_FORMATS,
+    MessageFormat,
+    message_format,
+    with_tools_as_text,
+)
 from forerun.models.text.message_parser import MessageParser
 
 Calls = list[tuple[str, Any]]
@@ -299,12 +307,38 @@ def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTo
         assert form.grammar(response_format, [], True, "closed") == response_format
 
 
+def test_a_schema_keeps_what_it_forbids_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    properties = {"title": {"type": "string", "description": "x" * 500}, "n": {"enum": ["description"], "default": 1}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"title": "F", "properties": properties}}}
+    response_format = MessageFormat(HERMES, None, None, {}).grammar(None, [tool], True, "closed")
+    assert response_format is not None
+    text = response_format["grammar"]
+    assert "xxx" not in text and '"title": {"type": "string"}' in text and '"enum": ["description"]}' in text
+
+
+def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "assistant", "content": "Yes.", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "1"},
+    ]
+    system, said, result = with_tools_as_text(messages, TOOLS)
+    assert system["content"].startswith("Be short.\n\n# Tools") and '"name": "get_weather"' in system["content"]
+    form = MessageFormat(HERMES, None, None, {})
+    assert parsed(tokenizer, form, said["content"], 3) == ("Yes.", "", [ADD]) and "tool_calls" not in said
+    assert result == {"role": "user", "content": "<tool_response>\n2\n</tool_response>"}
+    assert [each["role"] for each in with_tools_as_text([{"role": "user", "content": "x"}], TOOLS)] == [
+        "system",
+        "user",
+    ]
+
+
 def test_special_tokens_are_written_by_their_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
     pytest.importorskip("llguidance")
     special = {str(tokenizer.eos_token): int(tokenizer.eos_token_id)}
-    calls = HERMES.__class__(
-        ("x",), {"open": "x"}, "object", f'{tokenizer.eos_token}{{"name": "{{name}}", "arguments": ', "}"
-    )
+    before = f'{tokenizer.eos_token}{{"name": "{{name}}", "arguments": '
+    calls = replace(HERMES, before=before, after="}")
     form = MessageFormat(calls, None, None, special)
     response_format = form.grammar(None, TOOLS[:1], False, "closed")
     assert response_format is not None and f"<[{tokenizer.eos_token_id}]>" in response_format["grammar"]

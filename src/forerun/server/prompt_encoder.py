@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forerun.core.fair_lock import FairLock
+from forerun.models.text.message_formats import knows_tools, with_tools_as_text
 from forerun.models.text.prompts import apply_template, encode, rendered
 from forerun.server.api_errors import ApiError
 from forerun.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -72,6 +73,8 @@ class PromptEncoder:
         """A conversation."""
         messages = [message.for_template() for message in body.messages or ()]
         options, tools = body.template_options, body.template_tools
+        if tools and not knows_tools(self._tokenizer):
+            messages, tools = with_tools_as_text(messages, tools), None
         with self._lock:
             text = rendered(messages, self._tokenizer, tools, options)
         self._check(text)

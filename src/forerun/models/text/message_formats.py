@@ -15,10 +15,13 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from forerun.models.text.grammar import JSON_STYLE
+from forerun.models.text.grammar_limits import SCHEMAS_BY_NAME
 
 Json = dict[str, Any]
 Body = Literal["object", "named", "tags"]
 """What stands inside of a call: an object with name and arguments, the name and then the arguments, or tags."""
+ANNOTATIONS = ("description", "title", "examples", "default")
+"""Keywords of a schema that allow and forbid nothing."""
 Thinking = Literal["open", "free", "closed"]
 """Whether a prompt ends inside of reasoning, leaves it to the model, or has ended it."""
 
@@ -321,8 +324,62 @@ def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
     return MessageFormat(calls, thinking, own, special)
 
 
+TOOLS_PROMPT = """# Tools
+
+You may call functions. Their descriptions are within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+For each call, write a JSON object with the function's name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer's chat template shows tools to the model."""
+    return "tools" in str(getattr(tokenizer, "chat_template", ""))
+
+
+def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
+    """A conversation for a template that knows no tools: they, their calls and their results are texts, in Hermes'
+    form."""
+    told = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    rest = list(messages)
+    if rest and rest[0]["role"] == "system":
+        told = f"{rest.pop(0)['content']}\n\n{told}"
+    return [{"role": "system", "content": told}, *map(_as_text, rest)]
+
+
+def _as_text(message: Json) -> Json:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
+    if not calls:
+        return message
+    written = [message["content"]] if message["content"] else []
+    written += [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(written)}
+
+
 def _lark_json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": dict(JSON_STYLE)}, ensure_ascii=False)
+    return "%json " + json.dumps({**_constraints(schema), "x-guidance": dict(JSON_STYLE)}, ensure_ascii=False)
+
+
+def _constraints(schema: Any) -> Any:
+    """A schema without what only people and models read, as a request may have dozens of tools."""
+    if isinstance(schema, list):
+        return [_constraints(inner) for inner in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept: Json = {}
+    for key, inner in schema.items():
+        if key in SCHEMAS_BY_NAME and isinstance(inner, Mapping):
+            kept[key] = {name: _constraints(each) for name, each in inner.items()}
+        elif key not in ANNOTATIONS:
+            kept[key] = inner if key in ("const", "enum") else _constraints(inner)
+    return kept
 
 
 def _bare_json(schema: Any, shared: Json) -> str:
