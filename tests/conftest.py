@@ -14,8 +14,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from forerun.models.forward.runtime import Runtime, runtime_as_default
-from forerun.models.forward.startup_cache import StartupCache
+from forerun.models.forward.runtime import Runtime, StartupCache, runtime_as_default
 from forerun.policy.cost_curve import CostCurve
 
 torch.set_num_threads(1)

@@ -20,8 +20,8 @@ from benchmarks.papers.h2o import HeavyHitterCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kernels.attention.short_key_scan import CHUNK_KEYS
 from forerun.kernels.attention.topk_attention import MARGIN_NATS
+from forerun.kernels.attention.topk_rank import CHUNK_KEYS
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import View
 from forerun.kv.low_rank import LowRankCache

@@ -16,9 +16,8 @@ from benchmarks.papers.topk import softmax_weights
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import rollback_tokens
-from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kv.cache import READ_BLOCK, Cache, KVShape
-from forerun.kv.kv_rows import Rows, append, compact
+from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kv.cache import READ_BLOCK, Cache, KVShape, append, compact
 from forerun.models.forward.level import CacheFactory
 
 

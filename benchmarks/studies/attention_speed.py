@@ -16,13 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 import typer
 
-from benchmarks.reporting.options import names, numbers
+from benchmarks.reporting.options import numbers
 from forerun.cli.options import DebugOptions
-from forerun.kernels.attention.attention import BACKENDS, AttentionSpec
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
+from forerun.kernels.attention.attention import BACKENDS, AttentionSpec, attend_in_order
 
+KERNELS = ("torch", "in order")
 Functions = dict[str, Callable[[], object]]
 
 
@@ -34,24 +38,22 @@ class AttentionOptions(DebugOptions):
     keys: Annotated[str, typer.Option(help="Commas between.")] = "2048,16384,131072"
     heads: Annotated[int, typer.Option(help="Of queries and keys.")] = 8
     dim: Annotated[int, typer.Option(help="Of a head.")] = 64
-    backends: Annotated[str, typer.Option(help="Commas between.")] = "flash_cpu,few_queries"
     threads: Annotated[int, typer.Option(help="By default as many as torch takes.")] = 0
     seconds: Annotated[float, typer.Option(help="Per line.")] = 0.5
 
 
 def run(options: AttentionOptions) -> None:
     """Print the table."""
-    backends = names("--backends", options.backends, tuple(BACKENDS))
     if options.threads:
         torch.set_num_threads(options.threads)
     memory, compute = roofline(options.seconds)
     print(f"{torch.get_num_threads()} threads, reading {memory:.1f} GB/s, matrix product {compute:.0f} GFLOP/s")
     print(f"{options.heads} heads of {options.dim}, float32")
-    print(f"{'keys':>7} {'queries':>7} " + "".join(f"{name:>12} GB/s GFLOP/s share" for name in backends))
+    print(f"{'keys':>7} {'queries':>7} " + "".join(f"{name:>12} GB/s GFLOP/s share" for name in KERNELS))
     for m in numbers("--keys", options.keys, int, 1):
         k, v = (torch.randn(1, options.heads, m + 64, options.dim)[:, :, :m] for _ in range(2))
         for n in numbers("--queries", options.queries, int, 1):
-            times = measure(calls(backends, n, k, v), options.seconds)
+            times = measure(calls(n, k, v), options.seconds)
             gb, gflop = (k.numel() + v.numel()) * 4 / 1e9, 4 * n * k.numel() / 1e9
             best = max(gb / memory, gflop / compute)
             cells = (f"{gb / t:17.1f} {gflop / t:7.0f} {best / t:5.2f}" for t in times.values())
@@ -65,10 +67,15 @@ def roofline(seconds: float) -> tuple[float, float]:
     return numbers.nbytes / times["sum"] / 1e9, 2 * 1024**3 / times["product"] / 1e9
 
 
-def calls(backends: list[str], n: int, k: torch.Tensor, v: torch.Tensor) -> Functions:
-    """Attention of ``n`` queries by each backend."""
+def calls(n: int, k: torch.Tensor, v: torch.Tensor) -> Functions:
+    """Attention of ``n`` queries by each kernel."""
     q, spec = torch.randn(1, k.shape[1], n, k.shape[3]), AttentionSpec(k.shape[3] ** -0.5)
-    return {name: lambda run=BACKENDS[name]: run(q, k, v, spec, None) for name in backends}  # type: ignore[misc]
+    block = Block(np.zeros(n, np.int64), DraftTree.empty(), k.shape[2] - n)
+    flash, ours = KERNELS
+    return {
+        flash: lambda: BACKENDS["flash_cpu"](q, k, v, spec, None),
+        ours: lambda: attend_in_order(q, [(k, v)], [block], spec),
+    }
 
 
 def measure(functions: Functions, seconds: float) -> dict[str, float]:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import BACKENDS, AttentionSpec, AttentionState, attend, merge
-from forerun.kernels.runtime import vector_ir
 from forerun.kv.full_cache import FullCache
 
 SPEC = AttentionSpec(0.3)
@@ -35,18 +34,12 @@ def by_definition(
     return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-def takes(backend: str, masked: bool, dtype: torch.dtype) -> bool:
-    return backend != "few_queries" or (vector_ir.fused() and dtype != torch.float64 and not masked)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_backends_agree_with_the_definition(backend: str, masked: bool, dtype: torch.dtype) -> None:
     if backend == "efficient" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if not takes(backend, masked, dtype):
-        pytest.skip("select_backend never gives it this")
     device = "cuda" if backend == "efficient" else "cpu"
     for n, m in ((1, 1), (3, 3), (5, 200), (40, 70)):
         q, k, v = (t.to(device) for t in qkv(n, m, dtype=dtype))

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from forerun.kernels import gpu
-from forerun.kernels.attention import short_key_scan
+from forerun.kernels.attention import topk_rank
 from forerun.kernels.gpu import linear, mean
 from forerun.kernels.linear.ordered_modules import Ordered
 
@@ -81,20 +81,20 @@ def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -> None:
     """The same numbers as on a CPU, to the bit."""
     generator = torch.Generator().manual_seed(rank)
-    groups = -(-count // short_key_scan.GROUP_CHUNKS)
+    groups = -(-count // topk_rank.GROUP_CHUNKS)
     shape = (
         2,
         groups,
-        short_key_scan.CHUNK_KEYS,
-        rank // short_key_scan.QUAD_NUMBERS,
-        short_key_scan.GROUP_CHUNKS,
-        short_key_scan.QUAD_NUMBERS,
+        topk_rank.CHUNK_KEYS,
+        rank // topk_rank.QUAD_NUMBERS,
+        topk_rank.GROUP_CHUNKS,
+        topk_rank.QUAD_NUMBERS,
     )
     index = torch.randint(1, 256, shape, generator=generator, dtype=torch.uint8)
     q = torch.randn(6, 3, rank, generator=generator)
-    right = short_key_scan.by_definition(index, count, q)
+    right = topk_rank.by_definition(index, count, q)
     monkeypatch.setattr(gpu, "runs_on", lambda device: True)
-    assert torch.equal(short_key_scan.by_definition(index, count, q), right)
+    assert torch.equal(topk_rank.by_definition(index, count, q), right)
 
 
 def test_kernels_compile() -> None:

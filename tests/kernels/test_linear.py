@@ -20,7 +20,7 @@ from forerun.kernels.linear.linear import (
 from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.linear.weight_format import multiplies_pairs
-from forerun.kernels.runtime import thread_pool, vector_ir
+from forerun.kernels.runtime import executor, vector_ir
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
@@ -107,7 +107,7 @@ def test_threads_and_shares_change_nothing(n: int, dtype: torch.dtype, monkeypat
         torch.set_num_threads(threads)
         for share in (1, 4):
             assert torch.equal(layer(x, [w], share=share), alone)
-    monkeypatch.setattr(thread_pool, "openmp", lambda: None)
+    monkeypatch.setattr(executor, "openmp", lambda: None)
     for _ in range(20):
         assert torch.equal(layer(x, [w], share=1), alone)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,11 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
-from forerun.kernels.attention.attention_combine import COMBINE
-from forerun.kernels.attention.attention_scan import SCAN
-from forerun.kernels.attention.ordered_attention import AttendOp
-from forerun.kernels.runtime import executor, thread_pool, vector_ir
-from forerun.models.forward.packing import HeadShape, PackedPass, address
+from forerun.kernels.attention.attention import AttentionSpec, attend_in_order
+from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
+from forerun.kernels.attention.packed_pass import HeadShape, PackedPass
+from forerun.kernels.runtime import executor, vector_ir
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
@@ -119,12 +121,8 @@ def attend(case: Case, fed: Sequence[Fed], out_dtype: torch.dtype = torch.float3
     slots = torch.zeros(threads * slot + 64, dtype=torch.uint8)
     parts = torch.full((packed.states_bytes // 4 + 16,), torch.nan)  # nothing is read that was not written
     program = executor.Program([(each, AttendOp(*fields)) for each in (SCAN, COMBINE)])
-    program.run(
-        n=packed.n, rows=address(rows), units=address(packed.units), unit_count=packed.unit_count,
-        token_rows=address(packed.token_rows), cache_positions=address(packed.cache_positions),
-        parents=address(packed.parents),
-        states=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot,
-    )  # fmt: skip
+    tables = packed.fields(rows, packed)
+    program.run(n=packed.n, **tables, states=parts.data_ptr(), slots=slots.data_ptr(), slot_size=slot)
     return list(torch.split(out, packed.counts))
 
 
@@ -268,7 +266,7 @@ def test_threads_change_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     for threads in (2, 3, 5):
         torch.set_num_threads(threads)
         assert all(torch.equal(a, b) for a, b in zip(attend(case, fed), alone, strict=True))
-    monkeypatch.setattr(thread_pool, "openmp", lambda: None)
+    monkeypatch.setattr(executor, "openmp", lambda: None)
     for _ in range(10):
         assert all(torch.equal(a, b) for a, b in zip(attend(case, fed), alone, strict=True))
 
@@ -314,3 +312,35 @@ def test_what_is_not_a_number_stays_visible() -> None:
     text.q[290, 1, 3] = torch.nan
     found = attend(Case(), [in_order(text, 280, 20)])[0]
     assert found[10, 1].isnan().all() and found.isnan().sum() == 64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_16_bits_is_read_exactly(dtype: torch.dtype) -> None:
+    v = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 512, 1, 128)
+    zeros = torch.zeros_like(v)
+    out = attend_in_order(zeros, [(zeros, v)], [chain(0, 1)], AttentionSpec(0.3))
+    assert torch.equal(out.isnan(), v.isnan())
+    assert torch.equal(out.nan_to_num(0, 1e4, -1e4), v.nan_to_num(0, 1e4, -1e4))
+
+
+def test_several_threads_may_call_at_once() -> None:
+    torch.set_num_threads(2)
+    cases = [torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)) for n in range(1, 9)]
+    rows = tuple(torch.randn(1, 2, 900, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+
+    def attended(q: torch.Tensor) -> torch.Tensor:
+        return attend_in_order(q, [rows], [chain(900 - q.shape[2], q.shape[2])], AttentionSpec(0.3))
+
+    expected = [attended(q) for q in cases]
+    with ThreadPoolExecutor(4) as callers:
+        for _ in range(5):
+            assert all(torch.equal(a, b) for a, b in zip(callers.map(attended, cases), expected, strict=True))
+
+
+def test_a_pool_that_is_busy_is_not_waited_for() -> None:
+    busy, ran = threading.Event(), []
+    for _ in range(2 * (os.cpu_count() or 1)):
+        executor.pool().submit(busy.wait, 30)
+    executor.run_in_pool(ran.append, 1, 3)
+    busy.set()
+    assert ran == [1]

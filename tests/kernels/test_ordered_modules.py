@@ -12,7 +12,7 @@ from support.tiny import FAMILIES, PROMPTS, build, tiny
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from forerun.kernels.linear import elementwise
+from forerun.kernels.linear import ordered_modules
 from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.models.forward.gate import lay_out
 
@@ -52,8 +52,8 @@ def test_activations_round_alike_wherever_a_number_lies(name: str, dtype: torch.
 def test_numbers_are_filled_up_to_whole_vectors_for_every_thread(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for count in (1, 63, 64, 65, 32768, 32769, 65537, 98305, 1000003):
-        size = elementwise._size(count)
-        shares = min(threads, -(-size // elementwise.GRAIN))
+        size = ordered_modules._padded_size(count)
+        shares = min(threads, -(-size // ordered_modules.THREAD_GRAIN))
         assert count <= size < count + 2 * 64 * threads * shares
         assert size % (64 * shares) == size % (64 * threads) == 0
 

@@ -17,7 +17,7 @@ from forerun.kernels.linear.decoder_ops import LOOKUP, LookupOp
 from forerun.kernels.linear.linear import ADD, GATE, PUT, Weights, matrix_of, table_of
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.quantized.gguf_formats import GGUF_FORMATS
-from forerun.kernels.runtime import executor, thread_pool, vector_ir
+from forerun.kernels.runtime import executor, vector_ir
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
@@ -107,7 +107,7 @@ def test_threads_and_shares_change_nothing(n: int, monkeypatch: pytest.MonkeyPat
         torch.set_num_threads(threads)
         for share in (1, 4, 99):
             assert torch.equal(run(x, [("Q4_1", rows)], share=share), expected)
-    monkeypatch.setattr(thread_pool, "openmp", lambda: None)
+    monkeypatch.setattr(executor, "openmp", lambda: None)
     for _ in range(20):
         assert torch.equal(run(x, [("Q4_1", rows)], share=1), expected)
 

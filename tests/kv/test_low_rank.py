@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels.attention.attention import AttentionSpec, attend, attend_chosen, short_key_scan, topk_attention
+from forerun.kernels.attention import topk_attention, topk_rank
+from forerun.kernels.attention.attention import AttentionSpec, attend
 from forerun.kernels.runtime import vector_ir
 from forerun.kernels.runtime.vector_ir import fused
 from forerun.kv.full_cache import FullCache
-from forerun.kv.low_rank import CHUNK_KEYS, LowRankCache, LowRankConfig
+from forerun.kv.low_rank import CHUNK_KEYS, LowRankCache, LowRankConfig, ShortKeys
 
 SPEC = AttentionSpec(scaling=0.25)
 DIM = 16
@@ -37,6 +38,15 @@ def text(length: int, heads: int = 2, kv_heads: int = 2, seed: int = 0, dim: int
     return full
 
 
+def scanned(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
+    """The worth of the chunks of an index to queries that are not projected."""
+    kv_heads, rank = index.shape[0], q.shape[2]
+    same = torch.eye(rank).repeat(kv_heads, 1, 1)
+    keys = ShortKeys(same, same, torch.zeros(kv_heads, 1, rank), len(q) // kv_heads)
+    keys._short, keys._known = index, count
+    return keys.worth(q)
+
+
 @given(
     count=st.integers(1, 90),
     kv_heads=st.integers(1, 3),
@@ -47,12 +57,12 @@ def text(length: int, heads: int = 2, kv_heads: int = 2, seed: int = 0, dim: int
 )
 def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: int, quads: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    groups = -(-count // short_key_scan.GROUP_CHUNKS) + 1
-    shape = (kv_heads, groups, CHUNK_KEYS, quads, short_key_scan.GROUP_CHUNKS, short_key_scan.QUAD_NUMBERS)
+    groups = -(-count // topk_rank.GROUP_CHUNKS) + 1
+    shape = (kv_heads, groups, CHUNK_KEYS, quads, topk_rank.GROUP_CHUNKS, topk_rank.QUAD_NUMBERS)
     index = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    q = torch.randn(kv_heads * group, n, quads * short_key_scan.QUAD_NUMBERS, generator=generator)
+    q = torch.randn(kv_heads * group, n, quads * topk_rank.QUAD_NUMBERS, generator=generator)
     q[0, 0] = 0
-    found, expected = short_key_scan.best_keys(index, count, q), short_key_scan.by_definition(index, count, q)
+    found, expected = scanned(index, count, q), topk_rank.by_definition(index, count, q)
     assert found.shape == (kv_heads * group, n, count)
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-4)
 
@@ -60,81 +70,44 @@ def test_the_scan_is_its_definition(count: int, kv_heads: int, group: int, n: in
 @pytest.mark.skipif(not fused(), reason="the processor cannot run the kernel")
 def test_a_query_is_scored_alike_alone_and_among_others() -> None:
     generator = torch.Generator().manual_seed(1)
-    index = torch.randint(
-        0,
-        256,
-        (2, 40, CHUNK_KEYS, 4, short_key_scan.GROUP_CHUNKS, short_key_scan.QUAD_NUMBERS),
-        dtype=torch.uint8,
-        generator=generator,
-    )
+    shape = (2, 40, CHUNK_KEYS, 4, topk_rank.GROUP_CHUNKS, topk_rank.QUAD_NUMBERS)
+    index = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     q = torch.randn(4, 7, 16, generator=generator)
-    together = short_key_scan.best_keys(index, 600, q)
+    together = scanned(index, 600, q)
     for i in range(7):
-        assert torch.equal(short_key_scan.best_keys(index, 600, q[:, i : i + 1]), together[:, i : i + 1])
+        assert torch.equal(scanned(index, 600, q[:, i : i + 1]), together[:, i : i + 1])
 
 
 @given(
-    chunks=st.integers(2, 70),
-    count=st.integers(1, 20),
+    length=st.integers(20, 900),
+    budget=st.sampled_from([96, 2000]),
     kv_heads=st.integers(1, 2),
-    group=st.integers(1, 2),
-    n=st.integers(1, 5),
-    recent=st.sampled_from([0, 1, 15, 16, 17, 40]),
-    spread=st.sampled_from([0.0, 1.0, 40.0]),
+    group=st.sampled_from([1, 2, 5]),
+    branches=st.sampled_from([[], [[1, 2, 3]], [[1, 2, 3], [1, 4], [5]]]),
+    softcap=st.sampled_from([None, 2.0]),
+    sinks=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 99),
 )
-def test_attention_over_chosen_chunks_is_its_definition(
-    chunks: int,
-    count: int,
-    kv_heads: int,
-    group: int,
-    n: int,
-    recent: int,
-    spread: float,
-    dtype: torch.dtype,
-    seed: int,
-) -> None:
-    """By the kernel, and by torch in double precision; where chunks are worth the same, by either's choice."""
-    generator = torch.Generator().manual_seed(seed)
-    heads, count = kv_heads * group, min(count, chunks - 1)
-    q = torch.randn(1, heads, n, 32, generator=generator).to(dtype)
-    k, v = (torch.randn(1, kv_heads, chunks * CHUNK_KEYS, 32, generator=generator).to(dtype) for _ in "kv")
-    worth = torch.randn(heads, n, chunks, generator=generator) * spread
-    if not spread:  # all the same: as many as asked for, any of them
-        k[:], v[:] = k[:, :, :CHUNK_KEYS].repeat(1, 1, chunks, 1), v[:, :, :CHUNK_KEYS].repeat(1, 1, chunks, 1)
-    near = [torch.randn(1, kv_heads, recent + CHUNK_KEYS, 32, generator=generator).to(dtype) for _ in "kv"]
-    close = 2e-5 if dtype == torch.float32 else 2e-2  # outputs are rounded
-    out, lse = attend_chosen(q, k, v, worth.clone(), count, (near[0], near[1], recent), SPEC)
-    wide = [t.double() for t in (q, k, v, *near)]
-    exact = attend_chosen(*wide[:3], worth.clone(), count, (wide[3], wide[4], recent), SPEC)
-    assert torch.allclose(out.double(), exact.out, atol=close)
-    assert torch.allclose(lse.double(), exact.lse.double(), atol=2e-5)
-    for head in range(heads):
-        for i in range(n):
-            order = [c for c in worth[head, i].argsort(descending=True).tolist() if c][:count]
-            best = worth[head, i, order[0]]
-            kept = [
-                c for c in order if worth[head, i, c] * SPEC.scaling >= best * SPEC.scaling - topk_attention.MARGIN_NATS
-            ]
-            rows = torch.cat([torch.arange(c * CHUNK_KEYS, (c + 1) * CHUNK_KEYS) for c in [0, *kept]])
-            held = [
-                torch.cat(
-                    (t[:, head // group : head // group + 1, rows], new[:, head // group : head // group + 1, :recent]),
-                    2,
-                )
-                for t, new in zip((k, v), near, strict=True)
-            ]
-            expected = attend(q[:, head : head + 1, i : i + 1].double(), *(t.double() for t in held), SPEC)
-            assert torch.allclose(out[0, head, i].double(), expected.out[0, 0, 0], atol=close)
-            assert torch.allclose(lse[0, head, i].double(), expected.lse[0, 0, 0].double(), atol=2e-5)
-
-
-def test_a_soft_cap_is_kept() -> None:
-    q, k, v = torch.randn(1, 2, 3, 32), torch.randn(1, 2, 5 * CHUNK_KEYS, 32), torch.randn(1, 2, 5 * CHUNK_KEYS, 32)
-    spec = AttentionSpec(0.25, softcap=0.5)
-    out = attend_chosen(q, k[:, :, 16:], v[:, :, 16:], torch.zeros(2, 3, 4), 3, (k, v, 16), spec)
-    assert torch.allclose(out.out, attend(q, k, v, spec).out, atol=1e-5)
+def test_attention_by_kernels_is_that_by_torch_in_double_precision(
+    length: int, budget: int, kv_heads: int, group: int, branches: list[list[int]], softcap: float | None, sinks: bool,
+    dtype: torch.dtype, seed: int,
+) -> None:  # fmt: skip
+    heads, generator = kv_heads * group, torch.Generator().manual_seed(seed)
+    spec = AttentionSpec(SPEC.scaling, softcap=softcap, sinks=torch.linspace(-1, 2, heads) if sinks else None)
+    read, fulls = text(length, heads, kv_heads, seed, 32), (FullCache(), FullCache())
+    for full, kind in zip(fulls, (dtype, torch.float64), strict=True):
+        full.extend({layer: tuple(t.to(dtype).to(kind) for t in read.read(layer, 0, length)) for layer in range(2)})
+        full.specs, full.sample = read.specs, read.sample
+    caches = [LowRankCache(full, LowRankConfig(budget, 16, 8)) for full in fulls]
+    for cache in caches:
+        cache.sync()
+    # rounding may decide what is chosen; a budget for each query's best chunk leaves no ties
+    caches[1]._indexes = caches[0]._indexes
+    block = Block(np.zeros(1, np.int64), DraftTree.from_branches(branches, 9), length)
+    qkv = [torch.randn(1, h, len(block), 32, generator=generator).to(dtype) for h in (heads, kv_heads, kv_heads)]
+    found, exact = caches[0].attend(1, *qkv, block, spec), caches[1].attend(1, *(t.double() for t in qkv), block, spec)
+    assert torch.allclose(found.double(), exact, atol=2e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -172,7 +145,7 @@ def test_the_index_follows_a_growing_text() -> None:
         short, known = index._short.clone(), index._known
         index._known = 0
         index.extend(lambda first, last: full.read(1, first, last)[0][0], known * CHUNK_KEYS)
-        groups = -(-known // short_key_scan.GROUP_CHUNKS)
+        groups = -(-known // topk_rank.GROUP_CHUNKS)
         assert known == (full.length - 16) // CHUNK_KEYS
         assert torch.equal(index._short[:, :groups], short[:, :groups])
 
@@ -258,19 +231,22 @@ def test_settings_are_checked(name: str) -> None:
 
 WITHOUT_DOTS = """
 import torch
-from forerun.kernels.attention import short_key_scan as scan
-assert not scan.DOTS
+from forerun.kernels.attention import topk_rank
+from kv.test_low_rank import scanned
+
+assert not topk_rank.DOTS
 generator = torch.Generator().manual_seed(3)
 index = torch.randint(0, 256, (2, 9, 16, 4, 16, 4), dtype=torch.uint8, generator=generator)
 for n in (1, 3, 6):
     q = torch.randn(4, n, 16, generator=generator)
-    assert torch.allclose(scan.best_keys(index, 140, q), scan.by_definition(index, 140, q), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(scanned(index, 140, q), topk_rank.by_definition(index, 140, q), rtol=1e-5, atol=1e-4)
 """
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(not short_key_scan.DOTS, reason="the processor has no such instruction anyway")
+@pytest.mark.skipif(not topk_rank.DOTS, reason="the processor has no such instruction anyway")
 def test_processors_that_do_not_multiply_bytes_find_the_same() -> None:
     features = vector_ir.features().replace("+avx512vnni", "-avx512vnni")
-    environment = os.environ | {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    path = os.pathsep.join(sys.path)
+    environment = os.environ | {"PYTHONPATH": path, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
     subprocess.run([sys.executable, "-c", WITHOUT_DOTS], env=environment, check=True, timeout=300)

@@ -12,9 +12,8 @@ from support.tiny import ARCHITECTURES, LAYOUTS, tiny
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache
-from forerun.kv.rerotation import LayerRotation, Rotation
+from forerun.kv.streaming import LayerRotation, Rotation
 from forerun.models.forward import gate
-from forerun.models.forward.rotary_probe import find_rotation
 from forerun.models.forward.scorer import Scorer
 
 LEARNED = ("gpt2", "opt")
@@ -39,7 +38,7 @@ def keys_at(scorer: Scorer, token: int, position: int) -> dict[int, torch.Tensor
 @pytest.mark.parametrize("name", ROTARY)
 def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) -> None:
     gate.check(tiny(name))
-    rotation, scorer = find_rotation(tiny(name)), Scorer(tiny(name))
+    rotation, scorer = Scorer(tiny(name)).rotation(), Scorer(tiny(name))
     assert rotation is not None
     for token, p, by in ((3, 0, 1), (4, 5, 37), (7, 60, -60), (9, 33, -8), (11, 12, 0), (20, 0, 127), (21, 127, -100)):
         before, after = keys_at(scorer, token, p), keys_at(scorer, token, p + by)
@@ -54,7 +53,7 @@ def test_turned_keys_are_the_models_own_keys_at_the_other_position(name: str) ->
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ROTARY)
 def test_the_same_is_found_in_lower_precision(name: str, dtype: torch.dtype) -> None:
-    exact, rounded = find_rotation(tiny(name)), find_rotation(copy.deepcopy(tiny(name)).to(dtype))
+    exact, rounded = Scorer(tiny(name)).rotation(), Scorer(copy.deepcopy(tiny(name)).to(dtype)).rotation()
     assert exact is not None and rounded is not None
     for layer, turn in exact.layers.items():
         other = rounded.layers[layer]
@@ -68,18 +67,18 @@ def test_the_same_is_found_in_lower_precision(name: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LEARNED)
 def test_learned_positions_are_no_rotation(name: str, dtype: torch.dtype) -> None:
-    assert find_rotation(copy.deepcopy(tiny(name)).to(dtype)) is None
+    assert Scorer(copy.deepcopy(tiny(name)).to(dtype)).rotation() is None
 
 
 def test_frequencies_that_the_model_does_not_use_are_no_rotation() -> None:
     other = copy.deepcopy(tiny("llama"))
     forward = other.model.rotary_emb.forward
     other.model.rotary_emb.forward = lambda x, position_ids: forward(x, position_ids * position_ids)
-    assert find_rotation(other) is None
+    assert Scorer(other).rotation() is None
 
 
 def test_layers_without_positions_stay_as_they_are() -> None:
-    rotation = find_rotation(tiny("smollm3, without positions"))
+    rotation = Scorer(tiny("smollm3, without positions")).rotation()
     assert rotation is not None
     assert [rotation.layers[layer] is None for layer in range(4)] == [False, True, False, True]
     keys = torch.randn(1, 2, 3, 8)
@@ -87,7 +86,7 @@ def test_layers_without_positions_stay_as_they_are() -> None:
 
 
 def test_two_frequencies_are_told_apart() -> None:
-    rotation = find_rotation(tiny("gemma3, two frequencies"))
+    rotation = Scorer(tiny("gemma3, two frequencies")).rotation()
     assert rotation is not None
     local, distant = (rotation.layers[layer] for layer in range(2))
     assert local is not None and distant is not None

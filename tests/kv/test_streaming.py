@@ -19,13 +19,11 @@ from forerun.core.long_context import LongContextConfig as DraftSettings
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.drafting.recipes import build_drafter
+from forerun.kernels.attention import attention
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kernels.linear import ordered_modules
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
-from forerun.kv.rerotation import Rotation
-from forerun.kv.streaming import StreamingCache
-from forerun.models.forward.rotary_probe import find_rotation
+from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 
@@ -164,27 +162,18 @@ def step_through(model: Any, caches: Sequence[Cache], script: list[Any]) -> list
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("ordered_sums", [False, True])
+@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_window_longer_than_the_text_gives_what_the_full_cache_gives(
-    architecture: str, ordered_sums: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_window_longer_than_the_text_gives_the_bits_of_the_full_cache(
+    architecture: str, by_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit where the full cache, too, merges attention over the text with attention over the block.
-
-    In a verifying pass on a CPU a full cache sums in blocks of absolute positions instead, so that a token's bits do
-    not depend on the pass. A streaming cache has no such blocks: when its window moves, its keys do. It only drafts, so
-    its sums need no order, and agree with those up to rounding.
-    """
-    if not ordered_sums:
-        monkeypatch.setattr(ordered_modules, "attends", lambda *_: False)
+    if not by_kernels:
+        monkeypatch.setattr(attention, "takes", lambda *_: False)
     model = tiny(architecture)
-    caches = (FullCache(), StreamingCache(80, 4, SLACK, find_rotation(model)), StreamingCache(90, 0, SLACK))
+    caches = (FullCache(), StreamingCache(80, 4, SLACK, Scorer(model).rotation()), StreamingCache(90, 0, SLACK))
     full, *streaming = step_through(model, caches, blocks(60, 1))
     for found in streaming:
-        if ordered_sums:
-            torch.testing.assert_close(full, found, rtol=1e-6, atol=1e-6)
-        else:
-            assert equal(full, found)
+        assert equal(full, found)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +186,7 @@ def test_a_window_longer_than_the_text_gives_what_the_full_cache_gives(
 )
 def test_every_model_sees_sinks_and_window_as_if_all_was_kept(architecture: str, rotating: bool) -> None:
     model = tiny(architecture)
-    rotation = find_rotation(model) if rotating else None
+    rotation = Scorer(model).rotation() if rotating else None
     if rotating and rotation is None:
         pytest.skip("learned positions cannot be moved")
     caches = (Oracle(8, 3, SLACK, rotation), StreamingCache(8, 3, SLACK, rotation))
@@ -209,7 +198,7 @@ def test_every_model_sees_sinks_and_window_as_if_all_was_kept(architecture: str,
 
 def test_ragged_rows_in_one_pass_are_as_each_alone() -> None:
     model = tiny("mistral")
-    rotation, scorer = find_rotation(model), Scorer(model)
+    rotation, scorer = Scorer(model).rotation(), Scorer(model)
     lengths = (1, 2, 7, 40)  # shorter than the sinks, than the window, than neither
     alone, together = ([StreamingCache(6, 3, 2, rotation) for _ in lengths] for _ in range(2))
     rng = np.random.default_rng(3)
@@ -228,7 +217,7 @@ def test_ragged_rows_in_one_pass_are_as_each_alone() -> None:
 @pytest.mark.parametrize("length", [600, pytest.param(3000, marks=pytest.mark.matrix)])
 def test_memory_and_positions_are_bounded_however_long_the_text(length: int) -> None:
     model = tiny("llama")
-    scorer, cache = Scorer(model), StreamingCache(20, 4, 16, find_rotation(model))
+    scorer, cache = Scorer(model), StreamingCache(20, 4, 16, Scorer(model).rotation())
     sizes, highest, token = set(), 0, np.array([3])
     with torch.inference_mode():
         for _ in range(length):

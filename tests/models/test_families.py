@@ -25,9 +25,8 @@ from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
-from forerun.models.forward.implementations import use_implementations
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import Scorer, use_implementations
 
 WHOLE = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 FEW = (("none", "trie", "low-rank"), ("none", "lookup", "triforce-trie"))

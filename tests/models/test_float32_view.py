@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.tiny import PROMPTS, tiny
 
-from forerun.models.forward.float32_view import Float32View
+from forerun.models.forward.gate import Float32View
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "mixtral", "deepseek_v3"])

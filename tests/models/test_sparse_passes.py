@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from benchmarks.papers.h2o import HeavyHitterCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels.attention import topk_rank
+from forerun.kernels.attention import topk_attention
 from forerun.kernels.runtime import vector_ir
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache, View
@@ -125,7 +125,7 @@ def test_heads_of_a_group_that_fill_more_than_a_tile() -> None:
         view = LowRankCache(full, LowRankConfig(128, 16, 8))
         follow(scorer, view, 500)
         found.append(scorer.score([Block(TEXT[500:501], TREES[2], 500)], [view])[0])
-    assert difference(*found) < 2e-5 and not ours.others and topk_rank.HEADS_AT_ONCE < 7
+    assert difference(*found) < 2e-5 and not ours.others and topk_attention.HEADS_AT_ONCE < 7
 
 
 @torch.inference_mode()

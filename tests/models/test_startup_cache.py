@@ -18,9 +18,16 @@ import forerun
 from forerun.audit.audit import Plan, audit
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.gate import admit
-from forerun.models.forward.runtime import Runtime, default_runtime, runtime_as_default, without_folder
+from forerun.models.forward.runtime import (
+    COSTS_LAST_SECONDS,
+    Runtime,
+    StartupCache,
+    default_runtime,
+    runtime_as_default,
+    user_folder,
+    without_folder,
+)
 from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.startup_cache import COSTS_LAST_SECONDS, StartupCache, user_folder
 from tests.support.tiny import tiny
 
 

@@ -12,7 +12,7 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import Cache
-from forerun.kv.rerotation import LayerRotation, Rotation
+from forerun.kv.streaming import LayerRotation, Rotation
 
 VOCABULARY, HEADS, KV_HEADS, SIZE = 40, 4, 2, 8
 ROTATION = Rotation({0: LayerRotation(slice(0, 3), slice(3, 6), torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64))})

@@ -26,8 +26,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, gumbel
-from forerun.models.forward.float32_view import SIXTEEN_BIT, Float32View
-from forerun.models.forward.gate import TOLERANCE, relative_error
+from forerun.models.forward.gate import SIXTEEN_BIT, TOLERANCE, Float32View, relative_error
 
 
 @dataclass(frozen=True)

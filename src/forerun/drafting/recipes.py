@@ -16,13 +16,11 @@ from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.cache import ROLLBACK_TOKENS
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
-from forerun.kv.rerotation import Rotation
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
-from forerun.kv.streaming import StreamingCache
+from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.level import CacheFactory
-from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.sharded import is_sharded
+from forerun.models.forward.scorer import Scorer, is_sharded
 from forerun.trie.trie import Trie
 
 TRIE_NODES = 16

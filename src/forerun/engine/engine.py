@@ -23,14 +23,13 @@ from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, PrefixSharing
 from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, padding
 from forerun.engine.step import DecodingStep
-from forerun.kernels.runtime.warm_up import warm_up
+from forerun.kernels.attention.attention import warm_up
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.gate import admit
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.level import Progress, counting, read
 from forerun.models.forward.runtime import Runtime, default_runtime
-from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.sharded import is_sharded
+from forerun.models.forward.scorer import Scorer, is_sharded
 from forerun.models.loading.stored_weights import dtype_name
 from forerun.models.text.prompts import Prompts, encode, encode_prediction, vocabulary_of
 from forerun.models.text.requests import GenerationOptions, RowOptions, build_requests, check_options, own_options

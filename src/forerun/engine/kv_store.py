@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from forerun.engine.prefix_sharing import KEY_BYTES, Keys, common
+from forerun.kernels.attention.attention import Rows
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_file import Area, DamagedFileError, KVFile, inode_of, tensor_areas, text_areas, write
-from forerun.kv.kv_rows import Rows
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
 
 try:

@@ -1,4 +1,4 @@
-"""The interface of a KV cache: one row of a batch, for one model."""
+"""The interface of a KV cache, one row of a batch for one model, and what caches do with the rows that they keep."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.attention.attention import AttentionSpec, Rows, attend_in_order
+from forerun.kernels.runtime.addresses import head_rows
 
 READ_BLOCK = 512
 """The most tokens of a prompt that are read in one pass."""
@@ -72,8 +74,9 @@ class Addresses:
 class Cache(ABC):
     """Keys and values of one row's committed tokens, and attention over them.
 
-    A forward pass calls ``attend`` once per layer. ``attend`` also stores the block's keys and values as a speculative
-    tail; ``commit`` then keeps the accepted part of the tail. Without ``commit``, a pass has no effect on the cache.
+    A forward pass calls ``store`` once per layer, which writes the block's keys and values as a speculative tail, and
+    attends to what ``store`` returns. ``commit`` then keeps the accepted part of the tail. Without ``commit``, a pass
+    has no effect on the cache. A cache whose attention goes otherwise overrides ``attend`` instead of ``store``.
     """
 
     length: int
@@ -84,7 +87,18 @@ class Cache(ABC):
         renumbers tokens."""
         return block.positions
 
-    @abstractmethod
+    def store(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> Rows | None:
+        """Write a block's keys and values; arguments as for ``attend``.
+
+        Returns:
+            Keys and values that the block attends to, in order, its own last: ``[1, Hkv, m, d]`` and
+            ``[1, Hkv, m, dv]``. The layer's window measures distances in them. None if only ``attend`` can compute the
+            attention.
+        """
+        return None
+
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
@@ -100,6 +114,10 @@ class Cache(ABC):
         Returns:
             ``[1, H, n, dv]``.
         """
+        rows = self.store(layer, q, k, v, block, spec)
+        if rows is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither store nor attend")
+        return attend_in_order(q, [rows], [block], spec)
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         """Room for a block of ``count`` tokens, for kernels that write their keys and values and attend to them.
@@ -145,3 +163,42 @@ class Cache(ABC):
             tokens: of the text at its longest, drafts included.
         """
         return shape.nbytes * tokens
+
+
+def append(rows: Rows | None, new: Rows, held: int, capacity: int) -> Rows:
+    """Write ``new`` after the first ``held`` rows; if they do not fit, move to a buffer for ``capacity`` tokens."""
+    end = held + new[0].shape[2]
+    rows = reserve(rows, new, held, end, capacity)
+    for room, part in zip(rows, new, strict=True):
+        room[:, :, held:end] = part
+    return rows
+
+
+def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int) -> Rows:
+    """Rows with room for ``end`` tokens: these, or their first ``held`` in a new buffer for ``capacity`` tokens, whose
+    shape is otherwise that of ``like``."""
+    if rows is not None and rows[0].shape[2] >= end:
+        return rows
+    grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in like)
+    for old, room in zip(rows or (), grown, strict=bool(rows)):
+        room[:, :, :held] = old[:, :, :held]
+    return grown
+
+
+def addresses_of(rows: Sequence[Rows], index: int, topk: IntArray | None = None) -> Addresses | None:
+    """Where a program finds each layer's keys and values; see ``Addresses``. None if the layers' strides differ, as a
+    pass that failed half-way may leave them."""
+    keys, values = rows[0]
+    if any(k.stride() != keys.stride() or v.stride() != values.stride() for k, v in rows):
+        return None
+    found = np.array([[k.data_ptr(), v.data_ptr()] for k, v in rows], np.int64)
+    return Addresses(found, (*head_rows(keys)[1:], *head_rows(values)[1:]), index, topk)
+
+
+def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
+    """Move the nodes of ``path`` side by side. The tree starts at row ``start``; a chain needs no move."""
+    if list(path) == list(range(len(path))):
+        return
+    chosen = torch.tensor([start + node for node in path], device=rows[0].device)
+    for t in rows:
+        t[:, :, start : start + len(path)] = t.index_select(2, chosen)

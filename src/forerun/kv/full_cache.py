@@ -12,9 +12,8 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.attention import AttentionSpec, merge
-from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape
-from forerun.kv.kv_rows import Rows, append, attend_in_order, compact
+from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
 MIN_GROWTH_TOKENS = 256
@@ -58,12 +57,13 @@ class FullCache(Cache):
         self._prefix: SharedPrefix | None = None
         self._prefix_length = 0  # tokens that it holds of that
 
-    def attend(
+    def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
-    ) -> torch.Tensor:
-        rows = self.append(layer, k, v)
+    ) -> Rows:
+        keys, values = self.append(layer, k, v)
         self.record_queries(layer, q, spec)
-        return merge(*attend_in_order(q, rows, self.length, block, spec), sinks=spec.sinks)
+        end = self.length + len(block)
+        return keys[:, :, :end], values[:, :, :end]
 
     def record_queries(self, layer: int, q: torch.Tensor, spec: AttentionSpec | None = None) -> None:
         """Keep a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
@@ -353,6 +353,19 @@ class View(Cache):
     @abstractmethod
     def sync(self) -> None:
         """Drop speculative tokens and follow the source."""
+
+    def _window_rows(self, layer: int, window: int, tail: int, near: Rows) -> Rows:
+        """Rows of a layer with a sliding window, which chooses nothing: it sees its whole window.
+
+        Args:
+            window: as in ``AttentionSpec``.
+            tail: position of the first of the rows ``near``, which end with the block being scored.
+        """
+        first = max(0, self.length - window + 1)
+        before = self.source.read(layer, min(first, tail), tail)
+        return tuple(
+            torch.cat((old, new[:, :, max(0, first - tail) :]), 2) for old, new in zip(before, near, strict=True)
+        )
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:
         """Called when the source has verified and committed a draft that was made with this view.

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forerun.kv.kv_rows import Rows
+from forerun.kernels.attention.attention import Rows
 from forerun.kv.shared_prefix import Kind, Layout, SharedPrefix, Tensors, map_private
 
 SAFETENSORS_NAMES = {

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
+from forerun.kernels.attention.attention import Rows
 from forerun.kv.cache import KVShape
 from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_rows import Rows
 from forerun.kv.offloaded import BUFFERS, CopyEngine, OffloadedCache, OffloadError
 from forerun.kv.shared_prefix import ALIGNMENT, Kind, Layout
 

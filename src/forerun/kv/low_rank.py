@@ -18,14 +18,32 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
-from forerun.core.tree import IntArray
-from forerun.kernels.attention.attention import AttentionSpec, AttentionState, attend, attend_chosen, merge
-from forerun.kernels.attention.short_key_scan import CHUNK_KEYS, GROUP_CHUNKS, QUAD_NUMBERS, ZERO_BYTE, best_keys
+from forerun.core.tree import DraftTree, IntArray
+from forerun.kernels.attention.attention import (
+    BACKENDS,
+    AttentionSpec,
+    AttentionState,
+    Rows,
+    attend_in_order,
+    attend_topk,
+    merge,
+    rank_chunks,
+    states_in_order,
+    takes_topk,
+)
 from forerun.kernels.attention.topk_attention import MARGIN_NATS
-from forerun.kernels.attention.topk_rank import TopkFields
-from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape
+from forerun.kernels.attention.topk_rank import (
+    CHUNK_KEYS,
+    GROUP_CHUNKS,
+    QUAD_NUMBERS,
+    ZERO_BYTE,
+    TopkFields,
+    by_definition,
+)
+from forerun.kernels.runtime.addresses import head_rows
+from forerun.kernels.runtime.vector_ir import fused
+from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, compact, reserve
 from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
-from forerun.kv.kv_rows import Rows, addresses_of, attend_in_order, compact
 from forerun.kv.shared_prefix import Tensors
 
 BUDGET_DIVISOR, LENGTH_DIVISOR = 4, 60
@@ -95,7 +113,7 @@ class LowRankCache(View):
         self._tail = 0  # position of the first recent token; the chunks before it are indexed
         self.state_name = f"low-rank-{config.rank}"
         self._indexes = self._kept()
-        self._near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # recent and speculative tokens
+        self._near: dict[int, Rows] = {}  # recent and speculative tokens
         self._fetched: dict[int, RecentChunks] = {}  # what the last query saw of an offloaded source
         self._table: tuple[IntArray, IntArray] | None = None  # for the source's addresses: see _topk_table
 
@@ -122,7 +140,7 @@ class LowRankCache(View):
         self.length = self.settled = self.source.length
         self._tail, self._table = self._far(self.length), None
         for layer in self.source.layers:
-            self._store(layer, self._tail, *self.source.read(layer, self._tail, self.length))
+            self._write(layer, self._tail, *self.source.read(layer, self._tail, self.length))
             if self.whole or self.source.specs[layer].window is not None:
                 continue
             self._index(layer).extend(self._keys(layer), self._tail)
@@ -155,63 +173,98 @@ class LowRankCache(View):
             self._indexes[layer] = ShortKeys.of(keys, queries, self.config.rank)
         return self._indexes[layer]
 
+    def store(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
+    ) -> Rows | None:
+        near = self._write(layer, self.length, k, v)
+        if spec.window is not None:
+            return self._window_rows(layer, spec.window, self._tail, near)
+        if self.choosing(layer) or self._in_place(q, near):
+            return None
+        far = self.source.read(layer, 0, self._tail)
+        return tuple(torch.cat(parts, 2) for parts in zip(far, near, strict=True)) if self._tail else near
+
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """A layer with a sliding window chooses nothing: it sees its whole window."""
-        near = self._store(layer, self.length, k, v)
-        if spec.window is not None:
-            return self._attend_window(layer, q, near, block, spec)
-        held = self.near
-        if not self.choosing(layer):
-            parts = attend_in_order(q, near, held, block, spec)
-            far = [attend(q, *self.source.read(layer, 0, self._tail), spec)] if self._tail else []
-            return merge(*far, *parts, sinks=spec.sinks)
-        worth = self.worth(layer, q)
+        rows = self.store(layer, q, k, v, block, spec)
+        if rows is not None:
+            return attend_in_order(q, [rows], [block], spec)
+        near = tuple(t[:, :, : self.near + len(block)] for t in self._near[layer])
+        if self._in_place(q, near):
+            far = (head_rows(t) for t in self.source.read(layer, 0, self._tail))
+            return attend_topk(q, near, block, np.array(self._topk_fields(layer, *far), np.int64), spec)
         if self.source.offloaded:
-            parts = attend_in_order(q, near, held, block, spec)
-            return merge(self._attend_fetched(layer, q, worth, spec), *parts, sinks=spec.sinks)
-        alone, (keys, values) = len(block) == 1, self.source.read(layer, 0, self._tail)
-        seen = attend_chosen(q, keys, values, worth, self.slots(layer), (*near, held + alone), spec)
-        local = [] if alone else [attend(q, k, v, spec, block.bias(None, range(0), q))]
-        return merge(seen, *local, sinks=spec.sinks)
+            return self._attend_fetched(layer, q, near, block, spec)
+        states = states_in_order(q, near, Block(block.pending, block.tree, self.near), spec)
+        return merge(self._attend_gathered(layer, q, spec), *states, sinks=spec.sinks)
+
+    def _in_place(self, q: torch.Tensor, near: Rows) -> bool:
+        """Whether a kernel reads what queries choose where it is."""
+        return not self.source.offloaded and takes_topk(q, *near)
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
-        """Attention with windows, soft caps or sinks is left to ``attend``."""
+        """Attention with windows is left to ``attend``."""
         source = self.source.addressed(layers, like, 0)
-        if source is None or not all(spec.plain for spec in self.source.specs.values()):
+        if source is None or any(spec.window is not None for spec in self.source.specs.values()):
             return None
         place = self.near
-        near = [self._reserve(layer, place, place + count) for layer in range(layers)]
+        near = [self._reserve(layer, self._near[layer], place, place + count) for layer in range(layers)]
         return addresses_of(near, place, self._topk_table(source))
 
     def _topk_table(self, source: Addresses) -> IntArray:
         """One row of ``TopkFields`` per layer; made again when the index, or the source's memory, may have moved."""
         known = self._table
         if known is None or known[0] is not source.layers:
-            chunks, (k_head, k_row, v_head, v_row) = self._tail // CHUNK_KEYS, source.strides
-            rows = []
-            for layer, (k, v) in enumerate(source.layers.tolist()):
-                most, index = chunks, (0, 0, 0, 0)
-                if self.choosing(layer):
-                    most, index = self.slots(layer), self._indexes[layer].addresses
-                rows.append(TopkFields(chunks, most, *index, k, k_head, k_row, v, v_head, v_row))
+            k_strides, v_strides = source.strides[:2], source.strides[2:]
+            both = enumerate(source.layers.tolist())
+            rows = [self._topk_fields(layer, (k, *k_strides), (v, *v_strides)) for layer, (k, v) in both]
             self._table = known = source.layers, np.array(rows, np.int64)
         return known[1]
 
-    def _attend_fetched(self, layer: int, q: torch.Tensor, worth: torch.Tensor, spec: AttentionSpec) -> AttentionState:
-        """Attention over each query's chunks, one query after the other. The source is offloaded, so of the missing
-        chunks only those are copied that could have some weight."""
+    def _topk_fields(self, layer: int, k: tuple[int, int, int], v: tuple[int, int, int]) -> TopkFields:
+        """What a layer's queries choose among, given where all keys and values are, as by ``head_rows``."""
+        chunks = self._tail // CHUNK_KEYS
+        if self.choosing(layer):
+            return TopkFields(chunks, self.slots(layer), *self._indexes[layer].addresses, *k, *v)
+        return TopkFields(chunks, chunks, 0, 0, 0, 0, *k, *v)
+
+    def _attend_fetched(
+        self, layer: int, q: torch.Tensor, near: Rows, block: Block, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attention over each query's chunks and what it sees of the recent tokens, one query after the other.
+
+        The source is offloaded, so of the missing chunks only those are copied that could have some weight.
+        """
+        worth, held = self.worth(layer, q), self.near
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
         values, best = beside.topk(self.slots(layer) + 1, -1)
         wanted = (values - values[..., 1:2]) * spec.scaling >= -MARGIN_NATS
         chunks = self._fetched.setdefault(layer, RecentChunks(CHUNK_KEYS))
-        states = []
-        for i in range(q.shape[2]):
+        alone, outs = Block(block.pending[:1], DraftTree.empty(), 0), []
+        for i, visible in enumerate(block.visible):
             chunks.hold(best[:, i], wanted[:, i], worth.shape[-1], self.source, layer)
-            states.append(attend(q[:, :, i : i + 1], *chunks.rows, spec))
-        return AttentionState(*(torch.cat(parts, 2) for parts in zip(*states, strict=True)))
+            seen = torch.from_numpy(np.concatenate((np.arange(held), held + visible.nonzero()[0]))).to(q.device)
+            rows = tuple(torch.cat((far, t[:, :, seen]), 2) for far, t in zip(chunks.rows, near, strict=True))
+            outs.append(attend_in_order(q[:, :, i : i + 1], [rows], [alone], spec))
+        return torch.cat(outs, 2)
+
+    def _attend_gathered(self, layer: int, q: torch.Tensor, spec: AttentionSpec) -> AttentionState:
+        """Attention over each query's chunks by torch, from copies of them all."""
+        worth, heads, n = self.worth(layer, q), q.shape[1], q.shape[2]
+        worth[..., 0] = -torch.inf
+        best, chunks = worth.topk(self.slots(layer), -1)
+        hidden = best * spec.scaling < best[..., :1] * spec.scaling - MARGIN_NATS
+        chunks, hidden = (torch.nn.functional.pad(t, (1, 0)) for t in (chunks, hidden))
+        owner = torch.arange(heads, device=q.device).div(self._indexes[layer].group, rounding_mode="floor")[
+            :, None, None
+        ]
+        cut = (t[0].view(t.shape[1], -1, CHUNK_KEYS, t.shape[3]) for t in self.source.read(layer, 0, self._tail))
+        keys, values = (t[owner, chunks].flatten(2, 3).flatten(0, 1) for t in cut)
+        bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(CHUNK_KEYS, -1).flatten(0, 1)
+        out, lse = BACKENDS["math"](q.reshape(heads * n, 1, -1), keys, values, spec, bias.unsqueeze(1))
+        return AttentionState(out.view(1, heads, n, -1), lse.view(1, heads, n))
 
     @property
     def near(self) -> int:
@@ -243,35 +296,25 @@ class LowRankCache(View):
         """Bytes of a layer's short keys; a query that chooses scans all of them."""
         return self._indexes[layer].known_bytes if self.choosing(layer) else 0
 
-    def _attend_window(
-        self, layer: int, q: torch.Tensor, near: tuple[torch.Tensor, torch.Tensor], block: Block, spec: AttentionSpec
-    ) -> torch.Tensor:
-        first = max(0, self.length - (spec.window or 0) + 1)
-        before = self.source.read(layer, min(first, self._tail), self._tail)
-        after = slice(max(0, first - self._tail), self.length - self._tail + len(block))
-        keys, values = (torch.cat((old, new[:, :, after]), 2) for old, new in zip(before, near, strict=True))
-        bias = block.bias(spec.window, range(first, self.length), q)
-        return merge(attend(q, keys, values, spec, bias), sinks=spec.sinks)
-
-    def _store(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values at a recent position; those at later positions may be lost."""
+    def _write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> Rows:
+        """Write keys and values at a recent position, those at later positions may be lost; returns all up to there."""
         place = position - self._tail
         end = place + k.shape[2]
-        if layer not in self._near:
-            self._near[layer] = (_room(k, end), _room(v, end))
-        near = self._reserve(layer, place, end)
+        near = self._reserve(layer, (k, v), place, end)
         for buffer, part in zip(near, (k, v), strict=True):
             buffer[:, :, place:end] = part
-        return near
+        return tuple(t[:, :, :end] for t in near)
 
-    def _reserve(self, layer: int, place: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's buffer of recent tokens, with room for ``end``; what it has from ``place`` on may be lost."""
-        keys, values = self._near[layer]
-        if keys.shape[2] < end + CHUNK_KEYS:
-            self._near[layer] = (_room(keys, end), _room(values, end))
-            for new, before in zip(self._near[layer], (keys, values), strict=True):
-                new[:, :, :place] = before[:, :, :place]
-        return self._near[layer]
+    def _reserve(self, layer: int, like: Rows, place: int, end: int) -> Rows:
+        """A layer's buffer of recent tokens, with room for ``end`` and one chunk that is read beyond them; what it has
+        from ``place`` on may be lost."""
+        before = self._near.get(layer)
+        room = end + CHUNK_KEYS
+        near = self._near[layer] = reserve(before, like, place, room, room + NEAR_GROWTH_TOKENS)
+        if near is not before:  # what is read must be finite
+            for t in near:
+                t[:, :, place:] = 0
+        return near
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
         for rows in self._near.values():
@@ -293,11 +336,6 @@ class LowRankCache(View):
             for layer in shape.layers.values()
         )
         return near * shape.nbytes + (short * ranks if tokens > self.config.budget else 0)
-
-
-def _room(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Zeros like ``like`` for ``count`` tokens, for room to grow, and for one chunk that is read beyond them."""
-    return like.new_zeros(*like.shape[:2], count + NEAR_GROWTH_TOKENS + CHUNK_KEYS, like.shape[3])
 
 
 class ShortKeys:
@@ -386,9 +424,12 @@ class ShortKeys:
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:
         """Worth of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
+        if queries.device.type == "cpu" and fused():
+            fields = TopkFields(self._known, 0, *self.addresses, *(0,) * 6)
+            return rank_chunks(queries, len(self._of_queries), np.array(fields, np.int64))
         heads, n, d = queries.shape
         turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
-        return best_keys(self._short, self._known, turned)
+        return by_definition(self._short, self._known, turned)
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import torch
 
 from forerun.core.block import Block
-from forerun.kv.cache import KVShape
+from forerun.kernels.attention.attention import Rows
+from forerun.kv.cache import KVShape, compact
 from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_rows import Rows, compact
 from forerun.kv.shared_prefix import SharedPrefix
 
 COPY_PIECE_BYTES = 4 << 20

@@ -17,10 +17,9 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.long_context import Policy
-from forerun.kernels.attention.attention import AttentionSpec, attend, merge
-from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape
+from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, append, compact, reserve
 from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
-from forerun.kv.kv_rows import Rows, addresses_of, append, compact, reserve
 
 
 @dataclass(frozen=True)
@@ -165,19 +164,15 @@ class RetrievalCache(View):
         """Tokens of a text that are chosen among: all but the most recent."""
         return max(0, length - self.config.recent) // self.config.chunk * self.config.chunk
 
-    def attend(
+    def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
-    ) -> torch.Tensor:
-        """A layer with a sliding window chooses nothing: it sees its whole window."""
-        held = self._place(self.length)
-        mine = self._layers[layer]
+    ) -> Rows:
+        mine, held = self._layers[layer], self._place(self.length)
         mine.write(held, k, v)
-        if spec.window is not None:
-            return self._attend_window(layer, q, k, v, block, spec)
-        if len(block) == 1:
-            return merge(attend(q, *mine.read(0, held + 1), spec), sinks=spec.sinks)
-        parts = [attend(q, *mine.read(0, held), spec)] if held else []
-        return merge(*parts, attend(q, k, v, spec, block.bias(None, range(0), q)), sinks=spec.sinks)
+        if spec.window is None:
+            return mine.read(0, held + len(block))
+        tail = min(self.settled, self.length)
+        return self._window_rows(layer, spec.window, tail, mine.read(self._place(tail), held + len(block)))
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         """A layer with a sliding window reads more than the cache's own memory."""
@@ -185,17 +180,6 @@ class RetrievalCache(View):
             return None
         held = self._place(self.length)
         return addresses_of([self._layers[layer].reserve(held, count) for layer in range(layers)], held)
-
-    def _attend_window(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
-    ) -> torch.Tensor:
-        first = max(0, self.length - (spec.window or 0) + 1)
-        tail = min(self.settled, self.length)
-        before = self.source.read(layer, min(first, tail), tail)
-        trial = self._layers[layer].read(self._place(max(first, tail)), self._place(self.length))
-        keys, values = (torch.cat(parts, 2) for parts in zip(before, trial, (k, v), strict=True))
-        bias = block.bias(spec.window, range(first, self.length), q)
-        return merge(attend(q, keys, values, spec, bias), sinks=spec.sinks)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
         for layer in self._layers.values():

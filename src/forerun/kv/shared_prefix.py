@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.kv.kv_rows import Rows
+from forerun.kernels.attention.attention import Rows
 
 ALIGNMENT = 256
 """Capacities are multiples of this many tokens, so that each head's keys begin on a page of their own."""

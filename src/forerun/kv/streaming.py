@@ -12,17 +12,70 @@ its state does not depend on rejected drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.attention import AttentionSpec, merge
-from forerun.kv.cache import READ_BLOCK, ROLLBACK_TOKENS, Addresses, Cache, KVShape
-from forerun.kv.kv_rows import Rows, addresses_of, append, attend_in_order, compact, reserve
-from forerun.kv.rerotation import Rotation
+from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kv.cache import (
+    READ_BLOCK,
+    ROLLBACK_TOKENS,
+    Addresses,
+    Cache,
+    KVShape,
+    addresses_of,
+    append,
+    compact,
+    reserve,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRotation:
+    """The rotation of one layer's keys with position.
+
+    Rotary embedding (Su et al. 2021, RoFormer) rotates pairs of a key's dimensions by angles proportional to its
+    position. So rotating a key by the difference of two positions moves it exactly; nothing else in it changes.
+
+    Attributes:
+        first, second: the dimensions that form pairs, m of each.
+        frequencies: angle per position of each pair, float64 ``[m]``.
+    """
+
+    first: slice
+    second: slice
+    frequencies: torch.Tensor
+
+    def __call__(self, keys: torch.Tensor, by: int) -> torch.Tensor:
+        """Keys ``[..., d]`` moved by ``by`` positions, computed in at least float32."""
+        wide = keys.to(torch.promote_types(keys.dtype, torch.float32))
+        angles = self.frequencies * by
+        cos, sin = (part.to(wide.device, wide.dtype) for part in (angles.cos(), angles.sin()))
+        a, b = wide[..., self.first], wide[..., self.second]
+        turned = wide.clone()
+        turned[..., self.first] = a * cos - b * sin
+        turned[..., self.second] = b * cos + a * sin
+        return turned.to(keys.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """A model's rotary embedding, found by ``forerun.models.forward.rotary_probe.find_rotation``.
+
+    Attributes:
+        layers: the rotation of each layer's keys, or None if they do not depend on position.
+    """
+
+    layers: Mapping[int, LayerRotation | None]
+
+    def __call__(self, layer: int, keys: torch.Tensor, by: int) -> torch.Tensor:
+        """A layer's keys ``[1, Hkv, n, d]`` moved ``by`` positions later (earlier if negative)."""
+        rotation = self.layers[layer]
+        return keys if rotation is None or by == 0 else rotation(keys, by)
 
 
 class _Extent(NamedTuple):
@@ -79,12 +132,12 @@ class StreamingCache(Cache):
     def positions(self, block: Block) -> IntArray:
         return block.positions if self.rotation is None else self._held + block.offsets
 
-    def attend(
+    def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
-    ) -> torch.Tensor:
+    ) -> Rows:
         rows = append(self._layers.get(layer), (k, v), self._held, self._capacity(k.shape[2]))
         self._layers[layer] = rows
-        return merge(*attend_in_order(q, rows, self._held, block, spec), sinks=spec.sinks)
+        return tuple(t[:, :, : self._held + len(block)] for t in rows)
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         held, end, capacity = self._held, self._held + count, self._capacity(count)

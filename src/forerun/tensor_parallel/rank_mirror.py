@@ -23,10 +23,9 @@ from forerun.core.tree import DraftTree
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache, View
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
-from forerun.kv.rerotation import Rotation
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.shared_prefix import SharedPrefix
-from forerun.kv.streaming import StreamingCache
+from forerun.kv.streaming import Rotation, StreamingCache
 
 CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
 """Methods that change a cache between passes."""

@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 
 from forerun.core.block import Block
 from forerun.kv.cache import Cache
-from forerun.kv.rerotation import Rotation
+from forerun.kv.streaming import Rotation
 from forerun.models.forward import gate
-from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.sharded import group_of
+from forerun.models.forward.scorer import Scorer, group_of
 from forerun.tensor_parallel.channel import Channel, LeaderError, ParallelError
 from forerun.tensor_parallel.rank_mirror import Entry, MirroredCaches, RankMirror
 

@@ -1,22 +1,39 @@
-"""Attention as a state (output, log-sum-exp) that merges, and the kernels that compute it.
+"""Attention of a pass over the rows of its caches: in one order of sums where kernels run, else by torch.
 
-A node's attention over prefix and tree merges two states: one over the prefix, without a mask, and one over the block
-being scored, with its ancestor mask. Merging is exact in real numbers (the recurrence of FlashAttention, Dao et al.
-2022; ``merge_state`` in FlashInfer). So no mask of block x prefix is ever built, and nothing is concatenated.
+A cache keeps a text's keys and values in order, and those of the block being scored after them. By torch, attention
+merges two states (output, log-sum-exp): one over the prefix, without a mask, and one over the block, with its ancestor
+mask. Merging is exact in real numbers (the recurrence of FlashAttention, Dao et al. 2022; ``merge_state`` in
+FlashInfer). So no mask of block x prefix is ever built, and nothing is concatenated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from forerun.kernels.attention import few_query, short_key_scan, topk_attention, topk_rank
-from forerun.kernels.runtime import executor, vector_ir
-from forerun.kernels.runtime.addresses import address_of
+from forerun.core import noise, top_p
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree, IntArray
+from forerun.kernels.attention.float64_attention import ATTEND_FLOAT64, FLOAT64_KIND
+from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
+from forerun.kernels.attention.packed_pass import HeadShape, PackedPass, TopkTables
+from forerun.kernels.attention.topk_attention import ATTEND_TOPK
+from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES
+from forerun.kernels.runtime import addresses, executor, vector_ir
+from forerun.kernels.runtime.addresses import address_of, head_rows
+from forerun.kernels.runtime.executor import Operation, Program
+
+CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: FLOAT64_KIND}
+"""Types of keys and values, by their number in operations."""
+TOPK_DTYPES = (torch.float32, torch.bfloat16)
+Rows = tuple[torch.Tensor, ...]
+"""Keys, values and other tensors that a cache keeps per token; tokens are dimension 2: ``[1, Hkv, m, ...]``."""
+Packings = dict[Any, PackedPass]
 
 
 class AttentionState(NamedTuple):
@@ -53,9 +70,155 @@ class AttentionSpec:
         return self.window is None and self.softcap is None and self.sinks is None
 
 
-FEW_QUERIES: dict[int, dict[int, float]] = {4: {256: 2**19}, 2: {1: math.inf, 8: 2**21, 32: 2**24}}
-"""When the few-query kernel is faster than torch's on a CPU, as measured (``docs/decisions.md``). By bytes per number,
-then by the most queries: the least count of numbers in the keys."""
+def attend_in_order(
+    q: torch.Tensor,
+    rows: Sequence[Rows],
+    blocks: Sequence[Block],
+    spec: AttentionSpec,
+    packings: Packings | None = None,
+) -> torch.Tensor:
+    """Attention of a pass's queries over their rows' keys. A window measures distances in rows.
+
+    Args:
+        q: of all rows side by side, ``[1, H, n, d]``.
+        rows: each row's keys and values in order, those of its block last, ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``.
+        blocks: what is being scored.
+        spec: the layer's attention parameters.
+        packings: tables that layers of one pass share; filled here.
+
+    Returns:
+        ``[1, H, n, dv]``.
+    """
+    places = tuple(keys.shape[2] - len(block) for (keys, _), block in zip(rows, blocks, strict=True))
+    heads = HeadShape(q.shape[1], rows[0][0].shape[1], q.shape[3], rows[0][1].shape[3])
+    known = {} if packings is None else packings
+    packed = known.get((heads, places))
+    if packed is None:
+        placed = [_placed(*each) for each in zip(blocks, places, strict=True)]
+        packed = known[heads, places] = PackedPass(placed, heads, torch.get_num_threads())
+    if takes(q, *rows[0]):
+        operations = (SCAN, COMBINE) if fast(*rows[0]) else (ATTEND_FLOAT64,)
+        return _run(operations, q, rows, packed, spec, packed)
+    split = torch.split(q, packed.counts, 2)
+    parts = [states_in_order(*each, spec) for each in zip(split, rows, packed.blocks, strict=True)]
+    return torch.cat([merge(*states, sinks=spec.sinks) for states in parts], 2)
+
+
+def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec: AttentionSpec) -> torch.Tensor:
+    """Attention of one row's queries over the chunks that each chooses, and the recent keys; see ``takes_topk``.
+
+    Args:
+        q: ``[1, H, n, d]``.
+        rows: the recent keys and values, those of the block last. A chunk of finite numbers must follow in memory.
+        block: what is being scored.
+        topk: what queries choose among: the fields of a ``TopkFields`` as one row, with 0 in those of the pass.
+        spec: the layer's attention parameters; without a window.
+    """
+    heads = HeadShape(q.shape[1], rows[0].shape[1], q.shape[3], rows[1].shape[3])
+    packed = PackedPass([_placed(block, rows[0].shape[2] - len(block))], heads, torch.get_num_threads())
+    tables, fields, _memory = _topk_tables(packed, topk)
+    operations = (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK)
+    return _run(operations, q, [rows], packed, spec, tables, fields.ctypes.data)
+
+
+def rank_chunks(q: torch.Tensor, kv_heads: int, topk: IntArray) -> torch.Tensor:
+    """The worth of each chunk to each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``; ``topk`` as before."""
+    (heads, n, dim), queries = q.shape, q.float().contiguous()
+    block = Block(np.zeros(n, np.int64), DraftTree.empty(), 0)
+    packed = PackedPass([block], HeadShape(heads, kv_heads, dim, dim), torch.get_num_threads())
+    tables, fields, memory = _topk_tables(packed, topk)
+    op = AttendOp(
+        0, 4, heads, kv_heads, dim, dim, 0, queries.data_ptr(), 4 * dim, 4 * n * dim, 0, 0, 0, 0, 0, 1.0, 0.0,
+        fields.ctypes.data,
+    )  # fmt: skip
+    rows = packed.rows([(0, 0, 0, 0)])
+    Program([(PROJECT_QUERIES, op), (RANK_CHUNKS, op)]).run_in_scratch(
+        tables.slot_size, n=n, **packed.fields(rows, tables)
+    )
+    worth = memory[tables.worth_offset :].view(torch.float32).view(kv_heads, -1, tables.worth_chunks)
+    return worth[:, : heads // kv_heads * n, : int(topk[0])].reshape(heads, n, -1)
+
+
+def _topk_tables(packed: PackedPass, topk: IntArray) -> tuple[TopkTables, IntArray, torch.Tensor]:
+    """Tables of one row, filled in; they use memory that must outlive the pass."""
+    tables = TopkTables(packed, [topk[None]])
+    memory, fields = torch.empty(tables.states_bytes, dtype=torch.uint8), np.zeros((1, 1, TOPK_BYTES // 8), np.int64)
+    tables.fill(fields, memory.data_ptr())
+    return tables, fields, memory
+
+
+def _run(
+    operations: Sequence[Operation], q: torch.Tensor, rows: Sequence[Rows], packed: PackedPass, spec: AttentionSpec,
+    work: PackedPass | TopkTables, topk: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """These operations over all rows."""
+    keys, values = rows[0]
+    (_, heads, n, _), dtype, out_dim, quick = q.shape, keys.dtype, values.shape[3], fast(keys, values)
+    queries = q if dtype == torch.float64 else q.float()
+    queries = queries if queries.stride(3) == 1 else queries.contiguous()
+    kv = np.array([[k.data_ptr(), v.data_ptr()] for k, v in rows], np.int64)
+    wide = dtype == torch.float16 or (not quick and dtype == torch.bfloat16)
+    out = torch.empty(n, heads * out_dim, dtype=torch.float32 if wide else dtype)
+    sinks = None if spec.sinks is None else spec.sinks.detach().to(queries.dtype).contiguous()
+    number, scale = queries.element_size(), spec.scaling / math.log(2) if quick else spec.scaling
+    op = AttendOp(
+        CACHE_KINDS[dtype], keys.element_size(), heads, keys.shape[1], keys.shape[3], out_dim, spec.window or 0,
+        queries.data_ptr(), queries.stride(2) * number, queries.stride(1) * number, kv.ctypes.data,
+        0 if sinks is None else sinks.data_ptr(), out.data_ptr(), out.stride(0) * out.element_size(),
+        int(out.dtype == torch.bfloat16), scale, spec.softcap or 0.0, topk,
+    )  # fmt: skip
+    table = packed.rows([(*head_rows(k)[1:], *head_rows(v)[1:]) for k, v in rows])
+    program = Program([(each, op) for each in operations])
+    program.run_in_scratch(work.slot_size, work.states_bytes, n=n, **packed.fields(table, work))
+    return out.view(1, n, heads, out_dim).transpose(1, 2).to(q.dtype)
+
+
+def takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether kernels compute attention in order for these ``[1, H, n, d]``."""
+    plain = k.dtype in CACHE_KINDS and q.dtype == k.dtype and (fast(k, v) or k.dtype != torch.float16)
+    return plain and q.device.type == "cpu" and vector_ir.fused()
+
+
+def takes_topk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether ``attend_topk`` computes attention of these: on a CPU, in rows of a multiple of 16 numbers."""
+    return q.dtype in TOPK_DTYPES and addresses.fits(q, k, v)
+
+
+def fast(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the vector kernel takes heads of this type and width; another one goes number by number."""
+    return k.dtype != torch.float64 and k.shape[3] % 16 == 0 and v.shape[3] % 16 == 0
+
+
+def _placed(block: Block, place: int) -> Block:
+    return block if block.start == place else Block(block.pending, block.tree, place)
+
+
+def states_in_order(q: torch.Tensor, rows: Rows, block: Block, spec: AttentionSpec) -> list[AttentionState]:
+    """Attention of a block over its rows by torch, as parts to be merged."""
+    (keys, values), held = rows, block.start
+    if len(block) == 1:  # one token sees all rows, including its own: no mask, nothing to merge
+        first = 0 if spec.window is None else max(0, held + 1 - spec.window)
+        return [attend(q, keys[:, :, first:], values[:, :, first:], spec)]
+    edge, prefix = _split(block, spec.window)
+    k, v = keys[:, :, held:], values[:, :, held:]
+    if edge:
+        k = torch.cat((keys[:, :, edge.start : edge.stop], k), 2)
+        v = torch.cat((values[:, :, edge.start : edge.stop], v), 2)
+    local = attend(q, k, v, spec, block.bias(spec.window, edge, q))
+    if not prefix:
+        return [local]
+    seen = slice(prefix.start, prefix.stop)
+    return [attend(q, keys[:, :, seen], values[:, :, seen], spec), local]
+
+
+def _split(block: Block, window: int | None) -> tuple[range, range]:
+    """Committed rows that only some of the block's tokens see, and rows that all of them see."""
+    held = block.start
+    if window is None or held + block.deepest < window:
+        return range(0), range(held)
+    common = min(held, held + block.deepest - window + 1)
+    return range(max(0, held - window + 1), common), range(common, held)
+
 
 Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, torch.Tensor | None], AttentionState]
 
@@ -63,7 +226,7 @@ Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, tor
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
 ) -> AttentionState:
-    """Attention of ``q`` over all of ``k``; several query heads may share a KV head.
+    """Attention of ``q`` over all of ``k`` by torch; several query heads may share a KV head.
 
     Args:
         q: ``[1, H, n, d]``.
@@ -75,48 +238,8 @@ def attend(
     if group > 1:  # the queries of a group read their shared keys once
         q = q.reshape(1, k.shape[1], group * n, q.shape[3])
         bias = None if bias is None else bias.repeat(group, 1)
-    out, lse = BACKENDS[select_backend(q, k, v, spec, bias)](q, k, v, spec, bias)
+    out, lse = BACKENDS[select_backend(q, v, spec)](q, k, v, spec, bias)
     return AttentionState(out.reshape(1, heads, n, v.shape[3]), lse.reshape(1, heads, n))
-
-
-def attend_chosen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    worth: torch.Tensor,
-    count: int,
-    near: topk_attention.Near,
-    spec: AttentionSpec,
-) -> AttentionState:
-    """Attention of each query over the first chunk, the chunks that are worth most to it, and the near keys.
-
-    Args:
-        q: ``[1, H, n, d]``.
-        k, v: ``[1, Hkv, m * CHUNK_KEYS, d]``.
-        worth: each chunk's best product of a key with the query, approximately; float32 ``[H, n, m]``, overwritten. A
-            chunk is skipped if its scaled product is more than ``MARGIN_NATS`` below the best.
-        count: the most chunks by worth; less than m.
-        near: keys and values, ``[1, Hkv, >= r + CHUNK_KEYS, d]``, and r, the number of them that all queries see. The
-            rest must be finite.
-        spec: the layer's attention parameters; without a window. Sinks are left to the caller.
-    """
-    if spec.softcap is None and topk_attention.fits(q, k, v):
-        return AttentionState(*topk_attention.attend_topk_at_once(q, k, v, worth, count, near, spec.scaling))
-    worth[..., 0] = -torch.inf
-    heads, n = q.shape[1:3]
-    best, chunks = worth.topk(count, -1)
-    hidden = best * spec.scaling < best[..., :1] * spec.scaling - topk_attention.MARGIN_NATS
-    chunks, hidden = (torch.nn.functional.pad(t, (1, 0)) for t in (chunks, hidden))
-    owner = torch.arange(heads, device=q.device).div(heads // k.shape[1], rounding_mode="floor")[:, None, None]
-    cut = (t[0].view(t.shape[1], -1, short_key_scan.CHUNK_KEYS, t.shape[3]) for t in (k, v))
-    keys, values = (t[owner, chunks].flatten(2, 3).flatten(0, 1) for t in cut)
-    bias = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(short_key_scan.CHUNK_KEYS, -1).flatten(0, 1)
-    out, lse = _math(q.reshape(heads * n, 1, -1), keys, values, spec, bias.unsqueeze(1))
-    far = AttentionState(out.view(1, heads, n, -1), lse.view(1, heads, n))
-    if not near[2]:
-        return far
-    recent = attend(q, near[0][:, :, : near[2]], near[1][:, :, : near[2]], spec)
-    return AttentionState(merge(far, recent), torch.logaddexp(far.lse, recent.lse))
 
 
 def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.Tensor:
@@ -137,36 +260,24 @@ def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.T
     return (out * left).to(out.dtype)
 
 
-def select_backend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
-) -> str:
-    """Name of the fastest backend that can compute this."""
+def select_backend(q: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> str:
+    """Name of torch's fastest kernel that can compute this."""
     if spec.softcap is not None or q.shape[-1] != v.shape[-1]:
         return "math"
-    if q.device.type == "cpu":
-        ours = bias is None and k.numel() >= _many(q) and few_query.fits(q, k, v)
-        return "few_queries" if ours else "flash_cpu"
     if q.device.type == "cuda" and q.dtype != torch.float64:
         return "efficient"
-    return "math"
-
-
-def _many(q: torch.Tensor) -> float:
-    """The count of numbers in the keys from which the few-query kernel is faster for these queries."""
-    return next((many for few, many in FEW_QUERIES.get(q.element_size(), {}).items() if q.shape[2] <= few), math.inf)
+    return "flash_cpu" if q.device.type == "cpu" else "math"
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels that passes on this device with this type may run, or load them from an earlier process."""
-    if device.type != "cpu" or not vector_ir.fused():
-        return
-    address_of(executor.work)
-    if dtype in few_query.FEW_QUERY_DTYPES:
-        for kernel in (few_query, short_key_scan):
-            address_of(kernel.work)
-    if dtype in topk_attention.TOPK_DTYPES:
-        for operation in (topk_rank.PROJECT_QUERIES, topk_rank.RANK_CHUNKS, topk_attention.ATTEND_TOPK):
+    """Compile what passes on this device with this type and sampling may run, or load it from an earlier process, so
+    that no request waits for it."""
+    if device.type == "cpu" and vector_ir.fused():
+        address_of(executor.work)
+        for operation in (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK) if dtype in TOPK_DTYPES else ():
             address_of(operation.run, 5)
+    noise.warm_up()
+    top_p.warm_up()
 
 
 def _math(
@@ -190,13 +301,6 @@ def _flash_cpu(
     return AttentionState(*kernel(q, k, v, attn_mask=bias, scale=spec.scaling))
 
 
-def _few_queries(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
-) -> AttentionState:
-    """The few-query kernel: without a bias, for tensors that ``few_query.fits``."""
-    return AttentionState(*few_query.few_queries(q, k, v, spec.scaling))
-
-
 def _efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None
 ) -> AttentionState:
@@ -210,11 +314,6 @@ def _efficient(
     return AttentionState(out, lse[..., :n])
 
 
-BACKENDS: dict[str, Backend] = {
-    "math": _math,
-    "flash_cpu": _flash_cpu,
-    "few_queries": _few_queries,
-    "efficient": _efficient,
-}
-"""Kernels by name. A new one needs a function, an entry here, and a line in ``select_backend``; the parity test then
-covers it."""
+BACKENDS: dict[str, Backend] = {"math": _math, "flash_cpu": _flash_cpu, "efficient": _efficient}
+"""Torch's kernels by name. A new one needs a function, an entry here, and a line in ``select_backend``; the parity test
+then covers it."""

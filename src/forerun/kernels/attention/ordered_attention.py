@@ -6,19 +6,38 @@ running maximum and sum (FlashAttention, Dao et al. 2022; ``attention_tile.py``)
 also sees its ancestors in the tree. Their keys are copied out in the order of their positions, and go through the same
 steps. With the linear layers (``linear.py``) this makes speculative decoding bitwise exact.
 
-There are two operations. *Scan* (``attention_scan.py``) goes over the keys that are stored in text order, by units of a
-row's splits and tiles of queries. *Combine* (``attention_combine.py``) merges each token's splits, adds the keys that
-only this token sees, and divides. This file has the data that both read.
+There are two operations. *Scan* goes over the keys that are stored in text order, by units of a row's splits and tiles
+of queries. *Combine* merges each token's splits, adds the keys that only this token sees, and divides.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from forerun.kernels.attention.attention_tile import STATE_BYTES, TILE_QUERIES
-from forerun.kernels.runtime.addresses import StructLayout
-from forerun.kernels.runtime.vector_ir import LINE
+import numpy as np
+from llvmlite import ir
+
+from forerun.core.compiling import compiled
+from forerun.kernels.attention.attention_tile import (
+    STATE_BYTES,
+    TILE_QUERIES,
+    TILES_AT_ONCE,
+    VECTORS_AT_ONCE,
+    copy_floats,
+    gather,
+    gather_vectors,
+    score,
+    score_tiles,
+    weigh,
+    widen_bfloat16,
+    widen_float16,
+)
+from forerun.kernels.linear.rowwise import LOG2E, soften, words
+from forerun.kernels.runtime.addresses import StructLayout, address_of, call, floats, integers
+from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tasks, read_pass
+from forerun.kernels.runtime.vector_ir import I32, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 
 BLOCK_TOKENS = 32
 """Positions per block."""
@@ -28,6 +47,8 @@ RANGE_BYTES = 96
 """Bytes that hold a tile's visible range: least and greatest end, least and greatest start, then those per query."""
 ALL_SPLITS = -1
 """Instead of a unit's split: all splits, one after the other."""
+LOWEST_SCORE = -3e38
+"""Initial value of the running maximum. Finite, so that differences are never NaN."""
 
 
 class RowFields(NamedTuple):
@@ -76,6 +97,8 @@ class AttendOp(NamedTuple):
         kv: address of the table with each row's addresses of keys and values of this layer.
         sinks: address of one number per head, in the queries' type, or 0.
         out: address of the outputs, a token's heads side by side; of ``out_kind``: 0 float32, 1 bfloat16.
+        scale: factor on scores, for powers of two (of e in float64).
+        topk: address of each row's ``TopkFields`` of this layer, if queries choose the keys that they see.
     """
 
     kind: int
@@ -95,10 +118,11 @@ class AttendOp(NamedTuple):
     out_kind: int
     scale: float
     softcap: float
+    topk: int = 0
 
 
 class AttendCode(NamedTuple):
-    """Addresses of machine code that both operations call (``attention_block.py``)."""
+    """Addresses of machine code that both operations call."""
 
     scores: int
     gather: int
@@ -127,3 +151,417 @@ def scratch_bytes(tiles: int, group: int, dim: int, out_dim: int) -> int:
     scan = most * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim) + RANGE_BYTES)
     settle = own * (TILE_QUERIES * (dim + BLOCK_TOKENS) * 4 + 2 * tile_bytes(out_dim))
     return max(scan, settle) + BLOCK_TOKENS * (dim + out_dim) * 4 + 8 * LINE
+
+
+@functools.cache
+def attend_code() -> AttendCode:
+    """Addresses of the shared machine code, compiled or loaded at the first call."""
+    return AttendCode(address_of(scores_of, 9), address_of(gather_tile, 8))
+
+
+@compiled
+def tiles_of(op: AttendOp, row: RowFields) -> int:
+    """Number of tiles of a row's queries for one KV head."""
+    return (row.n * (op.heads // op.kv_heads) + TILE_QUERIES - 1) // TILE_QUERIES
+
+
+@compiled
+def scan_bounds(row: RowFields, place: int, position: int) -> tuple[int, int]:
+    """Two positions of a token: where its own keys begin (a tree node's: at a block's start; else 0), and where its
+    scan ends."""
+    if place < row.in_order:
+        return 0, position + 1
+    base = (row.start + row.in_order) // BLOCK_TOKENS * BLOCK_TOKENS
+    return base, base
+
+
+@compiled
+def clear_states(op: AttendOp, states: int, tiles: int) -> None:
+    """Reset the states: no key seen yet."""
+    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    for t in range(tiles):
+        floats(states + t * size, size // 4)[:] = np.float32(0)
+        floats(states + t * size + TILE_QUERIES * op.out_dim * 4, LANES)[:] = np.float32(LOWEST_SCORE)
+
+
+@compiled
+def pack_one(op: AttendOp, token: int, head: int, i: int, to: int) -> None:
+    """Write one scaled query into a tile of four; a vector of the tile holds four numbers of each query."""
+    source = floats(op.q + token * op.q_row + head * op.q_head, op.dim)
+    packed = floats(to + 16 * i, op.dim * TILE_QUERIES)
+    for c in range(0, op.dim, 4):
+        at = c * TILE_QUERIES
+        for j in range(4):
+            packed[at + j] = np.float32(source[c + j] * np.float32(op.scale))
+
+
+@compiled
+def copy_row(op: AttendOp, source: int, dim: int, to: int) -> None:
+    """Copy a row of the cache, widened to float32."""
+    for c in range(0, dim, LANES):
+        if op.kind == 0:
+            copy_floats(source + c * 4, to + 4 * c)
+        elif op.kind == 1:
+            widen_bfloat16(source + c * 2, to + 4 * c)
+        else:
+            widen_float16(source + c * 2, to + 4 * c)
+
+
+@compiled
+def copy_block(op: AttendOp, rows: int, row: int, dim: int, count: int, to: int) -> None:
+    """Copy ``count`` rows, widened to float32, and pad them with zeros to a whole block."""
+    for i in range(count):
+        copy_row(op, rows + i * row, dim, to + 4 * i * dim)
+    if count < BLOCK_TOKENS:
+        floats(to + 4 * count * dim, (BLOCK_TOKENS - count) * dim)[:] = np.float32(0)
+
+
+@compiled
+def hide(weights: int, i: int, low: int, high: int) -> None:
+    """Set a query's weights to 0 for keys before ``low`` and from ``high`` on."""
+    tile = floats(weights, BLOCK_TOKENS * TILE_QUERIES)
+    for key in range(BLOCK_TOKENS):
+        if key < low or key >= high:
+            tile[key // 4 * LANES + i * 4 + key % 4] = -np.inf
+
+
+@compiled
+def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
+    """Apply the soft cap to the scores, if there is one."""
+    if op.softcap > 0:
+        floats(spare, 1)[0] = np.float32(op.softcap * LOG2E)
+        soften(weights, BLOCK_TOKENS * TILE_QUERIES // LANES, spare)
+
+
+@compiled
+def scores_of(dim: int, width: int, low: int, high: int, q: int, k: int, k_row: int, scores: int, ahead: int) -> None:
+    """Scores of tiles ``low`` to ``high`` over a block. Prefetches from ``ahead`` on, numbers of ``width`` bytes."""
+    size, tile, t = BLOCK_TOKENS * TILE_QUERIES * 4, TILE_QUERIES * dim * 4, low
+    pace = LANES * width // ((high - low + TILES_AT_ONCE - 1) // TILES_AT_ONCE)
+    share = pace * (BLOCK_TOKENS * dim // LANES)
+    while t < high:
+        if t + TILES_AT_ONCE <= high:
+            score_tiles(q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
+            t += TILES_AT_ONCE
+        else:
+            score(q + t * tile, k, k_row, dim, BLOCK_TOKENS, scores + t * size, ahead, pace)
+            t += 1
+        ahead += share
+
+
+@compiled
+def gather_tile(out_dim: int, weights: int, state: int, v: int, v_row: int, out: int, ahead: int, pace: int) -> None:
+    """Rescale a tile's outputs by the last block's factor, then add the weighted values."""
+    c = 0
+    while c + VECTORS_AT_ONCE * LANES <= out_dim:
+        gather_vectors(weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
+        ahead += pace * BLOCK_TOKENS * VECTORS_AT_ONCE
+        c += VECTORS_AT_ONCE * LANES
+    while c < out_dim:
+        gather(weights, state, v + 4 * c, v_row, out_dim, BLOCK_TOKENS, out + 4 * c, ahead, pace)
+        ahead += pace * BLOCK_TOKENS
+        c += LANES
+
+
+@intrinsic
+def merge_tile(typing: Any, running: Any, part: Any, vectors: Any) -> Code:
+    """Merge a tile's next split into the splits so far: maxima, sums of weights, and outputs of ``vectors`` each."""
+
+    def emit(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value) -> None:
+        b = e.builder
+        own = e.times(vectors, TILE_QUERIES * LINE)
+        states = [e.at(tile, own) for tile in (running, part)]
+        before, new = (e.load(state) for state in states)
+        top = e.larger(before, new)
+        factors = [e.exp2(b.fsub(each, top)) for each in (before, new)]
+        sums = [e.load(e.at(state, LINE)) for state in states]
+        e.store(top, states[0])
+        e.store(e.fma(sums[0], factors[0], b.fmul(sums[1], factors[1])), e.at(states[0], LINE))
+        for i in range(TILE_QUERIES):
+            one, two = (e.everywhere(b.extract_element(factor, I32(4 * i))) for factor in factors)
+            with e.loop(vectors) as c:
+                at = e.at(e.times(vectors, i * LINE), e.times(c, LINE))
+                here = b.add(running, at)
+                e.store(e.fma(e.load(here), one, b.fmul(e.load(b.add(part, at)), two)), here)
+
+    return intrinsic_code(3, emit)
+
+
+@compiled
+def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
+    """The same for several tiles."""
+    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    for t in range(tiles):
+        merge_tile(running + t * size, part + t * size, op.out_dim // LANES)
+
+
+@compiled
+def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
+    """One unit and KV head: tiles of queries over one split, or over all splits one after the other."""
+    this, op, code = read_pass(address), read_attend(fields), read_attend_code(code_address)
+    positions, states = this.cache_positions, this.states
+    unit = read_unit(this.units + task // op.kv_heads * UNIT_BYTES)
+    row = read_row(this.rows + unit.row * ROW_BYTES)
+    head, tiles = task % op.kv_heads, unit.last - unit.first
+    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    q = slot
+    scores = q + tiles * TILE_QUERIES * op.dim * 4
+    ranges = scores + tiles * TILE_QUERIES * BLOCK_TOKENS * 4
+    state = ranges + RANGE_BYTES * tiles
+    other = state + tiles * size
+    spare = other + tiles * size
+    last = _visible_ranges(op, row, unit, positions, ranges)
+    _pack_tiles(op, row, unit, head, q)
+    all_tiles = tiles_of(op, row)
+    if unit.split != ALL_SPLITS:
+        to = states + row.states + ((unit.split * op.kv_heads + head) * all_tiles + unit.first) * size
+        clear_states(op, to, tiles)
+        end = min(last, (unit.split + 1) * SPLIT_TOKENS)
+        _scan_split(op, code, row, unit.row, head, tiles, unit.split * SPLIT_TOKENS, end, q, scores, ranges, to, spare)
+        return
+    clear_states(op, state, tiles)
+    first = integers(ranges + 16, 1)[0]
+    for t in range(1, tiles):
+        first = min(first, integers(ranges + RANGE_BYTES * t + 16, 1)[0])
+    for split in range(max(first, 0) // SPLIT_TOKENS, (last + SPLIT_TOKENS - 1) // SPLIT_TOKENS):
+        clear_states(op, other, tiles)
+        end = min(last, (split + 1) * SPLIT_TOKENS)
+        _scan_split(op, code, row, unit.row, head, tiles, split * SPLIT_TOKENS, end, q, scores, ranges, other, spare)
+        merge_tiles(op, state, other, tiles)
+    to = states + row.states + (head * all_tiles + unit.first) * size
+    words(0, state, tiles * size // LINE, to)
+
+
+@compiled
+def _visible_ranges(op: AttendOp, row: RowFields, unit: UnitFields, positions: int, ranges: int) -> int:
+    """Write each tile's visible range, the least and greatest start and end; returns the greatest end of all tiles."""
+    group, last = op.heads // op.kv_heads, 0
+    for t in range(unit.first, unit.last):
+        bounds = integers(ranges + RANGE_BYTES * (t - unit.first), 12)
+        for i in range(TILE_QUERIES):
+            place = min(t * TILE_QUERIES + i, row.n * group - 1) // group
+            position = integers(positions + 8 * (row.first + place), 1)[0]
+            end = scan_bounds(row, place, position)[1]
+            begin = max(0, position - op.window + 1) if op.window else 0
+            bounds[4 + i], bounds[8 + i] = end, begin
+            if i == 0:
+                bounds[0] = bounds[1] = end
+                bounds[2] = bounds[3] = begin
+            bounds[0], bounds[1] = min(bounds[0], end), max(bounds[1], end)
+            bounds[2], bounds[3] = min(bounds[2], begin), max(bounds[3], begin)
+        last = max(last, bounds[1])
+    return last
+
+
+@compiled
+def _pack_tiles(op: AttendOp, row: RowFields, unit: UnitFields, head: int, q: int) -> None:
+    group = op.heads // op.kv_heads
+    for t in range(unit.first, unit.last):
+        to = q + (t - unit.first) * TILE_QUERIES * op.dim * 4
+        for i in range(TILE_QUERIES):
+            each = min(t * TILE_QUERIES + i, row.n * group - 1)
+            pack_one(op, row.first + each // group, head * group + each % group, i, to)
+
+
+@compiled
+def _scan_split(
+    op: AttendOp, code: AttendCode, row: RowFields, number: int, head: int, tiles: int, first: int, end: int, q: int,
+    scores: int, ranges: int, states: int, spare: int,
+) -> None:  # fmt: skip
+    """Go over the blocks of a split, for the tiles that see any key of them."""
+    k = integers(op.kv + 16 * number, 2)[0] + head * row.k_head
+    v = integers(op.kv + 16 * number, 2)[1] + head * row.v_head
+    for start in range(first, end, BLOCK_TOKENS):
+        low, high = tiles, 0
+        for t in range(tiles):
+            bounds = integers(ranges + RANGE_BYTES * t, 12)
+            if bounds[1] > start and bounds[2] < start + BLOCK_TOKENS:
+                low, high = min(low, t), t + 1
+        if low >= high:
+            continue
+        count = min(BLOCK_TOKENS, end - start)
+        here, there = k + start * row.k_row, v + start * row.v_row
+        after = here + BLOCK_TOKENS * row.k_row if start + BLOCK_TOKENS < end else here
+        _block(op, code, row, low, high, start, count, here, there, after, q, scores, ranges, states, spare)
+
+
+@compiled
+def _block(
+    op: AttendOp, code: AttendCode, row: RowFields, low: int, high: int, start: int, count: int, k: int, v: int,
+    after: int, q: int, scores: int, ranges: int, states: int, spare: int,
+) -> None:  # fmt: skip
+    """Tiles ``low`` to ``high`` over one block; prefetches values while scoring, and then the next keys."""
+    size, tile_size = BLOCK_TOKENS * TILE_QUERIES * 4, TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    copied, k_row, v_row = count < BLOCK_TOKENS or op.kind != 0, row.k_row, row.v_row
+    v_start = v
+    if copied:
+        copy_block(op, k, k_row, op.dim, count, spare)
+        k, k_row = spare, 4 * op.dim
+    call(code.scores, op.dim, op.width, low, high, q, k, k_row, scores, v_start)
+    for t in range(low, high):
+        bounds = integers(ranges + RANGE_BYTES * t, 12)
+        weights, state = scores + t * size, states + t * tile_size + TILE_QUERIES * op.out_dim * 4
+        soften_tile(op, weights, spare)
+        if bounds[0] < start + BLOCK_TOKENS or bounds[3] > start:
+            _hide_tile(op, ranges, t, start, weights)
+        weigh(weights, BLOCK_TOKENS, state)
+    if copied:
+        copy_block(op, v, v_row, op.out_dim, count, spare)
+        v, v_row = spare, 4 * op.out_dim
+    pace = LANES * op.width // (high - low)
+    for t in range(low, high):
+        tile = states + t * tile_size
+        state = tile + TILE_QUERIES * op.out_dim * 4
+        call(code.gather, op.out_dim, scores + t * size, state, v, v_row, tile, after, pace)
+        after += pace * BLOCK_TOKENS * (op.out_dim // LANES)
+
+
+@compiled
+def _hide_tile(op: AttendOp, ranges: int, t: int, start: int, weights: int) -> None:
+    """Set the weights to 0 of keys that a query of the tile does not see."""
+    seen = integers(ranges + RANGE_BYTES * t, 12)
+    for i in range(TILE_QUERIES):
+        hide(weights, i, seen[8 + i] - start, seen[4 + i] - start)
+
+
+SCAN = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), scan, lambda op: attend_code())
+
+
+@compiled
+def combine(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
+    """One token and KV head: merge its splits, add the keys that only it sees, divide, and write the output."""
+    this, op, code = read_pass(address), read_attend(fields), read_attend_code(code_address)
+    positions, parents, states = this.cache_positions, this.parents, this.states
+    token, head = task // op.kv_heads, task % op.kv_heads
+    number = integers(this.token_rows + 8 * token, 1)[0]
+    row = read_row(this.rows + number * ROW_BYTES)
+    group = op.heads // op.kv_heads
+    own = (group + TILE_QUERIES - 1) // TILE_QUERIES
+    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    running = slot
+    part = running + own * size
+    rest = part + own * size
+    place, position = token - row.first, integers(positions + 8 * token, 1)[0]
+    base, seen = scan_bounds(row, place, position)
+    all_tiles = tiles_of(op, row)
+    clear_states(op, running, own)
+    low = max(0, position - op.window + 1) if op.window else 0
+    full = (seen + SPLIT_TOKENS - 1) // SPLIT_TOKENS
+    if row.splits == 0:
+        _copy_states(op, states + row.states + head * all_tiles * size, place * group, group, running)
+    else:
+        # the split that a tree node continues is merged later
+        joined = full if place < row.in_order else min(full, base // SPLIT_TOKENS)
+        for split in range(low // SPLIT_TOKENS, joined):
+            _copy_states(
+                op, states + row.states + (split * op.kv_heads + head) * all_tiles * size, place * group, group, part
+            )
+            merge_tiles(op, running, part, own)
+        if place >= row.in_order:
+            begun = base // SPLIT_TOKENS
+            clear_states(op, part, own)
+            if begun < full and begun >= low // SPLIT_TOKENS:
+                at = states + row.states + (begun * op.kv_heads + head) * all_tiles * size
+                _copy_states(op, at, place * group, group, part)
+            _attend_branch(op, code, row, number, head, token, place, position, base, low, parents, running, part, rest)
+    for g in range(group):
+        _divide(op, running, g, token, head * group + g, rest)
+
+
+@compiled
+def _attend_branch(
+    op: AttendOp, code: AttendCode, row: RowFields, number: int, head: int, token: int, place: int, position: int,
+    base: int, low: int, parents: int, running: int, part: int, rest: int,
+) -> None:  # fmt: skip
+    """Add a node's own keys from position ``base`` on, in order, block by block and split by split."""
+    group = op.heads // op.kv_heads
+    own = (group + TILE_QUERIES - 1) // TILE_QUERIES
+    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    q = rest
+    scores = q + own * TILE_QUERIES * op.dim * 4
+    keys = scores + own * TILE_QUERIES * BLOCK_TOKENS * 4
+    values = keys + BLOCK_TOKENS * op.dim * 4
+    for t in range(own):
+        _pack(op, token, head * group, t * TILE_QUERIES, group, q + t * TILE_QUERIES * op.dim * 4)
+    k = integers(op.kv + 16 * number, 2)[0] + head * row.k_head
+    v = integers(op.kv + 16 * number, 2)[1] + head * row.v_head
+    for start in range(base, position + 1, BLOCK_TOKENS):
+        if start % SPLIT_TOKENS == 0 and start > base:
+            merge_tiles(op, running, part, own)
+            clear_states(op, part, own)
+        if start + BLOCK_TOKENS <= low:
+            continue
+        _copy_branch(op, row, k, row.k_row, op.dim, place, position, start, parents, keys)
+        _copy_branch(op, row, v, row.v_row, op.out_dim, place, position, start, parents, values)
+        for t in range(own):
+            tile, weights = q + t * TILE_QUERIES * op.dim * 4, scores + t * TILE_QUERIES * BLOCK_TOKENS * 4
+            call(code.scores, op.dim, op.width, 0, 1, tile, keys, 4 * op.dim, weights, keys)
+            soften_tile(op, weights, keys)
+            for i in range(TILE_QUERIES):
+                hide(weights, i, low - start, position + 1 - start)
+            state = part + t * size + TILE_QUERIES * op.out_dim * 4
+            weigh(weights, BLOCK_TOKENS, state)
+            call(code.gather, op.out_dim, weights, state, values, 4 * op.out_dim, part + t * size, values, 0)
+    merge_tiles(op, running, part, own)
+
+
+@compiled
+def _copy_branch(
+    op: AttendOp, row: RowFields, source: int, width: int, dim: int, place: int, position: int, start: int,
+    parents: int, to: int,
+) -> None:  # fmt: skip
+    """Copy the keys or values of a block that a tree node sees, as floats, padded with zeros."""
+    end = start + BLOCK_TOKENS
+    if position + 1 < end:
+        floats(to + 4 * (position + 1 - start) * dim, (end - position - 1) * dim)[:] = np.float32(0)
+    root = row.start + row.in_order  # positions from here on are tree nodes
+    node, at = place - row.in_order, position
+    while at >= start and at >= root:
+        if at < end:
+            copy_row(op, source + (root + node) * width, dim, to + 4 * (at - start) * dim)
+        node = integers(parents + 8 * (row.first + row.in_order + node), 1)[0]
+        at -= 1
+    for p in range(start, min(end, root, position + 1)):
+        copy_row(op, source + p * width, dim, to + 4 * (p - start) * dim)
+
+
+@compiled
+def _pack(op: AttendOp, token: int, head: int, first: int, group: int, to: int) -> None:
+    """Pack one token's heads as a tile."""
+    for i in range(TILE_QUERIES):
+        pack_one(op, token, head + min(first + i, group - 1), i, to)
+
+
+@compiled
+def _copy_states(op: AttendOp, tiles: int, first: int, count: int, to: int) -> None:
+    """Copy the states of some queries into tiles of their own."""
+    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    own = TILE_QUERIES * op.out_dim * 4
+    for g in range(count):
+        source, place = tiles + (first + g) // TILE_QUERIES * size, to + g // TILE_QUERIES * size
+        a, b = (first + g) % TILE_QUERIES, g % TILE_QUERIES
+        words(0, source + 4 * a * op.out_dim, op.out_dim // LANES, place + 4 * b * op.out_dim)
+        mine, theirs = floats(place + own + 16 * b, LANES + 4), floats(source + own + 16 * a, LANES + 4)
+        for c in range(4):
+            mine[c], mine[LANES + c] = theirs[c], theirs[LANES + c]
+
+
+@compiled
+def _divide(op: AttendOp, tiles: int, g: int, token: int, head: int, spare: int) -> None:
+    """Write a head's output: the weighted values divided by the sum of weights, including a sink's."""
+    size = TILE_QUERIES * op.out_dim * 4 + STATE_BYTES
+    tile, i = tiles + g // TILE_QUERIES * size, g % TILE_QUERIES
+    own = tile + TILE_QUERIES * op.out_dim * 4
+    sums = floats(own + LINE + 16 * i, 4)
+    total = np.float32(np.float32(sums[0] + sums[1]) + np.float32(sums[2] + sums[3]))
+    if op.sinks:
+        highest = floats(own + 16 * i, 1)[0]
+        total += np.float32(2.0 ** (np.float64(floats(op.sinks + 4 * head, 1)[0]) * LOG2E - highest))
+    source, to = floats(tile + 4 * i * op.out_dim, op.out_dim), floats(spare, op.out_dim)
+    for c in range(op.out_dim):
+        to[c] = np.float32(source[c] / total)
+    width = 4 if op.out_kind == 0 else 2
+    words(op.out_kind, spare, op.out_dim // LANES, op.out + token * op.out_row + head * op.out_dim * width)
+
+
+COMBINE = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_TOKEN), combine, lambda op: attend_code())

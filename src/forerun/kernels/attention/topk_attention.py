@@ -1,8 +1,8 @@
 """Attention of each query over its own chunks, read in place, given the worth of every chunk to the query.
 
 A thread takes a token and a few heads: it finds the best chunks, scores their keys, and adds up their values. Nothing
-is copied. Heads of a group choose together, and each key is then loaded once for all of them. Many heads look at a few
-places only, so chunks that are worth almost nothing beside the best are skipped.
+is copied or sorted. Heads of a group choose together, and each key is then loaded once for all of them. Many heads look
+at a few places only, so chunks that are worth almost nothing beside the best are skipped.
 """
 
 from __future__ import annotations
@@ -13,63 +13,59 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import ROW_BYTES, ROW_LAYOUT, RowFields, read_row
-from forerun.kernels.attention.short_key_scan import CHUNK_KEYS
-from forerun.kernels.attention.topk_rank import (
-    HEADS_AT_ONCE,
-    TOPK_BYTES,
-    TOPK_LAYOUT,
-    TOPK_OP_LAYOUT,
-    TopkFields,
-    TopkOp,
-    read_topk,
-    read_topk_op,
-    scratch_bytes,
+from forerun.kernels.attention.ordered_attention import (
+    ATTEND_LAYOUT,
+    ROW_BYTES,
+    AttendOp,
+    RowFields,
+    read_attend,
+    read_row,
 )
-from forerun.kernels.attention.topk_select import select_topk, selection_numbers
-from forerun.kernels.linear.rowwise import HALF_LINE, by_kind, number, words
-from forerun.kernels.runtime import addresses
-from forerun.kernels.runtime.addresses import ScratchMemory, floats, head_rows, integers
-from forerun.kernels.runtime.executor import PER_TOKEN, Operation, Program, Tasks, read_pass
+from forerun.kernels.attention.topk_rank import CHUNK_KEYS, TOPK_BYTES, TopkFields, read_topk
+from forerun.kernels.linear.rowwise import HALF_LINE, LOG2E, by_kind, number, soften, words
+from forerun.kernels.runtime.addresses import floats, integers
+from forerun.kernels.runtime.executor import PER_TOKEN, Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import F32, I64, LANES, LINE, Code, Emitter, constant, intrinsic, intrinsic_code
 
+HEADS_AT_ONCE = 4
+"""The most heads of a group that are computed at once."""
 CHUNK_KEYS_AT_ONCE = 4
 """Keys whose products are kept in registers at once."""
 VALUE_SUMS = 4
 """Sums of every fourth value that are kept apart, so that additions need not wait for each other."""
 MARGIN_NATS = 7.0
 """Chunks further than this below the best score, in nats, are skipped: their keys weigh under a thousandth."""
-TOPK_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-Near = tuple[torch.Tensor, torch.Tensor, int]
-
-_scratch = ScratchMemory()
+SELECTION_GROUP = LANES
+"""Chunks per group; a group is looked at only if its best chunk is good enough."""
 
 
-@compiled
-def _tiles(op: TopkOp) -> int:
-    """Tiles of heads of a KV head. Heads that select_topk together read what they chose together."""
-    group = op.heads // op.kv_heads
-    return (group + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE if op.joint else group
+def scratch_bytes(chunks: int, most: int, near: int, dim: int) -> int:
+    """Bytes that a thread needs to choose among ``chunks`` chunks, with ``near`` recent tokens, the pass's among
+    them."""
+    keys = (min(1 + most, chunks) + math.ceil(near / CHUNK_KEYS)) * CHUNK_KEYS
+    return (
+        8 * (1 + selection_numbers(chunks))
+        + 12 * chunks
+        + 4 * HEADS_AT_ONCE * (keys + 2 * dim)
+        + (HEADS_AT_ONCE + 4) * LINE
+    )
 
 
 @compiled
 def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> None:
-    """One token and tile of heads: outputs and log-sum-exps."""
-    this, op = read_pass(address), read_topk_op(fields)
+    """One token and tile of heads."""
+    this, op = read_pass(address), read_attend(fields)
     parents = this.parents
-    tiles, group = _tiles(op), op.heads // op.kv_heads
+    group = op.heads // op.kv_heads
+    tiles = (group + HEADS_AT_ONCE - 1) // HEADS_AT_ONCE
     token, own, tile = task // tiles // op.kv_heads, task // tiles % op.kv_heads, task % tiles
-    each = HEADS_AT_ONCE if op.joint else 1
-    head, heads = own * group + tile * each, min(each, group - tile * each)
+    head, heads = own * group + tile * HEADS_AT_ONCE, min(HEADS_AT_ONCE, group - tile * HEADS_AT_ONCE)
     number = integers(this.token_rows + 8 * token, 1)[0]
     row, topk = read_row(this.rows + number * ROW_BYTES), read_topk(op.topk + number * TOPK_BYTES)
-    near = row.start + (row.n if op.block else 0)
-    recent, room = (near + CHUNK_KEYS - 1) // CHUNK_KEYS, min(1 + topk.most, topk.chunks)
+    recent, room = (row.start + row.n + CHUNK_KEYS - 1) // CHUNK_KEYS, min(1 + topk.most, topk.chunks)
     query, step = slot, 4 * (room + recent) * CHUNK_KEYS  # each head's bytes of weights
     found = query + LINE * ((4 * HEADS_AT_ONCE * op.dim + LINE - 1) // LINE)
     weights = found + 8 * (1 + selection_numbers(topk.chunks))
@@ -94,7 +90,10 @@ def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> N
     sums = spare + LINE * heads
     floats(sums, heads * op.dim)[:] = np.float32(0)
     for g in range(heads):
-        _hide(op, row, parents, token, weights + g * step + 4 * count * CHUNK_KEYS, recent)
+        if op.softcap > 0:
+            floats(query, 1)[0] = np.float32(op.softcap * LOG2E)  # the queries are not needed any more
+            soften(weights + g * step, count + recent, query)
+        _hide(row, parents, token, weights + g * step + 4 * count * CHUNK_KEYS, recent)
         exponentials(weights + g * step, count + recent, spare + LINE * g)
     for i in range(count):
         add(op.kind, heads, weights + 4 * i * CHUNK_KEYS, step, v + chosen[i] * chunk_v, topk.v_row, op.dim, sums)
@@ -103,23 +102,23 @@ def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> N
         here, from_here = v + i * CHUNK_KEYS * row.v_row, weights + 4 * (count + i) * CHUNK_KEYS
         add(op.kind, heads, from_here, step, here, row.v_row, op.dim, sums)
     for g in range(heads):
-        _write(op, row, token, head + g, spare + LINE * g, sums + 4 * g * op.dim)
+        _write(op, token, head + g, spare + LINE * g, sums + 4 * g * op.dim)
 
 
 @compiled
-def _write(op: TopkOp, row: RowFields, token: int, head: int, state: int, sums: int) -> None:
-    """One head's output and log-sum-exp, from its largest score, the sum of its weights, and its weighted values."""
+def _write(op: AttendOp, token: int, head: int, state: int, sums: int) -> None:
+    """One head's output, from its largest score, the sum of its weights, and its weighted values."""
     top, total = floats(state, 2)[0], floats(state, 2)[1]
+    if op.sinks:
+        total += np.float32(2.0 ** (np.float64(floats(op.sinks + 4 * head, 1)[0]) * LOG2E - top))
     result, width = floats(sums, op.dim), 2 if op.out_kind == 1 else 4
     for c in range(op.dim):
         result[c] = np.float32(result[c] / total)
     words(op.out_kind, sums, op.dim // LANES, op.out + token * op.out_row + head * op.dim * width)
-    if op.lse:
-        floats(op.lse + 4 * (head * row.n + token), 1)[0] = np.float32((top + math.log2(total)) * math.log(2.0))
 
 
 @compiled
-def _choose(op: TopkOp, topk: TopkFields, row: RowFields, token: int, head: int, found: int, spare: int) -> int:
+def _choose(op: AttendOp, topk: TopkFields, row: RowFields, token: int, head: int, found: int, spare: int) -> int:
     """Write the numbers of the chunks that a query sees, in ascending order; returns their number."""
     if topk.most >= topk.chunks:
         every = integers(found, max(topk.chunks, 1))
@@ -129,7 +128,7 @@ def _choose(op: TopkOp, topk: TopkFields, row: RowFields, token: int, head: int,
     group, place = op.heads // op.kv_heads, token - row.first
     first = topk.worth + head // group * topk.worth_head + place * topk.worth_row
     step, chunks = row.n * topk.worth_row, topk.chunks
-    if op.joint and group > 1:
+    if group > 1:
         # a chunk's worth to a group: the largest of its worths beside each query's best chunk
         beside, rest = floats(spare + 8 * chunks, chunks), spare + 12 * chunks
         beside[:] = -np.inf
@@ -145,7 +144,7 @@ def _choose(op: TopkOp, topk: TopkFields, row: RowFields, token: int, head: int,
                 beside[c] = max(beside[c], each[c] - top[0])
         worth = beside
     else:
-        worth = floats(first + head % group * step, chunks)
+        worth = floats(first, chunks)
         worth[0] = -np.inf
     count = select_topk(worth, topk.most, MARGIN_NATS / (op.scale * math.log(2.0)), found + 8, spare)
     integers(found, 1)[0] = 0
@@ -153,12 +152,9 @@ def _choose(op: TopkOp, topk: TopkFields, row: RowFields, token: int, head: int,
 
 
 @compiled
-def _hide(op: TopkOp, row: RowFields, parents: int, token: int, scores: int, recent: int) -> None:
+def _hide(row: RowFields, parents: int, token: int, scores: int, recent: int) -> None:
     """Hide the near keys that a token does not see: of the pass, all but the token and its ancestors."""
     each = floats(scores, recent * CHUNK_KEYS)
-    if not op.block:
-        each[row.start :] = -np.inf
-        return
     place = token - row.first
     if place < row.in_order:
         each[row.start + place + 1 :] = -np.inf
@@ -289,61 +285,108 @@ def _add(
             e.store(found, to)
 
 
-def _tasks(op: TopkOp) -> Tasks:
-    group = op.heads // op.kv_heads
-    return Tasks(op.kv_heads * (-(-group // HEADS_AT_ONCE) if op.joint else group), PER_TOKEN)
+@compiled
+def selection_numbers(chunks: int) -> int:
+    """How many numbers ``select_topk`` needs room for: one per chunk and one per group."""
+    return chunks + (chunks + SELECTION_GROUP - 1) // SELECTION_GROUP
 
 
-ATTEND_TOPK = Operation(TOPK_OP_LAYOUT, _tasks, attend_topk)
+@compiled
+def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
+    """Indices of the ``count`` chunks with the highest worth, or of fewer, in ascending order.
 
-
-def attend_topk_at_once(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, worth: torch.Tensor, count: int, near: Near, scaling: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of ``q`` over the first chunk, up to ``count`` chunks by worth to each query, and the near keys.
-
-    For tensors that ``fits`` accepts.
+    The best ``count`` chunks are in the best ``count`` groups, so the worth of the least of these groups is a bound.
 
     Args:
-        q: ``[1, H, n, d]``.
-        k, v: ``[1, Hkv, m, d]``.
-        worth: each chunk's best product of a key with the query, float32 ``[H, n, chunks]``; the first chunk's entry is
-            overwritten. Of equal chunks the earlier ones are taken; chunks whose scaled product is more than
-            ``MARGIN_NATS`` below the best are skipped.
-        count: the most chunks; less than there are.
-        near: keys, values, and how many of them all queries see. One more chunk of finite numbers must follow them.
-        scaling: factor on the scores.
+        worth: of each chunk.
+        count: at most the number of chunks.
+        margin: chunks whose worth is further than this below the best are left out.
+        found: address of room for ``selection_numbers`` numbers of 8 bytes; the first ones become the result.
+        spare: address of room for two floats per chunk.
 
     Returns:
-        The output ``[1, H, n, d]`` and the log-sum-exp ``[1, H, n]``.
+        Number of chunks found.
     """
-    (_, heads, n, dim), kv_heads, kind = q.shape, k.shape[1], TOPK_DTYPES[k.dtype]
-    queries, worth, chunks = q.float().transpose(1, 2).contiguous(), worth.contiguous(), worth.shape[2]
-    out, lse = queries.new_empty(n, heads, dim), queries.new_empty(1, heads, n)
-    rows = bytearray(ROW_LAYOUT.size)
-    ROW_LAYOUT.layout.pack_into(
-        rows, 0, *RowFields(0, n, n, near[2], *head_rows(near[0])[1:], *head_rows(near[1])[1:], 0, 0)
+    groups, numbers = (
+        (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP,
+        integers(found, selection_numbers(len(worth))),
     )
-    row = 4 * chunks
-    topk = TopkFields(
-        chunks, count, 0, 0, 0, 0, *head_rows(k), *head_rows(v), 0, 0, 0, worth.data_ptr(),
-        heads // kv_heads * n * row, row,
-    )  # fmt: skip
-    record = np.zeros(TOPK_LAYOUT.size, np.uint8)
-    TOPK_LAYOUT.layout.pack_into(record.data, 0, *topk)
-    kv, owners = np.array([near[0].data_ptr(), near[1].data_ptr()], np.int64), np.zeros(n, np.int64)
-    op = TopkOp(
-        kind, k.element_size(), heads, kv_heads, dim, queries.data_ptr(), 4 * heads * dim, 4 * dim,
-        kv.ctypes.data, record.ctypes.data, 0, 0, out.data_ptr(), 4 * heads * dim, 0, lse.data_ptr(),
-        scaling / math.log(2),
-    )  # fmt: skip
-    size = LINE * math.ceil(scratch_bytes(chunks, count, near[2], dim) / LINE)
-    slots = _scratch.claim(size * torch.get_num_threads())
-    where = {"rows": int(np.frombuffer(rows, np.uint8).ctypes.data), "token_rows": owners.ctypes.data}
-    Program([(ATTEND_TOPK, op)]).run(n=n, **where, slots=slots, slot_size=size)
-    return out.transpose(0, 1)[None].to(q.dtype), lse
+    maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))
+    whole = len(worth) // SELECTION_GROUP
+    if whole < groups:
+        maxima[whole] = worth[whole * SELECTION_GROUP]
+        for c in range(whole * SELECTION_GROUP + 1, len(worth)):
+            maxima[whole] = max(maxima[whole], worth[c])
+    largest(worth.ctypes.data, whole, spare)
+    top = maxima[0]
+    for g in range(groups):
+        copy[g] = maxima[g]
+        top = max(top, maxima[g])
+    bound = np.float32(top - margin)
+    if groups > count:
+        bound = max(bound, np.float32(nth_largest(copy[:groups], count)))
+    likely = 0
+    for g in range(groups):
+        if maxima[g] >= bound:
+            for c in range(g * SELECTION_GROUP, min(g * SELECTION_GROUP + SELECTION_GROUP, len(worth))):
+                if worth[c] >= bound:
+                    numbers[likely], copy[likely] = c, worth[c]
+                    likely += 1
+    if likely <= count:
+        return likely
+    bound = np.float32(nth_largest(copy[:likely], count))
+    ties = count
+    for i in range(likely):
+        ties -= worth[numbers[i]] > bound
+    kept = 0
+    for i in range(likely):
+        chunk = numbers[i]
+        if worth[chunk] == bound:
+            ties -= 1
+        if worth[chunk] > bound or (worth[chunk] == bound and ties >= 0):
+            numbers[kept] = chunk
+            kept += 1
+    return kept
 
 
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether ``attend_topk_at_once`` can read these: float32 or bfloat16 on a CPU, in rows of a multiple of 16."""
-    return q.dtype in TOPK_DTYPES and addresses.fits(q, k, v)
+@compiled
+def nth_largest(values: Any, n: int) -> float:
+    """The ``n``-th largest value, counted from 1, by Hoare's selection; reorders ``values``."""
+    low, high, place = 0, len(values) - 1, n - 1
+    while low < high:
+        pivot = values[(low + high) // 2]
+        i, j = low, high
+        while i <= j:
+            while values[i] > pivot:
+                i += 1
+            while values[j] < pivot:
+                j -= 1
+            if i <= j:
+                values[i], values[j] = values[j], values[i]
+                i += 1
+                j -= 1
+        if place <= j:
+            high = j
+        elif place >= i:
+            low = i
+        else:
+            break
+    return float(values[place])
+
+
+@intrinsic
+def largest(typing: Any, values: Any, vectors: Any, out: Any) -> Code:
+    """The largest float of each vector."""
+    return intrinsic_code(3, _largest)
+
+
+def _largest(e: Emitter, values: ir.Value, vectors: ir.Value, out: ir.Value) -> None:
+    with e.loop(vectors) as i:
+        e.store(e.largest(e.load(e.at(values, e.times(i, LINE)))), e.at(out, e.times(i, 4)))
+
+
+ATTEND_TOPK = Operation(
+    ATTEND_LAYOUT,
+    lambda op: Tasks(op.kv_heads * -(-(op.heads // op.kv_heads) // HEADS_AT_ONCE), PER_TOKEN),
+    attend_topk,
+)

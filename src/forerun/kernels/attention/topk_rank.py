@@ -1,45 +1,72 @@
-"""Attention over the chunks that a query chooses, as operations of a program: for the low-rank cache.
+"""How a query ranks the chunks of a text: by its product with each chunk's best key, in few dimensions of a byte each.
 
-The first projects each query into the dimensions of the index and rounds it to bytes. The second ranks all chunks of a
-text by their best key (``short_key_scan.py``). The third (``topk_attention.py``) takes each query's best chunks and
-attends to them, to the recent tokens, and to the query's own branch of the tree. This file has the data of all three,
-and the first two.
+The first operation projects each query into the dimensions of the index and rounds it to bytes. The second scans the
+index of a text; the third attends (``topk_attention.py``). In the index, a vector holds four numbers of one key from
+each of 16 chunks. Processors that multiply bytes (VNNI) add four products at once; others widen bytes to floats, which
+hold the same integers. Over a chunk's 16 keys the maximum is kept.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
-from forerun.kernels.attention.short_key_scan import (
-    CHUNK_KEYS,
-    GROUP_CHUNKS,
-    QUERIES_AT_ONCE,
-    UNIT_GROUPS,
-    round_query,
-    score_all,
-)
-from forerun.kernels.attention.topk_select import selection_numbers
-from forerun.kernels.runtime.addresses import StructLayout, floats, integers
+from forerun.kernels import gpu
+from forerun.kernels.attention.ordered_attention import ATTEND_LAYOUT, ROW_BYTES, AttendOp, read_attend, read_row
+from forerun.kernels.runtime.addresses import StructLayout, floats, integers, signed_bytes
 from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tasks, read_pass
-from forerun.kernels.runtime.vector_ir import LINE
+from forerun.kernels.runtime.vector_ir import (
+    BYTE,
+    BYTES,
+    F32,
+    FLOATS,
+    I32,
+    I64,
+    LANES,
+    LINE,
+    WORDS,
+    Code,
+    Emitter,
+    constant,
+    features,
+    intrinsic,
+    intrinsic_code,
+    words_of,
+)
 
-HEADS_AT_ONCE = 4
-"""The most heads of a group that are computed at once."""
+CHUNK_KEYS = 16
+"""Keys per chunk."""
+GROUP_CHUNKS = LANES
+"""Chunks whose keys are stored side by side."""
+QUAD_NUMBERS = 4
+"""Numbers of a key that are stored side by side."""
+ZERO_BYTE = 128
+"""The byte that stands for 0 in a key, as its bytes are unsigned."""
+QUERIES_AT_ONCE = 4
+"""Queries, or keys for one query, whose sums are kept in registers at once."""
+PREFETCH_BYTES = 16384
+"""Prefetch distance in bytes."""
+UNIT_GROUPS = 16
+"""Groups that a thread takes at once."""
+LARGEST_BYTE, SMALLEST_UNIT = 127.0, 1e-30
+"""The byte for a query's largest number, and the least unit of a query's bytes."""
+DOTS = "+avx512vnni" in features()
+"""Whether the processor can multiply bytes, 64 at once."""
 
 
 class TopkFields(NamedTuple):
-    """One layer of one row: what queries select_topk among. Strides are in bytes.
+    """One layer of one row: what queries choose among. Strides are in bytes.
 
     Attributes:
         chunks: chunks that there are; 0 if everything is near.
         most: the most chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
         rank: dimensions of the index.
-        short: address of the index, as in ``short_key_scan.best_keys``.
+        short: address of the index, as in ``by_definition``.
         projection: address of the projections of queries, float32 ``[Hkv, d, rank]``.
         k, v: addresses of all keys and values.
         queries: number of queries of a KV head in the pass, padded to a whole tile.
@@ -67,37 +94,6 @@ class TopkFields(NamedTuple):
     worth_row: int = 0
 
 
-class TopkOp(NamedTuple):
-    """One layer's operation: addresses, strides in bytes, and counts; as in ``AttendOp``, but for these.
-
-    Attributes:
-        kv: address of the table with each row's addresses of recent keys and values, the pass's own among them. In
-            ``RowFields``, ``start`` is their number before the pass.
-        topk: address of each row's ``TopkFields`` of this layer.
-        joint: whether the queries of a group select_topk together.
-        block: whether a token sees itself and its ancestors in the pass.
-        lse: address for each head's and token's log-sum-exp, or 0.
-    """
-
-    kind: int
-    width: int
-    heads: int
-    kv_heads: int
-    dim: int
-    q: int
-    q_row: int
-    q_head: int
-    kv: int
-    topk: int
-    joint: int
-    block: int
-    out: int
-    out_row: int
-    out_kind: int
-    lse: int
-    scale: float
-
-
 class RankUnit(NamedTuple):
     """A thread's unit of ranking: some groups of chunks of a row."""
 
@@ -106,9 +102,9 @@ class RankUnit(NamedTuple):
     groups: int
 
 
-TOPK_LAYOUT, TOPK_OP_LAYOUT, RANK_UNIT_LAYOUT = StructLayout(TopkFields), StructLayout(TopkOp), StructLayout(RankUnit)
+TOPK_LAYOUT, RANK_UNIT_LAYOUT = StructLayout(TopkFields), StructLayout(RankUnit)
 TOPK_BYTES, RANK_UNIT_BYTES = TOPK_LAYOUT.size, RANK_UNIT_LAYOUT.size
-read_topk, read_topk_op, read_rank_unit = (job.reader() for job in (TOPK_LAYOUT, TOPK_OP_LAYOUT, RANK_UNIT_LAYOUT))
+read_topk, read_rank_unit = TOPK_LAYOUT.reader(), RANK_UNIT_LAYOUT.reader()
 
 
 def padded_queries(n: int, group: int) -> int:
@@ -130,22 +126,36 @@ def rank_units(chunks: list[int]) -> bytearray:
     return table
 
 
-def scratch_bytes(chunks: int, most: int, near: int, dim: int) -> int:
-    """Bytes that a thread needs to choose among ``chunks`` chunks, with ``near`` recent tokens, the pass's among
-    them."""
-    keys = (min(1 + most, chunks) + math.ceil(near / CHUNK_KEYS)) * CHUNK_KEYS
-    return (
-        8 * (1 + selection_numbers(chunks))
-        + 12 * chunks
-        + 4 * HEADS_AT_ONCE * (keys + 2 * dim)
-        + (HEADS_AT_ONCE + 4) * LINE
-    )
+def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
+    """The largest product of each query with any key of each chunk, plus an offset that is constant per query, with
+    torch's operations; on a GPU, with a kernel that reads the bytes.
+
+    Args:
+        index: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``. ``ZERO_BYTE``
+            is not subtracted from them; that is the offset.
+        count: number of chunks, stored group by group.
+        q: float32 ``[H, n, rank]``; H is a multiple of Hkv. Rounded to bytes here.
+
+    Returns:
+        float32 ``[H, n, count]``.
+    """
+    heads, rank = index.shape[0], q.shape[2]
+    scale = q.abs().amax(-1, keepdim=True) / LARGEST_BYTE
+    rounded = (q / scale.clamp_min(SMALLEST_UNIT)).round()
+    if gpu.runs_on(index.device) and count:
+        from forerun.kernels.gpu import scan as there  # which needs Triton
+
+        grouped = (t.reshape(heads, -1, t.shape[2]) for t in (rounded, scale))
+        return there.best_keys(index, count, *grouped).reshape(*q.shape[:2], count)
+    keys = index[:, : math.ceil(count / GROUP_CHUNKS)].to(q.dtype)
+    products = torch.einsum("hnrj,hgkrcj->hngck", rounded.view(heads, -1, rank // QUAD_NUMBERS, QUAD_NUMBERS), keys)
+    return products.amax(-1).flatten(2)[..., :count].reshape(*q.shape[:2], count) * scale
 
 
 @compiled
 def project_queries(address: int, fields: int, code: int, task: int, slot: int) -> None:
     """One token's queries of one KV head."""
-    this, op = read_pass(address), read_topk_op(fields)
+    this, op = read_pass(address), read_attend(fields)
     token, head = task // op.kv_heads, task % op.kv_heads
     number = integers(this.token_rows + 8 * token, 1)[0]
     row, topk = read_row(this.rows + number * ROW_BYTES), read_topk(op.topk + number * TOPK_BYTES)
@@ -169,7 +179,7 @@ def _round(topk: TopkFields, head: int, i: int, query: int) -> None:
 
 
 @compiled
-def _project(op: TopkOp, topk: TopkFields, token: int, head: int, own: int, to: int) -> None:
+def _project(op: AttendOp, topk: TopkFields, token: int, head: int, own: int, to: int) -> None:
     """A query in the dimensions of the index."""
     query, short = floats(op.q + token * op.q_row + head * op.q_head, op.dim), floats(to, topk.rank)
     turn = floats(topk.projection + 4 * own * op.dim * topk.rank, op.dim * topk.rank)
@@ -183,7 +193,7 @@ def _project(op: TopkOp, topk: TopkFields, token: int, head: int, own: int, to: 
 @compiled
 def rank(address: int, fields: int, code: int, task: int, slot: int) -> None:
     """One unit and KV head: the worth of its chunks to all queries."""
-    this, op = read_pass(address), read_topk_op(fields)
+    this, op = read_pass(address), read_attend(fields)
     unit, head = read_rank_unit(this.units + task // op.kv_heads * RANK_UNIT_BYTES), task % op.kv_heads
     topk = read_topk(op.topk + unit.row * TOPK_BYTES)
     keys = topk.short + head * topk.short_head + unit.first * CHUNK_KEYS * topk.rank * GROUP_CHUNKS
@@ -192,5 +202,101 @@ def rank(address: int, fields: int, code: int, task: int, slot: int) -> None:
     score_all(keys, q, topk.queries, topk.rank, unit.groups, units_of, scores, topk.worth_row)
 
 
-PROJECT_QUERIES = Operation(TOPK_OP_LAYOUT, lambda op: Tasks(op.kv_heads, PER_TOKEN), project_queries)
-RANK_CHUNKS = Operation(TOPK_OP_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), rank)
+@compiled
+def round_query(query: int, rank: int, unit: int, to: int) -> None:
+    """Round a query to bytes, and write its unit, a float."""
+    numbers, rounded, largest = floats(query, rank), signed_bytes(to, rank), np.float32(0)
+    for d in range(rank):
+        largest = max(largest, abs(numbers[d]))
+    floats(unit, 1)[0] = largest / np.float32(LARGEST_BYTE)
+    step = max(floats(unit, 1)[0], np.float32(SMALLEST_UNIT))
+    for d in range(rank):
+        rounded[d] = int(np.rint(numbers[d] / step))
+
+
+@compiled
+def score_all(keys: int, q: int, rows: int, rank: int, groups: int, scales: int, out: int, out_row: int) -> None:
+    """All of a KV head's rounded queries over some groups: tiles of them first, then single ones."""
+    row = 0
+    while row < rows:
+        query, scale, to = q + row * rank, scales + 4 * row, out + row * out_row
+        if row + QUERIES_AT_ONCE <= rows:
+            score_queries(keys, query, rank, groups, scale, to, out_row)
+            row += QUERIES_AT_ONCE
+        else:
+            score_query(keys, query, rank, groups, scale, to, 0)
+            row += 1
+
+
+@intrinsic
+def score_query(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: Any, out: Any, row: Any) -> Code:
+    """One query, ``QUERIES_AT_ONCE`` keys at a time."""
+    return intrinsic_code(7, lambda e, *arguments: _score(e, 1, QUERIES_AT_ONCE, *arguments))
+
+
+@intrinsic
+def score_queries(typing: Any, keys: Any, q: Any, rank: Any, groups: Any, scale: Any, out: Any, row: Any) -> Code:
+    """``QUERIES_AT_ONCE`` queries, one key at a time."""
+    return intrinsic_code(7, lambda e, *arguments: _score(e, QUERIES_AT_ONCE, 1, *arguments))
+
+
+def _score(
+    e: Emitter,
+    queries: int,
+    keys: int,
+    first: ir.Value,
+    q: ir.Value,
+    rank: ir.Value,
+    groups: ir.Value,
+    scale: ir.Value,
+    out: ir.Value,
+    row: ir.Value,
+) -> None:
+    b, size = e.builder, e.times(rank, GROUP_CHUNKS)
+    zero = words_of(0) if DOTS else constant(0.0)
+    with e.loop(groups) as group:
+        best = [e.variable(words_of(-(2**31)) if DOTS else constant(-math.inf)) for _ in range(queries)]
+        with e.loop(I64(CHUNK_KEYS // keys)) as step:
+            begin = e.at(first, e.times(e.at(e.times(group, CHUNK_KEYS), e.times(step, keys)), size))
+            sums = [[e.variable(zero) for _ in range(keys)] for _ in range(queries)]
+            with e.loop(b.udiv(e.times(size, keys), I64(LINE))) as line:
+                e.prefetch(e.at(begin, e.times(line, LINE), PREFETCH_BYTES))
+            with e.loop(b.udiv(rank, I64(QUAD_NUMBERS))) as quad:
+                here = e.at(begin, e.times(quad, LINE))
+                places = [e.at(here, e.times(size, j)) for j in range(keys)]
+                fours = [e.at(q, e.times(rank, i), e.times(quad, QUAD_NUMBERS)) for i in range(queries)]
+                (_add_dots if DOTS else _add_products)(e, places, fours, sums)
+            for i in range(queries):
+                for place in sums[i]:
+                    b.store(e.larger(b.load(place), b.load(best[i])), best[i])
+        for i in range(queries):
+            found = b.load(best[i])
+            found = b.sitofp(found, FLOATS) if DOTS else found
+            factor = e.everywhere(e.load(e.at(scale, 4 * i), F32))
+            e.store(b.fmul(found, factor), e.at(out, e.times(row, i), e.times(group, LINE)))
+
+
+def _add_dots(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
+    """Add products of unsigned and signed bytes, four products to a lane."""
+    b = e.builder
+    found = [e.load(place, WORDS) for place in places]
+    for four, rows in zip(fours, sums, strict=True):
+        query = e.everywhere(e.load(four, I32))
+        for keys, place in zip(found, rows, strict=True):
+            b.store(e.dots(keys, query, b.load(place)), place)
+
+
+def _add_products(e: Emitter, places: list[ir.Value], fours: list[ir.Value], sums: list[list[ir.Value]]) -> None:
+    """The same with floats, number by number."""
+    b = e.builder
+    found = [e.load(place, BYTES) for place in places]
+    for j in range(QUAD_NUMBERS):
+        numbers = [b.uitofp(b.zext(e.every_fourth(keys, j), WORDS), FLOATS) for keys in found]
+        for four, rows in zip(fours, sums, strict=True):
+            query = e.everywhere(b.sitofp(e.load(e.at(four, j), BYTE), F32))
+            for number, place in zip(numbers, rows, strict=True):
+                b.store(e.fma(number, query, b.load(place)), place)
+
+
+PROJECT_QUERIES = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_TOKEN), project_queries)
+RANK_CHUNKS = Operation(ATTEND_LAYOUT, lambda op: Tasks(op.kv_heads, PER_UNIT), rank)

@@ -1,7 +1,7 @@
 """The best key of each chunk for each query on a GPU, over short keys of one byte per number, as they are stored.
 
 Products of bytes and their sums are whole numbers below 2^24, so 16-bit tensor-core products with float32 sums are
-exact: the result is that of ``kernels/scan.py``, whatever the order.
+exact: the result is that of ``topk_rank.py``, whatever the order.
 
 This has run in Triton's interpreter only; it has not run on a GPU.
 """
@@ -16,7 +16,7 @@ from forerun.kernels.gpu.pass_tables import GPU_TILE_QUERIES
 
 
 def best_keys(index: torch.Tensor, count: int, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """See ``short_key_scan.best_keys``.
+    """See ``topk_rank.by_definition``.
 
     Args:
         index: keys, uint8 ``[Hkv, groups, CHUNK, rank / QUAD, GROUP, QUAD]``.

@@ -1,4 +1,4 @@
-"""Parts of a decoder besides linear layers and attention: embedding, norms, rotary positions."""
+"""Parts of a decoder besides linear layers and attention: embedding, norms, rows times a factor, rotary positions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
-from forerun.kernels.linear.rowwise import TO_FLOATS, rotate, scale, squares, widen, words
-from forerun.kernels.runtime.addresses import StructLayout, call6, floats, integers
+from forerun.kernels.linear.rowwise import TO_FLOATS, TO_WORDS, rotate, scale, squares, widen, words
+from forerun.kernels.runtime.addresses import StructLayout, call, floats, integers
 from forerun.kernels.runtime.executor import PER_OUTPUT, PER_TOKEN, Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import LANES
 
@@ -62,6 +62,24 @@ class NormOp(NamedTuple):
     eps: float
 
 
+class ScaledRowsOp(NamedTuple):
+    """Each token's row at ``x``, floats.
+
+    Attributes:
+        kind: type of a linear layer's input: 0 float32, 1 bfloat16.
+        mode: ``TO_WORDS`` for a linear layer's input, which takes no factor, or ``TO_SUM``; see ``rowwise.scale``.
+    """
+
+    kind: int
+    mode: int
+    x: int
+    x_row: int
+    dim: int
+    to: int
+    to_row: int
+    factor: float
+
+
 class RotaryOp(NamedTuple):
     """Takes queries, keys and values side by side; rotates queries in place and writes keys and values to the cache.
 
@@ -90,9 +108,9 @@ class RotaryOp(NamedTuple):
 
 
 EMBED_LAYOUT, LOOKUP_LAYOUT = StructLayout(EmbedOp), StructLayout(LookupOp)
-NORM_LAYOUT, ROTARY_LAYOUT = StructLayout(NormOp), StructLayout(RotaryOp)
+NORM_LAYOUT, SCALED_ROWS_LAYOUT, ROTARY_LAYOUT = (StructLayout(each) for each in (NormOp, ScaledRowsOp, RotaryOp))
 read_embed, read_lookup = EMBED_LAYOUT.reader(), LOOKUP_LAYOUT.reader()
-read_norm, read_rotary = NORM_LAYOUT.reader(), ROTARY_LAYOUT.reader()
+read_norm, read_scaled_rows, read_rotary = NORM_LAYOUT.reader(), SCALED_ROWS_LAYOUT.reader(), ROTARY_LAYOUT.reader()
 
 
 @compiled
@@ -108,7 +126,7 @@ def look_up(address: int, fields: int, code: int, token: int, slot: int) -> None
     """One token's row, unpacked as a panel of sixteen times the same row."""
     op = read_lookup(fields)
     w = op.w + integers(read_pass(address).ids + 8 * token, 1)[0] * op.row
-    call6(op.unpack, w, op.row, 0, op.dim // op.block, 0, slot)
+    call(op.unpack, w, op.row, 0, op.dim // op.block, 0, slot)
     unpacked, x = floats(slot, op.dim * LANES), floats(op.x + token * op.x_row, op.dim)
     for i in range(op.dim):
         x[i] = unpacked[i * LANES] * op.factor
@@ -127,6 +145,19 @@ def _norm(kind: int, mode: int, x: int, weight: int, one: int, eps: float, dim: 
     mean = squares(x, dim // LANES) / np.float32(dim)
     floats(slot, 1)[0] = np.float32(1.0) / np.float32(math.sqrt(np.float32(mean + np.float32(eps))))
     scale(kind, mode, x, weight, one, slot, dim // LANES, to)
+
+
+@compiled
+def scaled_row(address: int, fields: int, code: int, token: int, slot: int) -> None:
+    """One token's row."""
+    op = read_scaled_rows(fields)
+    x, to = op.x + token * op.x_row, op.to + token * op.to_row
+    if op.mode == TO_WORDS:
+        words(op.kind, x, op.dim // LANES, to)
+        return
+    source, target, factor = floats(x, op.dim), floats(to, op.dim), np.float32(op.factor)
+    for i in range(op.dim):
+        target[i] += np.float32(source[i] * factor)
 
 
 @compiled
@@ -171,4 +202,5 @@ def _turn(op: RotaryOp, x: int, cos: int, sin: int) -> None:
 EMBED = Operation(EMBED_LAYOUT, lambda op: Tasks(1, PER_TOKEN), embed)
 LOOKUP = Operation(LOOKUP_LAYOUT, lambda op: Tasks(1, PER_TOKEN), look_up)
 NORM = Operation(NORM_LAYOUT, lambda op: Tasks(1, PER_OUTPUT if op.which else PER_TOKEN), norm)
+SCALED_ROWS = Operation(SCALED_ROWS_LAYOUT, lambda op: Tasks(1, PER_TOKEN), scaled_row)
 ROTARY = Operation(ROTARY_LAYOUT, lambda op: Tasks(1, PER_TOKEN), turn)

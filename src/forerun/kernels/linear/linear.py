@@ -31,18 +31,7 @@ from forerun.kernels.linear.panels import (
 )
 from forerun.kernels.linear.rowwise import gated, words
 from forerun.kernels.linear.weight_format import PLAIN_FORMATS, Plain, WeightFormat
-from forerun.kernels.runtime.addresses import (
-    ScratchMemory,
-    StructLayout,
-    address_of,
-    bytes_at,
-    call5,
-    call6,
-    call7,
-    call11,
-    doubles,
-    floats,
-)
+from forerun.kernels.runtime.addresses import StructLayout, address_of, bytes_at, call, doubles, floats
 from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import LANES, LINE
 
@@ -211,7 +200,6 @@ def operation(
     )  # fmt: skip
 
 
-_scratch = ScratchMemory()
 _local = threading.local()
 
 
@@ -227,9 +215,7 @@ def product(x: torch.Tensor, weights: Weights) -> torch.Tensor:
         rows = pad(rows, (0, -rows.shape[1] % (LINE // width))).contiguous()
     words = x.shape[-1] * width // PLAIN_FORMATS[NUMBER_KINDS[rows.dtype]].numbers.bytes
     program = _program(weights, NUMBER_KINDS[rows.dtype], words, rows.stride(0) * width, y.stride(0) * width)
-    size = LINE * math.ceil(scratch_bytes(n, words) / LINE)
-    slots = _scratch.claim(torch.get_num_threads() * size)
-    program.run(n=n, x=rows.data_ptr(), y=y.data_ptr(), slots=slots, slot_size=size)
+    program.run_in_scratch(scratch_bytes(n, words), n=n, x=rows.data_ptr(), y=y.data_ptr())
     return y.view(*x.shape[:-1], len(weights.rows)).to(x.dtype)
 
 
@@ -279,9 +265,7 @@ def _prepare(address: int, fields: int, code_address: int, task: int, slot: int)
         lanes = _lanes(op)
         for t in range(0, n, lanes):
             to = slot + t // lanes * _group_bytes(op)
-            call5(
-                code.transpose, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, (op.words + lanes - 1) // lanes, to
-            )
+            call(code.transpose, x + t * op.x_row, op.x_row, min(lanes, n - t) - 1, (op.words + lanes - 1) // lanes, to)
 
 
 @compiled
@@ -325,7 +309,7 @@ def _both(
         if n > op.few_tokens:
             _unpacked(op, code, n, tokens, a, b, w, other, last, other_last, ahead, sums, twin, spare)
         elif a.few == b.few:
-            call11(a.few, n, w, other, a.row, last, other_last, x, op.x_row, blocks, ahead * a.row, sums)
+            call(a.few, n, w, other, a.row, last, other_last, x, op.x_row, blocks, ahead * a.row, sums)
         else:
             _of_two_formats(op, n, x, a, b, w, other, q, last, other_last, ahead, sums, twin, spare)
         return
@@ -358,9 +342,9 @@ def _in_groups(
     while t < n:
         if n - t <= op.few_tokens:
             few_rows = x + t * op.x_row
-            call11(matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums + t * LINE)
+            call(matrix.few, n - t, w, w, row, last, last, few_rows, op.x_row, steps, ahead, sums + t * LINE)
             return
-        call7(matrix.many_in_rows, w, row, last, tokens + t // lanes * _group_bytes(op), steps, ahead, sums + t * LINE)
+        call(matrix.many_in_rows, w, row, last, tokens + t // lanes * _group_bytes(op), steps, ahead, sums + t * LINE)
         t += lanes
 
 
@@ -371,11 +355,11 @@ def _of_two_formats(
 ) -> None:  # fmt: skip
     """Sums of a few tokens with panels of two formats: each is paired with itself."""
     kept = spare + LANES * LINE
-    call11(a.few, n, w, w, a.row, last, last, x, op.x_row, op.words // a.block, ahead * a.row, sums)
+    call(a.few, n, w, w, a.row, last, last, x, op.x_row, op.words // a.block, ahead * a.row, sums)
     _begin(op, n, b.bias, q * LANES, other_last + 1, twin)
     _begin(op, n, b.bias, q * LANES, other_last + 1, kept)
     blocks = op.words // b.block
-    call11(b.few, n, other, other, b.row, other_last, other_last, x, op.x_row, blocks, ahead * b.row, kept)
+    call(b.few, n, other, other, b.row, other_last, other_last, x, op.x_row, blocks, ahead * b.row, kept)
     for t in range(n):
         words(0, kept + t * LINE, 1, twin + t * LINE)
 
@@ -397,7 +381,7 @@ def _unpacked(
             left = min(LANES - t % LANES, n - t)
             number = left if left <= MANY_TOKENS[-1] else LANES // 2
             at = tokens + t // LANES * size + first * LINE + t % LANES * 4
-            call7(code.many, number, columns, others, count, at, sums + t * LINE, twin + t * LINE)
+            call(code.many, number, columns, others, count, at, sums + t * LINE, twin + t * LINE)
             t += number
 
 
@@ -406,7 +390,7 @@ def _unpack(op: LinearOp, matrix: Matrix, w: int, last: int, first: int, count: 
     """Unpack some columns of a panel; prefetches from ``ahead`` on, in memory order."""
     at = matrix.row // (op.words // matrix.block) * (first // matrix.block)
     further = ahead * matrix.row + (LANES - 1) * at
-    call6(matrix.unpack, w + at, matrix.row, last, count // matrix.block, further, to)
+    call(matrix.unpack, w + at, matrix.row, last, count // matrix.block, further, to)
 
 
 @compiled

@@ -1,37 +1,36 @@
-"""Linear layers and attention with fixed summation order, one call each: for models that do not run as one program.
+"""Linear layers and elementwise functions with a fixed order of sums, for models that do not run as one program.
 
 Inside ``Ordered()`` every linear layer of a model, in any module or expert, goes through the kernel whose bits do not
-depend on what shares the pass (``linear.py``). Activations do the same (``elementwise.py``). torch computes whatever
-the kernel does not take. The kernel needs each output's weights in one contiguous row; ``lay_out`` arranges that.
+depend on what shares the pass (``linear.py``). torch computes whatever the kernel does not take. The kernel needs each
+output's weights in one contiguous row; ``lay_out`` arranges that.
+
+torch computes activations by one formula for whole vectors, and by another for the remainder of a thread's share. So an
+element's bits depend on how many tokens share the pass. Here rows are padded, so there is no remainder. For the same
+reason a product of complex numbers is written out in real numbers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import linear as torch_linear
+from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
 from forerun.kernels import gpu
-from forerun.kernels.attention.attention_combine import COMBINE
-from forerun.kernels.attention.attention_scan import SCAN
-from forerun.kernels.attention.float64_attention import ATTEND_FLOAT64, FLOAT64_KIND
-from forerun.kernels.attention.ordered_attention import AttendOp
-from forerun.kernels.linear import elementwise, linear
+from forerun.kernels.linear import linear
 from forerun.kernels.linear.linear import NUMBER_KINDS
-from forerun.kernels.runtime import executor
-from forerun.kernels.runtime.addresses import ScratchMemory
-from forerun.kernels.runtime.vector_ir import LINE, fused
+from forerun.kernels.runtime.vector_ir import fused
 
-CACHE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: FLOAT64_KIND}
-
-_scratch = ScratchMemory()
+VECTOR_MULTIPLE = 64
+"""A multiple of torch's vector length, in numbers, on any CPU."""
+THREAD_GRAIN = 32768
+"""The least count of numbers per thread in most of torch's functions; some functions use all threads at once."""
 
 
 class Ordered(TorchFunctionMode):
@@ -97,7 +96,7 @@ def _multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     a, b = args
     if kwargs or not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return None
-    return elementwise.times(a, b) if a.is_complex() and b.is_complex() and a.device.type == "cpu" else None
+    return times(a, b) if a.is_complex() and b.is_complex() and a.device.type == "cpu" else None
 
 
 def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -105,7 +104,7 @@ def _fill(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     plain = isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == "cpu"
     if not plain or kwargs.get("inplace") or kwargs.get("out") is not None or any(each is True for each in args[1:]):
         return None
-    return elementwise.filled(func, *args, **kwargs)
+    return filled(func, *args, **kwargs)
 
 
 def _fill_halves(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -154,58 +153,25 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return linear.product(x, linear.plain(weight, bias))
 
 
-def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether ``attend`` can compute attention of these ``[1, H, n, d]``."""
-    plain = k.dtype != torch.float16
-    return (
-        q.device.type == "cpu" and fused() and k.dtype in CACHE_KINDS and q.dtype == k.dtype and (fast(k, v) or plain)
-    )
+def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+    """``function(x, *rest, **options)``, with every number computed by the formula for whole vectors."""
+    flat = x.reshape(-1)
+    missing = _padded_size(len(flat)) - len(flat)
+    if not missing:
+        return function(flat, *rest, **options).view(x.shape)
+    return function(pad(flat, (0, missing)), *rest, **options)[: len(flat)].view(x.shape)
 
 
-def fast(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the fast kernel takes heads of this type and width."""
-    return k.dtype != torch.float64 and k.shape[3] % 16 == 0 and v.shape[3] % 16 == 0
+def _padded_size(count: int) -> int:
+    """A padded count, at least ``count``, that gives every thread whole vectors, however many threads torch uses."""
+    size, threads = 0, torch.get_num_threads()
+    while size < count:
+        size = count
+        whole = VECTOR_MULTIPLE * math.lcm(threads, max(1, min(threads, math.ceil(size / THREAD_GRAIN))))
+        count = whole * math.ceil(size / whole)
+    return size
 
 
-def attend(
-    q: torch.Tensor,
-    rows: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    tables: dict[str, int],
-    room: tuple[int, int],
-    how: tuple[float, int | None, float | None, torch.Tensor | None],
-) -> torch.Tensor:
-    """Attention of packed queries over their rows' keys, which are in the caches already.
-
-    Args:
-        q: ``[1, H, n, d]``.
-        rows: keys and values of each row's cache, ``[1, Hkv, >= m, d]``.
-        tables: the tape's fields that describe the pass.
-        room: bytes per thread, and for states.
-        how: scaling, window, soft cap and sinks, as in ``AttentionSpec``.
-
-    Returns:
-        ``[1, H, n, dv]``.
-    """
-    k, v = rows[0]
-    (_, heads, n, dim), kv_heads, out_dim = q.shape, k.shape[1], v.shape[3]
-    quick, (scaling, window, softcap, sinks) = fast(k, v), how
-    asked = q if k.dtype == torch.float64 else q.float()
-    asked = asked if asked.stride(3) == 1 else asked.contiguous()
-    kv = np.array([[keys.data_ptr(), values.data_ptr()] for keys, values in rows], np.int64)
-    wide = k.dtype == torch.float16 or (not quick and k.dtype == torch.bfloat16)
-    out = torch.empty(n, heads * out_dim, dtype=torch.float32 if wide else k.dtype)
-    held = None if sinks is None else sinks.detach().to(asked.dtype).contiguous()
-    number = asked.element_size()
-    fields = (
-        CACHE_KINDS[k.dtype], k.element_size(), heads, kv_heads, dim, out_dim, window or 0, asked.data_ptr(),
-        asked.stride(2) * number, asked.stride(1) * number, kv.ctypes.data, 0 if held is None else held.data_ptr(),
-        out.data_ptr(), out.stride(0) * out.element_size(), int(out.dtype == torch.bfloat16),
-        scaling / math.log(2) if quick else scaling, softcap or 0.0,
-    )  # fmt: skip
-    operations = (SCAN, COMBINE) if quick else (ATTEND_FLOAT64,)
-    threads = torch.get_num_threads()
-    size = LINE * math.ceil(room[0] / LINE)
-    slots = _scratch.claim(threads * size + room[1] + LINE)
-    program = executor.Program([(each, AttendOp(*fields)) for each in operations])
-    program.run(n=n, **tables, slots=slots, slot_size=size, states=slots + threads * size)
-    return out.view(1, n, heads, out_dim).transpose(1, 2).to(q.dtype)
+def times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product of complex numbers, with every real operation rounded separately."""
+    return torch.complex(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)

@@ -1,4 +1,4 @@
-"""The interface between kernels and Python: functions and arrays by address, job layouts, and scratch memory."""
+"""The interface between kernels and Python: functions and arrays by address, and job layouts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import functools
 import math
 import operator
 import struct
-import threading
 from collections.abc import Callable
 from typing import Any, cast, get_type_hints
 
-import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.np import arrayobj
 
 from forerun.kernels.runtime.vector_ir import (
@@ -38,19 +37,6 @@ PLAIN_BYTE_ARRAY = types.Array(types.uint8, 1, "C")
 
 library_of = operator.attrgetter("library")
 """Gets the machine code from numba's compile result."""
-
-
-class ScratchMemory(threading.local):
-    """Scratch memory for a job, its threads and its pieces; each calling thread has its own."""
-
-    def __init__(self) -> None:
-        self.bytes = np.zeros(1 << 16, np.uint8)
-
-    def claim(self, size: int) -> int:
-        """The address of ``size`` bytes. If the memory has to grow, its old contents are lost."""
-        if self.bytes.nbytes < size:
-            self.bytes = np.zeros(size, np.uint8)
-        return int(self.bytes.ctypes.data)
 
 
 class StructLayout:
@@ -104,8 +90,7 @@ def fits(*rows: torch.Tensor) -> bool:
 
 @functools.cache
 def address_of(work: Callable[..., None], arguments: int = 1) -> int:
-    """Address of a compiled function that takes ``arguments`` integers, for ``thread_pool.run`` and ``call5`` to
-    ``call11``.
+    """Address of a compiled function that takes ``arguments`` integers, for ``run_on_threads`` and ``call``.
 
     Compiles the function, or loads what an earlier process compiled.
     """
@@ -114,50 +99,19 @@ def address_of(work: Callable[..., None], arguments: int = 1) -> int:
 
 
 @intrinsic
-def call5(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Code:
-    """Call the machine code at an address (``address_of``) with five integers.
+def call(typing: Any, address: Any, *values: Any) -> Code:
+    """Call the machine code at an address (``address_of``) with these integers.
 
     A function called by address is compiled once, and only if it is needed. A function called by name is compiled again
     into every caller.
     """
-    return intrinsic_code(6, _call)
 
+    def write(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), (I64,) * len(values))
+        builder.call(builder.inttoptr(given[0], kind.as_pointer()), cgutils.unpack_tuple(builder, given[1]))
+        return context.get_dummy_value()
 
-@intrinsic
-def call6(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Code:
-    """The same with six integers."""
-    return intrinsic_code(7, _call)
-
-
-@intrinsic
-def call7(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any) -> Code:
-    """The same with seven integers."""
-    return intrinsic_code(8, _call)
-
-
-@intrinsic
-def call8(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Code:
-    """The same with eight."""
-    return intrinsic_code(9, _call)
-
-
-@intrinsic
-def call9(typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any) -> Code:
-    """The same with nine."""
-    return intrinsic_code(10, _call)
-
-
-@intrinsic
-def call11(
-    typing: Any, address: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any, k: Any
-) -> Code:
-    """The same with eleven."""
-    return intrinsic_code(12, _call)
-
-
-def _call(e: Emitter, address: ir.Value, *values: ir.Value) -> None:
-    kind = ir.FunctionType(ir.VoidType(), (I64,) * len(values))
-    e.builder.call(e.builder.inttoptr(address, kind.as_pointer()), values)
+    return types.void(types.int64, types.UniTuple(types.int64, len(values))), write
 
 
 @intrinsic

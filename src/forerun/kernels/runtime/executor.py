@@ -8,9 +8,15 @@ What an operation is, its own file says in one place (``Operation``); nothing he
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import struct
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,8 +26,7 @@ from numba import types
 from numba.core import cgutils
 
 from forerun.core.compiling import compiled
-from forerun.kernels.runtime import thread_pool
-from forerun.kernels.runtime.addresses import StructLayout, address_of, call5, integers
+from forerun.kernels.runtime.addresses import StructLayout, address_of, call, integers
 from forerun.kernels.runtime.vector_ir import I64, LINE, Code, Emitter, intrinsic, intrinsic_code
 
 COUNTER_BYTES = 2 * LINE
@@ -134,9 +139,9 @@ def work(address: int) -> None:
             if not ready:
                 _await(counter - COUNTER_BYTES + LINE, before)
             if not prepared:
-                call5(prepare, address, op, code, 0, scratch)
+                call(prepare, address, op, code, 0, scratch)
             ready = prepared = True
-            call5(run, address, op, code, task, scratch)
+            call(run, address, op, code, task, scratch)
             ticket(counter + LINE)
         before = tasks
 
@@ -162,6 +167,22 @@ def _await(counter: int, tasks: int) -> None:
             yield_core()
 
 
+class _ScratchMemory(threading.local):
+    """Memory for threads and for attention's states; each calling thread has its own."""
+
+    def __init__(self) -> None:
+        self.bytes = np.zeros(1 << 16, np.uint8)
+
+    def claim(self, size: int) -> int:
+        """The address of ``size`` bytes. If the memory has to grow, its old contents are lost."""
+        if self.bytes.nbytes < size:
+            self.bytes = np.zeros(size, np.uint8)
+        return int(self.bytes.ctypes.data)
+
+
+_scratch = _ScratchMemory()
+
+
 class Program:
     """Operations in order, with their counters.
 
@@ -183,7 +204,13 @@ class Program:
         self._counters[:] = 0
         own = (0, self._count, self._records.ctypes.data, self._size, self._counters.ctypes.data)
         PASS_LAYOUT.layout.pack_into(self._header.data, 0, *PassFields(*own, **fields))
-        thread_pool.run(address_of(work), self._header.ctypes.data, torch.get_num_threads())
+        run_on_threads(address_of(work), self._header.ctypes.data, torch.get_num_threads())
+
+    def run_in_scratch(self, slot_bytes: int, states_bytes: int = 0, **fields: int) -> None:
+        """The same in memory that later runs overwrite, of these sizes: for each thread, and for attention's states."""
+        threads, size = torch.get_num_threads(), LINE * -(-slot_bytes // LINE)
+        slots = _scratch.claim(threads * size + states_bytes)
+        self.run(slots=slots, slot_size=size, states=slots + threads * size, **fields)
 
 
 def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -233,3 +260,58 @@ def yield_core(typing: Any) -> Code:
 def _call(e: Emitter, name: str, result: ir.Type | None = None) -> None:
     kind = ir.FunctionType(result or ir.VoidType(), ())
     e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), ())
+
+
+# Kernels run on torch's own threads if possible, else on a pool. After a matrix product torch's threads spin for a
+# while, waiting for more work, and a second set of threads would compete with them for the same cores. They are reached
+# through the OpenMP entry point that compilers use (``GOMP_parallel``, in GNU's and LLVM's libraries). The pool is for
+# systems without it.
+
+
+def run_on_threads(address: int, argument: int, threads: int) -> None:
+    """Call the C function at ``address`` on up to ``threads`` threads at once, each with the same argument."""
+    if threads == 1:
+        callable_at(address)(argument)
+    elif (parallel := openmp()) is not None:
+        parallel(address, argument, threads, 0)
+    else:
+        run_in_pool(callable_at(address), argument, threads)
+
+
+def run_in_pool(function: Callable[[int], None], argument: int, threads: int) -> None:
+    """Call ``function`` here and in the pool. Pool calls that have not started when this one ends are cancelled."""
+    calls = [pool().submit(function, argument) for _ in range(threads - 1)]
+    try:
+        function(argument)
+    finally:  # the argument's memory may be reused only when no thread reads it
+        for call in calls:
+            if not call.cancel():
+                call.result()
+
+
+@functools.cache
+def callable_at(address: int) -> Callable[[int], None]:
+    """The C function at ``address``; calling it releases the GIL."""
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+
+
+@functools.cache
+def openmp() -> Callable[[int, int, int, int], None] | None:
+    """``GOMP_parallel`` of torch's own OpenMP library, if torch uses OpenMP."""
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    folder = Path(torch.__file__).parent / "lib"
+    for library in sorted(path for name in ("libgomp*", "libiomp5*", "libomp*") for path in folder.glob(name)):
+        try:
+            function = ctypes.CDLL(str(library)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        function.argtypes, function.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        return function
+    return None
+
+
+@functools.cache
+def pool() -> ThreadPoolExecutor:
+    """This process's pool of threads."""
+    return ThreadPoolExecutor(os.cpu_count(), "forerun-kernel")

@@ -16,16 +16,26 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.attention_combine import COMBINE
-from forerun.kernels.attention.attention_scan import SCAN
-from forerun.kernels.attention.ordered_attention import AttendOp
+from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
+from forerun.kernels.attention.packed_pass import HeadShape
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK
-from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES, TopkOp
-from forerun.kernels.linear import elementwise, linear
-from forerun.kernels.linear.decoder_ops import EMBED, LOOKUP, NORM, ROTARY, EmbedOp, LookupOp, NormOp, RotaryOp
+from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES
+from forerun.kernels.linear import linear
+from forerun.kernels.linear.decoder_ops import (
+    EMBED,
+    LOOKUP,
+    NORM,
+    ROTARY,
+    SCALED_ROWS,
+    EmbedOp,
+    LookupOp,
+    NormOp,
+    RotaryOp,
+    ScaledRowsOp,
+)
 from forerun.kernels.linear.linear import ADD, GATE, PUT, matrix_of
+from forerun.kernels.linear.ordered_modules import filled
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_SUM, TO_WORDS
-from forerun.kernels.linear.scaled_rows import SCALED_ROWS, ScaledRowsOp
 from forerun.kernels.runtime.executor import Operation, Program
 from forerun.models.forward.architecture import (
     ACTIVATIONS,
@@ -44,7 +54,6 @@ from forerun.models.forward.architecture import (
     weight_offset,
 )
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.packing import HeadShape
 
 CAPPED_HEADS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Models that cap their logits; others may have a cap in their configuration and ignore it."""
@@ -126,7 +135,7 @@ class Decoder:
         if self._logits_scaling != 1.0:
             logits.div_(self._logits_scaling)
         if self._logits_softcap is not None:
-            logits = elementwise.filled(torch.tanh, logits.div_(self._logits_softcap)).mul_(self._logits_softcap)
+            logits = filled(torch.tanh, logits.div_(self._logits_softcap)).mul_(self._logits_softcap)
         return logits
 
 
@@ -184,34 +193,25 @@ class CompiledForward:
 
     def _attention(self, number: int, layer: DecoderLayer) -> list[Op]:
         qkv, kv = self.qkv[number % len(self.qkv)], self.kv[number].ctypes.data
-        attend = self._attend_topk if self.capacity.topk else self._attend
         return [
             self._read(layer.before_attention),
             self._linear(layer.qkv, self._input, PUT, _rows(qkv)),
             *self._rotate(layer, qkv, kv),
-            *attend(number, layer, qkv, kv),
+            *self._attend(number, layer, qkv, kv),
             *self._add(layer, layer.output, self._input, layer.after_attention),
         ]
 
     def _attend(self, number: int, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
-        """Attention over all keys, in a fixed order."""
+        """Attention in a fixed order, over all keys or over those that each query chooses."""
         decoder, heads, spec = self._decoder, self._decoder.heads, layer.spec
+        topk = self.topk[number].ctypes.data if self.capacity.topk else 0
         op = AttendOp(
             decoder.kind, decoder.width, heads.heads, heads.kv_heads, heads.dim, heads.out_dim, spec.window or 0,
             *_rows(qkv), heads.dim * 4, kv, 0, *_rows(self._input), decoder.kind, spec.scaling / math.log(2),
-            spec.softcap or 0.0,
+            spec.softcap or 0.0, topk,
         )  # fmt: skip
-        return [(SCAN, op), (COMBINE, op)]
-
-    def _attend_topk(self, number: int, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
-        """Attention over the keys that each query chooses."""
-        decoder, heads = self._decoder, self._decoder.heads
-        op = TopkOp(
-            decoder.kind, decoder.width, heads.heads, heads.kv_heads, heads.dim, *_rows(qkv), heads.dim * 4, kv,
-            self.topk[number].ctypes.data, 1, 1, *_rows(self._input), decoder.kind, 0,
-            layer.spec.scaling / math.log(2),
-        )  # fmt: skip
-        return [(PROJECT_QUERIES, op), (RANK_CHUNKS, op), (ATTEND_TOPK, op)]
+        kinds = (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK) if topk else (SCAN, COMBINE)
+        return [(kind, op) for kind in kinds]
 
     def _rotate(self, layer: DecoderLayer, qkv: torch.Tensor, kv: int) -> list[Op]:
         """Norms of queries and keys, rotary positions, and keys and values to the cache."""

@@ -20,15 +20,13 @@ from transformers import PreTrainedModel
 from forerun.core.block import Block
 from forerun.core.fair_lock import FairLock
 from forerun.kernels import gpu
+from forerun.kernels.attention.packed_pass import PackedPass, TopkTables, address
 from forerun.kernels.runtime.vector_ir import LINE
 from forerun.kv.cache import Addresses, Cache
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.architecture import known
+from forerun.models.forward.architecture import WeightWatch, known
 from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassCapacity
-from forerun.models.forward.packing import PackedPass, TopkTables, address
-from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.sharded import is_sharded
-from forerun.models.forward.weight_watch import WeightWatch
+from forerun.models.forward.scorer import Scorer, is_sharded
 
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""
@@ -92,7 +90,8 @@ class CompiledScorer(Scorer):
         ]
         positions = np.concatenate([cache.positions(block) for cache, block in zip(caches, blocks, strict=True)])
         packed = PackedPass(placed, decoder.heads, torch.get_num_threads(), positions)
-        topk = None if rows[0].topk is None else TopkTables(packed, rows)
+        tables = [row.topk for row in rows if row.topk is not None]
+        topk = TopkTables(packed, tables) if tables else None
         compiled, wanted = self.prepare(decoder, packed, topk), packed.output_indices
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
@@ -107,13 +106,9 @@ class CompiledScorer(Scorer):
 
     def fields(self, packed: PackedPass, rows: bytearray, topk: TopkTables | None = None) -> dict[str, int]:
         """A program's fields for a pass that is ``prepare``d, given its table of rows; without its output."""
-        work = packed if topk is None else topk
         return {
-            "n": packed.n, "ids": address(packed.ids), "rows": address(rows), "units": address(work.units),
-            "unit_count": work.unit_count, "token_rows": address(packed.token_rows),
-            "positions": address(packed.positions), "cache_positions": address(packed.cache_positions),
-            "parents": address(packed.parents), "states": self._states.data_ptr(),
-            "slots": self._slots.data_ptr(),
+            **packed.fields(rows, packed if topk is None else topk), "n": packed.n, "ids": address(packed.ids),
+            "positions": address(packed.positions), "states": self._states.data_ptr(), "slots": self._slots.data_ptr(),
             "slot_size": len(self._slots) // torch.get_num_threads() // LINE * LINE,
         }  # fmt: skip
 

@@ -6,13 +6,16 @@ draft tree, with a cache and in a packed batch, equal those of its own forward p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -21,15 +24,24 @@ from forerun.core.tree import DraftTree
 from forerun.kernels.linear import ordered_modules
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.compiled_scorer import fastest_scorer
-from forerun.models.forward.float32_view import SIXTEEN_BIT, Float32View
-from forerun.models.forward.implementations import experts, use_implementations
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.scorer import Scorer, SelfTest, tested
-from forerun.models.forward.sharded import gather_logits, is_sharded
+from forerun.models.forward.scorer import (
+    Scorer,
+    SelfTest,
+    experts,
+    gather_logits,
+    is_sharded,
+    tested,
+    use_implementations,
+)
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Relative error (norm over the vocabulary) that rounding explains. Many models normalise in float32 whatever their
 type, hence the float64 entry."""
+
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+UNWIDENED = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})
+"""Functions that read or write a tensor's properties, or change its type."""
 
 ROUTED_TEXTS = 4
 """Texts that a model with experts is tested on. If two experts are equally good up to rounding, a router may choose a
@@ -210,3 +222,26 @@ def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
     """The largest relative error of any row ``[..., V]``, by norms over the vocabulary."""
     off = (logits.double() - right.double()).norm(dim=-1) / right.double().norm(dim=-1).clamp_min(1e-12)
     return float(off.max())
+
+
+class Float32View(TorchFunctionMode):
+    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32.
+
+    So a 16-bit model computes in float32 without a second copy of it: the reference when two passes in 16 bits differ,
+    since both of them are rounded.
+
+    Functions that change a tensor in place are left alone. So are conversions to a type: where a model rounds on
+    purpose, it still rounds.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in UNWIDENED or (name.endswith("_") and not name.endswith("__")):
+            return func(*args, **(kwargs or {}))
+        return func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {}))
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype in SIXTEEN_BIT else value

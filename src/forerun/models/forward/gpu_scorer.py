@@ -23,9 +23,9 @@ from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, SpareRow
 from forerun.kv.cache import Addresses, Cache
 from forerun.kv.full_cache import FullCache
+from forerun.models.forward.architecture import WeightWatch
 from forerun.models.forward.cuda_graphs import GraphCache
 from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.weight_watch import WeightWatch
 
 
 class LayerQueries(NamedTuple):

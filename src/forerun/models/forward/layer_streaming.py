@@ -16,13 +16,13 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
+from forerun.kernels.attention.attention import Rows
+from forerun.kernels.attention.packed_pass import PackedPass, address
 from forerun.kernels.runtime.addresses import head_rows
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
-from forerun.kv.kv_rows import Rows
 from forerun.kv.offloaded import OffloadedCache
 from forerun.models.forward.compiled_forward import CompiledForward, Decoder
-from forerun.models.forward.packing import PackedPass, address
 
 
 class Runner(Protocol):

@@ -1,16 +1,177 @@
-"""What an engine and its drafters find out about the machine: the time, what passes cost, and how exact they are."""
+"""What an engine finds out at its start: whether the model's passes are right, how exact they are, and what they cost.
+
+This takes seconds and comes out alike each time. So results are kept in the process for other engines of the same
+model, and as a file in the user's cache folder for later processes. The key is ``fingerprint.of_results``: the model,
+the machine, the versions and the sources that compute. A result under another key is not seen. Files are JSON and
+replaced as a whole; one that cannot be read counts as missing, and a folder that cannot be written is left alone.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
-from forerun.models.forward.exactness import Exactness
-from forerun.models.forward.scorer import Scorer, SelfTest
-from forerun.models.forward.startup_cache import StartupCache
+from torch import nn
+
+from forerun.models.forward.exactness import LEVELS, Exactness, probe
+from forerun.models.forward.fingerprint import of_results, unknowable_code
+from forerun.models.forward.pass_timing import measure, seconds_of_passes
+from forerun.models.forward.scorer import Scorer, SelfTest, is_sharded
 from forerun.policy.cost_curve import CostCurve
+
+log = logging.getLogger(__name__)
+COSTS_LAST_SECONDS = 7 * 86_400
+"""Costs are measured anew after a week."""
+FASTER = 0.7
+"""Share of the measured seconds of a pass; one that takes less shows that the measurement was disturbed."""
+KEPT_MODELS = 256
+"""Files in the folder, of about a kilobyte each; beyond these the oldest are removed."""
+
+
+def user_folder() -> Path | None:
+    """Where this user's programs keep what they can make again; None if there is no such place."""
+    try:
+        if sys.platform == "win32":
+            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        elif sys.platform == "darwin":
+            base = Path.home() / "Library" / "Caches"
+        else:
+            base = Path.home() / ".cache"
+        base = Path(os.environ.get("XDG_CACHE_HOME") or base)
+    except RuntimeError:  # no home
+        return None
+    return base / "forerun" / "startup" if base.is_absolute() else None
+
+
+class StartupCache:
+    """Finds out what an engine needs to know of a model, once for each model and condition.
+
+    Args:
+        folder: returns the folder for results that outlive the process, or None to keep none. It is called whenever
+            one is looked up, because a program may change its environment.
+    """
+
+    def __init__(self, folder: Callable[[], Path | None] = user_folder) -> None:
+        self._folder = folder
+        self._results: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Any]] = WeakKeyDictionary()
+
+    def self_test(self, scorer: Scorer, test: Callable[[], str | None]) -> str | None:
+        """What ``test`` returns: why the scorer's logits are not the model's own, or None. Only None is kept."""
+        results = self._of(scorer, "self-test")
+        if results.get() is not True:
+            reason = test()
+            if reason is not None:
+                return reason
+            results.keep(True)
+        return None
+
+    def exactness(self, scorer: Scorer, limit: int | None, offloads: bool) -> Exactness:
+        """As ``exactness.probe``; a result from the folder says so in its reason."""
+        if scorer.follows or is_sharded(scorer.model):  # their ranks have to pass together
+            return probe(scorer, limit, offloads)
+        results = self._of(scorer, f"exactness, {limit} positions{', offloads' if offloads else ''}")
+        with suppress(KeyError, TypeError, ValueError):
+            kept = results.get()
+            found = Exactness(kept["level"], kept["reason"])
+            if found.level in LEVELS and isinstance(found.reason, str | None):
+                return found if results.in_process else replace(found, reason=results.said(found.reason))
+        found = probe(scorer, limit, offloads)
+        results.keep(asdict(found))
+        return found
+
+    def costs(self, scorer: Scorer) -> CostCurve:
+        """As ``pass_timing.measure``."""
+        results = self._of(scorer, "costs")
+        with suppress(KeyError, TypeError, ValueError):
+            kept = dict(results.get())
+            fresh = 0 <= time.time() - kept.pop("measured") < COSTS_LAST_SECONDS
+            curve = CostCurve(tuple(kept.pop("sizes")), tuple(kept.pop("costs")), **kept)
+            if results.in_process or (fresh and not _disturbed(curve, scorer)):
+                results.keep(results.get(), in_file=False)
+                return curve
+        found = measure(scorer)
+        results.keep(asdict(found) | {"measured": time.time()})
+        return found
+
+    def _of(self, scorer: Scorer, name: str) -> _Result:
+        model = scorer.model
+        sharded = is_sharded(model)
+        key = f"{model.dtype}, {model.device}" if sharded else of_results(model)
+        folder = None if sharded or unknowable_code(model) is not None else self._folder()
+        file = None if folder is None else folder / f"{key}.json"
+        return _Result(self._results.setdefault(model, {}), key, f"{name}, {type(scorer).__name__}", file)
+
+
+class _Result:
+    """One result of one model: in the process, or in its file."""
+
+    def __init__(self, results: dict[tuple[str, str], Any], key: str, name: str, file: Path | None) -> None:
+        self._results, self._key, self._name, self._file = results, key, name, file
+
+    @property
+    def in_process(self) -> bool:
+        """Whether it was found out by this process."""
+        return (self._key, self._name) in self._results
+
+    def get(self) -> Any:
+        """The result as plain values, or None."""
+        if self.in_process:
+            return self._results[self._key, self._name]
+        return None if self._file is None else _read(self._file).get(self._name)
+
+    def keep(self, value: Any, in_file: bool = True) -> None:
+        """Keep a result that this process found, or confirmed."""
+        self._results[self._key, self._name] = value
+        if self._file is not None and in_file:
+            with suppress(OSError):
+                _write(self._file, _read(self._file) | {self._name: value})
+
+    def said(self, reason: str | None) -> str:
+        """A reason, and that it comes from the folder."""
+        kept = f"measured earlier on this machine ({self._file})"
+        return kept if reason is None else f"{reason}; {kept}"
+
+
+def _disturbed(curve: CostCurve, scorer: Scorer) -> bool:
+    """Whether something else used the machine when the curve was measured: a pass of any size is much faster now."""
+    if curve.unit is None:
+        return True
+    now = seconds_of_passes(scorer, curve.sizes)
+    return any(seconds < FASTER * cost * curve.unit for seconds, cost in zip(now, curve.costs, strict=True))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The results in a file; none if there is no such file, or it is damaged."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(file: Path, results: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    handle, name = tempfile.mkstemp(".tmp", ".", file.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as opened:
+            json.dump(results, opened, indent=1)
+        Path(name).replace(file)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+    for old in sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)[:-KEPT_MODELS]:
+        old.unlink(missing_ok=True)
+
 
 _startup = StartupCache()
 

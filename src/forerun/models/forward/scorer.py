@@ -8,7 +8,7 @@ threads, a model keeps its own attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,20 +17,19 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
-from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.attention.attention import AttentionSpec, Packings, attend_in_order
+from forerun.kernels.attention.packed_pass import wanted_tokens
 from forerun.kernels.linear import ordered_modules
-from forerun.kernels.runtime.addresses import head_rows
 from forerun.kv.cache import Cache, KVShape
 from forerun.kv.full_cache import FullCache
-from forerun.kv.rerotation import Rotation
-from forerun.models.forward.implementations import experts, use_implementations
+from forerun.kv.streaming import Rotation
 from forerun.models.forward.inputs import learned_positions
-from forerun.models.forward.packing import HeadShape, PackedPass, address
-from forerun.models.forward.sharded import gather_logits
 
 Result = TypeVar("Result")
 AnyCache = TypeVar("AnyCache", bound=Cache)
@@ -54,47 +53,19 @@ class Pass:
 
     blocks: Sequence[Block]
     caches: Sequence[Cache]
-    packings: dict[HeadShape, PackedPass] = field(default_factory=dict)
+    packings: Packings = field(default_factory=dict)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        full = [cache for cache in self.caches if isinstance(cache, FullCache)]
-        if len(full) == len(self.caches) and ordered_modules.attends(q, k, v):
-            return self._attend_in_order(layer, q, k, v, spec, full)
-        if len(self.blocks) == 1:
-            return self.caches[0].attend(layer, q, k, v, self.blocks[0], spec)
         sizes = [len(block) for block in self.blocks]
-        split = [torch.split(t, sizes, 2) for t in (q, k, v)]
-        rows = zip(self.caches, *split, self.blocks, strict=True)
+        split = (torch.split(t, sizes, 2) for t in (q, k, v))
+        rows = list(zip(self.caches, *split, self.blocks, strict=True))
+        stored = [cache.store(layer, *qkv, block, spec) for cache, *qkv, block in rows]
+        known = [each for each in stored if each is not None]
+        if len(known) == len(stored):
+            return attend_in_order(q, known, self.blocks, spec, self.packings)
         return torch.cat([cache.attend(layer, *qkv, block, spec) for cache, *qkv, block in rows], 2)
-
-    def _attend_in_order(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec,
-        caches: Sequence[FullCache],
-    ) -> torch.Tensor:  # fmt: skip
-        """All rows at once, in a fixed order of sums."""
-        sizes = [len(block) for block in self.blocks]
-        parts = [torch.split(t, sizes, 2) for t in (q, k, v)]
-        rows = []
-        for cache, queries, keys, values in zip(caches, *parts, strict=True):
-            rows.append(cache.append(layer, keys, values))
-            cache.record_queries(layer, queries, spec)
-        packed = self._packed(HeadShape(q.shape[1], k.shape[1], q.shape[3], v.shape[3]))
-        table = packed.rows([(*head_rows(keys)[1:], *head_rows(values)[1:]) for keys, values in rows])
-        tables = {
-            "rows": address(table), "units": address(packed.units), "unit_count": packed.unit_count,
-            "token_rows": address(packed.token_rows), "cache_positions": address(packed.cache_positions),
-            "parents": address(packed.parents),
-        }  # fmt: skip
-        how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
-        return ordered_modules.attend(q, rows, tables, (packed.slot_size, packed.states_bytes), how)
-
-    def _packed(self, heads: HeadShape) -> PackedPass:
-        """The pass as kernels see it; reused by layers with the same heads."""
-        if heads not in self.packings:
-            self.packings[heads] = PackedPass(self.blocks, heads, torch.get_num_threads())
-        return self.packings[heads]
 
 
 _running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
@@ -125,6 +96,76 @@ def attention(
 
 
 AttentionInterface.register(ATTENTION_NAME, attention)
+
+
+# transformers asks the model's configuration at every layer for the implementation of attention and experts to use. All
+# threads share this configuration. If a pass changed it, another thread's ``model.generate`` would run with Forerun's
+# attention; and of two concurrent passes, the first to end would switch it off for the other. So the configuration is
+# not changed. It answers each thread separately.
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """This thread's answers for a model's configurations, by their ids."""
+
+    configs: frozenset[int]
+    names: Mapping[str, str | None]
+
+
+_inside: ContextVar[_Inside | None] = ContextVar("inside", default=None)
+
+
+class _Answer:
+    """A descriptor for a configuration's attribute: gives a thread inside a pass its own answer, others the value."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, config: Any, owner: Any = None) -> Any:
+        inside = _inside.get()
+        if inside is not None and id(config) in inside.configs and self._name in inside.names:
+            return inside.names[self._name]
+        try:
+            return config.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(f"{type(config).__name__!r} has no attribute {self._name!r}") from None
+
+    def __set__(self, config: Any, value: Any) -> None:
+        config.__dict__[self._name] = value
+
+
+for _name in ("_attn_implementation_internal", "_experts_implementation_internal"):
+    setattr(PreTrainedConfig, _name, _Answer(_name))
+
+
+@contextmanager
+def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
+    """A context in which the model uses other implementations, in this thread only.
+
+    Args:
+        model: the model; its configuration and those of its parts give the answers.
+        names: names that transformers knows, for ``attn`` and ``experts``.
+    """
+    internal = {f"_{kind}_implementation_internal": name for kind, name in names.items()}
+    before = _inside.set(_Inside(frozenset(map(id, _configs(model.config))), internal))
+    try:
+        yield
+    finally:
+        _inside.reset(before)
+
+
+def experts(model: PreTrainedModel) -> str | None:
+    """How a pass computes experts: on a CPU one after the other, as linear layers, which have fixed bits."""
+    own = getattr(model.config, "_experts_implementation", None)
+    return "eager" if model.device.type == "cpu" else own
+
+
+def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration, and the configurations of the model's parts."""
+    yield config
+    for key in config.sub_configs:
+        if isinstance(part := getattr(config, key, None), PreTrainedConfig):
+            yield from _configs(part)
 
 
 class Scorer:
@@ -175,10 +216,11 @@ class Scorer:
         return cache
 
     def rotation(self) -> Rotation | None:
-        """See ``find_rotation``."""
-        from forerun.models.forward.rotary_probe import find_rotation  # which makes passes
+        """How the model's keys rotate with position; see ``find_rotation``."""
+        from forerun.models.forward.rotary_probe import find_rotation  # imported only where keys are moved
 
-        return find_rotation(self.model)
+        plain = Scorer(self.model)
+        return find_rotation(self.model, plain.score, plain.vocabulary)
 
     def led(self, work: Callable[[], Result]) -> Result:
         """Run ``work``, which makes passes, on the process that leads; the others return its result (plain values)."""
@@ -240,5 +282,32 @@ def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
     """Which tokens need logits: 0 for all, or their indices in the packed sequence."""
     if all(len(block.pending) == 1 for block in blocks):
         return 0
-    ends = np.cumsum([len(block) for block in blocks]).tolist()
-    return torch.cat([torch.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])
+    return torch.from_numpy(wanted_tokens(blocks))
+
+
+# models that transformers has cut into parts, one for each process (``DistributedConfig(tp_size=...)``)
+
+
+def is_sharded(model: PreTrainedModel) -> bool:
+    """Whether this process holds only a part of each layer."""
+    return (model.tp_size or 1) > 1
+
+
+def group_of(model: PreTrainedModel) -> dist.ProcessGroup:
+    """The processes that hold a sharded model's parts."""
+    group: dist.ProcessGroup = model._mesh_manager.get_mesh("tp").get_group()
+    return group
+
+
+def gather_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
+    """Logits ``[..., V]`` over the whole vocabulary. A plan may leave each process with those of its own tokens."""
+    if isinstance(logits, DTensor):
+        return logits.full_tensor()
+    size = getattr(model.get_output_embeddings(), "out_features", logits.shape[-1])
+    if not is_sharded(model) or logits.shape[-1] == size:
+        return logits
+    parts = -(-size // model.tp_size)  # the last process may have fewer
+    mine = torch.nn.functional.pad(logits, (0, parts - logits.shape[-1])).contiguous()
+    found = [torch.empty_like(mine) for _ in range(model.tp_size)]
+    dist.all_gather(found, mine, group=group_of(model))
+    return torch.cat(found, -1)[..., :size]

@@ -13,7 +13,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
-from forerun.kernels.attention import float64_attention, ordered_attention, topk_rank
+from forerun.kernels.attention import float64_attention, ordered_attention, topk_attention, topk_rank
 from forerun.kernels.attention.attention_tile import TILE_QUERIES
 from forerun.kernels.attention.ordered_attention import (
     ALL_SPLITS,
@@ -23,10 +23,8 @@ from forerun.kernels.attention.ordered_attention import (
     RowFields,
     UnitFields,
 )
-from forerun.kernels.attention.short_key_scan import GROUP_CHUNKS
-from forerun.kernels.attention.topk_rank import RANK_UNIT_BYTES, TopkFields
+from forerun.kernels.attention.topk_rank import GROUP_CHUNKS, RANK_UNIT_BYTES, TopkFields
 from forerun.kernels.runtime.vector_ir import LINE
-from forerun.kv.cache import Addresses
 
 MANY_TILES = 64
 """From this many tiles of queries on, a row is cut into tiles only, not splits: that is enough work for all threads,
@@ -79,7 +77,9 @@ class PackedPass:
         self.n = sum(self.counts)
         self.cache_positions: IntArray = np.concatenate([block.positions for block in blocks])
         self.positions = self.cache_positions if positions is None else positions
-        self.parents: IntArray = np.concatenate([_parents(block) for block in blocks])
+        self.parents: IntArray = np.concatenate(
+            [part for block in blocks for part in (np.full(len(block.pending), -1), block.tree.parents)]
+        )
         self.token_rows: IntArray = np.repeat(np.arange(len(blocks)), self.counts)
         self.tiles = [math.ceil(count * heads.group / TILE_QUERIES) for count in self.counts]
         self.reach = int(self.positions.max()) + 1
@@ -92,18 +92,14 @@ class PackedPass:
 
     @cached_property
     def output_indices(self) -> IntArray:
-        """Indices of the tokens whose logits are wanted: each row's last pending token, and its tree's nodes."""
-        ends = np.cumsum(self.counts)
-        parts = [
-            np.arange(end - len(block.tree) - 1, end) for end, block in zip(ends.tolist(), self.blocks, strict=True)
-        ]
-        return np.concatenate(parts)
+        """See ``wanted_tokens``."""
+        return wanted_tokens(self.blocks)
 
     def rows(self, strides: Sequence[tuple[int, int, int, int]]) -> bytearray:
         """The table of rows, given each cache's strides in bytes: heads and rows of keys, heads and rows of values."""
         table, first = bytearray(ROW_LAYOUT.size * len(self.blocks)), 0
         for i, (block, count) in enumerate(zip(self.blocks, self.counts, strict=True)):
-            in_order = count if _is_chain(block) else len(block.pending)
+            in_order = count if block.tree.is_chain else len(block.pending)
             fields = RowFields(first, count, in_order, block.start, *strides[i], self._states[i], self._splits[i])
             ROW_LAYOUT.layout.pack_into(table, i * ROW_LAYOUT.size, *fields)
             first += count
@@ -114,7 +110,7 @@ class PackedPass:
         units: list[UnitFields] = []
         self._states, self._splits, self.states_bytes = [], [], 0
         for i, (block, tiles) in enumerate(zip(self.blocks, self.tiles, strict=True)):
-            chain = _is_chain(block)
+            chain = block.tree.is_chain
             end = block.start + (len(block) if chain else len(block.pending))
             splits = 0 if chain and tiles > MANY_TILES else math.ceil(end / SPLIT_TOKENS)
             if splits:
@@ -134,6 +130,15 @@ class PackedPass:
         for i, unit in enumerate(units):
             UNIT_LAYOUT.layout.pack_into(self.units, i * UNIT_LAYOUT.size, *unit)
 
+    def fields(self, rows: bytearray, work: PackedPass | TopkTables) -> dict[str, int]:
+        """What operations of attention need of ``PassFields``, given the table of rows, and whose units are their work;
+        without memory."""
+        return {
+            "rows": address(rows), "units": address(work.units), "unit_count": work.unit_count,
+            "token_rows": address(self.token_rows), "cache_positions": address(self.cache_positions),
+            "parents": address(self.parents),
+        }  # fmt: skip
+
     @property
     def slot_size(self) -> int:
         """Bytes that each thread needs for attention."""
@@ -147,26 +152,29 @@ class TopkTables:
 
     Args:
         packed: the blocks.
-        rows: each row's addresses, with ``topk``.
+        tables: for each row, one row of ``TopkFields`` per layer, with 0 in the fields that depend on the pass.
 
     Attributes:
         units, unit_count: the table of units that rank chunks.
         slot_size: bytes that each thread needs.
         states_bytes: bytes for all rows' rounded queries, and for the worth of chunks to them.
+        worth_offset, worth_chunks: where the last row's worth begins, and chunks that it has room for.
     """
 
-    def __init__(self, packed: PackedPass, rows: Sequence[Addresses]) -> None:
-        self._tables: list[IntArray] = [row.topk for row in rows if row.topk is not None]
-        self._sizes: list[_TopkSizes] = []  # by row
+    def __init__(self, packed: PackedPass, tables: Sequence[IntArray]) -> None:
+        self._tables, self._sizes = tables, list[_TopkSizes]()  # by row
         heads, ranked, self.slot_size, self.states_bytes = packed.heads, [], 0, 0
-        for table, row, count in zip(self._tables, rows, packed.counts, strict=True):
+        for table, block, count in zip(tables, packed.blocks, packed.counts, strict=True):
             chunks, most, rank = (int(table[0, field]) for field in (CHUNKS_FIELD, MOST_FIELD, RANK_FIELD))
             ranked.append(chunks if most < chunks else 0)
             padded, worth = topk_rank.padded_queries(count, heads.group), 4 * _whole(ranked[-1], GROUP_CHUNKS)
-            every = heads.kv_heads * padded
+            every, self.worth_chunks = heads.kv_heads * padded, worth // 4
             self._sizes.append(_TopkSizes(padded, _whole(every * rank, LINE), _whole(4 * every, LINE), worth))
-            self.states_bytes += self._sizes[-1].rounded_bytes + self._sizes[-1].unit_bytes + every * worth
-            self.slot_size = max(self.slot_size, topk_rank.scratch_bytes(chunks, most, row.place + count, heads.dim))
+            self.worth_offset = self.states_bytes + self._sizes[-1].rounded_bytes + self._sizes[-1].unit_bytes
+            self.states_bytes = self.worth_offset + every * worth
+            self.slot_size = max(
+                self.slot_size, topk_attention.scratch_bytes(chunks, most, block.start + count, heads.dim)
+            )
         self.units = topk_rank.rank_units(ranked)
         self.unit_count = len(self.units) // RANK_UNIT_BYTES
         self._kv_heads = heads.kv_heads
@@ -197,12 +205,10 @@ class _TopkSizes(NamedTuple):
     worth_bytes: int
 
 
-def _parents(block: Block) -> IntArray:
-    return np.concatenate((np.full(len(block.pending), -1), block.tree.parents))
-
-
-def _is_chain(block: Block) -> bool:
-    return block.tree.is_chain
+def wanted_tokens(blocks: Sequence[Block]) -> IntArray:
+    """Indices of the tokens whose logits are wanted: each row's last pending token, and its tree's nodes."""
+    ends = np.cumsum([len(block) for block in blocks]).tolist()
+    return np.concatenate([np.arange(end - len(block.tree) - 1, end) for end, block in zip(ends, blocks, strict=True)])
 
 
 def address(table: bytearray | IntArray | torch.Tensor) -> int:
