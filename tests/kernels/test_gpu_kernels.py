@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from forerun.kernels import gpu
 from forerun.kernels.attention import topk_rank
-from forerun.kernels.gpu import linear, mean
+from forerun.kernels.gpu import linear
 from forerun.kernels.linear.ordered_modules import Ordered
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
@@ -40,9 +40,9 @@ def test_a_product_is_right_and_its_bits_do_not_depend_on_others(dtype: torch.dt
 @pytest.mark.parametrize("dtype", TYPES)
 def test_means(dtype: torch.dtype) -> None:
     x = torch.randn(3, 4, 1500).to(dtype)
-    whole = mean.mean(x, True)
+    whole = linear.mean(x, True)
     torch.testing.assert_close(whole, x.double().mean(-1, keepdim=True).to(dtype), atol=1e-3, rtol=0)
-    assert torch.equal(mean.mean(x[1, 2], False), whole[1, 2, 0])
+    assert torch.equal(linear.mean(x[1, 2], False), whole[1, 2, 0])
 
 
 def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_models_functions_take_the_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         return count
 
     monkeypatch.setattr(linear, "product", counting("product", linear.product))
-    monkeypatch.setattr(mean, "mean", counting("mean", mean.mean))
+    monkeypatch.setattr(linear, "mean", counting("mean", linear.mean))
     x, weight, bias = torch.randn(3, 32), torch.randn(16, 32), torch.randn(16)
     with Ordered():
         found = [

@@ -14,9 +14,9 @@ from support.linear_ops import run as run_table
 
 from forerun.kernels.linear import linear
 from forerun.kernels.linear.decoder_ops import LOOKUP, LookupOp
+from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.linear.linear import ADD, GATE, PUT, Weights, matrix_of, table_of
 from forerun.kernels.linear.rowwise import GELU, SILU
-from forerun.kernels.quantized.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime import executor, vector_ir
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")

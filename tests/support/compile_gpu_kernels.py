@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from forerun.kernels.gpu import attend, linear, mean, scan
+from forerun.kernels.gpu import attend, linear, scan
 
 WIDE = {"WIDE": 128, "OUT_WIDE": 128}
 SHAPE = {"SOFTCAP": True, "GPU_TILE_QUERIES": 16, "GPU_BLOCK_TOKENS": 32, "GPU_SPLIT_TOKENS": 512}
@@ -41,7 +41,7 @@ def main() -> None:
         ]
         compiled(attend._store, capability, WIDE, **own, **TABLES)
         compiled(linear._total, capability, {"BIAS": True, "GPU_LINEAR_ROWS": 1024}, **own, parts="*fp32")
-        compiled(mean._mean, capability, {"WIDTH": 1024}, **own)
+        compiled(linear._mean, capability, {"GPU_MEAN_COLUMNS": 1024}, **own)
         if kind == "bf16":
             found = {name for code in codes for name in re.findall(r"(?:wgmma|mma\.sync)[.\w]*", code)}
             sys.stdout.write(" ".join(sorted(found)))

@@ -120,6 +120,13 @@ class FullCache(Cache):
         head, row = store.stride(2) * width, store.stride(3) * width
         return Addresses(self.addresses, (head, row, head, row), self.length)
 
+    def fetch_layer(self, layer: int, count: int) -> Rows:
+        """A layer's rows on the device, with room for ``count`` tokens after the committed ones."""
+        return self._layers[layer]
+
+    def write_back(self, layer: int, count: int) -> None:
+        """Bring the ``count`` rows that were written after the committed ones to where they are kept."""
+
     def _memory(self, layers: int, like: torch.Tensor) -> torch.Tensor:
         """For all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
         self._shared, (_, heads, _, width) = None, like.shape

@@ -1,4 +1,4 @@
-"""Linear layers on a GPU that sum every output in one fixed order, however many tokens are in the pass.
+"""Linear layers and means of rows on a GPU, summed in one fixed order, however many tokens are in the pass.
 
 K, the length of a row of weights, is cut at fixed places into pieces. A piece is summed in steps of ``STEP`` columns by
 tensor-core products over tiles of 16 tokens; then the pieces are added in order. For few tokens each piece is a program
@@ -25,6 +25,8 @@ GPU_LINEAR_COLUMNS = 1024
 """Columns of a piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
 GPU_LINEAR_ROWS = 1024
 """Outputs whose pieces a program adds up."""
+GPU_MEAN_COLUMNS = 1024
+"""Numbers of a mean that a program reads at once."""
 GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -117,3 +119,29 @@ def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, GPU_LINEAR_RO
     if BIAS:
         sums += tl.load(bias + at % outs, inside, 0.0).to(tl.float32)
     tl.store(y + at, sums.to(y.dtype.element_ty), inside)
+
+
+def takes_mean(x: torch.Tensor) -> bool:
+    """Whether ``mean`` can compute this."""
+    return x.dtype in GPU_LINEAR_DTYPES and x.dim() > 0 and x.shape[-1] > 0
+
+
+def mean(x: torch.Tensor, keep: bool) -> torch.Tensor:
+    """The mean of ``[..., K]`` over its last dimension, which stays as one number if ``keep``."""
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    found = rows.new_empty(len(rows))
+    if len(rows):
+        _mean[(len(rows),)](rows, found, rows.stride(0), rows.shape[1], GPU_MEAN_COLUMNS, enable_fp_fusion=False)
+    return found.view(*x.shape[:-1], 1) if keep else found.view(x.shape[:-1])
+
+
+@triton.jit
+def _mean(x, y, row, columns, GPU_MEAN_COLUMNS: tl.constexpr):
+    """One row's."""
+    sums = tl.zeros((GPU_MEAN_COLUMNS,), tl.float32)
+    here = x + tl.program_id(0).to(tl.int64) * row
+    for at in range(0, columns, GPU_MEAN_COLUMNS):
+        column = at + tl.arange(0, GPU_MEAN_COLUMNS)
+        sums += tl.load(here + column, column < columns, 0.0).to(tl.float32)
+    tl.store(y + tl.program_id(0), (tl.sum(sums, 0) / columns).to(y.dtype.element_ty))

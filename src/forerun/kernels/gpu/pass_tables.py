@@ -15,6 +15,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
+from forerun.kernels.attention.packed_pass import wanted_tokens
 
 GPU_BLOCK_TOKENS = 32
 """Positions of a block. A tree's own keys begin at one."""
@@ -147,11 +148,10 @@ class PassDescription:
         parts = [_described(row, block) for row, block in enumerate(blocks)]
         tokens = np.concatenate([part for part, _ in parts])
         width = max(own.shape[1] for _, own in parts)
-        last = zip(ends.tolist(), blocks, strict=True)
         self.tables: dict[str, IntArray] = {
             "ids": np.concatenate([block.tokens for block in blocks]),
             "positions": positions,
-            "wanted": np.concatenate([np.arange(end - len(block.tree) - 1, end) for end, block in last]),
+            "wanted": wanted_tokens(blocks),
             "addresses": addresses,
             "strides": strides,
             "tokens": tokens,

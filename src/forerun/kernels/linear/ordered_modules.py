@@ -83,13 +83,13 @@ def _mean(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     x = args[0] if args else kwargs["input"]
     if not gpu.runs_on(x.device):
         return None
-    told = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
-    last = told.get("dim")
-    if told.keys() - {"input", "dim", "keepdim"} or last not in (-1, x.dim() - 1):
+    given = dict(zip(("input", "dim", "keepdim"), args, strict=False)) | kwargs
+    last = given.get("dim")
+    if given.keys() - {"input", "dim", "keepdim"} or last not in (-1, x.dim() - 1):
         return None
-    from forerun.kernels.gpu import mean as there  # which needs Triton
+    from forerun.kernels.gpu import linear as there  # which needs Triton
 
-    return there.mean(x, bool(told.get("keepdim"))) if there.takes(x) else None
+    return there.mean(x, bool(given.get("keepdim"))) if there.takes_mean(x) else None
 
 
 def _multiply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

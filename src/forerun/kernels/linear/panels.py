@@ -24,6 +24,7 @@ import numba.extending
 from llvmlite import ir
 from numba.core import cgutils
 
+from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.linear.weight_format import (
     FLOAT32,
     PLAIN_FORMATS,
@@ -31,7 +32,6 @@ from forerun.kernels.linear.weight_format import (
     WeightFormat,
     transposed,
 )
-from forerun.kernels.quantized.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, Code, Emitter, intrinsic, intrinsic_code
 
 WEIGHT_FORMATS: tuple[WeightFormat, ...] = (*PLAIN_FORMATS, *GGUF_FORMATS)

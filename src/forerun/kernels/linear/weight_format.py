@@ -1,7 +1,7 @@
 """Weight formats: how sixteen rows of a matrix in memory become vectors with one number of each row.
 
 A linear layer multiplies such columns with its tokens' words (``panels.py``). A *word* is what a token broadcasts to
-all lanes: a float, a pair of bfloat16 or a double. The formats of GGUF files are in ``quantized/gguf_formats.py``.
+all lanes: a float, a pair of bfloat16 or a double. The formats of GGUF files are in ``gguf_formats.py``.
 """
 
 from __future__ import annotations

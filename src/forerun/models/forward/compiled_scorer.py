@@ -11,7 +11,7 @@ The kernels sum in a fixed order, so a token's logits have the same bits whateve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 
 from forerun.core.block import Block
 from forerun.core.fair_lock import FairLock
+from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels import gpu
 from forerun.kernels.attention.packed_pass import PackedPass, TopkTables, address
+from forerun.kernels.runtime.addresses import head_rows
 from forerun.kernels.runtime.vector_ir import LINE
-from forerun.kv.cache import Addresses, Cache
+from forerun.kv.cache import READ_BLOCK, Addresses, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import WeightWatch, known
 from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassCapacity
@@ -71,9 +73,7 @@ class CompiledScorer(Scorer):
         """All rows' logits; None if a program cannot read some of the caches."""
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
-            from forerun.models.forward.layer_streaming import run_by_layers  # imported only where memory is bounded
-
-            return run_by_layers(self, decoder, blocks, full)
+            return self._run_by_layers(decoder, blocks, full)
         count = len(decoder.layers)
         rows = [cache.addressed(count, decoder.like, len(block)) for cache, block in zip(caches, blocks, strict=True)]
         known = [row for row in rows if row is not None]
@@ -92,25 +92,69 @@ class CompiledScorer(Scorer):
         packed = PackedPass(placed, decoder.heads, torch.get_num_threads(), positions)
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
-        compiled, wanted = self.prepare(decoder, packed, topk), packed.output_indices
+        compiled, wanted = self._prepare(decoder, packed, topk), packed.output_indices
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
         if topk is not None:
             topk.fill(compiled.topk, self._states.data_ptr())
         table = packed.rows([row.strides for row in rows])
         logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-        outputs = {"outputs": len(wanted), "output_indices": address(wanted), "y": logits.data_ptr()}
-        compiled.program.run(**outputs, **self.fields(packed, table, topk))
+        compiled.program.run(**_outputs(wanted, logits), **self._fields(packed, table, topk))
         self._hand_over_queries(decoder, compiled, packed, caches)
         return decoder.finished(logits)
 
-    def fields(self, packed: PackedPass, rows: bytearray, topk: TopkTables | None = None) -> dict[str, int]:
-        """A program's fields for a pass that is ``prepare``d, given its table of rows; without its output."""
+    def _fields(self, packed: PackedPass, rows: bytearray, topk: TopkTables | None = None) -> dict[str, int]:
+        """A program's fields for a pass that is prepared, given its table of rows; without its output."""
         return {
             **packed.fields(rows, packed if topk is None else topk), "n": packed.n, "ids": address(packed.ids),
             "positions": address(packed.positions), "states": self._states.data_ptr(), "slots": self._slots.data_ptr(),
             "slot_size": len(self._slots) // torch.get_num_threads() // LINE * LINE,
         }  # fmt: skip
+
+    def _run_by_layers(self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache]) -> torch.Tensor:
+        """The same layer by layer, because keys and values are not all on the device (TriForce, section 5.3).
+
+        While a layer is computed, the next layer's keys and values come, and the new ones of the layer before go. A
+        long prompt goes through a layer piece by piece before it goes through the next one. So its keys and values are
+        brought away once, and none of them has to come back before the first token is generated.
+        """
+        pieces = _pieces(decoder, blocks)
+        compiled = [self._prepare(decoder, piece.packed) for piece in pieces][-1]  # the largest decides
+        counts = [len(block) for block in blocks]
+        for cache, count in zip(caches, counts, strict=True):
+            cache.addressed(len(decoder.layers), decoder.like, count)  # makes room
+        for piece in pieces:
+            self._run_stage(compiled, 0, piece, bytearray(8))
+        for layer in range(len(decoder.layers)):
+            rows = [cache.fetch_layer(layer, count) for cache, count in zip(caches, counts, strict=True)]
+            for piece in pieces:
+                own = [rows[row] for row in piece.rows]
+                compiled.kv[layer, : len(own)] = [[keys.data_ptr(), values.data_ptr()] for keys, values in own]
+                strides = [(*head_rows(keys)[1:], *head_rows(values)[1:]) for keys, values in own]
+                self._run_stage(compiled, 1 + layer, piece, piece.packed.rows(strides))
+                if self.keeps_queries:
+                    queries = _queries(decoder, compiled.qkv[layer % len(compiled.qkv)], piece.packed.counts)
+                    for row, each in zip(piece.rows, queries, strict=True):
+                        caches[row].record_queries(layer, each[None])
+            for cache, count in zip(caches, counts, strict=True):
+                cache.write_back(layer, count)
+        found: dict[int, torch.Tensor] = {}
+        for piece in pieces:
+            if any(piece.ends):
+                wanted = piece.packed.output_indices
+                logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
+                self._run_stage(compiled, -1, piece, bytearray(8), **_outputs(wanted, logits))
+                split = torch.split(decoder.finished(logits), [len(block.tree) + 1 for block in piece.packed.blocks])
+                found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
+        for cache in caches:
+            cache.specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
+        return torch.cat([found[row] for row in range(len(blocks))])
+
+    def _run_stage(self, compiled: CompiledForward, stage: int, piece: _Piece, rows: bytearray, **outputs: int) -> None:
+        """One stage of the program, from a piece's residual stream to its next."""
+        compiled.x[: piece.packed.n] = piece.x
+        compiled.stages[stage].run(**self._fields(piece.packed, rows), **outputs)
+        piece.x[:] = compiled.x[: piece.packed.n]
 
     def _check(self, packed: PackedPass) -> None:
         """Refuse token ids that the embedding does not have."""
@@ -119,7 +163,7 @@ class CompiledScorer(Scorer):
             wrong = least if least < 0 else most
             raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
 
-    def prepare(self, decoder: Decoder, packed: PackedPass, topk: TopkTables | None = None) -> CompiledForward:
+    def _prepare(self, decoder: Decoder, packed: PackedPass, topk: TopkTables | None = None) -> CompiledForward:
         """A program with memory for this pass's tokens, rows and positions. If it has to grow, it is made again.
 
         Raises:
@@ -149,18 +193,69 @@ class CompiledScorer(Scorer):
         self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache]
     ) -> None:
         """Hand full caches what sparse caches read from them: queries and attention parameters."""
-        heads, first, specs = decoder.heads, 0, {i: layer.spec for i, layer in enumerate(decoder.layers)}
+        specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
+        first, ours = 0, self.keeps_queries
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if isinstance(cache, FullCache):
                 cache.specs, cache.queries = dict(specs), {}
-            if (
-                isinstance(cache, FullCache) and self.keeps_queries and cache.wants_queries(block)
-            ):  # of what is overwritten
-                turned = compiled.qkv[:, first : first + count, : heads.heads * heads.dim].clone()
-                parted = turned.view(*turned.shape[:2], heads.heads, heads.dim).transpose(1, 2)
-                for layer, queries in enumerate(parted):
-                    cache.record_queries(layer, queries[None])
+                if ours and cache.wants_queries(block):
+                    (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
+                    for layer, each in enumerate(queries):
+                        cache.record_queries(layer, each[None])
             first += count
+
+
+@dataclass
+class _Piece:
+    """Some rows' blocks, or pieces of them, that go through a layer at once.
+
+    Attributes:
+        rows: indices of the pass's rows.
+        packed: their blocks.
+        ends: whether each row's block ends here, so that its logits are wanted.
+        x: what goes to the next layer, float32 ``[n, hidden]``.
+    """
+
+    rows: list[int]
+    packed: PackedPass
+    ends: list[bool]
+    x: torch.Tensor
+
+
+def _pieces(decoder: Decoder, blocks: Sequence[Block]) -> list[_Piece]:
+    """Cut long blocks into pieces of up to ``READ_BLOCK`` pending tokens. The tree comes with the last one."""
+    cut = [
+        [
+            range(first, min(first + READ_BLOCK, len(block.pending)))
+            for first in range(0, len(block.pending), READ_BLOCK)
+        ]
+        for block in blocks
+    ]
+    pieces = []
+    for turn in range(max(map(len, cut))):
+        rows = [row for row, own in enumerate(cut) if turn < len(own)]
+        ends = [turn + 1 == len(cut[row]) for row in rows]
+        parts = []
+        for row, end in zip(rows, ends, strict=True):
+            block, own = blocks[row], cut[row][turn]
+            tree = block.tree if end else DraftTree.empty()
+            parts.append(Block(block.pending[own.start : own.stop], tree, block.start + own.start))
+        packed = PackedPass(parts, decoder.heads, torch.get_num_threads())
+        pieces.append(_Piece(rows, packed, ends, torch.zeros(packed.n, decoder.hidden)))
+    return pieces
+
+
+def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Copies of each row's queries ``[..., H, n, d]``, from what lies side by side in ``[..., tokens, width]``."""
+    heads, n = decoder.heads, sum(counts)
+    queries = qkv[..., :n, : heads.heads * heads.dim]
+    parted = queries.view(*queries.shape[:-1], heads.heads, heads.dim).transpose(-3, -2)
+    return [each.clone() for each in torch.split(parted, list(counts), -2)]
+
+
+def _outputs(wanted: IntArray, logits: torch.Tensor) -> dict[str, int]:
+    """Fields of a program whose last operation writes these tokens' logits."""
+    return {"outputs": len(wanted), "output_indices": address(wanted), "y": logits.data_ptr()}
 
 
 def fastest_scorer(scorer: Scorer) -> Scorer:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
-from forerun.kernels.quantized.gguf_formats import GGUF_FORMATS
+from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.loading.gguf import Header, Progress, Tensor, counted
 from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear

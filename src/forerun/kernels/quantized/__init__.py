@@ -1,1 +1,0 @@
-"""Linear layers over weights as a GGUF file stores them."""
