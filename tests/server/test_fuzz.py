@@ -74,17 +74,18 @@ def error_in(said: bytes) -> Json:
 # --- nonsense
 
 
-def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: list[LiveServer]) -> None:
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.matrix)])
+def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: list[LiveServer], count: int) -> None:
     servers.append(LiveServer(engine, max_tokens=8, request_bytes=100_000, namespaces=8))
     one = servers[0]
     wanted = one.post(ASKED).json()["choices"][0]["text"]
     before, threads = tasks(), threading.active_count()
     fuzz = Fuzz(one.http.get("/openapi.json").json(), seed=0, large=100_000)
-    shots = [fuzz.shot() for _ in range(200)]
+    shots = [fuzz.shot() for _ in range(count)]
     answers = asyncio.run(ask_all(one.port, shots, clients=8))
     for shot, answer in zip(shots, answers, strict=True):
         assert not (told := wrong(shot, answer)), (told, shot)
-    assert sum(answer.status == 200 for answer in answers) > 30
+    assert sum(answer.status == 200 for answer in answers) > 0.15 * count
     until(lambda: not one.scheduler.busy)
     until(lambda: tasks() <= before)
     assert one.scheduler.memory == 0
