@@ -40,7 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 COMING = ("none", "trie", "triforce", "triforce-trie", "low-rank", "retrieval")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("drafter", "dtype"),
     [
@@ -501,7 +501,7 @@ def levels(drafter: Any, request: Request) -> int:
 RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "low-rank", "retrieval"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("drafter", RECIPES)
 def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
     how = LongContextConfig(cache_budget=256, gamma1=3, gamma2=6, paced=False, draft_model=tiny("qwen2"), window=60)

@@ -82,6 +82,7 @@ def test_a_text_is_read_once_and_says_the_same(tmp_path: Path, drafter: str, dty
     assert ask(second, question(0))[0] == wanted[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", ["gpt2", "mistral", "gemma2", "mixtral"])
 def test_texts_of_other_architectures(tmp_path: Path, architecture: str) -> None:
     model = tiny(architecture)

@@ -86,7 +86,7 @@ class Oracle(Cache):
 
 
 def state(cache: StreamingCache) -> list[torch.Tensor]:
-    return [t[:, :, : cache._held] for _, rows in sorted(cache._layers.items()) for t in rows]
+    return [t[:, :, : cache.held] for _, rows in sorted(cache._layers.items()) for t in rows]
 
 
 def equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
@@ -94,7 +94,7 @@ def equal(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 
 def same(a: StreamingCache, b: StreamingCache) -> bool:
-    return (a.length, a._held) == (b.length, b._held) and equal(state(a), state(b))
+    return (a.length, a.held) == (b.length, b.held) and equal(state(a), state(b))
 
 
 @given(
@@ -117,7 +117,7 @@ def test_attention_and_state_are_as_if_all_was_kept_and_nothing_was_drafted(
         assert (outs[0] - outs[2]).abs().max() < 1e-11
         for each in (cache, undrafted, oracle):
             each.commit(block, toy.path_to(block.tree, node))
-        assert cache.length == oracle.length and cache._held == len(oracle.kept)
+        assert cache.length == oracle.length and cache.held == len(oracle.kept)
         assert same(cache, undrafted)
 
     for pending, tree, node, drafts, right in script:
@@ -191,7 +191,7 @@ def test_every_model_sees_sinks_and_window_as_if_all_was_kept(architecture: str,
         pytest.skip("learned positions cannot be moved")
     caches = (Oracle(8, 3, SLACK, rotation), StreamingCache(8, 3, SLACK, rotation))
     expected, found = step_through(model, caches, blocks(100, 2))
-    assert caches[1].length > 90 and caches[1]._held <= 16
+    assert caches[1].length > 90 and caches[1].held <= 16
     for a, b in zip(expected, found, strict=True):  # many models normalise in float32
         assert ((a - b).norm(dim=-1) / a.norm(dim=-1)).max() < 1e-5
 
@@ -239,7 +239,7 @@ def test_the_room_for_blocks_grows_to_the_largest() -> None:
         block = toy.chain([1] * size, cache.length)
         toy.feed(cache, block, AttentionSpec(0.3))
         cache.commit(block, [])
-    assert cache._held <= 7
+    assert cache.held <= 7
     assert cache.nbytes == 2 * 2 * (7 + 50) * toy.KV_HEADS * toy.SIZE * 8
 
 
@@ -272,7 +272,7 @@ def test_skipping_leaves_sinks_and_what_comes_after(held: int) -> None:
     assert skipping.length == held + 1000
     for token in range(30):  # it goes on as if sinks and tail were the text
         assert torch.equal(read(skipping, [token]), read(plain, [token]))
-    assert skipping._held == plain._held and skipping.length == plain.length + 1000
+    assert skipping.held == plain.held and skipping.length == plain.length + 1000
     skipping.truncate(skipping.length - 2)
     plain.truncate(plain.length - 2)
     assert torch.equal(read(skipping, [7, 8]), read(plain, [7, 8]))
@@ -301,16 +301,16 @@ def test_truncating_reaches_whatever_is_held_and_names_what_is_not() -> None:
     cache = StreamingCache(10, 3, 2)
     for token in range(16):
         read(cache, [token])
-    assert cache._held == 13  # tokens 3, 4 and 5 have just gone, and could come back
+    assert cache.held == 13  # tokens 3, 4 and 5 have just gone, and could come back
     cache.truncate(5)
-    assert cache.length == cache._held == 5
+    assert cache.length == cache.held == 5
     for token in range(5, 30):
         read(cache, [token])
     cache.truncate(25)  # the eviction at 28 is taken back, the one at 25 is not
     with pytest.raises(ValueError, match=r"length is 14, .*it must be between 15 and 25, or at most 3"):
         cache.truncate(14)
     cache.truncate(15)
-    assert cache._held == 3
+    assert cache.held == 3
     cache.truncate(2)
     assert torch.equal(state(cache)[1], toy.VALUES[:, :, :2])
     for wrong in (3, -1):
