@@ -16,6 +16,10 @@ PATIENCE = 60.0
 """Seconds after which a server hangs."""
 SILENCE = 1.0
 """Seconds after which a client that has sent half a request goes."""
+RESPONSE_ENDS = ("response.completed", "response.incomplete", "error")
+"""Types of the events that end a stream of ``/v1/responses``."""
+SERVER_FAULTS = ("failed", "closing", "kv_memory_failed")
+"""Codes of errors that are the server's."""
 FIELDS = {"message", "type", "param", "code"}
 """Of an error in OpenAI's shape."""
 
@@ -101,10 +105,12 @@ def _shape(body: bytes) -> str | None:
 
 def _streamed(body: bytes) -> str | None:
     """A stream ends by itself, or tells an error that is not the server's."""
-    events = [each for each in body.decode().split("\n\n") if each]
+    events = [each for each in body.decode().split("\n\n") if each and not each.startswith(":")]
     if events and events[-1] == "data: [DONE]":
         return None
-    last: Any = json.loads(events[-1].removeprefix("data: ")) if events else {}
+    last: Any = json.loads(events[-1].rpartition("data: ")[2]) if events else {}
+    if last.get("type") in RESPONSE_ENDS and last.get("code") not in SERVER_FAULTS:
+        return None
     error: Any = last.get("error")
     if error is None or error["type"] == "server_error":
         return f"a stream ends with {events[-1:]}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.chat_models import TOOLS
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from forerun.models.loading.load import load
@@ -196,11 +196,11 @@ MESSAGES: dict[str, tuple[Any, Any, str, str, tuple[str, str, Calls]]] = {
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_is_taken_apart(tokenizer: PreTrainedTokenizerBase, name: str, step: int) -> None:
     calls, thinking, text, prompt, wanted = MESSAGES[name]
-    assert parsed(tokenizer, MessageFormat(calls, thinking, None, {}), text, step, prompt) == wanted
+    assert parsed(tokenizer, MessageFormat(calls, thinking, None, {}, {}), text, step, prompt) == wanted
 
 
 def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBase) -> None:
-    form = MessageFormat(HERMES, None, None, {})
+    form = MessageFormat(HERMES, None, None, {}, {})
     template = form.response_template(True)
     assert template is not None
     parser = MessageParser(tokenizer, form, template, "", TOOLS)
@@ -211,7 +211,7 @@ def test_arguments_come_while_they_are_written(tokenizer: PreTrainedTokenizerBas
 
 
 def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer: PreTrainedTokenizerBase) -> None:
-    form = MessageFormat(HERMES, None, None, {})
+    form = MessageFormat(HERMES, None, None, {}, {})
     assert parsed(tokenizer, form, HERMES_CALLS, 5, parallel=False) == ("", "", [ROME])
 
 
@@ -224,7 +224,7 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokeniz
             "content": {"close": "<end>"},
         },
     }
-    form = MessageFormat(None, None, own, {})
+    form = MessageFormat(None, None, own, {}, {})
     text = 'Hm</t>Hi <c>{"function": {"name": "add", "arguments": {"a": 1}}}</c><end>'
     assert parsed(tokenizer, form, text, 4, "<t>old</t><bot><t>") == ("Hi", "Hm", [ADD])
     broken = parsed(tokenizer, form, "Hi <c>{</c> more", 4, "<bot>")
@@ -259,7 +259,7 @@ def test_a_grammar_allows_the_calls_that_are_read(
     tokenizer: PreTrainedTokenizerBase, calls: Any, thinking: Any
 ) -> None:
     pytest.importorskip("llguidance")
-    form = MessageFormat(calls, THINK, None, {})
+    form = MessageFormat(calls, THINK, None, {}, {})
     wanted, text = WRITTEN[thinking]
     response_format = form.grammar(None, TOOLS, True, wanted)  # type: ignore[arg-type]
     grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)  # type: ignore[arg-type]
@@ -288,7 +288,7 @@ def _written(calls: Any) -> list[str]:
 
 def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTokenizerBase) -> None:
     pytest.importorskip("llguidance")
-    form = MessageFormat(HERMES, THINK, None, {})
+    form = MessageFormat(HERMES, THINK, None, {}, {})
     grammars = Grammars(tokenizer, len(tokenizer), [])
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
     answers: Any = {"{}": {"type": "json_object"}, "7": schema, "a/b": {"type": "regex", "regex": "a/b|c"}}
@@ -310,7 +310,7 @@ def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTo
 def test_a_schema_keeps_what_it_forbids_alone(tokenizer: PreTrainedTokenizerBase) -> None:
     properties = {"title": {"type": "string", "description": "x" * 500}, "n": {"enum": ["description"], "default": 1}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"title": "F", "properties": properties}}}
-    response_format = MessageFormat(HERMES, None, None, {}).grammar(None, [tool], True, "closed")
+    response_format = MessageFormat(HERMES, None, None, {}, {}).grammar(None, [tool], True, "closed")
     assert response_format is not None
     text = response_format["grammar"]
     assert "xxx" not in text and '"title": {"type": "string"}' in text and '"enum": ["description"]}' in text
@@ -325,7 +325,7 @@ def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTok
     ]
     system, said, result = with_tools_as_text(messages, TOOLS)
     assert system["content"].startswith("Be short.\n\n# Tools") and '"name": "get_weather"' in system["content"]
-    form = MessageFormat(HERMES, None, None, {})
+    form = MessageFormat(HERMES, None, None, {}, {})
     assert parsed(tokenizer, form, said["content"], 3) == ("Yes.", "", [ADD]) and "tool_calls" not in said
     assert result == {"role": "user", "content": "<tool_response>\n2\n</tool_response>"}
     assert [each["role"] for each in with_tools_as_text([{"role": "user", "content": "x"}], TOOLS)] == [
@@ -334,12 +334,22 @@ def test_tools_are_texts_for_a_template_that_knows_none(tokenizer: PreTrainedTok
     ]
 
 
-def test_special_tokens_are_written_by_their_numbers(tokenizer: PreTrainedTokenizerBase) -> None:
+@pytest.mark.parametrize("special", [True, False])
+def test_marks_that_are_tokens_are_written_by_their_numbers(special: bool) -> None:
+    """llguidance would force such a token for the letters of a mark, and then not take it."""
     pytest.importorskip("llguidance")
-    special = {str(tokenizer.eos_token): int(tokenizer.eos_token_id)}
-    before = f'{tokenizer.eos_token}{{"name": "{{name}}", "arguments": '
-    calls = replace(HERMES, before=before, after="}")
-    form = MessageFormat(calls, None, None, special)
-    response_format = form.grammar(None, TOOLS[:1], False, "closed")
-    assert response_format is not None and f"<[{tokenizer.eos_token_id}]>" in response_format["grammar"]
-    assert Grammars(tokenizer, len(tokenizer), []).of(response_format) is not None
+    tokenizer = load("bundled", device="cpu")[1]
+    marks = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    tokenizer.add_tokens([AddedToken(mark, special=special) for mark in marks], special_tokens=special)
+    tokenizer.chat_template = "<tool_call> <think> </think>"
+    form = message_format(tokenizer)
+    assert form.calls is HERMES and form.thinking is THINK and set(marks) <= set(form.added)
+    assert form.kept_tokens(True) == (frozenset(tokenizer.convert_tokens_to_ids(marks)) if special else frozenset())
+    for thinking, begin in (("free", "<think>so</think>"), ("open", "so</think>"), ("closed", "")):
+        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, TOOLS, True, thinking))  # type: ignore[arg-type]
+        assert grammar is not None
+        ids = tokenizer(begin + HERMES_CALLS, add_special_tokens=False)["input_ids"]
+        matcher = grammar.matcher.deep_copy()
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        first, *_ = tokenizer.convert_ids_to_tokens(grammar.matcher.deep_copy().compute_ff_tokens()) or ["free"]
+        assert first == ("<tool_call>" if thinking == "closed" else "free")

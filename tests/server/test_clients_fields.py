@@ -267,7 +267,7 @@ def test_sampling_is_exact_with_drafts(server: LiveServer, change: Json) -> None
         ({"top_k": -2}, "top_k"), ({"min_p": 1.5}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"frequency_penalty": 3}, "frequency_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 200}}, "logit_bias"), ({"logit_bias": {"9999": 1}}, "logit_bias"),
-        ({"max_tokens": 0}, "max_tokens"), ({"echo": 3}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"), ({"echo": 3}, "echo"), ({"prediction": "x"}, "prediction"),
     ],
 )  # fmt: skip
 def test_wrong_values_have_their_names(server: LiveServer, change: Json, param: str) -> None:
@@ -449,6 +449,25 @@ def test_a_silent_stream_gets_pings(engine: Engine, monkeypatch: pytest.MonkeyPa
     finally:
         held.gate.set()
         one.close()
+
+
+def test_a_prediction_saves_steps_and_changes_nothing(client: openai.OpenAI) -> None:
+    asked: Json = {"model": "bundled", "messages": MESSAGES, "max_tokens": 40, "temperature": 1}
+
+    def steps(seed: int, **more: Any) -> tuple[str | None, int]:
+        extra = {"forerun": {"namespace": f"p{seed}-{len(more)}"}}
+        answer = client.chat.completions.create(**asked, seed=seed, extra_body=extra, **more)
+        assert answer.usage is not None
+        return answer.choices[0].message.content, answer.usage.model_dump()["forerun"]["steps"]
+
+    saved = 0
+    for seed in range(3):
+        text, alone = steps(seed)
+        for content in (text, [{"type": "text", "text": text}]):
+            predicted, fewer = steps(seed, prediction={"type": "content", "content": content})
+            assert predicted == text
+            saved += alone - fewer
+    assert saved > 0
 
 
 def test_drafts_are_told_in_vllms_words(server: LiveServer) -> None:

@@ -34,7 +34,7 @@ SEED_LIMIT = 2**63
 IGNORED_FIELDS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-        "verbosity", "prediction",
+        "verbosity",
     }
 )  # fmt: skip
 """Fields that are for somebody else, and change no text here. Any value is accepted, and has no effect."""
@@ -206,6 +206,30 @@ ResponseFormat = Annotated[
 ]
 
 
+class Part(StrictModel):
+    """A part of a message; texts only."""
+
+    type: Literal["text"]
+    text: Text
+
+
+Content = Annotated[
+    Text | Annotated[list[Part], FAIL_FAST] | None, one_error("must be valid text, or a list of parts of type text")
+]
+
+
+def plain_text(content: str | list[Part] | None) -> str:
+    """A content as one text."""
+    return content if isinstance(content, str) else "".join(part.text for part in content or ())
+
+
+class Prediction(StrictModel):
+    """A text that the answer is expected to resemble, to draft from."""
+
+    type: Literal["content"]
+    content: Content
+
+
 class GenerationRequest(StrictModel):
     """The fields that both kinds of requests have."""
 
@@ -227,6 +251,7 @@ class GenerationRequest(StrictModel):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: Biases | None = None
+    prediction: Prediction | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -295,18 +320,6 @@ class CompletionRequest(GenerationRequest):
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
 
 
-class Part(StrictModel):
-    """A part of a message; texts only."""
-
-    type: Literal["text"]
-    text: Text
-
-
-Content = Annotated[
-    Text | Annotated[list[Part], FAIL_FAST] | None, one_error("must be valid text, or a list of parts of type text")
-]
-
-
 class Message(StrictModel):
     """A turn of a conversation. A call's arguments go to the chat template as an object where they are one."""
 
@@ -329,8 +342,6 @@ class Message(StrictModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        parts = self.content or ""
-        content = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         calls = [_with_object(call) for call in self.tool_calls or ()]
         more = {
             "name": self.name,
@@ -338,7 +349,9 @@ class Message(StrictModel):
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content,
         }
-        return {"role": self.role, "content": content} | {key: value for key, value in more.items() if value}
+        return {"role": self.role, "content": plain_text(self.content)} | {
+            key: value for key, value in more.items() if value
+        }
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from forerun.server.grammar_pool import GrammarPool
 from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
-from forerun.server.schema import ChatRequest, CompletionRequest, Extension
+from forerun.server.schema import ChatRequest, CompletionRequest, Extension, plain_text
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import TenantNamespaces
 
@@ -202,6 +202,8 @@ class Service:
             "logprobs": body.alternatives,
             "response_format": response_format,
         }
+        if body.prediction is not None and (text := plain_text(body.prediction.content)):
+            options["prediction"] = self.encode.text(text, special=False).ids
         default = DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
         requests = []
         for ids, _ in prompts:

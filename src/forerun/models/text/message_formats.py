@@ -179,13 +179,15 @@ class MessageFormat:
         calls: its calls of tools; None if only the tokenizer's response template knows them.
         thinking: its reasoning; None for a model without.
         own: the tokenizer's own response template, if it has one.
-        special: the tokenizer's special tokens by their text.
+        special: the tokenizer's special tokens by their text: they are left out of texts.
+        added: all tokens that the tokenizer spells as a whole, special ones among them.
     """
 
     calls: CallFormat | None
     thinking: ThinkingFormat | None
     own: Json | None
     special: Mapping[str, int]
+    added: Mapping[str, int]
 
     def response_template(self, with_tools: bool) -> Json | None:
         """What takes a message apart, in transformers' words; None where all of it is content."""
@@ -250,7 +252,7 @@ class MessageFormat:
         if self.thinking is None or thinking == "closed":
             return "", []
         end, behind = self._lark(self.thinking.end), self._lark(self.thinking.behind) or r"/\n{0,2}/"
-        if self.thinking.end in self.special:
+        if self.thinking.end in self.added:
             rules = [f"forerun_reasoning: FORERUN_ANY {end} {behind}", "FORERUN_ANY: /(?s:.*)/"]
         else:
             rules = [f"forerun_reasoning: forerun_thoughts {behind}", f"forerun_thoughts[suffix={end}]: /(?s:.*)/"]
@@ -295,13 +297,14 @@ class MessageFormat:
         return " ".join(parts), rules
 
     def _lark(self, text: str) -> str:
-        """A text in Lark; its special tokens by their numbers, as no other tokens spell them."""
+        """A text in Lark. Tokens that are spelt as a whole are given by their numbers, as llguidance takes some of them
+        for special ones, which no text spells."""
         if not text:
             return ""
-        pattern = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
+        pattern = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
         parts = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(
-            f"<[{self.special[part]}]>" if part in self.special else json.dumps(part, ensure_ascii=False)
+            f"<[{self.added[part]}]>" if part in self.added else json.dumps(part, ensure_ascii=False)
             for part in parts
             if part
         )
@@ -320,8 +323,10 @@ def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
         return thinking.end in text or (thinking.end in words and thinking.begin in words) or thinking.begin in text
 
     thinking = next((each for each in THINKING_FORMATS if is_known(each)), None)
-    special = {each.content: token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
-    return MessageFormat(calls, thinking, own, special)
+    tokens = tokenizer.added_tokens_decoder
+    added = {each.content: token for token, each in tokens.items() if each.content.strip()}
+    special = {each.content: token for token, each in tokens.items() if each.special}
+    return MessageFormat(calls, thinking, own, special, added)
 
 
 TOOLS_PROMPT = """# Tools
@@ -343,8 +348,7 @@ def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
-    """A conversation for a template that knows no tools: they, their calls and their results are texts, in Hermes'
-    form."""
+    """A conversation for a template that knows no tools: they, their calls and results are texts in Hermes' form."""
     told = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     rest = list(messages)
     if rest and rest[0]["role"] == "system":
