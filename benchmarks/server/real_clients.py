@@ -52,9 +52,9 @@ def openai_client(url: str) -> Any:
 @row("openai", "chat, whole and in a stream")
 def _chat(url: str, model: str) -> None:
     create = openai_client(url).chat.completions.create
-    asked: Any = {"model": model, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
-    whole = create(**asked).choices[0].message.content
-    chunks = create(**asked, stream=True, stream_options={"include_usage": True})
+    fields: Any = {"model": model, "messages": MESSAGES, "max_tokens": 12, "temperature": 0}
+    whole = create(**fields).choices[0].message.content
+    chunks = create(**fields, stream=True, stream_options={"include_usage": True})
     assert whole == "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
@@ -75,8 +75,8 @@ def _structured(url: str, model: str) -> None:
         name: str = Field(max_length=8)
         age: int = Field(ge=0, le=120)
 
-    told = openai_client(url).chat.completions.parse(model=model, messages=MESSAGES, response_format=Person)
-    assert isinstance(told.choices[0].message.parsed, Person)
+    answer = openai_client(url).chat.completions.parse(model=model, messages=MESSAGES, response_format=Person)
+    assert isinstance(answer.choices[0].message.parsed, Person)
 
 
 @row("openai", "tools: required, and a named one")
@@ -130,10 +130,10 @@ def _sampling(url: str, model: str) -> None:
 @row("openai", "regex and grammar as response_format")
 def _grammars(url: str, model: str) -> None:
     for form in ({"type": "regex", "regex": "(yes|no)!"}, {"type": "grammar", "grammar": 'start: ("yes" | "no") "!"'}):
-        told = openai_client(url).chat.completions.create(
+        answer = openai_client(url).chat.completions.create(
             model=model, messages=MESSAGES, extra_body={"response_format": form}
         )
-        assert told.choices[0].message.content in ("yes!", "no!")
+        assert answer.choices[0].message.content in ("yes!", "no!")
 
 
 @row("openai", "echo with logprobs, as lm-eval-harness asks")
@@ -163,8 +163,8 @@ def _tokens(url: str, model: str) -> None:
     import httpx
 
     base = url.removesuffix("/v1")
-    told = httpx.post(f"{base}/tokenize", json={"model": model, "prompt": "Hello"}).json()
-    assert httpx.post(f"{base}/detokenize", json={"tokens": told["tokens"]}).json()["prompt"].endswith("Hello")
+    answer = httpx.post(f"{base}/tokenize", json={"model": model, "prompt": "Hello"}).json()
+    assert httpx.post(f"{base}/detokenize", json={"tokens": answer["tokens"]}).json()["prompt"].endswith("Hello")
 
 
 @row("openai", "responses: text, a stream, a call, a schema (parse)")
@@ -190,12 +190,12 @@ def _agent(model: Any) -> Any:
     from agents import Agent, ModelSettings, function_tool
     from pydantic import BaseModel, Field
 
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
-    @function_tool(is_enabled=lambda *_: not asked)  # the bundled model would call it for ever
+    @function_tool(is_enabled=lambda *_: not calls)  # the bundled model would call it for ever
     def get_weather(city: str, days: int) -> str:
         """The weather of a city."""
-        asked.append((city, days))
+        calls.append((city, days))
         return "sunny"
 
     class Answer(BaseModel):
@@ -212,7 +212,7 @@ def _agent(model: Any) -> Any:
         model_settings=settings,
         output_type=Answer,
     )
-    return agent, asked
+    return agent, calls
 
 
 def _run_agent(url: str, model: str, responses: bool, stream: bool = False) -> None:
@@ -223,7 +223,7 @@ def _run_agent(url: str, model: str, responses: bool, stream: bool = False) -> N
     set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120)
     kind = OpenAIResponsesModel if responses else OpenAIChatCompletionsModel
-    agent, asked = _agent(kind(model=model, openai_client=client))
+    agent, calls = _agent(kind(model=model, openai_client=client))
 
     async def run() -> Any:
         if not stream:
@@ -234,7 +234,7 @@ def _run_agent(url: str, model: str, responses: bool, stream: bool = False) -> N
         return running
 
     ended = asyncio.run(run())
-    assert asked and ended.final_output.degrees in range(41)
+    assert calls and ended.final_output.degrees in range(41)
 
 
 @row("agents", "an agent's loop with a tool, by chat completions")
@@ -280,8 +280,8 @@ def _langchain_structured(url: str, model: str) -> None:
         age: int = Field(ge=0, le=120)
 
     for method in ("function_calling", "json_schema"):
-        told = langchain_model(url, model).with_structured_output(Age, method=method).invoke("How old?")
-        assert isinstance(told, Age), method
+        answer = langchain_model(url, model).with_structured_output(Age, method=method).invoke("How old?")
+        assert isinstance(answer, Age), method
 
 
 @row("langchain_openai", "by responses")
@@ -295,23 +295,23 @@ def _litellm_chat(url: str, model: str) -> None:
 
     litellm.telemetry = False
     for provider in ("openai", "hosted_vllm"):
-        asked: Any = {
+        fields: Any = {
             "model": f"{provider}/{model}",
             "messages": MESSAGES,
             "api_base": url,
             "api_key": "none",
             "timeout": 120,
         }
-        told = litellm.completion(
-            **asked, max_tokens=8, extra_body={"top_k": 10, "min_p": 0.1, "repetition_penalty": 1.1}
+        answer = litellm.completion(
+            **fields, max_tokens=8, extra_body={"top_k": 10, "min_p": 0.1, "repetition_penalty": 1.1}
         )
-        assert told.choices[0].message.content
-        chunks = litellm.completion(**asked, max_tokens=8, temperature=0, stream=True)
+        assert answer.choices[0].message.content
+        chunks = litellm.completion(**fields, max_tokens=8, temperature=0, stream=True)
         assert any(chunk.choices[0].delta.content for chunk in chunks)
-        told = litellm.completion(
-            **asked, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=200
+        answer = litellm.completion(
+            **fields, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, max_tokens=200
         )
-        assert json.loads(told.choices[0].message.tool_calls[0].function.arguments)
+        assert json.loads(answer.choices[0].message.tool_calls[0].function.arguments)
 
 
 def run(url: str, model: str, only: str | None = None) -> int:

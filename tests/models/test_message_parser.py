@@ -265,25 +265,25 @@ def test_a_grammar_allows_the_calls_that_are_read(
     grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)  # type: ignore[arg-type]
     assert grammar is not None
     for count in (1, 2):
-        written = text.replace("{calls}", calls.begin + calls.between.join(_written(calls)[:count]) + calls.end)
-        ids = tokenizer(written, add_special_tokens=False)["input_ids"]
+        text_of_calls = text.replace("{calls}", calls.begin + calls.between.join(_written(calls)[:count]) + calls.end)
+        ids = tokenizer(text_of_calls, add_special_tokens=False)["input_ids"]
         matcher = grammar.matcher.deep_copy()
-        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), written
+        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), text_of_calls
         prompt = "<think>" if wanted == "open" else "</think>" if wanted == "closed" else ""
-        assert parsed(tokenizer, form, written, 3, prompt)[2] == [ROME, ADD][:count]
+        assert parsed(tokenizer, form, text_of_calls, 3, prompt)[2] == [ROME, ADD][:count]
     matcher = grammar.matcher.deep_copy()
     ids = tokenizer(text.replace("{calls}", "Hello"), add_special_tokens=False)["input_ids"]
     assert matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting()
 
 
 def _written(calls: Any) -> list[str]:
-    written = []
+    text_of_calls = []
     for name, arguments in (ROME, ADD):
         text = json.dumps(arguments)
         if calls.body == "tags":
             text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        written.append(calls.before.replace("{name}", name) + text + calls.after)
-    return written
+        text_of_calls.append(calls.before.replace("{name}", name) + text + calls.after)
+    return text_of_calls
 
 
 def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -102,7 +102,7 @@ class ResponsesRequest(StrictModel):
         """
         named = isinstance(self.tool_choice, ChosenFunction)
         choice = {"type": "function", "function": {"name": self.tool_choice.name}} if named else self.tool_choice  # type: ignore[union-attr]
-        told: Json = {
+        fields: Json = {
             "model": self.model,
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
@@ -117,7 +117,7 @@ class ResponsesRequest(StrictModel):
             "forerun": self.forerun.model_dump(),
         }
         try:
-            return ChatRequest.model_validate({name: value for name, value in told.items() if value is not None})
+            return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
         except ValidationError as error:
             raise validation_error(error.errors(), field_names()) from None
 

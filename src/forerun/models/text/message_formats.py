@@ -208,14 +208,14 @@ class MessageFormat:
         return {"start_anchor": "\0", "fields": fields}
 
     def kept_tokens(self, with_tools: bool) -> frozenset[int]:
-        """Special tokens that belong to a message's text, as its parts are told by them."""
+        """Special tokens that belong to a message's text, which show where its parts begin."""
         template = self.response_template(with_tools)
         if template is None:
             return frozenset()
         if self.own is not None:
             return frozenset(self.special.values())
-        written = json.dumps(template, ensure_ascii=False).replace("\\", "")
-        return frozenset(token for text, token in self.special.items() if text in written)
+        patterns = json.dumps(template, ensure_ascii=False).replace("\\", "")
+        return frozenset(token for text, token in self.special.items() if text in patterns)
 
     def thinking_after(self, prompt: str) -> Thinking:
         """Where a message begins that follows a prompt."""
@@ -349,11 +349,11 @@ def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def with_tools_as_text(messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
     """A conversation for a template that knows no tools: they, their calls and results are texts in Hermes' form."""
-    told = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    prompt = TOOLS_PROMPT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
     rest = list(messages)
     if rest and rest[0]["role"] == "system":
-        told = f"{rest.pop(0)['content']}\n\n{told}"
-    return [{"role": "system", "content": told}, *map(_as_text, rest)]
+        prompt = f"{rest.pop(0)['content']}\n\n{prompt}"
+    return [{"role": "system", "content": prompt}, *map(_as_text, rest)]
 
 
 def _as_text(message: Json) -> Json:
@@ -362,9 +362,9 @@ def _as_text(message: Json) -> Json:
     calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
     if not calls:
         return message
-    written = [message["content"]] if message["content"] else []
-    written += [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(written)}
+    parts = [message["content"]] if message["content"] else []
+    parts += [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    return {**{key: value for key, value in message.items() if key != "tool_calls"}, "content": "\n".join(parts)}
 
 
 def _lark_json(schema: Mapping[str, Any]) -> str:
