@@ -22,6 +22,8 @@ class Origin(IntEnum):
     """Drafted by one that does not say how."""
     FORCED = 6
     """The only token that a grammar allows."""
+    RECYCLED = 7
+    """Among the best of the target's logits where the same tokens came before."""
 
     @property
     def word(self) -> str:

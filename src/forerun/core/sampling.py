@@ -102,12 +102,15 @@ class Sampler:
         seed: seeds the noise; any integer.
         processor: runs on a node's logits, with the ids that lead to the node; or None.
         constraint: leaves out the tokens that may not come, before the processor runs; or None.
+        temperature: that the processor divides scores by. It decides nothing here; drafts judge by it how much the
+            noise counts.
     """
 
     method: Method = "greedy"
     seed: int = 0
     processor: Processor | None = None
     constraint: Constraint | None = None
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.method not in ("greedy", "coupled", "rejection"):
@@ -164,7 +167,7 @@ class Sampler:
         It has no processor that would remember its calls. Its noise is this sampler's; under rejection sampling it is
         independent, because the outer test needs drafts that are independent of its own noise.
         """
-        seed = _mix(self.seed & _MASK64) if self.method == "rejection" else self.seed
+        seed = mixed(self.seed & MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
         known = isinstance(processor, InTurn) and (processor.rowwise or processor.anywhere)
         if not (processor is None or known or isinstance(processor, SpeculativeProcessor)):
@@ -206,12 +209,12 @@ def highest_of_rows(scores: torch.Tensor, seed: int, positions: Sequence[int], s
     return best.indices.where(best.values > -torch.inf, 0)
 
 
-_MASK64 = (1 << 64) - 1
+MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int, salt: Salt) -> float:
     """One number in (0, 1)."""
-    return ((_mix(_key(seed, position, salt)) >> 64 - BITS) + 0.5) * 2.0**-BITS
+    return ((mixed(_key(seed, position, salt)) >> 64 - BITS) + 0.5) * 2.0**-BITS
 
 
 def gumbel(seed: int, position: int, size: int, salt: Salt, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -246,14 +249,14 @@ def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int
 
 
 def _key(seed: int, position: int, salt: Salt) -> int:
-    return _mix(_mix(seed & _MASK64) + (position << 3 | int(salt)))
+    return mixed(mixed(seed & MASK64) + (position << 3 | int(salt)))
 
 
-def _mix(value: int) -> int:
+def mixed(value: int) -> int:
     """One round of splitmix64 on a Python integer."""
-    value = (value + GOLDEN) & _MASK64
-    value = ((value ^ value >> 30) * MIX1) & _MASK64
-    value = ((value ^ value >> 27) * MIX2) & _MASK64
+    value = (value + GOLDEN) & MASK64
+    value = ((value ^ value >> 30) * MIX1) & MASK64
+    value = ((value ^ value >> 27) * MIX2) & MASK64
     return value ^ value >> 31
 
 

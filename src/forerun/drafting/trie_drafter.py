@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
+from forerun.core.sampling import MASK64, Sampler, mixed
+from forerun.core.transfers import elsewhere
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
-from forerun.trie.trie import Trie, TrieConfig
+from forerun.trie import recycled
+from forerun.trie.arrays import Int32Array
+from forerun.trie.recycled import Float32Array, RecycledRows
+from forerun.trie.tables import LISTED
+from forerun.trie.trie import SamplingNoise, Trie, TrieConfig
 
 TOKENS_A_READ = 8
 """Tokens that are indexed in the time that a model reads one, or less: 3 us each."""
@@ -37,6 +45,8 @@ class TrieDrafter(Drafter):
         self.trie = trie or Trie(config)
         self._committed: dict[int, int] = {}
         """Length of each request's text; what a request has beyond that is a draft."""
+        self._rows: dict[int, list[RecycledRows]] = {}
+        """Best tokens of the rows that were scored since ``learn``, by request."""
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
         self.trie.warm(namespace, sequences)
@@ -54,7 +64,10 @@ class TrieDrafter(Drafter):
 
     def begin(self, request: Request) -> None:
         """Index the prompt, for this request alone."""
-        self.trie.begin(request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction)
+        noise = _noise_of(request.sampler)
+        self.trie.begin(
+            request.id, request.drafts_from, request.prompt, request.max_new_tokens, request.prediction, noise
+        )
         self._committed[request.id] = request.prompt_length
 
     def catch_up(self, request: Request, tokens: int) -> bool:
@@ -74,19 +87,51 @@ class TrieDrafter(Drafter):
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Note what was committed, to be learned before the next draft at the latest."""
+        self._recycle(request, outcome)
         self._committed[request.id] = len(request)
         if len(request) - self.trie.length(request.id) >= LEARN_TOKENS:
             self.learn(request)
+
+    def _recycle(self, request: Request, outcome: Outcome) -> None:
+        """Note the best tokens of the scored rows. They are kept once the tokens that came are learned: otherwise the
+        mixer would judge lists that were made from the answer."""
+        text = request.tokens[: len(request) - len(outcome.verdict.tokens)]
+        nodes, parents = outcome.tree.tokens, outcome.tree.parents
+        last = np.append(text[-1], nodes)
+        before = np.append(text[-2] if len(text) > 1 else -1, last[parents + 1])
+        tokens, scores = best_of_rows(outcome.logits)
+        self._rows.setdefault(request.id, []).append(RecycledRows(before, last, tokens, scores))
 
     def learn(self, request: Request) -> None:
         """Learn all of a request's text now."""
         known, committed = self.trie.length(request.id), self._committed[request.id]
         if known < committed:
             self.trie.extend(request.id, request.tokens[known:committed])
+        for rows in self._rows.pop(request.id, ()):
+            self.trie.recycle(request.id, rows)
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""
         if request.id in self._committed:
             self.learn(request)
             del self._committed[request.id]
+            self._rows.pop(request.id, None)
         self.trie.finish(request.id)
+
+
+def _noise_of(sampler: Sampler) -> SamplingNoise | None:
+    """The noise of coupled sampling. That of rejection sampling no draft may know: the test needs drafts that are
+    independent of it."""
+    if sampler.method != "coupled":
+        return None
+    return SamplingNoise(mixed(sampler.seed & MASK64), sampler.temperature)
+
+
+def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
+    """The best tokens of each row of logits ``[n, V]`` and their logits, best first; ``[n, LISTED]`` each."""
+    if elsewhere(logits):
+        best = logits.float().topk(min(LISTED, logits.shape[-1]))  # it has not run on a GPU
+        return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
+    tokens, scores = np.empty((len(logits), LISTED), np.int32), np.empty((len(logits), LISTED), np.float32)
+    recycled.best_of_rows(logits.float().contiguous().numpy(), tokens, scores)
+    return tokens, scores

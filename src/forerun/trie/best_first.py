@@ -16,6 +16,7 @@ from forerun.trie.candidates import NONE, UNIGRAM, CandidateTable, candidate, cl
 from forerun.trie.draft_workspace import Draft, DraftWorkspace, find_slots, read_copy, set_root
 from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_recent
 from forerun.trie.frontier import (
+    RECYCLED_ORDER,
     above_of,
     empty,
     least,
@@ -27,7 +28,8 @@ from forerun.trie.frontier import (
     token_of,
 )
 from forerun.trie.gapped_match import follow_matches, inherit_matches
-from forerun.trie.logistic_mixer import Mixer, corrected, odds_unmatched, weigh
+from forerun.trie.known_noise import noise_of
+from forerun.trie.logistic_mixer import Mixer, corrected, odds_unmatched, unmatched_by_text, weigh, weights_unmatched
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, follow_copy
 
@@ -50,9 +52,11 @@ def _expand(
     gather(own, shared, workspace.hashes, workspace.slots, workspace.matches, node, evidence, table, bar)
     for number in range(table.size[0]):
         complete(table, number, evidence)
-        likely = chance * weigh(mixer, table, number, evidence)
         offered = table.candidates[number]
-        entry = packed(offered.token, node, offered.longest[OWN], offered.longest[SHARED])
+        offered.noise = noise_of(workspace.noise, workspace.depths[node], offered.token)
+        likely = chance * weigh(mixer, table, number, evidence)
+        own_order = RECYCLED_ORDER if unmatched_by_text(offered.weights) else offered.longest[OWN]
+        entry = packed(offered.token, node, own_order, offered.longest[SHARED])
         offer(workspace.frontier, bound, likely, entry)
     if bar <= CUT_RECENT and table.size[0] < ENOUGH_CANDIDATES:
         _expand_recent(mixer, workspace, node, bound, chance)
@@ -62,8 +66,9 @@ def _expand(
 def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float) -> None:
     """Offer the tokens seen last, as far as they are likely enough."""
     recent, odds = workspace.recent, odds_unmatched(mixer, workspace.evidence)
+    chosen = weights_unmatched(workspace.evidence)
     for number in range(recent.size[0]):
-        likely = chance * corrected(mixer, 0, odds + recent.candidates[number].odds)
+        likely = chance * corrected(mixer, chosen, odds + recent.candidates[number].odds)
         if likely <= least(workspace.frontier, bound):
             break
         token = recent.candidates[number].token

@@ -15,14 +15,18 @@ from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import ORDERS, Int32Array
 from forerun.trie.gapped_match import GAPPED_MATCH_CELLS, SKIPS
-from forerun.trie.tables import ABSENT, CANDIDATE, PREDICTION, RecordArray
+from forerun.trie.tables import ABSENT, CANDIDATE, CHANCE_CLASSES, LISTED, PREDICTION, RecordArray
 
-COPIED, UNIGRAM, SUBSTITUTE, SKIPPED, MATCHED = (2 * ORDERS + start for start in (0, 2, 4, 5, 7))
+COPIED, UNIGRAM, RECYCLED, NOISY, SUBSTITUTE, SKIPPED, MATCHED = (
+    2 * ORDERS + start for start in (0, 2, 4, 6, 7, 8, 10)
+)
 """First inputs of each kind behind the ``2 * ORDERS`` contexts: two copies, by source; the token's own frequency and
-recency, by source; the substitute; two skips and two gapped matches."""
+recency, by source; two lists of recycled logits, by order; known noise; the substitute; two skips and two
+gapped matches."""
 
 BIAS = MATCHED + 2
-"""Number of inputs; in ``Mixer.weights`` the column of the constant, which has no cell."""
+"""Number of inputs; in ``Mixer.weights`` the column of the constant, which has no cell. ``NOISY`` has none either:
+noise is added as it is."""
 
 COUNTS, TOTALS, STATES = 9, 10, 3
 """Classes of a follower's count (the last one: the candidate did not follow the shorter context either), of a context's
@@ -53,7 +57,12 @@ UNIGRAM_CELLS = COPY_CELLS + 2 * LENGTHS * MISSES * 2
 
 MATCH_CELLS = UNIGRAM_CELLS + 2 * FREQUENCY_CLASSES * RECENCY_CLASSES
 
-CELLS = MATCH_CELLS + GAPPED_MATCH_CELLS
+RECYCLED_ORDERS = 2
+"""Tokens of the longest context that recycled logits are kept by."""
+
+RECYCLED_CELLS = MATCH_CELLS + GAPPED_MATCH_CELLS
+
+CELLS = RECYCLED_CELLS + RECYCLED_ORDERS * (LISTED + 1) * CHANCE_CLASSES
 """Number of cells; the names above it are the first cell of each kind of input."""
 
 MAX_CANDIDATES = 64
@@ -98,6 +107,8 @@ class PositionEvidence(NamedTuple):
         copies: what each source's copy predicts; ``PREDICTION`` ``[2]``.
         unpredicted: for each match, the cell of a token that it does not predict, or ``NONE``; int64 ``[2]``.
         inputs: how many are in use: ``BIAS``, or ``SUBSTITUTE`` while no match is active; int64 ``[1]``.
+        unlisted: for recycled logits of each order, the cell of a token that their list has not, or ``NONE`` where
+            there is no list; int32 ``[RECYCLED_ORDERS]``.
     """
 
     absent: RecordArray
@@ -105,12 +116,20 @@ class PositionEvidence(NamedTuple):
     copies: RecordArray
     unpredicted: IntArray
     inputs: IntArray
+    unlisted: Int32Array
 
     @classmethod
     def allocate(cls) -> PositionEvidence:
         """Room for the evidence of one position."""
         absent, skips = np.zeros((2, ORDERS + 1), ABSENT), np.full((2, SKIPS + 1), NONE, np.int32)
-        return cls(absent, skips, np.zeros(2, PREDICTION), np.full(2, NONE, np.int64), np.zeros(1, np.int64))
+        return cls(
+            absent,
+            skips,
+            np.zeros(2, PREDICTION),
+            np.full(2, NONE, np.int64),
+            np.zeros(1, np.int64),
+            np.full(RECYCLED_ORDERS, NONE, np.int32),
+        )
 
 
 @compiled
@@ -159,7 +178,14 @@ def candidate(table: CandidateTable, token: int, fresh: bool) -> int:
     table.buckets[bucket] = number + 1
     table.size[0] += 1
     added = table.candidates[number]
-    added.token, added.longest[0], added.longest[1], added.match_class = token, 0, 0, 0
+    added.token, added.longest[0], added.longest[1], added.match_class, added.listed, added.noise = (
+        token,
+        0,
+        0,
+        0,
+        0,
+        0.0,
+    )
     for at in range(BIAS):
         table.cells[number, at] = NONE
     return int(number)

@@ -13,7 +13,7 @@ from forerun.trie.arrays import ORDERS, HashArray, Index, Int32Array, find
 from forerun.trie.candidates import CandidateTable, PositionEvidence
 from forerun.trie.evidence import copy_cell
 from forerun.trie.frontier import Frontier
-from forerun.trie.tables import COPY, GAPPED_MATCH, OWN, SHARED, RecordArray
+from forerun.trie.tables import COPY, GAPPED_MATCH, NOISE, OWN, SHARED, RecordArray
 from forerun.trie.text_cursor import TextCursor
 from forerun.trie.token_store import UNWRITTEN, read
 
@@ -33,6 +33,7 @@ class DraftWorkspace(NamedTuple):
         table: candidates of the node at hand.
         recent: the tokens seen last, whose evidence is the same at every node.
         evidence: of the node at hand.
+        noise: of the text at hand; ``NOISE`` ``[1]``.
     """
 
     hashes: HashArray
@@ -44,6 +45,7 @@ class DraftWorkspace(NamedTuple):
     table: CandidateTable
     recent: CandidateTable
     evidence: PositionEvidence
+    noise: RecordArray
 
     @classmethod
     def allocate(cls, budget: int) -> DraftWorkspace:
@@ -58,6 +60,7 @@ class DraftWorkspace(NamedTuple):
             table=CandidateTable.allocate(),
             recent=CandidateTable.allocate(),
             evidence=PositionEvidence.allocate(),
+            noise=np.zeros(1, NOISE),
         )
 
     def holds(self, budget: int) -> bool:

@@ -25,6 +25,8 @@ from forerun.trie.candidates import (
     ONLY_ONE,
     OTHERS_SINCE,
     RECENCY_CLASSES,
+    RECYCLED,
+    RECYCLED_ORDERS,
     SKIPPED,
     SUBSTITUTE,
     SUBSTITUTE_GROUP,
@@ -41,6 +43,7 @@ from forerun.trie.candidates import (
 )
 from forerun.trie.gapped_match import SKIPS, current_substitute_hash
 from forerun.trie.gapped_match_features import predict
+from forerun.trie.recycled import recall
 from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, RecordArray
 from forerun.trie.token_store import MAX_AGREED, UNWRITTEN
 
@@ -126,6 +129,7 @@ def gather(
     ``PositionEvidence.copies`` is filled in already. For ``least`` see ``_followers``.
     """
     clear(table)
+    recall(shared, hashes, node, evidence, table, least)
     predict(own, matches, node, hashes[node, OWN, 2], evidence, table)
     _substitutes(own, matches[node, PROMPT_MATCH], evidence, table, least)
     for source in range(2):
@@ -172,6 +176,9 @@ def complete(table: CandidateTable, number: int, evidence: PositionEvidence) -> 
         predicted = evidence.copies[source]
         if predicted.token != UNWRITTEN:
             cells[COPIED + source] = predicted.cell + (1 if predicted.token == token else 0)
+    for order in range(RECYCLED_ORDERS):
+        if cells[RECYCLED + order] == NONE:
+            cells[RECYCLED + order] = evidence.unlisted[order]
     if evidence.inputs[0] == SUBSTITUTE:
         return
     for row in range(2):

@@ -21,7 +21,10 @@ ORDER_BITS, NODE_BITS = 3, 20
 ORDERS_BITS = 2 * ORDER_BITS
 TOKEN_START = ORDERS_BITS + NODE_BITS
 
-FROM_TEXT, FROM_EARLIER = int(Origin.TEXT), int(Origin.EARLIER)
+RECYCLED_ORDER = 7
+"""In place of the own context's order: the token comes from recycled logits alone."""
+
+FROM_TEXT, FROM_EARLIER, FROM_LOGITS = int(Origin.TEXT), int(Origin.EARLIER), int(Origin.RECYCLED)
 
 
 class Frontier(NamedTuple):
@@ -64,7 +67,8 @@ def above_of(entry: int) -> int:
 @compiled
 def own_order_of(entry: int) -> int:
     """Tokens of the longest context that it followed in the request's own text."""
-    return entry >> ORDER_BITS & ((1 << ORDER_BITS) - 1)
+    order = entry >> ORDER_BITS & ((1 << ORDER_BITS) - 1)
+    return 0 if order == RECYCLED_ORDER else order
 
 
 @compiled
@@ -75,7 +79,10 @@ def shared_order_of(entry: int) -> int:
 
 @compiled
 def origin_of(entry: int) -> int:
-    """The source in which the longer context was found: the request's own text, or else earlier ones."""
+    """The source in which the longer context was found: the request's own text, or else earlier ones; or recycled
+    logits."""
+    if entry >> ORDER_BITS & ((1 << ORDER_BITS) - 1) == RECYCLED_ORDER:
+        return FROM_LOGITS
     return FROM_EARLIER if shared_order_of(entry) > own_order_of(entry) else FROM_TEXT
 
 

@@ -7,6 +7,7 @@ from forerun.core.tree import IntArray
 from forerun.trie.arrays import Index, tight
 from forerun.trie.draft_workspace import DraftWorkspace, read_copy, set_root
 from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_recent
+from forerun.trie.known_noise import noise_of
 from forerun.trie.logistic_mixer import Mixer, teach, weigh
 from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, append_generated
@@ -29,6 +30,7 @@ def learn(
         gather_recent(own, shared, table)
     for number in range(table.size[0]):
         complete(table, number, evidence)
+        table.candidates[number].noise = noise_of(workspace.noise, 0, table.candidates[number].token)
         weigh(mixer, table, number, evidence)
     teach(mixer, table, evidence.inputs[0], token, rate)
 
@@ -57,6 +59,7 @@ def extend(
             learn(own, shared, cursor, mixer, workspace, token, rate)
         append_generated(own, OWN, own, cursor, token)
         append_generated(shared, SHARED, own, cursor, token)
+        workspace.noise[0].position += 1
     needs = OWN_HINTS if own.state[0].tokens > len(own.hints) else 0
     needs += SHARED_TIGHT if tight(shared) else 0
     return needs + (SHARED_HINTS if shared.state[0].tokens > len(shared.hints) else 0)

@@ -31,7 +31,11 @@ from forerun.trie.candidates import (
     COUNTS,
     MATCH_CELLS,
     MISSES,
+    NOISY,
     NONE,
+    RECYCLED,
+    RECYCLED_CELLS,
+    RECYCLED_ORDERS,
     SKIPPED,
     STATES,
     SUBSTITUTE,
@@ -43,14 +47,18 @@ from forerun.trie.candidates import (
     context_input,
 )
 from forerun.trie.gapped_match import GAP_CLASSES, MATCH_KINDS, PROMPT_LOOKAHEAD, RESUMED_CLASSES
-from forerun.trie.tables import OWN, SHARED
+from forerun.trie.tables import CHANCE_CLASSES, LISTED, OWN, SHARED
 from forerun.trie.token_store import UNWRITTEN
 
 WEIGHT_COLUMNS = BIAS + 1
 """Columns of ``Mixer.weights``: the inputs, and the constant."""
 
-SETS = 81
-"""Rows of ``Mixer.weights``: three classes each of the longest own and shared context, of copies and of matches."""
+TEXT_SETS = 81
+"""Sets of weights for what texts say: three classes each of the longest own and shared context, copies and matches."""
+
+SETS = 4 * TEXT_SETS
+"""Rows of ``Mixer.weights``: a set for each class of recycled logits, too. There are none, they do not list the token,
+they list it behind one token, or behind two."""
 
 KNOTS = 33
 """Points of the correction: log-odds from -8 to 8 in steps of a half."""
@@ -134,7 +142,27 @@ def _weights_of(table: CandidateTable, number: int, evidence: PositionEvidence) 
             copied = max(copied, 2 if evidence.copies[source].agreed >= LONG_COPY else 1)
     own, shared = found.longest[OWN], found.longest[SHARED]
     chosen = (min(own, 1) + (1 if own > 2 else 0)) * 9 + (min(shared, 1) + (1 if shared > 2 else 0)) * 3 + copied
-    return int(chosen + 27 * found.match_class)
+    return int(chosen + 27 * found.match_class + TEXT_SETS * _listed_class(evidence, found.listed))
+
+
+@compiled
+def _listed_class(evidence: PositionEvidence, listed: int) -> int:
+    """What recycled logits say of a token that is on a list of order ``listed``, or on none (0)."""
+    if evidence.unlisted[0] == NONE and evidence.unlisted[1] == NONE:
+        return 0
+    return 1 + listed
+
+
+@compiled
+def unmatched_by_text(chosen: int) -> bool:
+    """Whether weights are for a token that nothing but recycled logits speaks for."""
+    return bool(chosen >= 2 * TEXT_SETS and chosen % TEXT_SETS == 0)
+
+
+@compiled
+def weights_unmatched(evidence: PositionEvidence) -> int:
+    """The set of weights for a token that no context, copy, match or list speaks for."""
+    return TEXT_SETS * _listed_class(evidence, 0)
 
 
 @compiled
@@ -145,6 +173,7 @@ def weigh(mixer: Mixer, table: CandidateTable, number: int, evidence: PositionEv
     for at in range(evidence.inputs[0]):
         odds += mixer.weights[chosen, at] * mixer.cells.odds[table.cells[number, at]]
     found = table.candidates[number]
+    odds += mixer.weights[chosen, NOISY] * found.noise
     found.weights, found.odds, found.chance = chosen, odds, corrected(mixer, chosen, odds)
     return float(found.chance)
 
@@ -152,15 +181,18 @@ def weigh(mixer: Mixer, table: CandidateTable, number: int, evidence: PositionEv
 @compiled
 def odds_unmatched(mixer: Mixer, evidence: PositionEvidence) -> float:
     """The log-odds of a token that no context, copy or match speaks for, without its own frequency and recency."""
-    odds = mixer.weights[0, BIAS]
+    chosen = weights_unmatched(evidence)
+    odds = mixer.weights[chosen, BIAS]
+    for order in range(RECYCLED_ORDERS):
+        odds += mixer.weights[chosen, RECYCLED + order] * mixer.cells.odds[evidence.unlisted[order]]
     for source in range(2):
         for order in range(1, ORDERS + 1):
             absent = evidence.absent[source, order - 1]
             cell = absent.shorter if order == 1 else absent.unknown
             if cell != NONE:
-                odds += mixer.weights[0, context_input(source, order)] * mixer.cells.odds[cell]
+                odds += mixer.weights[chosen, context_input(source, order)] * mixer.cells.odds[cell]
         if evidence.copies[source].token != UNWRITTEN:
-            odds += mixer.weights[0, COPIED + source] * mixer.cells.odds[evidence.copies[source].cell]
+            odds += mixer.weights[chosen, COPIED + source] * mixer.cells.odds[evidence.copies[source].cell]
     return float(odds)
 
 
@@ -182,6 +214,7 @@ def _teach(mixer: Mixer, table: CandidateTable, inputs: int, number: int, hit: f
     error = rate * (hit - 1 / (1 + math.exp(-min(max(odds, -20.0), 20.0))))
     _correct(mixer, chosen, odds, hit)
     weights[chosen, BIAS] += error
+    weights[chosen, NOISY] += error * table.candidates[number].noise
     for at in range(inputs):
         cell = table.cells[number, at]
         if cell != NONE:
@@ -273,7 +306,7 @@ def _expected() -> FloatArray:
     agreed = np.array([0.3, 0.4, 0.6, 0.75, 0.85, 0.92, 0.97, 0.99])[:, None] * 0.9 ** np.arange(MISSES)
     says = np.stack([(1 - agreed) / 50, agreed], axis=-1)
     chance[COPY_CELLS:UNIGRAM_CELLS] = np.tile(says.ravel(), 2)
-    matches = chance[MATCH_CELLS:CELLS].reshape(MATCH_KINDS, RESUMED_CLASSES, GAP_CLASSES)
+    matches = chance[MATCH_CELLS:RECYCLED_CELLS].reshape(MATCH_KINDS, RESUMED_CLASSES, GAP_CLASSES)
     expected = [
         *(0.2 * 0.4 ** np.arange(PROMPT_LOOKAHEAD)),
         0.1,
@@ -286,6 +319,10 @@ def _expected() -> FloatArray:
     ]  # in the order of the kinds
     matches[:] = np.array(expected)[:, None, None]
     matches[0, :, 0] = 0.6
+    share = 1 / (1 + np.exp(CHANCE_CLASSES / 2 - 0.5 - np.arange(CHANCE_CLASSES)))
+    lists = chance[RECYCLED_CELLS:CELLS].reshape(RECYCLED_ORDERS, LISTED + 1, CHANCE_CLASSES)
+    lists[0], lists[1] = 0.5 * share, 0.8 * share
+    lists[:, LISTED] = 0.01
     chance[NONE] = 0.5
     return chance
 
@@ -293,7 +330,7 @@ def _expected() -> FloatArray:
 def _first_weights() -> FloatArray:
     """The weights before anything was learned, float64 ``[SETS, WEIGHT_COLUMNS]``; rows are numbered as in
     ``_weights_of``."""
-    weights = np.full((SETS, WEIGHT_COLUMNS), 0.3)
+    weights = np.full((TEXT_SETS, WEIGHT_COLUMNS), 0.3)
     weights[:, BIAS] = 0
     weights[18:, BIAS] = weights[6:9, BIAS] = weights[15:18, BIAS] = 0.3  # a context of three or more tokens
     weights[0, UNIGRAM:BIAS] = 0.5
@@ -303,4 +340,5 @@ def _first_weights() -> FloatArray:
     weights[:, SUBSTITUTE:BIAS] = 0.1
     weights[27:] = np.tile(weights[:27], (2, 1))
     weights[54:, SKIPPED:BIAS] = 0.6  # a match is sure of it
-    return weights
+    weights[:, RECYCLED:SUBSTITUTE] = 0.3  # known noise included
+    return np.tile(weights, (SETS // TEXT_SETS, 1))

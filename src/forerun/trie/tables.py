@@ -89,6 +89,7 @@ INDEX_STATE = _records(
     ("chunk_top", np.int64),
     ("chunk_free", np.int64),
     ("tokens", np.int64),
+    ("lists", np.int64),
 )
 """``Index.state``: one row of counters.
 
@@ -98,6 +99,27 @@ INDEX_STATE = _records(
 - ``slot_top``, ``block_top``, ``chunk_top``: the first of each that was never used.
 - ``slot_free``, ``chunk_free``: the first slot and the first chunk that was given back.
 - ``tokens``: how many tokens are written.
+- ``lists``: how many lists of recycled logits are written.
+"""
+
+LISTED = 8
+"""Tokens of one list of recycled logits."""
+
+CHANCE_CLASSES = 14
+"""Classes of a chance, by its log-odds."""
+
+RECYCLED_LIST = _records(
+    ("key", np.uint64),
+    ("tokens", np.int32, (LISTED,)),
+    ("chances", np.float32, (LISTED,)),
+    ("classes", np.int8, (LISTED,)),
+)
+"""``Index.recycled``: the best tokens behind one context, best first.
+
+- ``key``: the hash of the context; 0 of a free row.
+- ``tokens``: -1 where there are fewer.
+- ``chances``: the share of each in the sum of all ``LISTED``.
+- ``classes``: the classes of these, of ``CHANCE_CLASSES``.
 """
 
 COPY = _records(("position", np.int64), ("agreed", np.int64), ("wrong", np.int64))
@@ -135,14 +157,18 @@ CANDIDATE = _records(
     ("token", np.int64),
     ("longest", np.int64, (2,)),
     ("match_class", np.int64),
+    ("listed", np.int64),
+    ("noise", np.float64),
     ("weights", np.int64),
     ("odds", np.float64),
     ("chance", np.float64),
 )
-"""``Board.candidates``: a token that may come next.
+"""``CandidateTable.candidates``: a token that may come next.
 
 - ``longest``: tokens of the longest context that it followed, in each source.
 - ``match_class``: 1 if a match predicts it or what usually stands in for it, 2 if the match is sure, otherwise 0.
+- ``listed``: tokens of the longest context whose list of recycled logits has it; 0 for none.
+- ``noise``: see ``known_noise.noise_of``; 0 where it is not known.
 - ``weights``: which row of ``Mixer.weights`` its evidence is mixed with.
 - ``odds``: the log-odds that the mix gives.
 - ``chance``: the probability after the correction.
@@ -159,6 +185,14 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 PREDICTION = _records(("token", np.int64), ("cell", np.int64), ("agreed", np.int64))
 """``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for
 this one), and ``COPY.agreed``."""
+
+NOISE = _records(("seed", np.uint64), ("position", np.int64), ("temperature", np.float64))
+"""``DraftWorkspace.noise``: what the noise of a text's next tokens follows from; see ``known_noise``.
+
+- ``seed``: the sampler's, mixed once.
+- ``position``: of the next token in the text.
+- ``temperature``: 0 where noise is not known, or there is none.
+"""
 
 SPAN = _records(("head", np.int64), ("tail", np.int64))
 """``Frontier.span``: the frontier's entries are those from ``head`` to before ``tail``."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from forerun.core.fair_lock import locked
 from forerun.core.tree import IntArray
@@ -23,6 +23,7 @@ from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.learning import OWN_HINTS
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import PIECE_TOKENS, Namespace
+from forerun.trie.recycled import RecycledRows
 from forerun.trie.spelling import spellings
 from forerun.trie.tables import CHUNK_TOKENS
 from forerun.trie.text_cursor import TextCursor
@@ -42,6 +43,22 @@ PROMPT_PIECE_TOKENS = 4096
 """Maximum tokens of a prompt that are indexed in one call, which takes some 10 ms. Other threads wait no longer."""
 
 
+class SamplingNoise(NamedTuple):
+    """Gumbel noise that a text's tokens are sampled with.
+
+    Attributes:
+        mixed_seed: see ``sampling.mixed``.
+        temperature: of the sampling.
+    """
+
+    mixed_seed: int
+    temperature: float
+
+
+NO_NOISE = SamplingNoise(0, 0.0)
+"""Of a greedy text, or of one whose noise no draft may know."""
+
+
 @dataclass
 class _Live:
     """A request.
@@ -54,6 +71,7 @@ class _Live:
         room: tokens that fit its index.
         unread: what is not indexed yet of the texts that were there first, each with where it stands.
         predicted: whether its index begins with a text that the output is expected to resemble.
+        noise: that its tokens are sampled with, if a draft may know it.
     """
 
     namespace: str
@@ -63,6 +81,7 @@ class _Live:
     room: int
     unread: deque[tuple[TextCursor, IntArray]]
     predicted: bool
+    noise: SamplingNoise | None
     handles: tuple[ArrayHandles[Index], ArrayHandles[TextCursor]] = field(
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
@@ -107,7 +126,13 @@ class Trie(TrieStore):
 
     @locked
     def begin(
-        self, request_id: int, namespace: str, prompt: Tokens, expected: int = 1024, prediction: Tokens = ()
+        self,
+        request_id: int,
+        namespace: str,
+        prompt: Tokens,
+        expected: int = 1024,
+        prediction: Tokens = (),
+        noise: SamplingNoise | None = None,
     ) -> None:
         """Start a request and index its prompt for it alone: the first piece now, the rest by ``catch_up``.
 
@@ -118,6 +143,7 @@ class Trie(TrieStore):
             expected: tokens that may be generated; room for them is made at once.
             prediction: a text that the output is expected to resemble. It is indexed like the prompt, and the output is
                 taken to copy it from its first token on until it does not.
+            noise: that its tokens are sampled with, if a draft may know it.
 
         Raises:
             ValueError: if the request is live already, or a token is not in [0, 2**31).
@@ -134,7 +160,7 @@ class Trie(TrieStore):
         own = Index.for_tokens(room)._replace(spelling=self._spelling).with_hints(read)
         cursor = TextCursor.start()
         unread = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
-        live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0)
+        live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0, noise)
         _read(live, PROMPT_PIECE_TOKENS)
         self._live[request_id] = live
         space.writers[request_id] = live.cursor
@@ -172,6 +198,7 @@ class Trie(TrieStore):
     def _extend(self, live: _Live, new: IntArray) -> None:
         space = self._shared.open(live.namespace)
         rate, was_cut = float(self.config.learning_rate), live.cursor.cut
+        self._note_noise(live, live.length)
         while live.room < live.own.tokens + len(new):
             live.own, live.room = live.own.grown(), 2 * live.room
         for start in range(0, len(new), PIECE_TOKENS):
@@ -185,11 +212,26 @@ class Trie(TrieStore):
         if len(new):
             self._shared.note_change(space)
 
+    def _note_noise(self, live: _Live, position: int) -> None:
+        """Let the workspace know the noise at a position of a text."""
+        noise = live.noise or NO_NOISE
+        self._workspace.noise[0] = (noise.mixed_seed, position, noise.temperature)
+
     def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
         """Make the room that ``calls.extend`` asked for."""
         if needs & OWN_HINTS:
             live.own = live.own.with_hints()
         space.make_room(tokens)
+
+    @locked
+    def recycle(self, request_id: int, rows: RecycledRows) -> None:
+        """Keep the best tokens of rows of logits, for what is drafted in the request's namespace.
+
+        Raises:
+            ValueError: if the request is not live.
+        """
+        space = self._shared.open(self._of(request_id).namespace)
+        entry_points.keep(space.handles.at(space.index), *rows)
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
@@ -222,6 +264,7 @@ class Trie(TrieStore):
             self._workspace = DraftWorkspace.allocate(budget)
         space = self._shared.get(live.namespace, self._nothing)
         addresses = self._addresses(live, space, self._moved(live, pending))
+        self._note_noise(live, live.length + len(pending))
         return int(entry_points.grow(*addresses, draft, max_depth))
 
     def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:

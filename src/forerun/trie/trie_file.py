@@ -3,7 +3,7 @@
 Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON:
 the name of
 the vocabulary, how many numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what
-was learned (float64), and per namespace the lengths of its outputs and their tokens (int32). The index is built anew
+was learned (float32), and per namespace the lengths of its outputs and their tokens (int32). The index is built anew
 from the texts.
 """
 
@@ -26,7 +26,10 @@ from forerun.trie.arrays import FloatArray
 from forerun.trie.logistic_mixer import Mixer
 
 TRIE_FILE_MAGIC = b"forerun trie\n"
-TRIE_FILE_VERSION = 3
+TRIE_FILE_VERSION = 4
+
+TEXTS_VERSION = 3
+"""Of this version texts are read. What was learned then is not: there were other pieces of evidence."""
 _PREFIX = struct.Struct(f"<{len(TRIE_FILE_MAGIC)}sI32sI")
 
 
@@ -58,7 +61,7 @@ def write(
     path = Path(path)
     sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]
     header = json.dumps([vocabulary, len(learned), *sizes]).encode()
-    parts = [header, learned.astype("<f8").tobytes()]
+    parts = [header, learned.astype("<f4").tobytes()]
     for texts in namespaces.values():
         parts.append(np.array([len(text) for text in texts], "<i4").tobytes())
         parts += [text.astype("<i4").tobytes() for text in texts]
@@ -113,19 +116,21 @@ def read(path: str | os.PathLike[str]) -> Content:
     if len(data) < _PREFIX.size:
         raise TrieFileError(f"{path} is truncated")
     _, version, digest, length = _PREFIX.unpack_from(data)
-    if version != TRIE_FILE_VERSION:
-        raise TrieFileError(f"{path} has version {version}; this program reads version {TRIE_FILE_VERSION}")
+    if version not in (TEXTS_VERSION, TRIE_FILE_VERSION):
+        raise TrieFileError(
+            f"{path} has version {version}; this program reads versions {TEXTS_VERSION} and {TRIE_FILE_VERSION}"
+        )
     if hashlib.sha256(data[_PREFIX.size - 4 :]).digest() != digest:
         raise TrieFileError(f"{path} is truncated or damaged: its checksum does not match")
     try:
-        return _parse(data[_PREFIX.size :], length)
+        return _parse(data[_PREFIX.size :], length, version)
     except (ValueError, TypeError) as error:
         raise TrieFileError(f"{path} has no valid content: {error}") from error
 
 
-def _parse(body: bytes, length: int) -> Content:
+def _parse(body: bytes, length: int, version: int) -> Content:
     vocabulary, count, *sizes = json.loads(body[:length])
-    learned = np.frombuffer(body, "<f8", count, length).astype(np.float64)
+    learned = np.frombuffer(body, "<f8" if version == TEXTS_VERSION else "<f4", count, length)
     offset = length + learned.nbytes
     namespaces: dict[str, list[IntArray]] = {}
     for name, outputs, tokens in sizes:
@@ -137,4 +142,6 @@ def _parse(body: bytes, length: int) -> Content:
         offset += lengths.nbytes + 4 * tokens
     if offset != len(body):
         raise ValueError(f"{len(body) - offset} bytes too many")
-    return Content(namespaces, logistic_mixer.restore(learned), str(vocabulary))
+    old = version == TEXTS_VERSION
+    mixer = logistic_mixer.prior() if old else logistic_mixer.restore(learned.astype(np.float64))
+    return Content(namespaces, mixer, str(vocabulary))

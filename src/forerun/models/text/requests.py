@@ -265,13 +265,14 @@ def make_request(
         max_new_tokens = max(1, max_new_tokens)
     check_length(model, len(prompt), max_new_tokens)
     processor = of_row(prepared.processors, model, place.row, place.rows, place.prepared)
+    method = options.verification if config.do_sample else "greedy"
     seed = draw_seed() if options.seed is None else options.seed
     constraint = None if options.grammar is None else options.grammar.follow(len(padding) + len(prompt))
     return Request(
         prompt,
         max_new_tokens,
         eos_token_ids=eos,
-        sampler=Sampler(options.verification if config.do_sample else "greedy", seed, processor, constraint),
+        sampler=Sampler(method, seed, processor, constraint, config.temperature or 1.0),
         stopping=stopping,
         namespace=options.namespace,
         drafts_from=options.drafts_from,

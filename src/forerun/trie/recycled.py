@@ -1,0 +1,146 @@
+"""Recycled logits: what the model might have said instead.
+
+A verifying pass works out logits behind every node of a draft, accepted or not. The best tokens of each of these rows
+are kept by the last two tokens before them, and by the last one. Where the same tokens come again, they are candidates
+for what comes next. This is the idea of Token Recycling (Luo et al., 2024, arXiv 2408.08696), with two tokens of
+context, and with the mixer to judge what a kept list is worth.
+
+A list is overwritten by a newer one of the same place. So a table has a fixed size, and old lists go by themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from forerun.core.compiling import compiled
+from forerun.core.tree import IntArray
+from forerun.trie.arrays import HashArray, Index, Int32Array, mix
+from forerun.trie.candidates import (
+    NONE,
+    RECYCLED,
+    RECYCLED_CELLS,
+    RECYCLED_ORDERS,
+    CandidateTable,
+    PositionEvidence,
+    candidate,
+)
+from forerun.trie.tables import CHANCE_CLASSES, LISTED
+
+Float32Array = npt.NDArray[np.float32]
+
+
+class RecycledRows(NamedTuple):
+    """The best tokens of rows of logits, and what stands before each row.
+
+    Attributes:
+        before, last: the last two tokens before a row; ``before`` is -1 where there is one only. Int64 ``[n]``.
+        tokens: best first, -1 where there are fewer; int32 ``[n, LISTED]``.
+        scores: their logits, float32 ``[n, LISTED]``.
+    """
+
+    before: IntArray
+    last: IntArray
+    tokens: Int32Array
+    scores: Float32Array
+
+
+STRIDE = 256
+"""Logits that are compared with the least of the best so far before any is looked at alone, so that it vectorises."""
+
+
+@compiled
+def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
+    """The best tokens of each row, best first, and their logits; ``[n, V]`` to ``[n, LISTED]`` twice. A token is -1
+    where a row has no more."""
+    rows, vocabulary = logits.shape
+    for row in range(rows):
+        tokens[row], scores[row] = -1, -np.inf
+        least = np.float32(-np.inf)
+        for first in range(0, vocabulary, STRIDE):
+            end, above = min(first + STRIDE, vocabulary), 0
+            for token in range(first, end):
+                above += logits[row, token] > least
+            if above == 0:
+                continue
+            for token in range(first, end):
+                score = logits[row, token]
+                if score > least:
+                    at = LISTED - 1
+                    while at > 0 and scores[row, at - 1] < score:
+                        scores[row, at], tokens[row, at] = scores[row, at - 1], tokens[row, at - 1]
+                        at -= 1
+                    scores[row, at], tokens[row, at] = score, token
+                    least = scores[row, LISTED - 1]
+
+
+@compiled
+def chance_class(chance: float) -> int:
+    """A chance's class: its log-odds, rounded down, from -7 to 6."""
+    odds = math.log(max(chance, 1e-6) / max(1 - chance, 1e-6))
+    return int(min(max(math.floor(odds) + CHANCE_CLASSES // 2, 0), CHANCE_CLASSES - 1))
+
+
+@compiled
+def _keep(index: Index, hashed: np.uint64, tokens: Int32Array, scores: Float32Array, row: int) -> None:
+    """Write a list where its context has its place."""
+    place = index.recycled[int(hashed >> np.uint64(20)) & (len(index.recycled) - 1)]
+    if place.key == 0:
+        index.state[0].lists += 1
+    place.key = hashed
+    total = 0.0
+    for rank in range(LISTED):
+        total += math.exp(scores[row, rank] - scores[row, 0])
+    for rank in range(LISTED):
+        chance = math.exp(scores[row, rank] - scores[row, 0]) / total
+        place.tokens[rank], place.chances[rank] = tokens[row, rank], chance
+        place.classes[rank] = chance_class(chance)
+
+
+@compiled
+def keep(index: Index, before: IntArray, last: IntArray, tokens: Int32Array, scores: Float32Array) -> None:
+    """Keep the best tokens of rows of logits.
+
+    Args:
+        index: a namespace's.
+        before, last: the last two tokens before each row; ``before`` is -1 where there is one only. ``[n]``.
+        tokens, scores: as ``best_of_rows`` gives them, ``[n, LISTED]``.
+    """
+    if len(index.recycled) < 2:
+        return
+    for row in range(len(last)):
+        if tokens[row, 0] < 0:
+            continue
+        _keep(index, mix(np.uint64(0), last[row]), tokens, scores, row)
+        if before[row] >= 0:
+            _keep(index, mix(mix(np.uint64(0), before[row]), last[row]), tokens, scores, row)
+
+
+@compiled
+def listed_cell(order: int, rank: int, chance: int) -> int:
+    """The cell of a token that a list of this order has in this place, with a chance of this class."""
+    return RECYCLED_CELLS + ((order - 1) * (LISTED + 1) + rank) * CHANCE_CLASSES + chance
+
+
+@compiled
+def recall(
+    index: Index, hashes: HashArray, node: int, evidence: PositionEvidence, table: CandidateTable, least: float
+) -> None:
+    """Make what the lists of a node's last tokens have candidates, as far as their chances exceed ``least``."""
+    for order in range(RECYCLED_ORDERS, 0, -1):
+        hashed = hashes[node, 0, order]
+        place = index.recycled[int(hashed >> np.uint64(20)) & (len(index.recycled) - 1)]
+        if place.key != hashed or hashed == 0:
+            evidence.unlisted[order - 1] = NONE
+            continue
+        evidence.unlisted[order - 1] = listed_cell(order, LISTED, place.classes[0])
+        for rank in range(LISTED):
+            if place.tokens[rank] < 0:
+                break
+            number = candidate(table, place.tokens[rank], place.chances[rank] > least)
+            if number != NONE:
+                table.cells[number, RECYCLED + order - 1] = listed_cell(order, rank, place.classes[rank])
+                table.candidates[number].listed = max(table.candidates[number].listed, order)

@@ -1,0 +1,166 @@
+"""Recycled logits and known noise: which lists are kept, who is drafted from them, and that no answer leaks in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.core.origin import Origin
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, Sampler, gumbel, mixed
+from forerun.core.tree import DraftTree
+from forerun.core.verify import Outcome, verify
+from forerun.drafting.trie_drafter import TrieDrafter, best_of_rows
+from forerun.trie import logistic_mixer, trie_file
+from forerun.trie.arrays import RECYCLED_SHARE
+from forerun.trie.known_noise import EULER, noise_of
+from forerun.trie.recycled import RecycledRows
+from forerun.trie.tables import LISTED, NOISE
+from forerun.trie.trie import SamplingNoise, Trie, TrieConfig
+
+
+def rows(before: int, last: int, tokens: list[int], gap: float = 3.0) -> RecycledRows:
+    """One row whose best tokens are these, each ``gap`` below the one before it."""
+    filled = np.full((1, LISTED), -1, np.int32)
+    filled[0, : len(tokens)] = tokens
+    scores = np.where(filled >= 0, -gap * np.arange(LISTED), -np.inf).astype(np.float32)
+    return RecycledRows(np.array([before]), np.array([last]), filled, scores)
+
+
+def drafted(trie: Trie, request: int, budget: int = 4) -> list[int]:
+    """Tokens that a draft has right behind the text."""
+    draft = trie.retrieve(request, budget, 8)
+    return draft.tokens[draft.parents < 0].tolist()
+
+
+@pytest.mark.parametrize("size", [3, LISTED, 1000, 4099])
+def test_the_best_tokens_of_rows_are_those_of_a_sort(size: int) -> None:
+    logits = torch.randn(5, size, generator=torch.Generator().manual_seed(size)).half().float()
+    tokens, scores = best_of_rows(logits)
+    best = logits.sort(dim=-1, descending=True, stable=True)
+    count = min(size, LISTED)
+    assert tokens[:, :count].tolist() == best.indices[:, :count].tolist()
+    assert scores[:, :count].tolist() == best.values[:, :count].tolist()
+    assert (tokens[:, count:] == -1).all()
+
+
+def test_what_the_model_nearly_said_is_drafted_where_the_same_two_tokens_come_again() -> None:
+    trie = Trie()
+    trie.begin(0, "n", [1, 2, 3, 4])
+    assert 77 not in drafted(trie, 0)
+    trie.recycle(0, rows(3, 4, [77, 78]))
+    draft = trie.retrieve(0, 4, 8)
+    first = draft.tokens.tolist().index(77)
+    assert draft.parents[first] == -1
+    assert Origin(draft.origins[first]) is Origin.RECYCLED
+
+
+def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone() -> None:
+    trie = Trie()
+    trie.begin(0, "n", [1, 2, 3, 4])
+    trie.recycle(0, rows(9, 4, [50]))
+    trie.recycle(0, rows(3, 4, [60]))
+    trie.recycle(0, rows(8, 4, [70]))  # behind 4 alone it is the latest
+    assert drafted(trie, 0)[:2] == [60, 70]
+
+
+def test_a_newer_list_takes_the_place_of_an_older_one_and_the_table_does_not_grow() -> None:
+    trie = Trie(TrieConfig(capacity=1 << 16))
+    trie.begin(0, "n", [1, 2, 3, 4])
+    trie.recycle(0, rows(3, 4, [50]))
+    before = trie.nbytes
+    for token in range(5000):
+        trie.recycle(0, rows(token % 71, token % 97, [token]))
+    trie.recycle(0, rows(3, 4, [60]))
+    assert before < trie.nbytes <= before + (1 << 16) * RECYCLED_SHARE
+    assert drafted(trie, 0)[0] == 60
+
+
+def test_no_other_namespace_is_drafted_from_a_list() -> None:
+    used, fresh = Trie(), Trie()
+    used.begin(0, "one", [1, 2, 3, 4])
+    used.recycle(0, rows(3, 4, [77, 78]))
+    for trie in (used, fresh):
+        trie.begin(1, "other", [1, 2, 3, 4])
+    assert [part.tolist() for part in used.retrieve(1, 16, 8)] == [part.tolist() for part in fresh.retrieve(1, 16, 8)]
+
+
+def test_a_steps_lists_are_kept_after_its_tokens_were_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    extend, recycle = Trie.extend, Trie.recycle
+    monkeypatch.setattr(Trie, "extend", lambda *call: (calls.append("extend"), extend(*call))[1])
+    monkeypatch.setattr(Trie, "recycle", lambda *call: (calls.append("recycle"), recycle(*call))[1])
+    drafter, request = TrieDrafter(), Request([1, 2, 3, 4], 8)
+    drafter.begin(request)
+    for _ in range(2):
+        logits = torch.zeros(1, 100)
+        drafter.observe(request, Outcome(DraftTree.empty(), verify(DraftTree.empty(), logits, request), logits))
+        assert calls == []
+    drafter.learn(request)
+    assert calls == ["extend", "recycle", "recycle"]
+
+
+def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them() -> None:
+    drafter, request = TrieDrafter(), Request([1, 2, 3, 4], 8)
+    drafter.begin(request)
+    tree = DraftTree(np.array([10, 11, 12]), np.array([-1, 0, 0]))
+    logits = torch.zeros(4, 100)
+    logits[0, 10] = logits[1, 12] = logits[2, 90] = logits[3, 91] = 20.0
+    drafter.observe(request, Outcome(tree, verify(tree, logits, request), logits))
+    assert request.generated.tolist() == [10, 12, 91]
+    drafter.learn(request)
+    for text, expected in (([10, 11], True), ([10, 12], False)):  # 90 was never written: it stands on a list alone
+        drafter.trie.begin(1000, "default", [5, *text])
+        assert (90 in drafted(drafter.trie, 1000)) == expected
+        drafter.trie.finish(1000)
+
+
+def test_known_noise_is_the_samplers_own() -> None:
+    place = np.zeros(1, NOISE)
+    place[0] = (mixed(123), 40, 0.7)
+    expected = 0.7 * (gumbel(123, 43, 50, Salt.TARGET).numpy() - EULER)
+    assert np.allclose([noise_of(place, 3, token) for token in range(50)], expected, rtol=0, atol=1e-12)
+
+
+def test_of_two_equal_candidates_the_one_with_more_noise_is_drafted_first() -> None:
+    for seed in range(6):
+        trie = Trie()
+        trie.begin(0, "n", [1, 2, 3, 4], noise=SamplingNoise(mixed(seed), 1.0))
+        trie.recycle(0, rows(3, 4, [50, 60], gap=0.0))
+        noise = gumbel(seed, 4, 61, Salt.TARGET)
+        assert drafted(trie, 0)[0] == (50 if noise[50] > noise[60] else 60)
+
+
+@pytest.mark.parametrize(("method", "known"), [("greedy", False), ("coupled", True), ("rejection", False)])
+def test_only_coupled_noise_is_known(method: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[SamplingNoise | None] = []
+    begin = Trie.begin
+    monkeypatch.setattr(Trie, "begin", lambda *call: (given.append(call[-1]), begin(*call))[1])
+    TrieDrafter().begin(Request([1, 2], 4, sampler=Sampler(method, 5)))  # type: ignore[arg-type]
+    assert [each is not None for each in given] == [known]
+
+
+def test_texts_of_the_version_before_are_read_and_what_was_learned_starts_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trie_file, "TRIE_FILE_VERSION", trie_file.TEXTS_VERSION)
+    old = np.full(77, 0.5)
+    trie_file.write(tmp_path / "trie", {"n": [np.array([5, 6, 7])]}, np.repeat(old, 2), "words")
+    monkeypatch.undo()
+    data = bytearray((tmp_path / "trie").read_bytes())  # numbers of that version are twice as wide
+    (tmp_path / "trie").write_bytes(_halved_count(data))
+    content = trie_file.read(tmp_path / "trie")
+    assert [text.tolist() for text in content.namespaces["n"]] == [[5, 6, 7]]
+    assert (logistic_mixer.dump(content.mixer) == logistic_mixer.dump(logistic_mixer.prior())).all()
+
+
+def _halved_count(data: bytearray) -> bytes:
+    """A file whose header says 77 numbers of eight bytes where 154 of four are written."""
+    import hashlib
+
+    start = len(trie_file.TRIE_FILE_MAGIC) + 4
+    body = data[start + 32 :].replace(b"154", b" 77", 1)
+    return bytes(data[:start]) + hashlib.sha256(body).digest() + bytes(body)
