@@ -41,8 +41,8 @@ BYTES_PER_TOKEN = 72
 """Reserved for each token of a namespace's capacity. A text uses less; how much depends on how it repeats itself."""
 
 RECYCLED_SHARE = 1 / 16
-"""Share of a namespace's bytes that lists of recycled logits take. With 1/1024 to 1/4 of 64 MiB, drafts of 16 tokens differ
-by 1 % (50 chat answers)."""
+"""Share of a namespace's bytes that lists of recycled logits take. With 1/1024 to 1/4 of 64 MiB, drafts of 16 tokens
+differ by 1 % (50 chat answers)."""
 
 RECENT_TOKENS = 48
 """Distinct tokens that are remembered as seen last."""
