@@ -38,6 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),
     "evaluate-bundled": ("training.evaluate:EvaluateOptions", "Evaluate the bundled models as MODEL_CARD.md shows it."),
     "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Write what the trie takes evidence to be worth at first."),
+    "learn-recycled": ("training.learn_recycled:RecycledOptions", "Write what recycled logits are worth at first."),
     "update-pages": ("reporting.update_pages:UpdateOptions", "Put the last measured tables into README.md and docs/."),
 }  # fmt: skip
 """Where each command's options are, and what it measures."""

@@ -100,7 +100,7 @@ def test_a_steps_lists_are_kept_after_its_tokens_were_learned(monkeypatch: pytes
         drafter.observe(request, Outcome(DraftTree.empty(), verify(DraftTree.empty(), logits, request), logits))
         assert calls == []
     drafter.learn(request)
-    assert calls == ["extend", "recycle", "recycle"]
+    assert calls == ["extend", "recycle", "extend", "recycle"]
 
 
 def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them() -> None:

@@ -45,8 +45,8 @@ class TrieDrafter(Drafter):
         self.trie = trie or Trie(config)
         self._committed: dict[int, int] = {}
         """Length of each request's text; what a request has beyond that is a draft."""
-        self._rows: dict[int, list[RecycledRows]] = {}
-        """Best tokens of the rows that were scored since ``learn``, by request."""
+        self._rows: dict[int, list[tuple[int, RecycledRows]]] = {}
+        """For each step since ``learn``, by request: the text's length behind it, and the best tokens of its rows."""
 
     def warm(self, namespace: str, sequences: Iterable[Sequence[int]]) -> None:
         self.trie.warm(namespace, sequences)
@@ -93,29 +93,32 @@ class TrieDrafter(Drafter):
             self.learn(request)
 
     def _recycle(self, request: Request, outcome: Outcome) -> None:
-        """Note the best tokens of the scored rows. They are kept once the tokens that came are learned: otherwise the
-        mixer would judge lists that were made from the answer."""
+        """Note the best tokens of the scored rows. They are kept once the step's tokens are learned: otherwise the mixer
+        would judge lists that were made from the answer."""
         text = request.tokens[: len(request) - len(outcome.verdict.tokens)]
         nodes, parents = outcome.tree.tokens, outcome.tree.parents
         last = np.append(text[-1], nodes)
         before = np.append(text[-2] if len(text) > 1 else -1, last[parents + 1])
         tokens, scores = best_of_rows(outcome.logits)
-        self._rows.setdefault(request.id, []).append(RecycledRows(before, last, tokens, scores))
+        self._rows.setdefault(request.id, []).append((len(request), RecycledRows(before, last, tokens, scores)))
 
     def learn(self, request: Request) -> None:
-        """Learn all of a request's text now."""
-        known, committed = self.trie.length(request.id), self._committed[request.id]
-        if known < committed:
-            self.trie.extend(request.id, request.tokens[known:committed])
-        for rows in self._rows.pop(request.id, ()):
+        """Learn all of a request's text now, and keep each step's lists once the step's tokens are learned."""
+        for length, rows in self._rows.pop(request.id, ()):
+            self._extend(request, length)
             self.trie.recycle(request.id, rows)
+        self._extend(request, self._committed[request.id])
+
+    def _extend(self, request: Request, length: int) -> None:
+        known = self.trie.length(request.id)
+        if known < length:
+            self.trie.extend(request.id, request.tokens[known:length])
 
     def finish(self, request: Request) -> None:
         """Free the prompt's index; what was generated stays."""
         if request.id in self._committed:
             self.learn(request)
             del self._committed[request.id]
-            self._rows.pop(request.id, None)
         self.trie.finish(request.id)
 
 
