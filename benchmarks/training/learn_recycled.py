@@ -2,8 +2,8 @@
 
     python -m benchmarks learn-recycled --model M --prompts FILE
 
-Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index, greedy
-and sampled in turns, and every node of its drafts is scored. What ``learn-evidence`` learned from texts stays as it is:
+Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index, and
+every node of its drafts is scored. Every second session is sampled. What ``learn-evidence`` learned from texts stays as it is:
 where there is no list, drafts are those of texts alone.
 """
 
@@ -19,7 +19,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.reporting.options import StudyOptions
+from forerun.cli.options import DebugOptions
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
@@ -33,7 +33,7 @@ FIRST_WEIGHT = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecycledOptions(StudyOptions):
+class RecycledOptions(DebugOptions):
     """Learn what recycled logits and known noise are worth: writes src/forerun/trie/prior.npy."""
 
     model: Annotated[str, typer.Option(help="A model with a chat template.")]

@@ -115,8 +115,10 @@ def test_a_text_is_learned_whole_whenever_it_is_learned() -> None:
             if budget:
                 step(drafter, request, answer, 0)
             else:
-                request.append(answer[len(request.generated) % len(answer)])
-                drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], []), torch.zeros(1, VOCABULARY)))
+                token = answer[len(request.generated) % len(answer)]
+                request.append(token)
+                logits = torch.eye(VOCABULARY)[[token]]
+                drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], [token]), logits))
                 assert len(request) - drafter.trie.length(request.id) < LEARN_TOKENS
         drafter.finish(request)
     found = []
