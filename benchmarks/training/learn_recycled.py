@@ -2,9 +2,9 @@
 
     python -m benchmarks learn-recycled --model M --prompts FILE
 
-Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index, and
-every node of its drafts is scored. Every second session is sampled. What ``learn-evidence`` learned from texts stays as it is:
-where there is no list, drafts are those of texts alone.
+Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index. Every
+node of its drafts is scored, and every second session is sampled. What ``learn-evidence`` learned from texts stays as
+it is: where there is no list, drafts are those of texts alone.
 """
 
 from __future__ import annotations

@@ -93,8 +93,10 @@ class TrieDrafter(Drafter):
             self.learn(request)
 
     def _recycle(self, request: Request, outcome: Outcome) -> None:
-        """Note the best tokens of the scored rows. They are kept once the step's tokens are learned. Otherwise the mixer
-        would judge lists that were made from the answer."""
+        """Note the best tokens of the scored rows.
+
+        They are kept once the step's tokens are learned. Otherwise the mixer would judge lists made from the answer.
+        """
         text = request.tokens[: len(request) - len(outcome.verdict.tokens)]
         nodes, parents = outcome.tree.tokens, outcome.tree.parents
         last = np.append(text[-1], nodes)
