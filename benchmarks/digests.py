@@ -33,6 +33,7 @@ import forerun
 from forerun import DraftTree, Engine
 from forerun.core.block import Block
 from forerun.core.request import Request
+from forerun.core.verify import Outcome, Verdict
 from forerun.reference import demo_prompts
 
 
@@ -252,7 +253,8 @@ def trees(texts: list[list[int]], tokenizer: Any) -> Pairs:
             for token in text[len(text) // 2 :]:
                 total.update(shape(proposed(drafter, request, budget)).encode())
                 request.append(token)
-                drafter.observe(request, None)
+                nothing_scored = Outcome(DraftTree.empty(), Verdict([], [token]), torch.zeros(1, 0))
+                drafter.observe(request, nothing_scored)
             drafter.finish(request)
         yield f"trees; {name}; {budget} nodes", total.hexdigest()
 
