@@ -7,6 +7,7 @@ from collections.abc import Callable
 from benchmarks.papers import h2o, streaming_llm, topk
 from benchmarks.papers.lookahead_decoding import JacobiDrafter
 from benchmarks.papers.lookahead_trie import LookaheadTrieDrafter
+from benchmarks.papers.token_recycling import TokenRecyclingDrafter
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting import recipes
 from forerun.drafting.drafter import Drafter
@@ -24,6 +25,7 @@ SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
 RECIPES: dict[str, Recipe] = {
     **recipes.RECIPES,
     "lookahead-trie": Recipe(lambda settings: LookaheadTrieDrafter()),
+    "token-recycling": Recipe(lambda settings: TokenRecyclingDrafter()),
     "jacobi": Recipe(lambda settings: JacobiDrafter()),
     "streaming-hierarchy": long_context(streaming_llm.hierarchy, streaming_llm.target_cache, small=True),
     "streaming-self": self_drafting(streaming_llm.target_cache),

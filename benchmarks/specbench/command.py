@@ -38,7 +38,7 @@ from forerun.engine.engine import BUDGET
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.stored_weights import dtype_name
 
-DRAFTERS = ("none", "auto", "trie", "lookahead-trie")
+DRAFTERS = ("none", "auto", "trie", "lookahead-trie", "token-recycling")
 TASK_PROMPTS = 4
 """Default number of prompts of each of the tasks."""
 
