@@ -757,7 +757,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(
     assert path.read_bytes() != before
 
 
-def test_a_folder_that_cannot_be_synchronised_is_told_from_a_trie_that_was_not_saved(
+def test_a_folder_that_cannot_be_synchronised_gives_another_error_than_an_unsaved_trie(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trie, path, sync = filled()[0], tmp_path / "trie", os.fsync

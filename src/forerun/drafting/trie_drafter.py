@@ -22,7 +22,7 @@ from forerun.trie.tables import LISTED
 from forerun.trie.trie import SamplingNoise, Trie, TrieConfig
 
 TOKENS_A_READ = 8
-"""Tokens that are indexed in the time that a model reads one, or less: 3 us each."""
+"""Tokens that are indexed where a model reads one. Indexing one takes 3 us."""
 
 LEARN_TOKENS = 16
 """Index lazily: at the next draft, or after 16 tokens. So a step without drafts does not pay for a call."""

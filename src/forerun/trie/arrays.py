@@ -96,7 +96,7 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """An empty index with room for any two texts of together so many tokens.
+        """An empty index with room for any two texts that have this many tokens together.
 
         Each token is counted behind ``ORDERS`` contexts, and behind up to two that gapped matches add.
         """

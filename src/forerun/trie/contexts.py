@@ -24,7 +24,7 @@ KEPT_FOLLOWERS = 63
 
 @compiled
 def _size_class(entries: int) -> int:
-    """The size class (rows = 2 ** class) of a block with so many followers."""
+    """The size class (rows = 2 ** class) of a block with ``entries`` followers."""
     size_class = 1
     while (1 << size_class) <= entries:
         size_class += 1

@@ -53,10 +53,9 @@ SPELT, SPELT_AHEAD, INSIDE_SPELLING, UNPREDICTED, OUTSIDE_SPELLING, NEXT, OTHER 
 )
 """How a match predicts a token.
 
-- The prompt's: from 0 to ``PROMPT_LOOKAHEAD - 1``, it is so many ahead. ``SPELT``, ``SPELT_AHEAD``: it begins the
-  spelling of the
-  token at the match, or of one further ahead. ``INSIDE_SPELLING``: it is the next of a spelling that has begun.
-  ``UNPREDICTED`` and ``OUTSIDE_SPELLING``: it is none of these, outside and inside a spelling.
+- The prompt's: a number below ``PROMPT_LOOKAHEAD`` is how many tokens ahead it is. ``SPELT``, ``SPELT_AHEAD``: it
+  begins the spelling of the token at the match, or of one further ahead. ``INSIDE_SPELLING``: it is the next of a
+  spelling that has begun. ``UNPREDICTED`` and ``OUTSIDE_SPELLING``: it is none of these, outside and inside a spelling.
 - The output's: ``NEXT``, it is the token at the match. ``OTHER``: it is not.
 """
 
@@ -71,8 +70,8 @@ SKIP_MARK = 1 << 31
 """The hash of a skip context is that of two tokens mixed with this plus the match's number. No token has such an id."""
 
 SKIPS = 2 * PROMPT_LOOKAHEAD
-"""Skips: 0 to ``PROMPT_LOOKAHEAD - 1`` to a token so many ahead, from ``PROMPT_LOOKAHEAD`` on to its spelling, and
-this to any other."""
+"""The skip to a token that is not predicted. Those below ``PROMPT_LOOKAHEAD`` lead to the token that is as many ahead,
+those from ``PROMPT_LOOKAHEAD`` on to its spelling."""
 
 
 @compiled

@@ -25,7 +25,7 @@ WITHDRAWN_PER_TOKEN = 4
 """Tokens that are taken back for each new one, once the namespace is full."""
 
 MIN_GROWTH_BYTES = 1 << 16
-"""Bytes that a namespace that asks grows by at least: room for some 900 tokens."""
+"""Minimum growth of a namespace whose size is bounded: room for some 900 tokens."""
 
 
 class Texts(NamedTuple):
@@ -56,26 +56,26 @@ class Namespace:
 
     Args:
         capacity: most bytes of its arrays, 2**16 at least.
-        ask: what it asks before it grows; it is given the namespace and the bytes that it wants, and says how many it
-            may have. It starts with none then. Without it, it has its whole capacity at once.
+        allow: called before the namespace grows, with it and the bytes that it requests; returns how many it may take.
+            The namespace starts with none. Without ``allow`` it has its whole capacity at once.
 
     Attributes:
         index: what is shared.
-        granted: bytes that it may take, at most ``capacity``.
+        granted: bytes that it may take; no more than ``capacity``.
         outputs: first chunks of the finished outputs, oldest first.
         writers: by their requests, the places of the outputs that still grow.
-        changed: a number that is another one after each change; 0 before the first.
+        changed: number of its last change; 0 before the first.
         handles: of the index.
     """
 
-    def __init__(self, capacity: int, ask: Callable[[Namespace, int], int] | None = None) -> None:
+    def __init__(self, capacity: int, allow: Callable[[Namespace, int], int] | None = None) -> None:
         self.capacity = capacity
-        self.granted = capacity if ask is None else 0
+        self.granted = capacity if allow is None else 0
         self.outputs: deque[int] = deque()
         self.writers: dict[int, TextCursor] = {}
         self.changed = 0
         self.handles: ArrayHandles[Index] = ArrayHandles()
-        self._ask = ask
+        self._allow = allow
         self._whole = Index.for_bytes(capacity)
         self.index = self._whole.within(self.granted)
         self._leaving: TextCursor | None = None
@@ -86,7 +86,7 @@ class Namespace:
         self._cut()
 
     def publish(self, tokens: IntArray) -> bool:
-        """Take in a whole output, or nothing if it does not fit; whether it did."""
+        """Take in a whole output, or nothing if it does not fit; return True if it fits."""
         if len(tokens) > CHUNK_TOKENS * (len(self._whole.text) - 1):  # nothing shall give way to what cannot stay
             return False
         where = TextCursor.start()
@@ -111,19 +111,18 @@ class Namespace:
     def make_room(self, tokens: int) -> None:
         """Grow while there is little room left. If that may not be, take old outputs back, up to
         ``WITHDRAWN_PER_TOKEN`` tokens for each new one."""
-        if self._ask is not None and self.granted < self.capacity and arrays.tight(self.index):
-            self._grow(self._ask)
+        if self._allow is not None and self.granted < self.capacity and arrays.tight(self.index):
+            self._grow(self._allow)
         patience = WITHDRAWN_PER_TOKEN * tokens
         while patience > 0 and (self._leaving or self.outputs) and arrays.tight(self.index):
             self._withdraw()
             patience -= PIECE_TOKENS
         self.index = self.index.with_hints()
 
-    def _grow(self, ask: Callable[[Namespace, int], int]) -> None:
-        wanted = min(max(MIN_GROWTH_BYTES, self.granted // 8), self.capacity - self.granted)
-        got = ask(self, wanted)
-        if got:
-            self.granted += got
+    def _grow(self, allow: Callable[[Namespace, int], int]) -> None:
+        allowed = allow(self, min(max(MIN_GROWTH_BYTES, self.granted // 8), self.capacity - self.granted))
+        if allowed:
+            self.granted += allowed
             self._cut()
 
     def _cut(self) -> None:
@@ -138,7 +137,7 @@ class Namespace:
                 pass
 
     def _withdraw(self) -> bool:
-        """Take a piece of the oldest output back; whether that was its last."""
+        """Take a piece of the oldest output back; return True if it was the last one."""
         if self._leaving is None:
             self._leaving = _front(self.outputs.popleft())
         done = text_cursor.withdraw(self.index, self._leaving, PIECE_TOKENS)

@@ -1,6 +1,6 @@
 """The namespaces of a trie, in the order of their last use, and the memory that they share.
 
-A namespace asks before it grows. So the limit holds at every moment: nothing is taken first and given back later.
+A namespace requests bytes before it grows. So the limit holds at every moment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
         return sum(space.granted for space in self._spaces.values())
 
     def bound(self, limit: int, namespaces: int) -> None:
-        """Let all namespaces together take no more than so many bytes, and be no more than so many.
+        """Bound the bytes of all namespaces together, and their number.
 
         Raises:
             ValueError: for a limit that leaves no room for one namespace, or no namespace.
@@ -59,7 +59,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
                 f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least"
             )
         self._limit, self._most, self._bounded = limit, namespaces, True
-        self._give_way(0, 0)
+        self._drop_oldest(0, 0)
 
     def open(self, name: str) -> Namespace:
         """A namespace by name, made if it is missing; it is now the one that was used last."""
@@ -87,18 +87,18 @@ class NamespaceLRU(Mapping[str, Namespace]):
 
     def _made(self) -> Namespace:
         capacity = self._config.capacity
-        self._give_way(0 if self._bounded else capacity, 1)
+        self._drop_oldest(0 if self._bounded else capacity, 1)
         return Namespace(capacity, self._allow if self._bounded else None)
 
-    def _allow(self, space: Namespace, wanted: int) -> int:
-        """How many of the bytes that a namespace wants it may have."""
-        self._give_way(wanted, 0, space)
-        return max(0, min(wanted, self._limit - self.granted))
+    def _allow(self, space: Namespace, requested: int) -> int:
+        """How many of the requested bytes a namespace may take."""
+        self._drop_oldest(requested, 0, space)
+        return max(0, min(requested, self._limit - self.granted))
 
-    def _give_way(self, wanted: int, more: int, keep: Namespace | None = None) -> None:
-        """Drop the namespaces used longest ago, but none with a live request, until there are so many bytes, and room
-        for so many more namespaces."""
-        room = self._limit - self.granted - wanted
+    def _drop_oldest(self, requested: int, more: int, keep: Namespace | None = None) -> None:
+        """Drop the namespaces used longest ago, but none with a live request, until the requested bytes are free and
+        ``more`` namespaces may be added."""
+        room = self._limit - self.granted - requested
         for name, space in list(self._spaces.items()):
             if room >= 0 and len(self._spaces) + more <= self._most:
                 return

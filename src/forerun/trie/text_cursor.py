@@ -221,7 +221,7 @@ def publish(shared: Index, cursor: TextCursor, tokens: IntArray) -> None:
 
 @compiled
 def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
-    """Take back up to ``most`` tokens from the front of a shared text; whether that was all of it.
+    """Take back up to ``most`` tokens from the front of a shared text; return True if nothing is left of it.
 
     ``cursor`` is at its front: ``cursor.ends[SHARED].position`` is the position of the next token to go, and
     ``cursor.hashes[SHARED]`` are the contexts of that token.

@@ -1,9 +1,8 @@
 """The texts themselves, so that a passage can be copied from them, and where to find such a passage.
 
-A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK_TOKENS + place in the chunk``, so the
-next
-position is the next cell, except at a chunk's end. ``hints`` maps the hash of an n-gram to the position behind its
-latest occurrence. Entries overwrite each other, so whoever follows a hint compares the tokens.
+A text is a linked list of chunks. The *position* of a token is ``chunk * CHUNK_TOKENS + place in the chunk``. So the
+next position is the next cell, except at a chunk's end. ``hints`` maps the hash of an n-gram to the position behind its
+latest occurrence. Entries overwrite each other, so the tokens behind a hint are compared.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
 """Lengths of the two n-grams that have hints. ``SHORT_NGRAM`` is also how many tokens must agree before a copy
-starts, and
-``LONG_NGRAM`` is the longest context that is hashed. Two are needed: in a text of few different tokens, the latest
-occurrence of three of them is rarely the right one; and an n-gram of five tokens comes back later than one of three."""
+starts, and ``LONG_NGRAM`` is the longest context that is hashed. Two are needed: in a text of few different tokens, the
+latest occurrence of three of them is rarely the right one, and an n-gram of five tokens comes back later than one of
+three."""
 
 MAX_AGREED = 32
 """Agreement beyond this many tokens is not counted."""
@@ -102,7 +101,7 @@ def free(index: Index, chunk: int) -> None:
 
 @compiled
 def agreement(index: Index, position: int, other: Index, end: int) -> int:
-    """How many tokens before ``position`` equal those up to ``end`` in ``other``, at most ``MAX_AGREED``."""
+    """How many tokens before ``position`` equal those up to ``end`` in ``other``; counted up to ``MAX_AGREED``."""
     length = 0
     position = preceding(index, position)
     while length < MAX_AGREED and position != 0 and end != 0 and read(index, position) == read(other, end):

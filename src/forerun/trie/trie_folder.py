@@ -44,7 +44,7 @@ class Folder:
             left.unlink()
 
     def read(self) -> list[Content]:
-        """What the files hold, one namespace each, those written longest ago first.
+        """The content of the files, one namespace each, those written longest ago first.
 
         Damaged files are renamed and logged, and not used.
 
@@ -73,11 +73,13 @@ class Folder:
         self._written |= changes
 
     def save(self, store: TrieStore) -> int:
-        """Write the namespaces that have changed since they were written or read, and remove the files of those that
-        are gone; how many were written.
+        """Write the namespaces that have changed since they were written or read; remove the files of dropped ones.
+
+        Returns:
+            How many were written.
 
         Raises:
-            OSError: if a file cannot be written; it is as it was, and is tried again by the next call. The others are
+            OSError: if a file cannot be written. It stays as it was, and the next call tries again. The others are
                 written.
         """
         changes, written, failed = store.changes(), 0, None

@@ -77,8 +77,10 @@ class TrieStore:
 
     @locked
     def bound(self, limit: int, namespaces: int) -> None:
-        """Let the namespaces take at most ``limit`` bytes together. Those used longest ago go, or the oldest outputs of
-        the one that is written to; what live requests have of their own comes on top and ends with them.
+        """Bound the bytes of all namespaces together, and their number.
+
+        Namespaces used longest ago are dropped, or the oldest outputs of the one that is written to. The indexes of
+        live requests come on top.
 
         Raises:
             ValueError: for a limit under 2**16, or fewer than one namespace.
@@ -92,8 +94,7 @@ class TrieStore:
 
     @locked
     def changes(self) -> dict[str, int]:
-        """Every namespace that was written to, those used longest ago first, with a number that is another one after
-        each change."""
+        """The number of the last change of every namespace that was written to, those used longest ago first."""
         return {name: space.changed for name, space in self._shared.items() if space.changed}
 
     def snapshot(self, namespace: str) -> tuple[list[IntArray], FloatArray]:

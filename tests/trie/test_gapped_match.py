@@ -43,13 +43,13 @@ def prompt_of(tokens: list[int]) -> tuple[Index, RecordArray, int]:
     return index, cursor.matches, int(cursor.ends[OWN].position) - len(tokens) + 1
 
 
-def laid(matches: RecordArray, position: int) -> None:
+def start_at(matches: RecordArray, position: int) -> None:
     start_match(matches, position, 3)
 
 
-def test_a_trail_moves_on_with_what_it_foresees_and_waits_otherwise() -> None:
+def test_a_match_moves_on_with_a_predicted_token_and_waits_otherwise() -> None:
     index, matches, first = prompt_of([10, 11, COMMA, 12, 13, LINE, 14])
-    laid(matches, first)
+    start_at(matches, first)
     for token, at, gap in ((10, 1, 0), (11, 2, 0), (OPEN, 2, 1), (COLON, 2, 2), (12, 4, 0), (13, 5, 0), (14, 7, 0)):
         follow_matches(index, matches, 0, token)
         assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].gap) == (at, gap)
@@ -57,32 +57,32 @@ def test_a_trail_moves_on_with_what_it_foresees_and_waits_otherwise() -> None:
     assert matches[0, OUTPUT_MATCH].position == 0
 
 
-def test_what_is_taken_up_by_chance_counts_against_a_trail() -> None:
+def test_a_single_predicted_token_counts_against_a_match() -> None:
     index, matches, first = prompt_of([10, 11, 12, 13, 14])
-    laid(matches, first)
+    start_at(matches, first)
     matches[0, PROMPT_MATCH].resumed = 2
     for token in (OPEN, 10, OPEN, 11, OPEN):
         follow_matches(index, matches, 0, token)
     assert matches[0, PROMPT_MATCH].resumed == 0
 
 
-def test_a_trail_is_taken_up_again_so_often_at_most_and_given_up_when_lost() -> None:
+def test_a_match_counts_resumptions_up_to_a_limit_and_is_given_up_behind_a_long_gap() -> None:
     values = list(range(10, 40))
     index, matches, first = prompt_of(values)
-    laid(matches, first)
+    start_at(matches, first)
     for value in range(0, 30, 2):
         for token in (OPEN, values[value], values[value + 1]):
             follow_matches(index, matches, 0, token)
     assert matches[0, PROMPT_MATCH].resumed == MIN_RESUMED + RESUMED_CLASSES - 1
-    laid(matches, first)
+    start_at(matches, first)
     for _ in range(MAX_GAP_TOKENS + 1):
         follow_matches(index, matches, 0, CLOSE)
     assert matches[0, PROMPT_MATCH].position == 0
 
 
-def test_a_trail_does_not_leave_the_prompt() -> None:
+def test_a_prompts_match_does_not_leave_the_prompt() -> None:
     index, matches, first = prompt_of([10, 11])
-    laid(matches, first + 1)
+    start_at(matches, first + 1)
     assert matches[0, PROMPT_MATCH].prompt_end == first + 1
     follow_matches(index, matches, 0, 11)
     for _ in range(3):
@@ -91,9 +91,9 @@ def test_a_trail_does_not_leave_the_prompt() -> None:
     assert matches[0, PROMPT_MATCH].gap == 3
 
 
-def test_a_trail_that_is_being_followed_is_not_laid_anew() -> None:
+def test_a_match_that_is_being_followed_is_not_started_again() -> None:
     index, matches, first = prompt_of([10, 11, 12, 13, 14, 15])
-    laid(matches, first)
+    start_at(matches, first)
     start_match(matches, first + 3, 32)
     assert matches[0, PROMPT_MATCH].position == first
     follow_matches(index, matches, 0, OPEN)
@@ -105,9 +105,9 @@ def test_a_trail_that_is_being_followed_is_not_laid_anew() -> None:
     assert matches[0, PROMPT_MATCH].position == first + 3
 
 
-def test_a_node_has_the_trails_that_are_heard() -> None:
+def test_a_node_inherits_active_matches() -> None:
     _, matches, first = prompt_of([10, 11, 12])
-    laid(matches, first)
+    start_at(matches, first)
     nodes = np.concatenate([matches, matches])
     inherit_matches(nodes, 0, 1)
     assert nodes[1, PROMPT_MATCH].position == 0
@@ -116,7 +116,7 @@ def test_a_node_has_the_trails_that_are_heard() -> None:
     assert nodes[1, PROMPT_MATCH] == nodes[0, PROMPT_MATCH]
 
 
-def test_nothing_of_what_stood_on_a_node_before_goes_on() -> None:
+def test_a_node_inherits_nothing_from_an_earlier_draft() -> None:
     index, matches, _ = prompt_of([10, 11, 12])
     nodes = np.concatenate([matches, matches])
     nodes[1, PROMPT_MATCH].spelled, nodes[1, PROMPT_MATCH].resumed, nodes[1, PROMPT_MATCH].prompt_end = (
@@ -148,7 +148,7 @@ def steps_of(trie: Trie, request: int, prompt: list[int], answer: list[int]) -> 
 
 
 @pytest.mark.parametrize("separators", [1, PROMPT_LOOKAHEAD - 1])
-def test_a_table_said_as_records_is_drafted_across_cells(separators: int) -> None:
+def test_a_table_written_as_records_is_drafted_across_cells(separators: int) -> None:
     """Where n-grams know none of the values: without matches, no draft could hold the next cell's first token."""
     rng = random.Random(separators)
     trie = Trie()
@@ -171,32 +171,32 @@ def spelled_prompt(tokens: list[int]) -> tuple[Index, RecordArray, int]:
     return index._replace(spelling=table), matches, first
 
 
-def test_a_trail_goes_through_the_spelling_of_a_word() -> None:
+def test_a_match_goes_through_the_spelling_of_a_word() -> None:
     index, matches, first = spelled_prompt([10, COMMA, 90, 11, COMMA, 93, 12])
-    laid(matches, first)
+    start_at(matches, first)
     for token, at, inside in ((10, 1, 0), (OPEN, 1, 0), (91, 2, 1), (92, 3, 0), (11, 4, 0), (OPEN, 4, 0), (94, 6, 0)):
         follow_matches(index, matches, 0, token)
         assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].spelled) == (at, inside)
     assert matches[0, PROMPT_MATCH].resumed == 1
 
 
-def test_a_word_spelled_otherwise_is_passed_by() -> None:
+def test_a_word_with_another_spelling_is_passed_over() -> None:
     index, matches, first = spelled_prompt([90, 11, 12])
-    laid(matches, first)
+    start_at(matches, first)
     for token, at, gap in ((91, 0, 0), (OPEN, 1, 1), (11, 2, 0)):
         follow_matches(index, matches, 0, token)
         assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].gap) == (at, gap)
         assert matches[0, PROMPT_MATCH].spelled == (1 if token == 91 else 0)
 
 
-def test_the_way_on_is_known_by_what_is_ahead_and_by_its_spelling() -> None:
+def test_a_skip_leads_to_a_token_ahead_or_to_its_spelling() -> None:
     index, matches, first = spelled_prompt([COMMA, 90, 11])
-    laid(matches, first)
+    start_at(matches, first)
     skips = {COMMA: 0, 90: 1, 91: PROMPT_LOOKAHEAD + 1, 11: 2, 92: SKIPS, OPEN: SKIPS}
     assert {token: skip_to(index, matches[0, PROMPT_MATCH], PROMPT_MATCH, token) for token in skips} == skips
 
 
-def test_ways_are_noted_where_the_prompts_trail_waits_and_the_outputs_is_followed() -> None:
+def test_skips_are_counted_where_the_prompts_match_waits_and_the_outputs_is_followed() -> None:
     _, matches, first = prompt_of([10, 11, 12])
     hashed = np.uint64(12345)
     assert (
@@ -249,7 +249,7 @@ def test_spellings_are_those_behind_a_quote() -> None:
     assert known > 1000
 
 
-def test_a_context_with_a_crossings_hash_is_no_crossing() -> None:
+def test_a_context_with_the_hash_of_a_skip_is_no_skip() -> None:
     """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no skips."""
     index, matches, first = prompt_of([10, 11, 12])
     hashed, evidence = np.uint64(12345), PositionEvidence.allocate()

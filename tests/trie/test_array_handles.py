@@ -46,7 +46,7 @@ def total(address: int) -> float:
     return float(result)
 
 
-def test_compiled_code_reads_and_writes_what_is_pinned() -> None:
+def test_compiled_code_reads_and_writes_arrays_by_address() -> None:
     handles: ArrayHandles[Outer] = ArrayHandles()
     for arrays in (Outer.of(4), Outer.of(9, start=5)):  # others, of other sizes, take the place of the first
         expected = sum(float(a.sum()) for a in (arrays.table, *arrays.inner, arrays.last))
