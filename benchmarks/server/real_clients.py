@@ -226,12 +226,13 @@ def _run_agent(url: str, model: str, responses: bool, stream: bool = False) -> N
     agent, calls = _agent(kind(model=model, openai_client=client))
 
     async def run() -> Any:
-        if not stream:
-            return await Runner.run(agent, "Weather in Rome?", max_turns=3)
-        running = Runner.run_streamed(agent, "Weather in Rome?", max_turns=3)
-        async for _ in running.stream_events():
-            pass
-        return running
+        async with client:
+            if not stream:
+                return await Runner.run(agent, "Weather in Rome?", max_turns=3)
+            running = Runner.run_streamed(agent, "Weather in Rome?", max_turns=3)
+            async for _ in running.stream_events():
+                pass
+            return running
 
     ended = asyncio.run(run())
     assert calls and ended.final_output.degrees in range(41)
