@@ -149,6 +149,7 @@ def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most:
             trie.begin(number, "session", tokenizer.encode(prompt, add_special_tokens=False).ids)
             trie.extend(number, tokenizer.encode(answer, add_special_tokens=False).ids[:256])
             trie.finish(number)
+        mixer = logistic_mixer.restore(trie.snapshot("session")[1])
     np.minimum(mixer.cells.uses, most, out=mixer.cells.uses)
     return mixer
 

@@ -66,6 +66,7 @@ def run(options: RecycledOptions) -> None:
                 temperature=options.temperature,
                 seed=number,
             )
+        mixer = logistic_mixer.restore(drafter.trie.snapshot("default")[1])
         print(f"session {number}: {len(session)} prompts, rate {rate}", flush=True)
     keep_texts(mixer, texts)
     np.minimum(mixer.cells.uses, options.most, out=mixer.cells.uses)

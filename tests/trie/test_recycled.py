@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +80,11 @@ def test_a_newer_list_takes_the_place_of_an_older_one_and_the_table_does_not_gro
     assert drafted(trie, 0)[0] == 60
 
 
-def test_no_other_namespace_is_drafted_from_a_list() -> None:
+def test_no_other_namespace_is_drafted_from_a_list_or_learns_what_one_was_worth() -> None:
     used, fresh = Trie(), Trie()
     used.begin(0, "one", [1, 2, 3, 4])
     used.recycle(0, rows(3, 4, [77, 78]))
+    used.extend(0, [77, 4, 77, 4, 78])
     for trie in (used, fresh):
         trie.begin(1, "other", [1, 2, 3, 4])
     assert [part.tolist() for part in used.retrieve(1, 16, 8)] == [part.tolist() for part in fresh.retrieve(1, 16, 8)]
@@ -147,20 +149,17 @@ def test_texts_of_the_version_before_are_read_and_what_was_learned_starts_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trie_file, "TRIE_FILE_VERSION", trie_file.TEXTS_VERSION)
-    old = np.full(77, 0.5)
-    trie_file.write(tmp_path / "trie", {"n": [np.array([5, 6, 7])]}, np.repeat(old, 2), "words")
+    trie_file.write(tmp_path / "trie", {"n": [np.array([5, 6, 7])]}, {"n": np.ones(154)}, "words")
     monkeypatch.undo()
-    data = bytearray((tmp_path / "trie").read_bytes())  # numbers of that version are twice as wide
-    (tmp_path / "trie").write_bytes(_halved_count(data))
+    data = (tmp_path / "trie").read_bytes()
+    (tmp_path / "trie").write_bytes(_halved_count(data))  # numbers of that version are twice as wide
     content = trie_file.read(tmp_path / "trie")
     assert [text.tolist() for text in content.namespaces["n"]] == [[5, 6, 7]]
-    assert (logistic_mixer.dump(content.mixer) == logistic_mixer.dump(logistic_mixer.prior())).all()
+    assert (logistic_mixer.dump(content.mixers["n"]) == logistic_mixer.dump(logistic_mixer.prior())).all()
 
 
-def _halved_count(data: bytearray) -> bytes:
+def _halved_count(data: bytes) -> bytes:
     """A file whose header says 77 numbers of eight bytes where 154 of four are written."""
-    import hashlib
-
     start = len(trie_file.TRIE_FILE_MAGIC) + 4
     body = data[start + 32 :].replace(b"154", b" 77", 1)
-    return bytes(data[:start]) + hashlib.sha256(body).digest() + bytes(body)
+    return data[:start] + hashlib.sha256(body).digest() + body

@@ -393,19 +393,19 @@ def test_what_evidence_was_worth_is_learned_and_can_be_kept_from_changing() -> N
     chances = []
     for rate in (0.0, 0.01):
         trie = Trie(TrieConfig(learning_rate=rate))
-        before = logistic_mixer.dump(trie._mixer)
+        before = trie.snapshot("a")[1]
         trie.begin(0, "a", original[:1000])
         trie.extend(0, original[100:900])
-        assert (logistic_mixer.dump(trie._mixer) == before).all() == (rate == 0)
+        assert (trie.snapshot("a")[1] == before).all() == (rate == 0)
         chances.append(trie.retrieve(0, 64, 64).probability[-1])
     assert chances[1] > chances[0]
 
 
 def test_no_evidence_is_learned_from_texts_that_warm_the_index() -> None:
     trie = Trie()
-    before = logistic_mixer.dump(trie._mixer)
+    before = trie.snapshot("a")[1]
     trie.warm("a", [[1, 2, 3] * 9])
-    assert (logistic_mixer.dump(trie._mixer) == before).all()
+    assert (trie.snapshot("a")[1] == before).all()
 
 
 def test_a_finished_prompt_is_gone_and_its_memory_free() -> None:
@@ -638,7 +638,7 @@ def test_a_saved_trie_loads_as_it_was_without_its_prompts(tmp_path: Path) -> Non
     oracle.finish(0)
     assert [shared(trie, name, oracle.shared(name)) for name in "ab"] == [oracle.shared(name) for name in "ab"]
     assert trie.tokens("old") == 0
-    learned, loaded = (logistic_mixer.dump(each._mixer) for each in (before, trie))
+    learned, loaded = (each.snapshot("a")[1] for each in (before, trie))
     assert loaded.tolist() == pytest.approx(learned.tolist(), rel=1e-6)  # a file has float32
     for each in (trie, before):
         each.begin(1, "a", [9])
@@ -704,12 +704,14 @@ def test_what_is_no_trie_file_is_refused(tmp_path: Path, content: bytes) -> None
     "learned", [np.zeros(3), np.full(len(logistic_mixer.dump(logistic_mixer.untrained())), np.nan)]
 )
 def test_a_well_formed_file_whose_mixer_does_not_fit_is_refused(tmp_path: Path, learned: Any) -> None:
-    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, learned)
+    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": learned})
     refuses(tmp_path / "trie", "is not of this program")
 
 
 def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path: Path) -> None:
-    trie_file.write(tmp_path / "trie", {"a": [np.array([1, -5])]}, logistic_mixer.dump(logistic_mixer.untrained()))
+    trie_file.write(
+        tmp_path / "trie", {"a": [np.array([1, -5])]}, {"a": logistic_mixer.dump(logistic_mixer.untrained())}
+    )
     refuses(tmp_path / "trie", "namespace 'a' is no list of texts")
 
 
@@ -729,7 +731,7 @@ def test_a_wrong_header_under_a_right_checksum_is_refused(
     tmp_path: Path, header: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trie_file.json, "dumps", lambda _: header.decode())
-    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, np.zeros(1))
+    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": np.zeros(1)})
     refuses(tmp_path / "trie", "has no valid content")
 
 

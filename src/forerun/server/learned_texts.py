@@ -180,8 +180,8 @@ def _learn(
                 changed.add(name)
                 learned += len(tokens)
     for each in kept:
-        trie.adopt(each.mixer)
         for name, texts in each.namespaces.items():
+            trie.adopt(name, each.mixers[name])
             trie.warm(name, texts)
     if settings.warm or kept:
         total = sum(len(text) for each in kept for texts in each.namespaces.values() for text in texts)

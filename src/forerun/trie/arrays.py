@@ -151,7 +151,7 @@ class Index(NamedTuple):
 
 def _rows(nbytes: int) -> tuple[int, int, int]:
     """Slots, rows of blocks and chunks for so many bytes, hints included."""
-    tokens = (nbytes - RECYCLED_LIST.itemsize * _lists(nbytes)) / BYTES_PER_TOKEN
+    tokens = max(0, nbytes - RECYCLED_LIST.itemsize * _lists(nbytes)) / BYTES_PER_TOKEN
     return int(2.1 * tokens), int(2.1 * tokens), int(tokens / CHUNK_TOKENS)
 
 

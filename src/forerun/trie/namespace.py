@@ -15,6 +15,7 @@ from forerun.core.tree import IntArray
 from forerun.trie import arrays, text_cursor, token_store
 from forerun.trie.array_handles import ArrayHandles
 from forerun.trie.arrays import Index
+from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.tables import CHUNK_TOKENS, SHARED, TEXT_CHUNK, RecordArray
 from forerun.trie.text_cursor import TextCursor
 
@@ -56,6 +57,7 @@ class Namespace:
 
     Args:
         capacity: most bytes of its arrays, 2**16 at least.
+        mixer: what evidence is worth, to learn on from.
         allow: called before the namespace grows, with it and the bytes that it requests; returns how many it may take.
             The namespace starts with none. Without ``allow`` it has its whole capacity at once.
 
@@ -65,16 +67,18 @@ class Namespace:
         outputs: first chunks of the finished outputs, oldest first.
         writers: by their requests, the places of the outputs that still grow.
         changed: number of its last change; 0 before the first.
-        handles: of the index.
+        mixer: what evidence is worth here. No namespace's drafts tell anything about another's texts.
+        handles: of the index, and of the mixer.
     """
 
-    def __init__(self, capacity: int, allow: Callable[[Namespace, int], int] | None = None) -> None:
+    def __init__(self, capacity: int, mixer: Mixer, allow: Callable[[Namespace, int], int] | None = None) -> None:
         self.capacity = capacity
         self.granted = capacity if allow is None else 0
         self.outputs: deque[int] = deque()
         self.writers: dict[int, TextCursor] = {}
         self.changed = 0
-        self.handles: ArrayHandles[Index] = ArrayHandles()
+        self.mixer = mixer
+        self.handles: tuple[ArrayHandles[Index], ArrayHandles[Mixer]] = (ArrayHandles(), ArrayHandles())
         self._allow = allow
         self._whole = Index.for_bytes(capacity)
         self.index = self._whole.within(self.granted)
@@ -128,7 +132,9 @@ class Namespace:
     def _cut(self) -> None:
         """Let the index be as much of the whole as is granted. Its small arrays are no part of that."""
         whole = self._whole.within(self.granted)
-        self.index = self.index._replace(slots=whole.slots, heads=whole.heads, blocks=whole.blocks, text=whole.text)
+        self.index = self.index._replace(
+            slots=whole.slots, heads=whole.heads, blocks=whole.blocks, text=whole.text, recycled=whole.recycled
+        )
 
     def withdraw(self) -> None:
         """Take the oldest finished output back, in time proportional to its length."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import MIN_GROWTH_BYTES, Namespace
 from forerun.trie.trie_config import TrieConfig
 
@@ -18,11 +19,12 @@ class NamespaceLRU(Mapping[str, Namespace]):
         config: how large a namespace may become, and how many there may be.
 
     Attributes:
+        mixer: what a new namespace takes evidence to be worth.
         on_change: called after each change, if it is set; it must return at once.
     """
 
-    def __init__(self, config: TrieConfig) -> None:
-        self._config = config
+    def __init__(self, config: TrieConfig, mixer: Mixer) -> None:
+        self._config, self.mixer = config, mixer
         self._spaces: dict[str, Namespace] = {}
         self._most, self._limit = config.namespaces, config.namespaces * config.capacity
         self._bounded = False
@@ -88,7 +90,7 @@ class NamespaceLRU(Mapping[str, Namespace]):
     def _made(self) -> Namespace:
         capacity = self._config.capacity
         self._drop_oldest(0 if self._bounded else capacity, 1)
-        return Namespace(capacity, self._allow if self._bounded else None)
+        return Namespace(capacity, self.mixer.copy(), self._allow if self._bounded else None)
 
     def _allow(self, space: Namespace, requested: int) -> int:
         """How many of the requested bytes a namespace may take."""

@@ -2,9 +2,9 @@
 
 Each namespace has one shared index of its outputs. When it is full, its oldest outputs go, as whole requests. Each live
 request has an index of its own prompt and output. No other request reads it. It is freed as a whole when the request
-ends ("branch eliminating", Lookahead paper, section 4.3). What evidence is worth (``mixing``) is learned over all
-namespaces; it holds no text. Threads take turns: compiled code is given addresses of arrays, which another thread might
-replace meanwhile. ``docs/trie.md`` derives the index from one example.
+ends ("branch eliminating", Lookahead paper, section 4.3). What evidence is worth is learned in each namespace for
+itself, so that drafts tell nothing about another's texts. Threads take turns: compiled code is given addresses of
+arrays, which another thread might replace meanwhile. ``docs/trie.md`` derives the index from one example.
 """
 
 from __future__ import annotations
@@ -97,15 +97,11 @@ class Trie(TrieStore):
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
         super().__init__(config or TrieConfig(), mixer)
-        self._nothing = Namespace(1 << 16)
+        self._nothing = Namespace(1 << 16, self._shared.mixer)
         self._live: dict[int, _Live] = {}
         self._workspace = DraftWorkspace.allocate(64)
         self._scratch = TextCursor.start()
-        self._handles: tuple[ArrayHandles[Mixer], ArrayHandles[DraftWorkspace], ArrayHandles[TextCursor]] = (
-            ArrayHandles(),
-            ArrayHandles(),
-            ArrayHandles(),
-        )
+        self._handles: tuple[ArrayHandles[DraftWorkspace], ArrayHandles[TextCursor]] = (ArrayHandles(), ArrayHandles())
         self._spelling = Index.allocate(0, 0, 0).spelling
 
     def warm_up(self) -> None:
@@ -231,7 +227,7 @@ class Trie(TrieStore):
             ValueError: if the request is not live.
         """
         space = self._shared.open(self._of(request_id).namespace)
-        entry_points.keep(space.handles.at(space.index), *rows)
+        entry_points.keep(space.handles[0].at(space.index), *rows)
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
         """What may follow the request's text.
@@ -270,13 +266,14 @@ class Trie(TrieStore):
     def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:
         """Of what the functions of ``calls`` work on: own and shared index, cursor, mixer, workspace."""
         own, text_cursor = live.handles
-        mixer, workspace, scratch = self._handles
+        shared, mixer = space.handles
+        workspace, scratch = self._handles
         stands = (text_cursor if where is live.cursor else scratch).at(where)
         return (
             own.at(live.own),
-            space.handles.at(space.index),
+            shared.at(space.index),
             stands,
-            mixer.at(self._mixer),
+            mixer.at(space.mixer),
             workspace.at(self._workspace),
         )
 
@@ -310,7 +307,7 @@ class Trie(TrieStore):
             return live.cursor
         space = self._shared.get(live.namespace, self._nothing)
         own, shared, here, *_ = self._addresses(live, space, live.cursor)
-        entry_points.peek(own, shared, here, self._handles[2].at(self._scratch), checked(pending))
+        entry_points.peek(own, shared, here, self._handles[1].at(self._scratch), checked(pending))
         return self._scratch
 
 

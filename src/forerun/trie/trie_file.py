@@ -1,10 +1,9 @@
 """Tries on disk: versioned, checksummed, written atomically, and without pickle.
 
 Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, length of the header (uint32), the header (JSON:
-the name of
-the vocabulary, how many numbers were learned, and name, outputs and tokens of each namespace), then little-endian: what
-was learned (float32), and per namespace the lengths of its outputs and their tokens (int32). The index is built anew
-from the texts.
+the name of the vocabulary, how many numbers each namespace has learned, and name, outputs and tokens of each), then
+little-endian, for each namespace: what it has learned (float32), the lengths of its outputs and their tokens (int32).
+The index is built anew from the texts.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ class TrieFileError(ValueError):
 
 
 class Content(NamedTuple):
-    """What a file holds: outputs by namespace, int64 each and oldest first; what was learned about evidence; and what
-    the token ids mean, by a name, or the empty text."""
+    """What a file holds: outputs by namespace, int64 each and oldest first; what each has learned about evidence; and
+    what the token ids mean, by a name, or the empty text."""
 
     namespaces: dict[str, list[IntArray]]
-    mixer: Mixer
+    mixers: dict[str, Mixer]
     vocabulary: str
 
 
 def write(
     path: str | os.PathLike[str],
     namespaces: Mapping[str, Sequence[IntArray]],
-    learned: FloatArray,
+    learned: Mapping[str, FloatArray],
     vocabulary: str = "",
 ) -> None:
     """Replace ``path`` as a whole or not at all; others than its owner cannot read it.
@@ -60,9 +59,10 @@ def write(
     """
     path = Path(path)
     sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]
-    header = json.dumps([vocabulary, len(learned), *sizes]).encode()
-    parts = [header, learned.astype("<f4").tobytes()]
-    for texts in namespaces.values():
+    header = json.dumps([vocabulary, max(map(len, learned.values()), default=0), *sizes]).encode()
+    parts = [header]
+    for name, texts in namespaces.items():
+        parts.append(learned[name].astype("<f4").tobytes())
         parts.append(np.array([len(text) for text in texts], "<i4").tobytes())
         parts += [text.astype("<i4").tobytes() for text in texts]
     size = struct.pack("<I", len(header))
@@ -130,18 +130,19 @@ def read(path: str | os.PathLike[str]) -> Content:
 
 def _parse(body: bytes, length: int, version: int) -> Content:
     vocabulary, count, *sizes = json.loads(body[:length])
-    learned = np.frombuffer(body, "<f8" if version == TEXTS_VERSION else "<f4", count, length)
-    offset = length + learned.nbytes
+    old = version == TEXTS_VERSION
+    offset = length + (8 * count if old else 0)
     namespaces: dict[str, list[IntArray]] = {}
+    mixers: dict[str, Mixer] = {}
     for name, outputs, tokens in sizes:
-        lengths = np.frombuffer(body, "<i4", outputs, offset)
-        text = np.frombuffer(body, "<i4", tokens, offset + lengths.nbytes).astype(np.int64)
+        learned = np.frombuffer(body, "<f4", 0 if old else count, offset)
+        lengths = np.frombuffer(body, "<i4", outputs, offset + learned.nbytes)
+        text = np.frombuffer(body, "<i4", tokens, offset + learned.nbytes + lengths.nbytes).astype(np.int64)
         if (lengths < 0).any() or lengths.sum() != tokens or (text < 0).any():
             raise ValueError(f"namespace {name!r} is no list of texts")
         namespaces[str(name)] = np.split(text, np.cumsum(lengths)[:-1]) if outputs else []
-        offset += lengths.nbytes + 4 * tokens
+        mixers[str(name)] = logistic_mixer.prior() if old else logistic_mixer.restore(learned.astype(np.float64))
+        offset += learned.nbytes + lengths.nbytes + 4 * tokens
     if offset != len(body):
         raise ValueError(f"{len(body) - offset} bytes too many")
-    old = version == TEXTS_VERSION
-    mixer = logistic_mixer.prior() if old else logistic_mixer.restore(learned.astype(np.float64))
-    return Content(namespaces, mixer, str(vocabulary))
+    return Content(namespaces, mixers, str(vocabulary))

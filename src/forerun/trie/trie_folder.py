@@ -90,7 +90,7 @@ class Folder:
             if self._written.get(name) != number:
                 texts, learned = store.snapshot(name)
                 try:
-                    trie_file.write(self._file(name), {name: texts}, learned, self._vocabulary)
+                    trie_file.write(self._file(name), {name: texts}, {name: learned}, self._vocabulary)
                 except OSError as error:
                     failed = failed or error
                     continue

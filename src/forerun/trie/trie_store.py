@@ -37,8 +37,7 @@ class TrieStore:
     def __init__(self, config: TrieConfig, mixer: Mixer | None = None) -> None:
         self.config = config
         self.lock = FairLock()
-        self._shared = NamespaceLRU(config)
-        self._mixer = logistic_mixer.prior() if mixer is None else mixer
+        self._shared = NamespaceLRU(config, logistic_mixer.prior() if mixer is None else mixer)
 
     def warm(self, namespace: str, sequences: Iterable[Tokens]) -> None:
         """Count sequences as if they had been generated in ``namespace``; nothing is learned about evidence.
@@ -103,13 +102,13 @@ class TrieStore:
         Steps wait while memory is copied: some four bytes for each token of the namespace.
         """
         with self.lock:
-            texts, learned = self._texts(namespace), logistic_mixer.dump(self._mixer)
+            texts, learned = self._texts(namespace), self._learned(namespace)
         return texts.read(), learned
 
     @locked
-    def adopt(self, mixer: Mixer) -> None:
+    def adopt(self, namespace: str, mixer: Mixer) -> None:
         """Take over what was learned about evidence elsewhere."""
-        self._mixer = mixer
+        self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
         """Write the namespaces and what was learned to ``path``, in one atomic step; prompts are never written.
@@ -122,7 +121,8 @@ class TrieStore:
             OSError: if it cannot be written, as on a full disk; what ``path`` held before is still there.
         """
         with self.lock:
-            texts, learned = {name: self._texts(name) for name in self._shared}, logistic_mixer.dump(self._mixer)
+            texts = {name: self._texts(name) for name in self._shared}
+            learned = {name: self._learned(name) for name in self._shared}
         trie_file.write(path, {name: each.read() for name, each in texts.items()}, learned, vocabulary)
 
     def load(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
@@ -140,13 +140,13 @@ class TrieStore:
         content = trie_file.read(path)
         if vocabulary and content.vocabulary not in ("", vocabulary):
             raise TrieFileError(f"{path} is of another vocabulary than the model's")
-        self._replace(content.namespaces, content.mixer)
+        self._replace(content.namespaces, content.mixers)
 
     @locked
-    def _replace(self, namespaces: Mapping[str, Iterable[IntArray]], mixer: Mixer) -> None:
-        self._mixer = mixer
+    def _replace(self, namespaces: Mapping[str, Iterable[IntArray]], mixers: Mapping[str, Mixer]) -> None:
         self._shared.clear()
         for name, texts in namespaces.items():
+            self._shared.open(name).mixer = mixers[name]
             for text in texts:
                 self._publish(name, text)
 
@@ -155,6 +155,11 @@ class TrieStore:
         if not space.publish(tokens):
             log.warning("a text of %s tokens finds no room in namespace %r and is not kept", f"{len(tokens):,}", name)
         self._shared.note_change(space)
+
+    def _learned(self, name: str) -> FloatArray:
+        """What was learned about evidence in a namespace, as one vector."""
+        space = self._shared.get(name)
+        return logistic_mixer.dump(self._shared.mixer if space is None else space.mixer)
 
     def _texts(self, name: str) -> Texts:
         """The outputs of a namespace, oldest first, those that still grow last."""
