@@ -160,9 +160,9 @@ def engine_of(model: PreTrainedModel, drafter: Drafter | str, **settings: Any) -
     """The model's engine for this drafter and these arguments of ``Engine``, made at first use. It lives as long as the
     model."""
     engines: _Engines = model.__dict__.setdefault("_forerun_engines", _Engines())
-    given = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
-    key = (drafter, model.dtype, model.device, *sorted(given.items()))
-    return engines.get_or_make(key, lambda: Engine(model, drafter, **given))
+    changed = {name: value for name, value in settings.items() if value != DEFAULTS[name]}
+    key = (drafter, model.dtype, model.device, *sorted(changed.items()))
+    return engines.get_or_make(key, lambda: Engine(model, drafter, **changed))
 
 
 def _rows(

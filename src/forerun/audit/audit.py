@@ -187,7 +187,7 @@ class _AuditedRuns:
         strict = self.exactness.level == "bitwise"
         checks: list[Check] = ["batch"] if batch else ["plain", "greedy"] if seed is None else ["coupled"]
         expected = [[self._expected(each, drafter, row, seed) for each in checks] for row in rows]
-        requests, seen = self._generate(drafter, seed, rows, expected)
+        requests, logits_by_text = self._generate(drafter, seed, rows, expected)
         for row, request, texts in zip(rows, requests, expected, strict=True):
             got, stats = request.generated.tolist(), request.stats
             counts = len(got), sum(stats.drafted), sum(stats.accepted)
@@ -195,7 +195,7 @@ class _AuditedRuns:
                 self._alone[drafter, seed, row] = got
             for which, (check, text) in enumerate(zip(checks, texts, strict=True)):
                 position = first_difference(text, got)
-                logits = seen.get((request.id, which))
+                logits = logits_by_text.get((request.id, which))
                 weighed = None if position is None else weigh(self.model, request, text, position, logits)
                 yield Comparison(check, drafter, row, seed, *counts, weighed, strict and check != "greedy")
 

@@ -73,9 +73,9 @@ def weigh(
         with Float32View():
             wide = model(input_ids=ids[None], use_cache=False).logits[0, -1]
         error, tolerance = relative_error(logits, wide), tolerance + relative_error(own, wide)
-    reference, seen = (_scores(request, ids, row) for row in (own, logits))
+    reference, step_scores = (_scores(request, ids, row) for row in (own, logits))
     margin = abs(float(reference[a] - reference[b]))
-    return Divergence(position, a, b, margin, _allowance(reference, seen, model.dtype), error, tolerance)
+    return Divergence(position, a, b, margin, _allowance(reference, step_scores, model.dtype), error, tolerance)
 
 
 def _scores(request: Request, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,8 @@ def _scores(request: Request, ids: torch.Tensor, logits: torch.Tensor) -> torch.
     return scores + gumbel(sampler.seed, len(ids), len(scores), Salt.TARGET, scores.device)
 
 
-def _allowance(reference: torch.Tensor, seen: torch.Tensor, dtype: torch.dtype) -> float:
-    finite = reference.isfinite() & seen.isfinite()
-    difference = float((reference - seen)[finite].abs().max())
+def _allowance(reference: torch.Tensor, step_scores: torch.Tensor, dtype: torch.dtype) -> float:
+    finite = reference.isfinite() & step_scores.isfinite()
+    difference = float((reference - step_scores)[finite].abs().max())
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     return 4 * max(difference, unit * float(reference[finite].abs().max()))

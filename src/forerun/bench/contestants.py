@@ -114,17 +114,17 @@ class Bench:
 
     def makers(self, prompts: PromptSet) -> Makers:
         """What builds each contestant for these prompts."""
-        found: dict[str, Callable[[], Contestant]] = {
+        makers: dict[str, Callable[[], Contestant]] = {
             BASELINE: self.transformers,
             "transformers prompt lookup": partial(self.transformers, prompt_lookup_num_tokens=LOOKUP_TOKENS),
         }
         if self.settings.draft_model is not None:
-            found["transformers assisted"] = partial(self.transformers, assistant_model=self.settings.draft_model)
+            makers["transformers assisted"] = partial(self.transformers, assistant_model=self.settings.draft_model)
         for name in self.drafters:
-            found[f"forerun {name}"] = partial(self.forerun, partial(self._drafter, name))
+            makers[f"forerun {name}"] = partial(self.forerun, partial(self._drafter, name))
             if prompts.warm_prompts and name.startswith("trie"):
-                found[f"forerun {name}, warm"] = partial(self._warm, name, prompts)
-        return found
+                makers[f"forerun {name}, warm"] = partial(self._warm, name, prompts)
+        return makers
 
     def _built(self, makers: Makers) -> dict[str, Contestant]:
         """Those that are not skipped; only they answer the warm prompts."""
@@ -158,8 +158,8 @@ class Bench:
         return self.forerun(lambda: copy.deepcopy(warm))
 
     def _generate(self, rows: Rows, max_new_tokens: int) -> tuple[list[Tokens], int]:
-        found = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False)
-        return found.generated, max(stats.steps for stats in found.stats)
+        result = self.engine.generate(list(rows), max_new_tokens=max_new_tokens, do_sample=False)
+        return result.generated, max(stats.steps for stats in result.stats)
 
 
 def padded(rows: Rows, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,8 +91,8 @@ class Journal:
         try:
             before = json.loads(lines[0])["about"]
             for line in lines[1:]:
-                found = json.loads(line)
-                self._turns[TurnKey(*found["key"])] = dict(found["turn"])
+                entry = json.loads(line)
+                self._turns[TurnKey(*entry["key"])] = dict(entry["turn"])
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise ValueError(f"{self._path} is not a bench's journal ({error}); give another --out") from error
         for name in {*before, *about}:

@@ -33,13 +33,13 @@ def machine() -> Row:
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """The versions of those packages that are installed."""
-    found = {}
+    known = {}
     for package in packages:
         try:
-            found[package] = metadata.version(package)
+            known[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return known
 
 
 def plain_values(options: Any) -> Row:
@@ -55,8 +55,8 @@ def _plain_value(value: Any) -> Any:
 
 def footer(settings: Row) -> str:
     """Machine, versions and settings as two lines of Markdown; settings that were not given are left out."""
-    given = {name: value for name, value in settings.items() if value is not None and name not in LEFT_OUT}
-    return f"Machine: {_listed(machine())}\n\nSettings: {_listed(given)}\n"
+    shown = {name: value for name, value in settings.items() if value is not None and name not in LEFT_OUT}
+    return f"Machine: {_listed(machine())}\n\nSettings: {_listed(shown)}\n"
 
 
 def _listed(values: Row) -> str:

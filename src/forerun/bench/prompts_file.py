@@ -106,17 +106,17 @@ def encode_lines(
     Raises:
         ValueError: with the lines that the chat template refuses or that are too long.
     """
-    found: list[list[int]] = []
+    encoded: list[list[int]] = []
     wrong: list[str] = []
     for line in lines:
         try:
             ids = encoder(line.prompt)
             check_length(len(ids), positions, new)
-            found.append(ids)
+            encoded.append(ids)
         except ValueError as error:
             wrong.append(f"line {line.number}: {error}")
     _refuse(file, wrong)
-    return found
+    return encoded
 
 
 def prompt_sets(
@@ -135,8 +135,8 @@ def prompt_sets(
     for line, tokens in zip(lines, ids, strict=True):
         by_task.setdefault(line.task, []).append(tokens)
     return [
-        PromptSet(task, found[:prompts], found[len(found[:prompts]) :][:warm], new_tokens)
-        for task, found in by_task.items()
+        PromptSet(task, encoded[:prompts], encoded[len(encoded[:prompts]) :][:warm], new_tokens)
+        for task, encoded in by_task.items()
     ]
 
 
@@ -206,5 +206,5 @@ def _text(name: str, value: Any, empty: bool = False) -> str:
 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    found = names.get(type(value), "a number")
-    return "an empty list" if value == [] else found
+    name = names.get(type(value), "a number")
+    return "an empty list" if value == [] else name

@@ -57,13 +57,13 @@ def _row(one: Series, baseline: Series, plain: Series | None, decode: Decode) ->
 def means(rows: Sequence[Row]) -> list[Row]:
     """Geometric means over tasks, for each contestant that ran every task; none for a single task."""
     tasks = {row["task"] for row in rows}
-    found = []
+    rows_of_means = []
     for contestant, mine in _by_contestant(rows).items():
         if 1 < len(mine) == len(tasks):
             names = ("tokens_per_second", "tokens_per_pass", "speed_up")
             values = {name: _mean([row[name] for row in mine]) for name in names}
-            found.append({"task": MEAN, "contestant": contestant, **values})
-    return found
+            rows_of_means.append({"task": MEAN, "contestant": contestant, **values})
+    return rows_of_means
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -72,10 +72,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _by_contestant(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    groups: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["contestant"], []).append(row)
-    return found
+        groups.setdefault(row["contestant"], []).append(row)
+    return groups
 
 
 def speed_table(rows: Sequence[Row]) -> str:
@@ -149,17 +149,17 @@ class BenchResult:
 
 def warnings(rows: Sequence[Row]) -> list[str]:
     """What a reader of the figures must know."""
-    found = []
+    notes = []
     if any(row["rounds"] < SURE_ROUNDS for row in rows):
-        found.append(
+        notes.append(
             f"Fewer than {SURE_ROUNDS} rounds: ranks may be noise. Contestants whose brackets overlap are not ranked."
         )
     if any(row["same_output"] < 1 for row in rows):
-        found.append(
+        notes.append(
             "Rounding can part texts from those of transformers where two tokens are nearly as good; "
             "`forerun audit` tells whether it was that."
         )
-    return found
+    return notes
 
 
 def write(result: BenchResult, folder: Path, name: str) -> list[Path]:
@@ -179,8 +179,8 @@ def pivot(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str
     cells = {(row[down], row[across]): cell(row) for row in rows}
     lines = [f"| {down} | {' | '.join(map(shown, columns))} |", "|---|" + "---|" * len(columns)]
     for value in dict.fromkeys(row[down] for row in rows):
-        found = [cells.get((value, column), "-") for column in columns]
-        lines.append(f"| {shown(value)} | {' | '.join(found)} |")
+        row_cells = [cells.get((value, column), "-") for column in columns]
+        lines.append(f"| {shown(value)} | {' | '.join(row_cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -214,8 +214,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     width = 0.86 / len(colours)
     for i, (contestant, colour) in enumerate(colours.items()):
         shift = (i - (len(colours) - 1) / 2) * width
-        found = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == contestant}
-        _bars(axes, found, width * 0.92, contestant, colour)
+        places = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == contestant}
+        _bars(axes, places, width * 0.92, contestant, colour)
     axes[0].set_ylabel("tokens per second")
     axes[1].set_ylabel("tokens per forward pass")
     axes[1].set_xticks(range(len(tasks)), tasks)
@@ -228,25 +228,25 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def _bars(axes: Any, found: dict[float, Row], width: float, label: str, colour: Any) -> None:
-    rows = found.values()
+def _bars(axes: Any, places: dict[float, Row], width: float, label: str, colour: Any) -> None:
+    rows = places.values()
     speeds = [row["tokens_per_second"] for row in rows]
     spread = [
         [row["tokens_per_second"] - row["slowest"] for row in rows],
         [row["fastest"] - row["tokens_per_second"] for row in rows],
     ]
-    axes[0].bar(list(found), speeds, width, yerr=spread, label=label, color=colour, error_kw={"lw": 0.8})
-    axes[1].bar(list(found), [row["tokens_per_pass"] or 0 for row in rows], width, color=colour)
+    axes[0].bar(list(places), speeds, width, yerr=spread, label=label, color=colour, error_kw={"lw": 0.8})
+    axes[1].bar(list(places), [row["tokens_per_pass"] or 0 for row in rows], width, color=colour)
 
 
 def _colours(contestants: Sequence[str], maps: Any) -> dict[str, Any]:
     """Colours of contestants: shades of one colour map per library."""
     makers = {"transformers": (GREYS, 0.7, 0.3), "forerun": (COLOURS, 0.9, 0.1), "": (REDS, 0.0, 0.7)}
-    found: dict[str, Any] = {}
+    colours: dict[str, Any] = {}
     for maker, (name, first, last) in makers.items():
-        mine = [one for one in contestants if one.startswith(maker) and one not in found]
-        found |= dict(zip(mine, maps(name)(_spaced(len(mine), first, last)), strict=True))
-    return {name: found[name] for name in contestants}
+        mine = [one for one in contestants if one.startswith(maker) and one not in colours]
+        colours |= dict(zip(mine, maps(name)(_spaced(len(mine), first, last)), strict=True))
+    return {name: colours[name] for name in contestants}
 
 
 def _spaced(count: int, first: float, last: float) -> list[float]:

@@ -62,10 +62,10 @@ def run(options: AuditOptions) -> None:
 
 
 def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Plan:
-    wanted = options.drafter or list(RECIPES)
+    drafters = options.drafter or list(RECIPES)
     return Plan(
         drafters=options.drafter or (),
-        settings=settings(options, wanted, model, tokenizer),
+        settings=settings(options, drafters, model, tokenizer),
         max_new_tokens=options.max_new_tokens,
         seeds=options.seeds,
         temperature=options.temperature,

@@ -27,12 +27,12 @@ def command(app: typer.Typer, name: str, options: type[Any], module: str) -> Non
 
 
 def _invoker(options: type[Any], module: str) -> Callable[..., None]:
-    def invoke(**given: Any) -> None:
-        with user_errors(given["debug"]), shown_log():
-            checked = options(**given)
+    def invoke(**values: Any) -> None:
+        with user_errors(values["debug"]), shown_log():
+            valid = options(**values)
             with _no_collection():
                 imported = importlib.import_module(module)
-            imported.run(checked)
+            imported.run(valid)
 
     invoke.__doc__ = options.__doc__
     hints = get_type_hints(options, include_extras=True)  # resolves a base's fields in the base's module

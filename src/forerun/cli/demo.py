@@ -163,10 +163,10 @@ def chosen(options: DemoOptions) -> list[DemoPrompt]:
     unknown = [kind for kind in options.kind or [] if kind not in kinds]
     if unknown:
         raise ValueError(f"--kind is {unknown[0]!r}; allowed are {', '.join(kinds)}")
-    wanted = [prompt for prompt in prompts if prompt["kind"] in (options.kind or kinds)]
-    for prompt in wanted:
+    selection = [prompt for prompt in prompts if prompt["kind"] in (options.kind or kinds)]
+    for prompt in selection:
         prompt["max_new_tokens"] = min(prompt["max_new_tokens"], options.max_new_tokens or prompt["max_new_tokens"])
-    return wanted
+    return selection
 
 
 def make_stage(options: DemoOptions) -> Stage:
@@ -250,8 +250,8 @@ def _panel(timed: Timed, name: str, border: str, coloured: bool) -> Panel:
 
 def _end_of(prompt: str, lines: int = 3) -> str:
     """The last lines of a prompt."""
-    kept = prompt.rstrip("\n").split("\n")
-    return "\n".join((["…"] if len(kept) > lines else []) + kept[-lines:])
+    all_lines = prompt.rstrip("\n").split("\n")
+    return "\n".join((["…"] if len(all_lines) > lines else []) + all_lines[-lines:])
 
 
 def _as_json(options: DemoOptions, pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request, loadin
 
 def sampling(options: WriterOptions) -> dict[str, Any]:
     """Options for the engine; options that are not given are left to the model's configuration."""
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "namespace": options.namespace,
         "verification": options.verification,
@@ -124,9 +124,9 @@ def sampling(options: WriterOptions) -> dict[str, Any]:
         "stop_strings": options.stop or None,
     }
     if options.temperature > 0:
-        given |= {"temperature": options.temperature, "top_k": options.top_k or 0, "min_p": options.min_p}
-        given |= {"top_p": 1.0 if options.top_p is None else options.top_p, "seed": options.seed}
-    return {name: value for name, value in given.items() if value is not None}
+        arguments |= {"temperature": options.temperature, "top_k": options.top_k or 0, "min_p": options.min_p}
+        arguments |= {"top_p": 1.0 if options.top_p is None else options.top_p, "seed": options.seed}
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def kept_texts(options: GenerateOptions) -> dict[str, Any]:

@@ -182,11 +182,11 @@ class MemoryOptions:
         Raises:
             ValueError: for something that is no size, or others without ``--kv-memory``.
         """
-        given = {name: getattr(self, name) for name in (*SIZE_OPTIONS, "kv_folder") if getattr(self, name) is not None}
-        rest = [name for name in given if name not in self.ALONE]
+        values = {name: getattr(self, name) for name in (*SIZE_OPTIONS, "kv_folder") if getattr(self, name) is not None}
+        rest = [name for name in values if name not in self.ALONE]
         if rest and self.kv_memory is None:
             raise ValueError(f"{flag_of(rest[0])} is of what does not fit on the device; add --kv-memory")
-        return {name: size_of(given[name], flag_of(name)) for name in SIZE_OPTIONS if name in given}
+        return {name: size_of(values[name], flag_of(name)) for name in SIZE_OPTIONS if name in values}
 
 
 @dataclass(frozen=True)
@@ -221,9 +221,9 @@ class WriterOptions(LongOptions, ModelOptions):
     color: Colour = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) is not None]
-        if self.temperature == 0 and given:
-            flags = ", ".join(map(flag_of, given))
+        sampling = [name for name in ("top_k", "top_p", "min_p", "seed") if getattr(self, name) is not None]
+        if self.temperature == 0 and sampling:
+            flags = ", ".join(map(flag_of, sampling))
             raise ValueError(f"{flags} has no effect at temperature 0, which is greedy; add --temperature")
 
 

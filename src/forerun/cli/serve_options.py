@@ -129,7 +129,7 @@ class ServeOptions(DebugOptions):
 
     def flags(self) -> dict[str, Any]:
         """The settings that were given, by their names there."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         for flag, name in REPEATED.items():
-            given[name] = given.pop(flag) or None
-        return {name: value for name, value in given.items() if value is not None and name not in ("config", "debug")}
+            values[name] = values.pop(flag) or None
+        return {name: value for name, value in values.items() if value is not None and name not in ("config", "debug")}

@@ -103,10 +103,10 @@ class Conversation:
         """
         most = min(len(prompt) - 1, len(self._cached))
         different = np.flatnonzero(prompt[:most] != self._cached[:most])
-        kept = int(different[0]) if len(different) else most
-        self._cache.truncate(kept)
-        self._cached = self._cached[:kept]
-        return kept
+        length = int(different[0]) if len(different) else most
+        self._cache.truncate(length)
+        self._cached = self._cached[:length]
+        return length
 
     def _answer(self, turn: ConversationTurn, on_prefill: Progress | None) -> Generator[Commit, None, None]:
         request = turn.request

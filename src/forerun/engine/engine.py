@@ -328,11 +328,11 @@ class Engine:
     def _run(
         self, requests: Sequence[Request], on_prefill: Progress | None, caches: Sequence[FullCache] | None
     ) -> Generator[Commit, None, None]:
-        given = [None] * len(requests) if caches is None else caches
+        each_cache = [None] * len(requests) if caches is None else caches
         with self.batch() as batch:
-            texts = [batch.tokens(each) for each, cache in zip(requests, given, strict=True) if not cache]
+            texts = [batch.tokens(each) for each, cache in zip(requests, each_cache, strict=True) if not cache]
             with nullcontext() if self.tiers is None else self.tiers.expecting(texts):
-                for request, cache in zip(requests, given, strict=True):
+                for request, cache in zip(requests, each_cache, strict=True):
                     batch.admit(request, cache)
             total = unread = batch.unread
             while batch:

@@ -364,10 +364,10 @@ class DiskLRU:
     def names(self, within: str) -> list[str]:
         """The groups in a folder: names of their files without a part."""
         try:
-            found = os.listdir(self.folder / within)  # noqa: PTH208 - a third of the time
+            entries = os.listdir(self.folder / within)  # noqa: PTH208 - a third of the time
         except FileNotFoundError:
             return []
-        return [f"{within}/{name}" for name in found if name.endswith(KV_FILE_SUFFIX) and name.count(".") == 1]
+        return [f"{within}/{name}" for name in entries if name.endswith(KV_FILE_SUFFIX) and name.count(".") == 1]
 
     def use(self, name: str) -> Path:
         """Where a file is; it was used now."""
@@ -385,26 +385,26 @@ class DiskLRU:
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
-        return sum(taken for _, taken, _ in self._files())
+        return sum(size for _, size, _ in self._files())
 
     def _files(self) -> Iterator[tuple[Path, int, int]]:
         """All files with the bytes that they take, and when they were used last."""
         for path in self.folder.rglob(f"*{KV_FILE_SUFFIX}"):
             with suppress(FileNotFoundError):
-                found = path.stat()
-                yield path, found.st_blocks * STAT_BLOCK_BYTES, found.st_mtime_ns
+                stat = path.stat()
+                yield path, stat.st_blocks * STAT_BLOCK_BYTES, stat.st_mtime_ns
 
     def _make_room(self, size: int) -> None:
         """Remove what was used least recently until ``size`` bytes more are within the limit."""
         groups: dict[Path, list[tuple[int, int]]] = defaultdict(list)
-        for path, taken, used in self._files():
-            groups[path.parent / path.name.partition(".")[0]].append((used, taken))
-        total = size + sum(taken for files in groups.values() for _, taken in files)
+        for path, nbytes, time in self._files():
+            groups[path.parent / path.name.partition(".")[0]].append((time, nbytes))
+        total = size + sum(nbytes for files in groups.values() for _, nbytes in files)
         for group, files in sorted(groups.items(), key=lambda item: max(item[1])):
             if total <= self.limit:
                 return
             self.drop(str(group.relative_to(self.folder)) + KV_FILE_SUFFIX)
-            total -= sum(taken for _, taken in files)
+            total -= sum(nbytes for _, nbytes in files)
 
     def _sweep(self) -> None:
         """Remove what dead processes did not finish. NFS locks only files that are open for writing."""

@@ -193,9 +193,9 @@ class PrefixSharing:
     def _keep(self, row: Row, keys: Keys) -> None:
         """Keep a prompt on disk; if that does not take it, in memory."""
         if self._store is not None:
-            kept = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
-            if kept is not None:
-                self._stored[row] = kept
+            text = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
+            if text is not None:
+                self._stored[row] = text
                 return
         length = len(keys) * self.chunk
         if length * row.cache.token_bytes <= self._prefixes.limit:
@@ -206,14 +206,14 @@ class PrefixSharing:
 
     def _note(self, row: Row, keys: Keys) -> None:
         """Keep what views made of a prompt beside it: on disk only of what the text there has in common with it."""
-        kept = self._stored.pop(row, None)
+        text = self._stored.pop(row, None)
         if row.request.error is not None:
             return
         for view in row.cache.views:
             if view.state_name is None:
                 continue
-            if self._store is not None and kept is not None:
-                name, chunks = kept
+            if self._store is not None and text is not None:
+                name, chunks = text
                 self._store.add_state(
                     name, view.state_name, view.saved_state(min(row.cache.length, chunks * self.chunk))
                 )
@@ -221,7 +221,7 @@ class PrefixSharing:
                 self._prefixes.add_state(keys, view.state_name, view.saved_state(len(keys) * self.chunk))
 
     def _follow(self, row: Row, keys: Keys) -> None:
-        kept, most = self._kept(row, keys)
+        prefix, most = self._kept(row, keys)
         own, leader = row.cache.length // self.chunk, None
         for other, others in self._keys.items():
             if other is row:  # only who came before is followed, so that no two wait for each other
@@ -232,17 +232,17 @@ class PrefixSharing:
             self._leaders[row] = leader, most
         elif leader is not None:
             self._begin(row, leader, most)
-        elif kept is not None and most > own:
-            self._begin_with(row, lambda: kept, most)
+        elif prefix is not None and most > own:
+            self._begin_with(row, lambda: prefix, most)
 
     def _kept(self, row: Row, keys: Keys) -> tuple[SharedPrefix | None, int]:
         """The beginning that shares the most chunks with a prompt, and how many; on disk, if there is as much as in
         memory: there lies what views made of it."""
-        kept, most = self._prefixes.find(keys)
+        prefix, most = self._prefixes.find(keys)
         if self._store is None:
-            return kept, most
+            return prefix, most
         stored = self._store.find(keys, row.request.namespace, max(0, most - 1))
-        return (kept, most) if stored is None else (stored.prefix, stored.chunks)
+        return (prefix, most) if stored is None else (stored.prefix, stored.chunks)
 
     def _begin(self, row: Row, leader: Row, count: int) -> None:
         self._leaders.pop(row, None)

@@ -93,8 +93,8 @@ def _of_commit(commit: Commit) -> Entry:
 
 
 def _of_request(request: Request) -> Entry:
-    kept = [astuple(each) for each in request.logprobs]
-    return [request.generated.tolist(), request.finish_reason, asdict(request.stats), kept]
+    logprobs = [astuple(each) for each in request.logprobs]
+    return [request.generated.tolist(), request.finish_reason, asdict(request.stats), logprobs]
 
 
 def _finish(request: Request, tokens: list[int], reason: Any, stats: dict[str, Any], logprobs: list[Any]) -> None:

@@ -69,8 +69,8 @@ def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
         if own:
             model._init_weights(module)
         for name in own:
-            found = module._buffers[name]
-            if found is None or found.isnan().any():
+            value = module._buffers[name]
+            if value is None or value.isnan().any():
                 raise ValueError(f"{file}: {type(module).__name__}.{name} cannot be had without its weights; {INSTEAD}")
 
 
@@ -116,9 +116,9 @@ class _Filler:
         kind = GGMLQuantizationType(tensor.kind)
         if len(tensor.shape) == 1:
             floats = dequantize(self._rows(tensor)[0], kind).astype(np.float32)
-            found = np.ascontiguousarray(self._processor.process(floats, name).weights, np.float32)
-            self._check_shape(name, found.shape, getattr(module, leaf).shape)
-            setattr(module, leaf, nn.Parameter(torch.from_numpy(found.copy()), requires_grad=False))
+            weights = np.ascontiguousarray(self._processor.process(floats, name).weights, np.float32)
+            self._check_shape(name, weights.shape, getattr(module, leaf).shape)
+            setattr(module, leaf, nn.Parameter(torch.from_numpy(weights.copy()), requires_grad=False))
             return
         if kind.name not in BLOCK_COLUMNS:
             raise ValueError(f"{self.file}: there is no kernel for {kind.name}, as tensor {name} is stored; {INSTEAD}")
@@ -134,9 +134,9 @@ class _Filler:
         rows = torch.from_numpy(self._in_order(name, self._rows(tensor)))
         self._matrices[ours] = nn.Parameter(rows, requires_grad=False), kind.name, tensor.shape[0]
 
-    def _check_shape(self, name: str, there: tuple[int, ...], wanted: torch.Size) -> None:
-        if tuple(there) != tuple(wanted):
-            raise ValueError(f"{self.file}: tensor {name} has the shape {[*there]}, and the model's is {[*wanted]}")
+    def _check_shape(self, name: str, there: tuple[int, ...], expected: torch.Size) -> None:
+        if tuple(there) != tuple(expected):
+            raise ValueError(f"{self.file}: tensor {name} has the shape {[*there]}, and the model's is {[*expected]}")
 
     def _rows(self, tensor: Tensor) -> Bytes:
         """A tensor's bytes ``[O, row]``, mapped from the file."""
@@ -155,12 +155,12 @@ class _Filler:
 
     def _exchange(self, name: str, module: nn.Linear | nn.Embedding) -> None:
         """Replace a module by one over stored weights; a head without weights shares the embedding's."""
-        found = self._matrices.get(f"{name}.weight")
-        if found is None and module is self.model.get_output_embeddings() and self.model.config.tie_word_embeddings:
-            found = next((self._matrices[key] for key in self._embeddings()), None)
-        if found is None:
+        matrix = self._matrices.get(f"{name}.weight")
+        if matrix is None and module is self.model.get_output_embeddings() and self.model.config.tie_word_embeddings:
+            matrix = next((self._matrices[key] for key in self._embeddings()), None)
+        if matrix is None:
             return
-        rows, kind, columns = found
+        rows, kind, columns = matrix
         if isinstance(module, nn.Linear):
             made: nn.Module = StoredLinear(rows, kind, columns, module.bias)
         else:

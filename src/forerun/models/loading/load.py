@@ -80,21 +80,21 @@ def load(
     if ranks > 1 and device != "auto":
         raise ValueError(f"device is {device!r}; in {ranks} processes each takes its own, so only auto is allowed")
     place = _device("cpu" if dtype == STORED and device == "auto" else device)
-    found = find(name_or_path)
-    in_file = found.is_file()
+    source = find(name_or_path)
+    in_file = source.is_file()
     if ranks > 1 and in_file:
-        raise ValueError(f"{found} is a GGUF file, which one process loads; in {ranks} only a folder can be shared")
+        raise ValueError(f"{source} is a GGUF file, which one process loads; in {ranks} only a folder can be shared")
     if dtype == STORED:
-        _check_stored(found, place)
+        _check_stored(source, place)
     if dtype == "auto" and (in_file or name_or_path in (BUNDLED, BUNDLED_DRAFT)):
         dtype = "float32"
     with quiet():
         model, tokenizer = (
-            _from_file(found, dtype, progress) if in_file else _from_folder(found, dtype, trust_remote_code, ranks)
+            _from_file(source, dtype, progress) if in_file else _from_folder(source, dtype, trust_remote_code, ranks)
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
     if len(tokenizer) > rows:
-        raise ValueError(f"the tokenizer in {found} has {len(tokenizer)} tokens and the model {rows}: not a pair")
+        raise ValueError(f"the tokenizer in {source} has {len(tokenizer)} tokens and the model {rows}: not a pair")
     return model.eval() if ranks > 1 else model.eval().to(place), tokenizer
 
 
@@ -179,9 +179,9 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _check_stored(found: Path, place: torch.device) -> None:
-    if not found.is_file():
-        raise ValueError(f"dtype is '{STORED}', which is for GGUF files, and {found} is none; use auto or bfloat16")
+def _check_stored(source: Path, place: torch.device) -> None:
+    if not source.is_file():
+        raise ValueError(f"dtype is '{STORED}', which is for GGUF files, and {source} is none; use auto or bfloat16")
     if place.type != "cpu":
         raise ValueError(
             f"dtype is '{STORED}', and there is no kernel for it on {place}; use --device cpu, or --dtype bfloat16, "

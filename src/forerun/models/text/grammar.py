@@ -235,11 +235,11 @@ class _Walker:
         if common < len(self._walked):
             self._matcher.rollback(len(self._walked) - common)
         new = text[common:].tolist()
-        taken = self._matcher.try_consume_tokens(new) if new else 0
-        self._walked = text[: common + taken].copy()
+        count = self._matcher.try_consume_tokens(new) if new else 0
+        self._walked = text[: common + count].copy()
         self._check()
-        if taken < len(new):
-            raise GrammarError(f"token {new[taken]} may not follow by the grammar; a logits processor chose it")
+        if count < len(new):
+            raise GrammarError(f"token {new[count]} may not follow by the grammar; a logits processor chose it")
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -38,9 +38,11 @@ class Nucleus:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32 and len(scores) == 1:
             own = scores[0].detach().contiguous()
-            found, kept = cut(own.numpy(), own.softmax(-1).numpy(), 1 - self._warper.top_p, self._warper.filter_value)
-            if kept >= self._warper.min_tokens_to_keep:
-                return torch.from_numpy(found)[None]
+            cut_scores, count = cut(
+                own.numpy(), own.softmax(-1).numpy(), 1 - self._warper.top_p, self._warper.filter_value
+            )
+            if count >= self._warper.min_tokens_to_keep:
+                return torch.from_numpy(cut_scores)[None]
         return self._warper(input_ids, scores)  # type: ignore[no-any-return]
 
 

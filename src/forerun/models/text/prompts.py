@@ -224,10 +224,10 @@ def _encode_conversations(conversations: Sequence[Any], tokenizer: PreTrainedTok
 
 
 def _from_lists(prompts: Any, mask: Any) -> list[list[int]]:
-    kept = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
+    mask_rows = mask.tolist() if isinstance(mask, torch.Tensor) else list(mask)
     if isinstance(prompts, str) or not len(prompts):
         raise ValueError("an attention_mask is for token ids, and the prompt is text or empty")
-    rows, keeps = ([prompts], [kept]) if isinstance(prompts[0], int) else (list(prompts), kept)
+    rows, keeps = ([prompts], [mask_rows]) if isinstance(prompts[0], int) else (list(prompts), mask_rows)
     ids = [_encode_one(row, None) for row in rows]
     if [*map(len, keeps)] != [*map(len, ids)]:
         raise ValueError(f"attention_mask has rows of {[*map(len, keeps)]} and the ids of {[*map(len, ids)]}")

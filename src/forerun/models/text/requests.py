@@ -308,8 +308,8 @@ def _with_stop_strings(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """Turn ``stop_strings`` into a stopping criterion, as transformers passes no tokenizer to custom functions."""
-    given = kwargs.get("generation_config")
-    in_config = given or model.generation_config
+    own_config = kwargs.get("generation_config")
+    in_config = own_config or model.generation_config
     strings = kwargs.get("stop_strings") or in_config.stop_strings or model.generation_config.stop_strings
     if not strings:
         return kwargs
@@ -317,7 +317,7 @@ def _with_stop_strings(
         raise ValueError(f"stop_strings={strings!r} holds an empty one, which would stop everywhere")
     if tokenizer is None:
         raise ValueError(f"stop_strings={strings!r} need a tokenizer, and there is none; pass tokenizer=")
-    without = copy.deepcopy(given) if given is not None else None
+    without = copy.deepcopy(own_config) if own_config is not None else None
     if without is not None:
         without.stop_strings = None
     criteria = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or [])])
@@ -336,9 +336,9 @@ def _check_mode(config: GenerationConfig) -> None:
         raise NotImplementedError(f"{mode.value} is not supported; Forerun does greedy decoding and sampling")
     if config.guidance_scale not in (None, 1, 1.0):
         raise NotImplementedError(f"guidance_scale={config.guidance_scale} is not supported; only 1 is")
-    wanted = [name for name in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
-    if wanted:
-        raise NotImplementedError(f"{', '.join(wanted)} is not supported by Forerun")
+    outputs = [name for name in UNSUPPORTED_OPTIONS if getattr(config, name, None)]
+    if outputs:
+        raise NotImplementedError(f"{', '.join(outputs)} is not supported by Forerun")
 
 
 def _ends(

@@ -65,8 +65,8 @@ class TokenBytes:
             or self._tokenizer.backend_tokenizer.decoder is None
         ):
             return frozenset()
-        told = json.loads(self._tokenizer.backend_tokenizer.decoder.__getstate__())
-        return frozenset(each["type"] for each in told.get("decoders", [told]))
+        description = json.loads(self._tokenizer.backend_tokenizer.decoder.__getstate__())
+        return frozenset(each["type"] for each in description.get("decoders", [description]))
 
 
 def _byte_of() -> dict[str, int]:
