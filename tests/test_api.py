@@ -82,7 +82,16 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(name: str, meant: st
 
 def test_options_have_types_for_everything_that_transformers_takes_and_forerun_supports() -> None:
     config = set(vars(GenerationConfig())) - {*UNSUPPORTED_OPTIONS, "_from_model_config"}
-    own = {"seed", "verification", "namespace", "drafts_from", "logprobs", "response_format", "attention_mask"}
+    own = {
+        "seed",
+        "verification",
+        "namespace",
+        "drafts_from",
+        "logprobs",
+        "response_format",
+        "attention_mask",
+        "prediction",
+    }
     inputs = {"generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"}
     assert set(GenerationOptions.__annotations__) - own - inputs <= config
 

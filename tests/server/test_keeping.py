@@ -356,7 +356,7 @@ def test_a_wrong_file_is_told_of_with_its_line_before_any_work(
     tmp_path: Path, name: str, content: bytes, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    monkeypatch.setattr(serve, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(serve, "build_engine", lambda *_, **__: pytest.fail("the model was loaded"))
     monkeypatch.setenv("FORERUN_NAMESPACES", "1")
     with pytest.raises(ValueError, match=told):
         serve.run(ServeOptions(warm=[tmp_path / name]))
