@@ -150,7 +150,9 @@ class CompiledScorer(Scorer):
             cache.specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
         return torch.cat([found[row] for row in range(len(blocks))])
 
-    def _run_stage(self, compiled: CompiledForward, stage: int, piece: _Piece, rows: bytearray, **outputs: int) -> None:
+    def _run_stage(
+        self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: bytearray, **outputs: int
+    ) -> None:
         """One stage of the program, from a piece's residual stream to its next."""
         compiled.x[: piece.packed.n] = piece.x
         compiled.stages[stage].run(**self._fields(piece.packed, rows), **outputs)
@@ -206,7 +208,7 @@ class CompiledScorer(Scorer):
 
 
 @dataclass
-class _Piece:
+class _RowSlice:
     """Some rows' blocks, or pieces of them, that go through a layer at once.
 
     Attributes:
@@ -222,7 +224,7 @@ class _Piece:
     x: torch.Tensor
 
 
-def _pieces(decoder: Decoder, blocks: Sequence[Block]) -> list[_Piece]:
+def _pieces(decoder: Decoder, blocks: Sequence[Block]) -> list[_RowSlice]:
     """Cut long blocks into pieces of up to ``READ_BLOCK`` pending tokens. The tree comes with the last one."""
     cut = [
         [
@@ -241,7 +243,7 @@ def _pieces(decoder: Decoder, blocks: Sequence[Block]) -> list[_Piece]:
             tree = block.tree if end else DraftTree.empty()
             parts.append(Block(block.pending[own.start : own.stop], tree, block.start + own.start))
         packed = PackedPass(parts, decoder.heads, torch.get_num_threads())
-        pieces.append(_Piece(rows, packed, ends, torch.zeros(packed.n, decoder.hidden)))
+        pieces.append(_RowSlice(rows, packed, ends, torch.zeros(packed.n, decoder.hidden)))
     return pieces
 
 
