@@ -26,7 +26,8 @@ def stretch_model(model: PreTrainedModel, factor: float) -> None:
     stretch(model.config, factor)
     for module in model.modules():
         if hasattr(module, "inv_freq"):
-            module.__init__(module.config, model.device)  # type: ignore[misc]
+            module.__init__(module.config)  # type: ignore[misc]
+            module.to(model.device)
 
 
 def stretch(config: PreTrainedConfig, factor: float) -> None:
