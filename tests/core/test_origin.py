@@ -31,16 +31,21 @@ TEXT, EARLIER, MODEL, SELF = Origin.TEXT, Origin.EARLIER, Origin.MODEL, Origin.S
 SOURCES: dict[str, set[Origin]] = {
     "none": set(),
     "lookup": {TEXT},
-    "trie": {TEXT},
+    "trie": {TEXT, RECYCLED},
     "triforce": {MODEL, SELF},
-    "triforce-trie": {TEXT, SELF},
-    "triforce-auto": {TEXT, MODEL, SELF},
-    "auto": {TEXT, MODEL, SELF},
+    "triforce-trie": {TEXT, RECYCLED, SELF},
+    "triforce-auto": {TEXT, RECYCLED, MODEL, SELF},
+    "auto": {TEXT, RECYCLED, MODEL, SELF},
     "retrieval": {SELF},
     "low-rank": {SELF},
     "streaming": {MODEL},
 }
-MAY_BE_MISSING = {"triforce-auto": {TEXT, SELF}, "auto": {MODEL, SELF}}
+MAY_BE_MISSING = {
+    "trie": {RECYCLED},
+    "triforce-trie": {RECYCLED},
+    "triforce-auto": {TEXT, RECYCLED, SELF},
+    "auto": {RECYCLED, MODEL, SELF},
+}
 """Where the drafter chooses between its sources."""
 
 

@@ -51,11 +51,23 @@ def warm_up() -> None:
 
 
 @compiled
-def _hash(key: np.uint64, token: int) -> np.int64:
-    bits = key + np.uint64(token) * _GOLDEN
+def _round(bits: np.uint64) -> np.uint64:
+    """A round of splitmix64 behind its addition."""
     bits = (bits ^ (bits >> _SHIFT1)) * _MIX1
     bits = (bits ^ (bits >> _SHIFT2)) * _MIX2
-    return np.int64((bits ^ (bits >> _SHIFT3)) >> _REST)
+    return bits ^ (bits >> _SHIFT3)
+
+
+@compiled
+def _hash(key: np.uint64, token: int) -> np.int64:
+    return np.int64(_round(key + np.uint64(token) * _GOLDEN) >> _REST)
+
+
+@compiled
+def gumbel_of(mixed_seed: np.uint64, position: int, token: int) -> float:
+    """The noise of a token at a position, for drafts that know it; see ``sampling.mixed``."""
+    key = _round(mixed_seed + np.uint64(position << 3) + _GOLDEN)  # of ``Salt.TARGET``, which is 0
+    return -math.log(-math.log((float(_hash(key, token)) + 0.5) * _UNIT))
 
 
 @compiled
