@@ -196,7 +196,7 @@ class Fuzz:
     def _body(self, path: str) -> Json:
         content = self._all["paths"][path]["post"]["requestBody"]["content"]
         schema = self._found(content["application/json"]["schema"])
-        body = self._object(schema)
+        body = copy.deepcopy(self._object(schema))  # what is spoiled is no part of the description
         for _ in range(self._random.choices((0, 1, 2), (0.6, 0.3, 0.1))[0]):
             self._spoil(body)
         return body

@@ -27,7 +27,8 @@ ON = {"max_new_tokens": NEW, "eos_token_id": 47}
 SETTINGS = LongContextConfig(
     copy.deepcopy(tiny("llama")), cache_budget=16, chunk=4, gamma1=2, gamma2=4, paced=False, window=12
 )
-TEXT, EARLIER, MODEL, SELF = Origin.TEXT, Origin.EARLIER, Origin.MODEL, Origin.SELF
+TEXT, EARLIER, RECYCLED = Origin.TEXT, Origin.EARLIER, Origin.RECYCLED
+MODEL, SELF = Origin.MODEL, Origin.SELF
 SOURCES: dict[str, set[Origin]] = {
     "none": set(),
     "lookup": {TEXT},

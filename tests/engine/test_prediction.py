@@ -46,8 +46,8 @@ def test_a_prediction_is_never_drafted_to_another_request_nor_kept() -> None:
     engine = Engine(tiny("llama"), TrieDrafter(trie=trie), prune_drafts=False)
     engine.generate(PROMPT, prediction=secret, max_new_tokens=4)
     assert not {*secret} & {token for text in trie.snapshot("default")[0] for token in text.tolist()}
-    trie.begin(1 << 40, "default", [1], prediction=secret)
-    trie.begin(1 << 41, "default", secret[:3])
+    trie.begin(1 << 40, "another", [1], prediction=secret)
+    trie.begin(1 << 41, "another", secret[:3])
     assert not {*secret[3:]} & {*trie.retrieve(1 << 41, 64, 9).tokens.tolist()}
     assert {*secret} <= {*trie.retrieve(1 << 40, 64, 9).tokens.tolist()}
     trie.finish(1 << 40)

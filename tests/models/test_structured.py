@@ -460,7 +460,7 @@ def test_the_bytes_of_tokens(plain: Engine) -> None:
     [
         ({"logprobs": 6}, False, "logprobs"), ({"logprobs": True}, False, "logprobs"),
         ({"logprobs": 2}, True, "logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, True, "top_logprobs"), ({"top_logprobs": 2}, True, None),
+        ({"logprobs": True, "top_logprobs": 21}, True, "top_logprobs"), ({"top_logprobs": 2}, True, "top_logprobs"),
     ],
 )  # fmt: skip
 def test_wrong_numbers_of_logprobs_are_refused(server: LiveServer, change: Json, chat: bool, param: str | None) -> None:

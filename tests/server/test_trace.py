@@ -52,7 +52,7 @@ def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine,
         assert said["accepted"] <= said["drafted"] and said["seconds"] > 0
         sources = [token["source"] for token in said["tokens"]]
         accepted, own = sources[: said["accepted"]], sources[said["accepted"] :]
-        assert set(own) <= {"target"} and set(accepted) <= {"text", "earlier"} and len(own) <= 1
+        assert set(own) <= {"target"} and set(accepted) <= {"text", "earlier", "recycled"} and len(own) <= 1
     (request,) = engine.requests([body["prompt"]], max_new_tokens=NEW)
     text = "".join(chunk["choices"][0]["text"] for chunk in streamed(server, body))
     assert text == whole["choices"][0]["text"]
