@@ -53,21 +53,22 @@ STRIDE = 256
 
 
 @compiled
-def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
-    """The best tokens of each row, best first, and their logits; ``[n, V]`` to ``[n, LISTED]`` twice. A token is -1
-    where a row has no more."""
-    rows, vocabulary = logits.shape
-    for row in range(rows):
+def best_of_rows(logits: Float32Array, rows: IntArray, tokens: Int32Array, scores: Float32Array) -> None:
+    """The best tokens of some rows of logits ``[m, V]``, best first, and their logits; ``[n, LISTED]`` each. A token is
+    -1 where a row has no more."""
+    vocabulary = logits.shape[1]
+    for row in range(len(rows)):
         tokens[row], scores[row] = -1, -np.inf
+        line = logits[rows[row]]
         least = np.float32(-np.inf)
         for first in range(0, vocabulary, STRIDE):
             end, above = min(first + STRIDE, vocabulary), 0
             for token in range(first, end):
-                above += logits[row, token] > least
+                above += line[token] > least
             if above == 0:
                 continue
             for token in range(first, end):
-                score = logits[row, token]
+                score = line[token]
                 if score > least:
                     at = LISTED - 1
                     while at > 0 and scores[row, at - 1] < score:
