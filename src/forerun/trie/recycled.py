@@ -123,7 +123,7 @@ def keep(index: Index, before: IntArray, last: IntArray, tokens: Int32Array, sco
 @compiled
 def listed_cell(order: int, rank: int, chance: int) -> int:
     """The cell of a token that a list of this order has in this place, with a chance of this class."""
-    return RECYCLED_CELLS + ((order - 1) * (LISTED + 1) + rank) * CHANCE_CLASSES + chance
+    return RECYCLED_CELLS + ((order - 1) * (LISTED + 1) + rank) * CHANCE_CLASSES + int(chance)
 
 
 @compiled
