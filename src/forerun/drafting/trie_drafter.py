@@ -17,7 +17,7 @@ from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
-from forerun.trie.recycled import Float32Array, RecycledRows
+from forerun.trie.recycled import BLOCK, Float32Array, RecycledRows
 from forerun.trie.tables import LISTED
 from forerun.trie.trie import SamplingNoise, Trie, TrieConfig
 
@@ -155,5 +155,8 @@ def best_of_rows(logits: torch.Tensor, rows: IntArray) -> tuple[Int32Array, Floa
         best = chosen.float().topk(min(LISTED, logits.shape[-1]))  # it has not run on a GPU
         return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
     tokens, scores = np.empty((len(rows), LISTED), np.int32), np.empty((len(rows), LISTED), np.float32)
-    recycled.best_of_rows(logits.float().contiguous().numpy(), rows, tokens, scores)
+    logits = logits.float().contiguous()
+    whole = logits.shape[-1] // BLOCK * BLOCK
+    maxima = logits[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).amax(-1)
+    recycled.best_of_rows(logits.numpy(), maxima.numpy(), rows, tokens, scores)
     return tokens, scores

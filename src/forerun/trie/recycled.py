@@ -48,34 +48,43 @@ class RecycledRows(NamedTuple):
     scores: Float32Array
 
 
-STRIDE = 256
-"""Logits that are compared with the least of the best so far before any is looked at alone, so that it vectorises."""
+BLOCK = 64
+"""Logits whose maximum is known before any of them is read."""
 
 
 @compiled
-def best_of_rows(logits: Float32Array, rows: IntArray, tokens: Int32Array, scores: Float32Array) -> None:
-    """The best tokens of some rows of logits ``[m, V]``, best first, and their logits; ``[n, LISTED]`` each. A token is
-    -1 where a row has no more."""
-    vocabulary = logits.shape[1]
+def best_of_rows(
+    logits: Float32Array, maxima: Float32Array, rows: IntArray, tokens: Int32Array, scores: Float32Array
+) -> None:
+    """The best tokens of some rows, best first, and their logits.
+
+    Args:
+        logits: ``[m, V]``.
+        maxima: of each whole ``BLOCK`` of a row, ``[m, V // BLOCK]``.
+        rows: numbers of the rows, ``[n]``.
+        tokens, scores: to be filled, ``[n, LISTED]``; a token is -1 where a row has no more.
+    """
+    blocks, vocabulary = maxima.shape[1], logits.shape[1]
     for row in range(len(rows)):
         tokens[row], scores[row] = -1, -np.inf
-        line = logits[rows[row]]
-        least = np.float32(-np.inf)
-        for first in range(0, vocabulary, STRIDE):
-            end, above = min(first + STRIDE, vocabulary), 0
-            for token in range(first, end):
-                above += line[token] > least
-            if above == 0:
-                continue
-            for token in range(first, end):
-                score = line[token]
-                if score > least:
-                    at = LISTED - 1
-                    while at > 0 and scores[row, at - 1] < score:
-                        scores[row, at], tokens[row, at] = scores[row, at - 1], tokens[row, at - 1]
-                        at -= 1
-                    scores[row, at], tokens[row, at] = score, token
-                    least = scores[row, LISTED - 1]
+        line, highest = logits[rows[row]], maxima[rows[row]]
+        for block in range(blocks):
+            if highest[block] > scores[row, LISTED - 1]:
+                _best_between(line, block * BLOCK, (block + 1) * BLOCK, tokens[row], scores[row])
+        _best_between(line, blocks * BLOCK, vocabulary, tokens[row], scores[row])
+
+
+@compiled
+def _best_between(line: Float32Array, first: int, end: int, tokens: Int32Array, scores: Float32Array) -> None:
+    """Sort the tokens from ``first`` to before ``end`` in among the best."""
+    for token in range(first, end):
+        score = line[token]
+        if score > scores[LISTED - 1]:
+            at = LISTED - 1
+            while at > 0 and scores[at - 1] < score:
+                scores[at], tokens[at] = scores[at - 1], tokens[at - 1]
+                at -= 1
+            scores[at], tokens[at] = score, token
 
 
 @compiled
