@@ -156,7 +156,7 @@ def best_of_rows(logits: torch.Tensor, rows: IntArray) -> tuple[Int32Array, Floa
         return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
     tokens, scores = np.empty((len(rows), LISTED), np.int32), np.empty((len(rows), LISTED), np.float32)
     logits = logits.float().contiguous()
-    whole = logits.shape[-1] // BLOCK * BLOCK
-    maxima = logits[:, :whole].unflatten(1, (whole // BLOCK, BLOCK)).amax(-1)
+    blocks = logits.shape[-1] // BLOCK
+    maxima = logits[:, : blocks * BLOCK].view(len(logits), blocks, BLOCK).amax(-1)
     recycled.best_of_rows(logits.numpy(), maxima.numpy(), rows, tokens, scores)
     return tokens, scores
