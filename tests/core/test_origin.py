@@ -189,3 +189,17 @@ def test_nothing_is_learned_from_a_text_without_drafts() -> None:
     assert trie.tokens("default") == 0
     one.generate([PROMPT], **ON)
     assert trie.tokens("default") == NEW
+
+
+def test_what_another_namespace_was_answered_changes_no_draft() -> None:
+    """Neither lists of recycled logits nor what evidence was worth pass from one tenant to another."""
+    used, fresh = (Engine(tiny("llama"), "trie", prune_drafts=False) for _ in range(2))
+    for _ in range(3):
+        used.generate([PROMPT], namespace="one", **ON)
+    traces = [
+        [(commit.tokens, commit.origins, commit.proposed) for commit in each.stream([PROMPT], namespace="two", **ON)]
+        for each in (used, fresh)
+    ]
+    assert traces[0] == traces[1]
+    own = [(commit.tokens, commit.origins, commit.proposed) for commit in used.stream([PROMPT], namespace="one", **ON)]
+    assert own != traces[0]
