@@ -269,7 +269,7 @@ class Fuzz:
             places += [(inner, key) for key in keys]
         holder, key = self._random.choice(places)
         strange = [
-            self._random.choice(SCALARS),
+            copy.deepcopy(self._random.choice(SCALARS)),
             _nested(self._random.choice((3, 50, 400))),
             copy.deepcopy(self._random.choice(SCHEMAS)),
         ]
