@@ -69,6 +69,6 @@ class TokenRecyclingDrafter(Drafter):
     def observe(self, request: Request, outcome: Outcome) -> None:
         """Write the row of each token that logits were worked out behind; the last one wins."""
         root = request.tokens[len(request) - len(outcome.verdict.tokens) - 1]
-        best, _ = best_of_rows(outcome.logits, np.arange(len(outcome.tree) + 1))
+        best, _ = best_of_rows(outcome.logits)
         for token, candidates in zip([root, *outcome.tree.tokens], best, strict=True):
             self._matrix[int(token)] = candidates

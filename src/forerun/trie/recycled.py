@@ -53,21 +53,18 @@ BLOCK = 64
 
 
 @compiled
-def best_of_rows(
-    logits: Float32Array, maxima: Float32Array, rows: IntArray, tokens: Int32Array, scores: Float32Array
-) -> None:
-    """The best tokens of some rows, best first, and their logits.
+def best_of_rows(logits: Float32Array, maxima: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
+    """The best tokens of each row, best first, and their logits.
 
     Args:
-        logits: ``[m, V]``.
-        maxima: of each whole ``BLOCK`` of a row, ``[m, V // BLOCK]``.
-        rows: numbers of the rows, ``[n]``.
+        logits: ``[n, V]``.
+        maxima: of each whole ``BLOCK`` of a row, ``[n, V // BLOCK]``.
         tokens, scores: to be filled, ``[n, LISTED]``; a token is -1 where a row has no more.
     """
-    blocks, vocabulary = maxima.shape[1], logits.shape[1]
-    for row in range(len(rows)):
+    blocks, (rows, vocabulary) = maxima.shape[1], logits.shape
+    for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf
-        line, highest = logits[rows[row]], maxima[rows[row]]
+        line, highest = logits[row], maxima[row]
         for block in range(blocks):
             if highest[block] > scores[row, LISTED - 1]:
                 _best_between(line, block * BLOCK, (block + 1) * BLOCK, tokens[row], scores[row])
