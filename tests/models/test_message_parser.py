@@ -231,6 +231,25 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer: PreTrainedTokeniz
     assert broken[0].startswith("Hi") and broken[2] == []
 
 
+@pytest.mark.parametrize("step", [1, 3, 7, 1000])
+def test_content_behind_a_call_keeps_its_spaces(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+    form = MessageFormat(HERMES, None, None, {}, {})
+    found = parsed(tokenizer, form, f"Sure.\n{HERMES_CALLS}\nNow I wait for  both.\n", step)
+    assert found == ("Sure.\nNow I wait for  both.", "", [ROME, ADD])
+
+
+@pytest.mark.parametrize("step", [1, 3, 7, 40])
+def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer: PreTrainedTokenizerBase, step: int) -> None:
+    call = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
+    own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": call}}
+    form = MessageFormat(None, None, own, {}, {})
+    bad = '<call>{"name": "add", "argu</call> and more text'
+    assert parsed(tokenizer, form, f"Well, {bad}", step) == (f"Well, {bad}", "", [])
+    good = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    assert parsed(tokenizer, form, f"Well, {good} {bad}", step) == (f"Well,\n{bad}", "", [ADD])
+    assert parsed(tokenizer, form, '<call>{"name": "ad', step) == ('<call>{"name": "ad', "", [])
+
+
 def test_families_are_known_by_their_templates(tokenizer: PreTrainedTokenizerBase) -> None:
     def of(template: str) -> MessageFormat:
         tokenizer.chat_template = template

@@ -1,7 +1,8 @@
 """Takes a message apart while it is written: its content, its reasoning, and its calls of tools.
 
 transformers' parser of responses finds where the parts begin and end. The arguments of a call are passed on as they
-come, where the model writes them as JSON. A call that cannot be read stays part of the content.
+come, where the model writes them as JSON. A call that cannot be read stays part of the content; where transformers'
+parser fails at one, so does all that follows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +153,11 @@ class MessageParser:
         self._format = None if form.own is not None else form.calls
         self.calls = 0
         """How many calls have begun."""
+        self._fields: dict[str, Any] = template["fields"]
         self._delta, self._last = MessageDelta(), False
-        self._space = ""
+        self._text, self._end, self._body_end = "", 0, 0  # the end of what was passed on, and of a call's body
+        self._readable = True
+        self._space, self._has_content = "", False
         self._at_start = begins_thinking
         self._scanner: ObjectScanner | None = None
         self._head = ""
@@ -162,44 +166,68 @@ class MessageParser:
     def feed(self, text: str, last: bool = False) -> MessageDelta:
         """The parts of new text; ``last`` when the message has ended."""
         self._delta, self._last = MessageDelta(), last
+        self._text += text
         for event in self._events(text, last):
             self._take(event)
+        if not self._readable:
+            self._add_content(self._text[self._end :])
+            self._end = len(self._text)
         if last and not self.calls:
             self._delta.content += self._space
         return self._delta
 
-    def _events(self, text: str, last: bool) -> Iterator[dict[str, Any]]:
+    def _events(self, text: str, last: bool) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        if not self._readable:
+            return events
         try:
-            yield from self._parser.feed(text)
+            events += self._parser.feed(text)
             if last:
-                yield from self._parser.finalize()[1]
+                events += self._parser.finalize()[1]
         except (ValueError, KeyError, TypeError):  # a region that the tokenizer's own template cannot read
-            pass
+            self._readable = False
+        return events
 
     def _take(self, event: dict[str, Any]) -> None:
         name, kind = event["field"], event["type"]
+        self._move_end(name, kind, event.get("text", ""))
         if name == "tool_calls":
             if self._tools:
                 self._take_call(event)
         elif kind == "region_chunk" and name in REASONING_FIELDS:
             self._delta.reasoning += event["text"].lstrip("\n") if self._at_start else event["text"]
             self._at_start = False
-        elif (kind == "region_open" and name in REASONING_FIELDS) or (
-            kind == "region_close" and name in REASONING_FIELDS
-        ):
+        elif kind != "region_chunk" and name in REASONING_FIELDS:
             self._at_start = True
         elif kind == "region_chunk" and name == "content":
             self._add_content(event["text"])
 
+    def _move_end(self, name: str, kind: str, text: str) -> None:
+        """Follow what is passed on: texts as they come, calls when they have ended."""
+        if kind == "region_chunk":
+            at = self._text.find(text, max(self._end, self._body_end))
+            self._body_end = self._body_end if at < 0 else at + len(text)
+            if name != "tool_calls":
+                self._end = self._body_end
+        elif kind == "region_close":
+            self._end = max(self._end, self._body_end)
+            close = self._fields.get(name, {}).get("close", ())
+            rest = self._text[self._end :]
+            mark = next((each for each in ([close] if isinstance(close, str) else close) if each in rest), "")
+            if mark and not rest.partition(mark)[0].strip():
+                self._end += rest.index(mark) + len(mark)
+
     def _add_content(self, text: str) -> None:
         """Space waits for what follows: before a call it is left out, as it is after the reasoning."""
         text = self._space + text
-        if self._at_start or self.calls:
+        if self._at_start:
             text = text.lstrip()
         if not text:
             self._space = ""
             return
-        self._at_start = False
+        if self._at_start and self.calls and self._has_content:
+            self._delta.content += "\n"
+        self._at_start, self._has_content = False, True
         kept = text.rstrip() if self._tools else text
         self._space = text[len(kept) :]
         self._delta.content += kept
@@ -219,6 +247,8 @@ class MessageParser:
             if not (cut and self.calls):
                 end = "" if cut else str(field.get("close", ""))
                 self._add_content(str(field.get("open", "")) + str(event["value"]) + end)
+        if kind == "region_close" and self.calls > self._calls_before:
+            self._at_start = True
 
     def _read_call(self, text: str, form: CallFormat) -> None:
         if form.body == "named":
