@@ -135,8 +135,10 @@ def _noise_of(sampler: Sampler) -> SamplingNoise | None:
 def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
     """The best tokens of each row of logits ``[n, V]`` and their logits, best first; ``[n, LISTED]`` each."""
     if elsewhere(logits):
-        best = logits.float().topk(min(LISTED, logits.shape[-1]))  # it has not run on a GPU
-        return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
+        values, indices = logits.float().topk(min(LISTED, logits.shape[-1]))  # it has not run on a GPU
+        both = torch.cat((indices.int(), values.view(torch.int32)), 1).cpu().numpy()  # one transfer
+        count = both.shape[1] // 2
+        return both[:, :count].copy(), both[:, count:].copy().view(np.float32)
     tokens, scores = np.empty((len(logits), LISTED), np.int32), np.empty((len(logits), LISTED), np.float32)
     logits = logits.float().contiguous()
     blocks = logits.shape[-1] // BLOCK

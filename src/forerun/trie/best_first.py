@@ -1,9 +1,8 @@
 """The merged tree: best-first search by estimated probability, over all contexts of both sources at once.
 
 The likeliest candidate of the frontier becomes a node, and its followers are offered to the frontier in turn. The
-workspace
-holds where each node stands: the hashes and slots of its contexts, its copies and its matches. A node whose followers
-could hardly enter the draft is expanded from its longer contexts only, or not at all.
+workspace holds where each node stands: the hashes and slots of its contexts, its copies and its matches. A node whose
+followers could hardly enter the draft is expanded from its longer contexts only, or not at all.
 """
 
 from __future__ import annotations

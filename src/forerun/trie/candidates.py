@@ -2,7 +2,8 @@
 
 Every candidate has the same *inputs*: a context of each order in each source, the two copies, and so on. What an input
 found for a candidate is a *cell*, one for each kind of evidence, such as "it followed this context three times out of
-four, and last". A cell knows how often such evidence was right. How cells learn and inputs are mixed is in ``mixing``.
+four, and last". A cell knows how often such evidence was right. ``logistic_mixer`` has how cells learn and inputs are
+mixed.
 """
 
 from __future__ import annotations

@@ -271,7 +271,10 @@ def restore(learned: FloatArray) -> Mixer:
 
 
 def prior() -> Mixer:
-    """A mixer that starts from what was learned on other texts (``benchmarks/learn_evidence.py``)."""
+    """A mixer that starts from what was learned on other texts, and from a model's answers.
+
+    ``python -m benchmarks learn-evidence``, then ``learn-recycled``, write it.
+    """
     return _learned().copy()
 
 
@@ -280,7 +283,9 @@ def _learned() -> Mixer:
     try:
         return restore(np.load(PRIOR_FILE, allow_pickle=False).astype(np.float64))
     except ValueError as error:
-        raise ValueError(f"{PRIOR_FILE}: {error}; run benchmarks/learn_evidence.py") from error
+        raise ValueError(
+            f"{PRIOR_FILE}: {error}; run python -m benchmarks learn-evidence, then learn-recycled"
+        ) from error
 
 
 def untrained() -> Mixer:
@@ -340,5 +345,4 @@ def _first_weights() -> FloatArray:
     weights[:, SUBSTITUTE:BIAS] = 0.1
     weights[27:] = np.tile(weights[:27], (2, 1))
     weights[54:, SKIPPED:BIAS] = 0.6  # a match is sure of it
-    weights[:, RECYCLED:SUBSTITUTE] = 0.3  # known noise included
     return np.tile(weights, (SETS // TEXT_SETS, 1))

@@ -214,7 +214,7 @@ class Trie(TrieStore):
         self._workspace.noise[0] = (noise.mixed_seed, position, noise.temperature)
 
     def _supply(self, live: _Live, space: Namespace, needs: int, tokens: int) -> None:
-        """Make the room that ``calls.extend`` asked for."""
+        """Make the room that ``entry_points.extend`` asked for."""
         if needs & OWN_HINTS:
             live.own = live.own.with_hints()
         space.make_room(tokens)
@@ -264,7 +264,7 @@ class Trie(TrieStore):
         return int(entry_points.grow(*addresses, draft, max_depth))
 
     def _addresses(self, live: _Live, space: Namespace, where: TextCursor) -> tuple[int, int, int, int, int]:
-        """Of what the functions of ``calls`` work on: own and shared index, cursor, mixer, workspace."""
+        """Addresses for the functions of ``entry_points``: own and shared index, cursor, mixer, workspace."""
         own, text_cursor = live.handles
         shared, mixer = space.handles
         workspace, scratch = self._handles
