@@ -54,10 +54,11 @@ def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine,
         accepted, own = sources[: said["accepted"]], sources[said["accepted"] :]
         assert set(own) <= {"target"} and set(accepted) <= {"text", "earlier", "recycled"} and len(own) <= 1
     (request,) = engine.requests([body["prompt"]], max_new_tokens=NEW)
-    text = "".join(chunk["choices"][0]["text"] for chunk in streamed(server, body))
-    assert text == whole["choices"][0]["text"]
+    again = streamed(server, body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in again) == whole["choices"][0]["text"]
     assert sum(len(chunk["forerun"]["tokens"]) for chunk in steps) == whole["usage"]["completion_tokens"]
-    assert any(chunk["forerun"]["accepted"] for chunk in steps)
+    # what was said before is copied; whether the first answer copies anything depends on the processor's rounding
+    assert any(chunk["forerun"]["accepted"] for chunk in again if "forerun" in chunk), (steps, again)
     assert request.prompt_length == whole["usage"]["prompt_tokens"]
 
 
