@@ -25,7 +25,7 @@ from forerun.kv.streaming import StreamingCache
 from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.gate import admit
 from forerun.models.forward.level import read
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import PassResult, Scorer
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
@@ -43,7 +43,7 @@ class Counting(CompiledScorer):
 
     others = 0
 
-    def _forward(self, *args: object) -> torch.Tensor:
+    def _forward(self, *args: object) -> PassResult:
         self.others += 1
         return super()._forward(*args)  # type: ignore[arg-type]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
+import torch
 from tokenizers import Tokenizer
 
 from forerun.core.pass_context import PassContext
@@ -30,6 +31,9 @@ class Drafter(ABC):
 
     sized: bool = False
     """Whether it decides itself how much to draft, so that its trees need no pruning."""
+
+    states: tuple[int, ...] = ()
+    """Layers of the target whose hidden states it wants of every committed token; see ``Scorer.score_with_states``."""
 
     wants_costs: bool = False
     """Whether it goes by the costs of the target's passes, and so wants ``fit``, though it is ``sized``."""
@@ -80,6 +84,18 @@ class Drafter(ABC):
             no deeper than ``row.max_draft_depth``; the rest is cut off.
         """
 
+    def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:  # noqa: B027
+        """The target has read tokens of a request; only called if ``states`` names layers.
+
+        It is called as soon as tokens are committed, from ``begin`` on, and before ``observe``. Tokens that the target
+        did not read itself, because another text began alike, are left out.
+
+        Args:
+            request: begun.
+            start: place of the first token in the text.
+            states: hidden states of the tokens from there on, ``[n, layers * hidden]``.
+        """
+
     def observe(self, request: Request, outcome: Outcome) -> None:  # noqa: B027
         """A step was committed; ``request.tokens`` ends with ``outcome.verdict.tokens`` already."""
 
@@ -121,6 +137,10 @@ class OuterDrafter(Drafter):
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
 
+    @property
+    def states(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.inner.states
+
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         self.inner.bind(target, runtime)
 
@@ -154,6 +174,9 @@ class OuterDrafter(Drafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         return self.inner.propose(context)
+
+    def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:
+        self.inner.record_states(request, start, states)
 
     def observe(self, request: Request, outcome: Outcome) -> None:
         self.inner.observe(request, outcome)

@@ -15,6 +15,8 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +34,15 @@ from forerun.models.forward.scorer import Scorer
 
 log = logging.getLogger(__name__)
 
-Scored = torch.Tensor | Exception
-"""A row's logits, or why there are none."""
+class RowScores(NamedTuple):
+    """A row's logits, and the hidden states that the drafter wants, if it does; see ``Scorer.score_with_states``."""
+
+    logits: torch.Tensor
+    states: torch.Tensor | None
+
+
+Scored = RowScores | Exception
+"""What a pass gave for a row, or why there is nothing."""
 
 
 @dataclass(eq=False)
@@ -163,10 +172,11 @@ class DecodingStep:
         rows = [*decoding, *reading]
         blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
         blocks += [row.prompt_block(tokens) for row, tokens in reading.items()]
-        logits = self._score(rows, blocks)
+        results = self._score(rows, blocks)
         scored = time.perf_counter()
         lengths = [len(row.request) for row in rows]
-        scores = list(zip(rows, blocks, logits, strict=True))
+        scores = list(zip(rows, blocks, results, strict=True))
+        logits = [result.logits if isinstance(result, RowScores) else None for result in results]
         choices = foresee(trees, logits[: len(decoding)], [row.request for row in decoding])
         outcomes = [
             self._verify(*parts, len(chain), choice)
@@ -177,6 +187,7 @@ class DecodingStep:
                 row.request.fail(result)
             else:
                 row.read(block)
+                self._record_states(row.request, block, [], result.states)
         verified = time.perf_counter()
         for row, outcome in zip(decoding, outcomes, strict=True):
             if outcome is not None:
@@ -215,26 +226,42 @@ class DecodingStep:
         """Logits of each row, once they are there. A pass that fails leaves no trace; then each row has a pass of its
         own, and those that fail again are the ones to blame."""
         try:
-            logits = self.target.score(blocks, [row.cache for row in rows])
+            caches, wanted = [row.cache for row in rows], self.drafter.states
+            if wanted:
+                logits, states = self.target.score_with_states(blocks, caches, wanted)
+            else:
+                logits, states = self.target.score(blocks, caches), []
             settle(logits[-1].device)
-            return logits
+            return [RowScores(*each) for each in zip_longest(logits, states)]
         except Exception as error:
             if len(rows) == 1:
                 return [error]
             log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
         return [self._score([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
 
-    def _verify(self, row: Row, block: Block, logits: Scored, forced: int, choices: IntArray | None) -> Outcome | None:
+    def _record_states(
+        self, request: Request, block: Block, path: Sequence[int], states: torch.Tensor | None
+    ) -> None:
+        """Hand the drafter the states of a block's pending tokens and of the accepted nodes, ``path``."""
+        if states is not None and request.drafts:
+            pending = len(block.pending)
+            rows = [*range(pending), *(pending + node for node in path)]
+            chain = len(path) == 0 or path[-1] == len(path) - 1
+            self.drafter.record_states(request, block.start, states[: len(rows)] if chain else states[rows])
+
+    def _verify(self, row: Row, block: Block, scored: Scored, forced: int, choices: IntArray | None) -> Outcome | None:
         """Verify a row's tree, which begins with ``forced`` forced tokens; None for a row that failed. ``choices`` are
         from ``foresee``."""
-        if isinstance(logits, Exception):
-            row.request.fail(logits)
+        if isinstance(scored, Exception):
+            row.request.fail(scored)
             return None
         try:
+            logits = scored.logits
             verdict = verify(block.tree, logits, row.request, choices)
             row.commit(block, verdict)
             row.request.keep_logprobs(verdict.tokens, logits, [0, *(node + 1 for node in verdict.path)])
             outcome = Outcome(block.tree, verdict, logits)
+            self._record_states(row.request, block, verdict.path, scored.states)
             if row.request.drafts:
                 self.drafter.observe(row.request, _behind(outcome, forced))
         except Exception as error:

@@ -18,7 +18,7 @@ from forerun.core.block import Block
 from forerun.kv.cache import Cache
 from forerun.kv.streaming import Rotation
 from forerun.models.forward import gate
-from forerun.models.forward.scorer import Scorer, group_of
+from forerun.models.forward.scorer import PassResult, Scorer, group_of
 from forerun.tensor_parallel.channel import Channel, LeaderError, ParallelError
 from forerun.tensor_parallel.rank_mirror import Entry, MirroredCaches, RankMirror
 
@@ -45,11 +45,11 @@ class Leader(Scorer):
             self._mirror.adopt(cache)
         return cache
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+    def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         for cache in caches:
             self.adopt(cache)
         with self._announced("pass", blocks, caches):
-            return super().score(blocks, caches)
+            return super()._pass(blocks, caches, layers)
 
     def rotation(self) -> Rotation | None:
         with self._announced("rotation"):

@@ -73,6 +73,7 @@ class PassCapacity:
         threads: number of threads for which the work is cut.
         keeps_queries: whether every layer's queries are kept until the next pass.
         topk: whether queries choose the keys that they see (``topk_rank.py``).
+        states: layers whose hidden states are kept until the next pass; see ``Scorer.score_with_states``.
     """
 
     tokens: int
@@ -80,6 +81,7 @@ class PassCapacity:
     threads: int
     keeps_queries: bool
     topk: bool = False
+    states: tuple[int, ...] = ()
 
     def holds(self, other: PassCapacity) -> bool:
         """Whether a pass of the other size fits."""
@@ -151,6 +153,8 @@ class CompiledForward:
         topk: each layer's and row's ``TopkFields``, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
         x: the residual stream, ``[tokens, hidden]``.
+        states: hidden states of the layers that ``capacity`` names, side by side, ``[tokens, layers * hidden]``.
+        states_by_stage: their columns, by the stage that writes them.
     """
 
     def __init__(self, decoder: Decoder, capacity: PassCapacity) -> None:
@@ -163,12 +167,17 @@ class CompiledForward:
         self.qkv = torch.zeros(count if capacity.keeps_queries else 1, n, width, dtype=torch.float32)
         self.kv = np.zeros((count, capacity.rows, 2), np.int64)
         self.topk = np.zeros((count, capacity.rows, TOPK_BYTES // 8), np.int64)
+        self.states = torch.zeros(n, len(capacity.states) * decoder.hidden, dtype=torch.float32)
+        self.states_by_stage: dict[int, list[slice]] = {}
         self._tables: list[IntArray] = []
         last = self._norm(decoder.norm, _rows(self.x), TO_WORDS, _rows(self._input), which=1)
         logits = (0, decoder.head.count * 4)
         self._stages: list[list[Op]] = [
-            [self._embed()],
-            *([*self._attention(number, layer), *self._mlp(layer)] for number, layer in enumerate(decoder.layers)),
+            [self._embed(), *self._keep_states(0)],
+            *(
+                [*self._attention(number, layer), *self._mlp(layer), *self._keep_states(number + 1)]
+                for number, layer in enumerate(decoder.layers)
+            ),
             [last, self._linear([decoder.head], self._input, PUT, logits, which=1)],
         ]
 
@@ -190,6 +199,20 @@ class CompiledForward:
             fields = (matrix.w, matrix.row, matrix.block, matrix.unpack, decoder.hidden)
             return LOOKUP, LookupOp(*fields, *x, factor)
         return EMBED, EmbedOp(decoder.kind, *_rows(embedding.weight), decoder.hidden, *x, factor)
+
+    def _keep_states(self, stage: int) -> list[Op]:
+        """Copies of the residual stream behind a stage, where they are asked for; behind the last layer, normed."""
+        decoder, x, size, ops = self._decoder, _rows(self.x), self._decoder.hidden, list[Op]()
+        for place, layer in enumerate(self.capacity.states):
+            if layer == stage:
+                columns = slice(place * size, (place + 1) * size)
+                self.states_by_stage.setdefault(stage, []).append(columns)
+                to = _rows(self.states[:, columns])
+                if stage == len(decoder.layers):
+                    ops.append(self._norm(decoder.norm, x, TO_FLOATS, to))
+                else:
+                    ops.append((SCALED_ROWS, ScaledRowsOp(0, TO_WORDS, *x, size, *to, 1.0)))
+        return ops
 
     def _attention(self, number: int, layer: DecoderLayer) -> list[Op]:
         qkv, kv = self.qkv[number % len(self.qkv)], self.kv[number].ctypes.data

@@ -28,7 +28,7 @@ from forerun.kv.cache import READ_BLOCK, Addresses, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import WeightWatch, known
 from forerun.models.forward.compiled_forward import CompiledForward, Decoder, PassCapacity
-from forerun.models.forward.scorer import Scorer, is_sharded
+from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
 
 SPARE_SCRATCH_BYTES = 4096
 """Extra bytes in each thread's scratch memory."""
@@ -55,35 +55,40 @@ class CompiledScorer(Scorer):
         self._watch = WeightWatch(self.model)
         self._inputs = self.model.get_input_embeddings()
         self._decoder = Decoder(self.model) if known(self.model) else None
-        self._compiled: dict[bool, CompiledForward] = {}  # by whether queries choose
+        self._compiled: dict[tuple[bool, tuple[int, ...]], CompiledForward] = {}  # by whether queries choose, and states
 
     def reads_whole(self, cache: Cache) -> bool:
         return self._decoder is not None and isinstance(cache, FullCache) and cache.offloaded
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+    def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         with self._lock:
             if not self._watch.same():
                 self._read()
-            logits = None if self._decoder is None else self._score(self._decoder, blocks, caches)
-        if logits is not None:
-            return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
-        return super().score(blocks, caches)
+            result = None if self._decoder is None else self._score(self._decoder, blocks, caches, layers)
+        return super()._pass(blocks, caches, layers) if result is None else result
 
-    def _score(self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[Cache]) -> torch.Tensor | None:
-        """All rows' logits; None if a program cannot read some of the caches."""
+    def _score(
+        self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]
+    ) -> PassResult | None:
+        """All rows' logits and states; None if a program cannot read some of the caches."""
         full = [cache for cache in caches if isinstance(cache, FullCache)]
         if len(full) == len(caches) and any(cache.offloaded for cache in full):
-            return self._run_by_layers(decoder, blocks, full)
+            return self._run_by_layers(decoder, blocks, full, layers)
         count = len(decoder.layers)
         rows = [cache.addressed(count, decoder.like, len(block)) for cache, block in zip(caches, blocks, strict=True)]
         known = [row for row in rows if row is not None]
         if len(known) < len(rows) or len({row.topk is None for row in known}) > 1:
             return None
-        return self._run(decoder, blocks, caches, known)
+        return self._run(decoder, blocks, caches, known, layers)
 
     def _run(
-        self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[Addresses]
-    ) -> torch.Tensor:
+        self,
+        decoder: Decoder,
+        blocks: Sequence[Block],
+        caches: Sequence[Cache],
+        rows: Sequence[Addresses],
+        layers: tuple[int, ...],
+    ) -> PassResult:
         placed = [
             block if row.place == block.start else Block(block.pending, block.tree, row.place)
             for block, row in zip(blocks, rows, strict=True)
@@ -92,7 +97,7 @@ class CompiledScorer(Scorer):
         packed = PackedPass(placed, decoder.heads, torch.get_num_threads(), positions)
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
-        compiled, wanted = self._prepare(decoder, packed, topk), packed.output_indices
+        compiled, wanted = self._prepare(decoder, packed, layers, topk), packed.output_indices
         for number, row in enumerate(rows):
             compiled.kv[:, number] = row.layers
         if topk is not None:
@@ -101,7 +106,7 @@ class CompiledScorer(Scorer):
         logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
         compiled.program.run(**_outputs(wanted, logits), **self._fields(packed, table, topk))
         self._hand_over_queries(decoder, compiled, packed, caches)
-        return decoder.finished(logits)
+        return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
 
     def _fields(self, packed: PackedPass, rows: bytearray, topk: TopkTables | None = None) -> dict[str, int]:
         """A program's fields for a pass that is prepared, given its table of rows; without its output."""
@@ -111,15 +116,17 @@ class CompiledScorer(Scorer):
             "slot_size": len(self._slots) // torch.get_num_threads() // LINE * LINE,
         }  # fmt: skip
 
-    def _run_by_layers(self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache]) -> torch.Tensor:
+    def _run_by_layers(
+        self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache], states_of: tuple[int, ...]
+    ) -> PassResult:
         """The same layer by layer, because keys and values are not all on the device (TriForce, section 5.3).
 
         While a layer is computed, the next layer's keys and values come, and the new ones of the layer before go. A
         long prompt goes through a layer piece by piece before it goes through the next one. So its keys and values are
         brought away once, and none of them has to come back before the first token is generated.
         """
-        pieces = _pieces(decoder, blocks)
-        compiled = [self._prepare(decoder, piece.packed) for piece in pieces][-1]  # the largest decides
+        pieces = _pieces(decoder, blocks, len(states_of))
+        compiled = [self._prepare(decoder, piece.packed, states_of) for piece in pieces][-1]  # the largest decides
         counts = [len(block) for block in blocks]
         for cache, count in zip(caches, counts, strict=True):
             cache.addressed(len(decoder.layers), decoder.like, count)  # makes room
@@ -148,7 +155,8 @@ class CompiledScorer(Scorer):
                 found |= {row: t for row, t, ends in zip(piece.rows, split, piece.ends, strict=True) if ends}
         for cache in caches:
             cache.specs = {number: layer.spec for number, layer in enumerate(decoder.layers)}
-        return torch.cat([found[row] for row in range(len(blocks))])
+        logits = torch.cat([found[row] for row in range(len(blocks))])
+        return PassResult(logits, _states_by_row(pieces, len(blocks)) if states_of else None)
 
     def _run_stage(
         self, compiled: CompiledForward, stage: int, piece: _RowSlice, rows: bytearray, **outputs: int
@@ -157,6 +165,8 @@ class CompiledScorer(Scorer):
         compiled.x[: piece.packed.n] = piece.x
         compiled.stages[stage].run(**self._fields(piece.packed, rows), **outputs)
         piece.x[:] = compiled.x[: piece.packed.n]
+        for columns in compiled.states_by_stage.get(stage, ()):
+            piece.states[:, columns] = compiled.states[: piece.packed.n, columns]
 
     def _check(self, packed: PackedPass) -> None:
         """Refuse token ids that the embedding does not have."""
@@ -165,7 +175,9 @@ class CompiledScorer(Scorer):
             wrong = least if least < 0 else most
             raise IndexError(f"token {wrong} is not in the vocabulary of {self.vocabulary} tokens")
 
-    def _prepare(self, decoder: Decoder, packed: PackedPass, topk: TopkTables | None = None) -> CompiledForward:
+    def _prepare(
+        self, decoder: Decoder, packed: PackedPass, layers: tuple[int, ...] = (), topk: TopkTables | None = None
+    ) -> CompiledForward:
         """A program with memory for this pass's tokens, rows and positions. If it has to grow, it is made again.
 
         Raises:
@@ -182,13 +194,15 @@ class CompiledScorer(Scorer):
         if decoder.positions < packed.reach:
             decoder.grow_angles(packed.reach)
         chooses = topk is not None
-        needed = PassCapacity(packed.n, len(packed.blocks), threads, self.keeps_queries and not chooses, chooses)
-        before = self._compiled.get(chooses)
+        keeps = self.keeps_queries and not chooses
+        needed = PassCapacity(packed.n, len(packed.blocks), threads, keeps, chooses, layers)
+        before = self._compiled.get((chooses, layers))
         if before is None or not before.capacity.holds(needed) or before.positions != decoder.positions:
             tokens, rows = (max(LEAST_CAPACITY, 1 << (count - 1).bit_length()) for count in (packed.n, needed.rows))
             if before is not None:
                 tokens, rows = max(tokens, before.capacity.tokens), max(rows, before.capacity.rows)
-            self._compiled[chooses] = before = CompiledForward(decoder, replace(needed, tokens=tokens, rows=rows))
+            before = CompiledForward(decoder, replace(needed, tokens=tokens, rows=rows))
+            self._compiled[chooses, layers] = before
         return before
 
     def _hand_over_queries(
@@ -216,15 +230,17 @@ class _RowSlice:
         packed: their blocks.
         ends: whether each row's block ends here, so that its logits are wanted.
         x: what goes to the next layer, float32 ``[n, hidden]``.
+        states: hidden states that were asked for, as far as they are there, float32 ``[n, layers * hidden]``.
     """
 
     rows: list[int]
     packed: PackedPass
     ends: list[bool]
     x: torch.Tensor
+    states: torch.Tensor
 
 
-def _pieces(decoder: Decoder, blocks: Sequence[Block]) -> list[_RowSlice]:
+def _pieces(decoder: Decoder, blocks: Sequence[Block], states: int) -> list[_RowSlice]:
     """Cut long blocks into pieces of up to ``READ_BLOCK`` pending tokens. The tree comes with the last one."""
     cut = [
         [
@@ -243,8 +259,18 @@ def _pieces(decoder: Decoder, blocks: Sequence[Block]) -> list[_RowSlice]:
             tree = block.tree if end else DraftTree.empty()
             parts.append(Block(block.pending[own.start : own.stop], tree, block.start + own.start))
         packed = PackedPass(parts, decoder.heads, torch.get_num_threads())
-        pieces.append(_RowSlice(rows, packed, ends, torch.zeros(packed.n, decoder.hidden)))
+        memory = (torch.zeros(packed.n, count * decoder.hidden) for count in (1, states))
+        pieces.append(_RowSlice(rows, packed, ends, *memory))
     return pieces
+
+
+def _states_by_row(pieces: Sequence[_RowSlice], rows: int) -> torch.Tensor:
+    """The hidden states of all pieces, in the order of the pass's tokens."""
+    parts: list[list[torch.Tensor]] = [[] for _ in range(rows)]
+    for piece in pieces:
+        for row, states in zip(piece.rows, torch.split(piece.states, piece.packed.counts), strict=True):
+            parts[row].append(states)
+    return torch.cat([part for own in parts for part in own])
 
 
 def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:

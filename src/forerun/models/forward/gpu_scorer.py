@@ -25,7 +25,7 @@ from forerun.kv.cache import Addresses, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import WeightWatch
 from forerun.models.forward.cuda_graphs import GraphCache
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import PassResult, Scorer
 
 
 class LayerQueries(NamedTuple):
@@ -58,8 +58,9 @@ class GpuScorer(Scorer):
     def _begin(self) -> None:
         self._watch = WeightWatch(self.model)
         self._inputs = self.model.get_input_embeddings()
-        self._graphs: GraphCache[tuple[torch.Tensor, LayerQueries]] | None = None
-        self._asking = False
+        self._graphs: GraphCache[tuple[torch.Tensor, torch.Tensor | None, LayerQueries]] | None = None
+        self._kept: tuple[bool, tuple[int, ...]] = (False, ())
+        """What recordings keep: queries or not, and hidden states of these layers."""
 
     @cached_property
     def _alike(self) -> _UniformLayers | None:
@@ -73,36 +74,43 @@ class GpuScorer(Scorer):
         like = torch.empty(1, first.heads, 0, first.dim, dtype=self.model.dtype, device=self.device)
         return None if like.element_size() != first.width else _UniformLayers(len(shapes), like, heads // first.heads)
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+    def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         alike = self._alike
         with self._lock:
             if not self._watch.same():
                 self._begin()
             rows = None if alike is None else _addressed(alike, blocks, caches)
             if alike is not None and rows is not None:
-                logits = self._score(alike, blocks, caches, rows)
-                return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
-        return super().score(blocks, caches)
+                return self._score(alike, blocks, caches, rows, layers)
+        return super()._pass(blocks, caches, layers)
 
     def _score(
-        self, alike: _UniformLayers, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[Addresses]
-    ) -> torch.Tensor:
+        self,
+        alike: _UniformLayers,
+        blocks: Sequence[Block],
+        caches: Sequence[Cache],
+        rows: Sequence[Addresses],
+        states_of: tuple[int, ...],
+    ) -> PassResult:
         placed = [Block(block.pending, block.tree, row.place) for block, row in zip(blocks, rows, strict=True)]
         positions = np.concatenate([cache.positions(block) for cache, block in zip(caches, blocks, strict=True)])
         addresses = np.stack([row.layers for row in rows], 1)
         strides = np.array([row.strides for row in rows]) // alike.like.element_size()
         batch = PassDescription(placed, addresses, strides, positions, alike.group)
-        if self._graphs is None or self._asking != self.keeps_queries:  # a recording keeps queries, or it does not
-            self._asking = self.keeps_queries
+        if self._graphs is None or self._kept != (self.keeps_queries, states_of):
+            self._kept = self.keeps_queries, states_of
             self._graphs = GraphCache(self._run, self._spare(alike), self.device)
-        logits, layers = self._graphs.run(batch)
+        logits, states, layers = self._graphs.run(batch)
         self._hand_over_queries(layers, blocks, caches)
-        return logits[: batch.sizes.wanted].clone()
+        kept = None if states is None else states[: batch.sizes.tokens].clone()
+        return PassResult(logits[: batch.sizes.wanted].clone(), kept)
 
-    def _run(self, places: PassTables) -> tuple[torch.Tensor, LayerQueries]:
+    def _run(self, places: PassTables) -> tuple[torch.Tensor, torch.Tensor | None, LayerQueries]:
         """A pass, whose input is in the tables."""
-        rows = TabledPass(places, self.keeps_queries)
-        return self._forward(places.ids, places.positions, rows, places.wanted), rows.layers
+        keeps_queries, states_of = self._kept
+        rows = TabledPass(places, keeps_queries)
+        result = self._forward(places.ids, places.positions, rows, places.wanted, states_of)
+        return *result, rows.layers
 
     def _spare(self, alike: _UniformLayers) -> SpareRow:
         self._spare_memory = alike.like.new_zeros(2, alike.like.shape[1], 1, alike.like.shape[3])

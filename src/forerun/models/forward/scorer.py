@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -168,6 +168,13 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
             yield from _configs(part)
 
 
+class PassResult(NamedTuple):
+    """What a pass gives: logits of the wanted tokens ``[m, V]``, and states of all tokens if layers were asked for."""
+
+    logits: torch.Tensor
+    states: torch.Tensor | None
+
+
 class Scorer:
     """One set of weights; the caches come with each call.
 
@@ -237,27 +244,57 @@ class Scorer:
             For each row the logits after its last pending token (row 0) and at its tree's node i (row i + 1),
             ``[len(tree) + 1, V]``.
         """
+        return self.score_with_states(blocks, caches, ())[0]
+
+    def score_with_states(
+        self, blocks: Sequence[Block], caches: Sequence[Cache], layers: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """``score``, with the hidden states of some layers.
+
+        Args:
+            blocks, caches: as for ``score``.
+            layers: indices into what transformers calls ``hidden_states``: 0 for the embeddings, i for what leaves the
+                i-th layer; the last one is behind the final norm.
+
+        Returns:
+            The logits of each row; and of each row the states at all tokens of its block, those of the layers side by
+            side, ``[len(block), len(layers) * hidden]``. Without layers there are no states.
+        """
+        logits, states = self._pass(blocks, caches, tuple(layers))
+        rows = list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
+        return rows, [] if states is None else list(torch.split(states, [len(block) for block in blocks]))
+
+    def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
+        """All rows' logits, and states if there are layers."""
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
         positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
         places = torch.from_numpy(positions).to(self.device)
-        logits = self._forward(ids.to(self.device), places, Pass(blocks, caches), _wanted(blocks))
-        return list(torch.split(logits, [len(block.tree) + 1 for block in blocks]))
+        return self._forward(ids.to(self.device), places, Pass(blocks, caches), _wanted(blocks), layers)
 
     def _forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, rows: AttentionPass, wanted: int | torch.Tensor
-    ) -> torch.Tensor:
-        """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices."""
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: AttentionPass,
+        wanted: int | torch.Tensor,
+        layers: tuple[int, ...] = (),
+    ) -> PassResult:
+        """Logits ``[m, V]`` of the packed ids ``[n]``: of all ids if ``wanted`` is 0, else of those at its indices. And
+        the states of all ids, if there are layers."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
+        if layers:
+            arguments["output_hidden_states"] = list(layers)
         with (
             use_implementations(self.model, attn=ATTENTION_NAME, experts=experts(self.model)),
-            _run(rows),
+            attending(rows),
             ordered_modules.Ordered(),
         ):
             found = self.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **arguments)
         logits = gather_logits(self.model, found.logits)[0]
+        states = torch.cat([found.hidden_states[layer][0] for layer in layers], -1) if layers else None
         if not self._keeps_logits and isinstance(wanted, torch.Tensor):
-            return logits[wanted.to(logits.device)]
-        return logits
+            logits = logits[wanted.to(logits.device)]
+        return PassResult(logits, states)
 
 
 SelfTest = Callable[[Scorer, Callable[[], str | None]], str | None]
@@ -270,7 +307,8 @@ def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
 
 
 @contextmanager
-def _run(rows: AttentionPass) -> Iterator[None]:
+def attending(rows: AttentionPass) -> Iterator[None]:
+    """A context in which the attention of modules in this thread goes to a pass."""
     before = _running.set(rows)
     try:
         yield

@@ -1,0 +1,116 @@
+"""Hidden states that a pass hands over: the model's own, of every layer, at every token, however the pass is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.compiled_models import TEXT, kept
+from support.tiny import PROMPTS, tiny
+from transformers import PreTrainedModel
+
+from forerun import Engine
+from forerun.core.block import Block
+from forerun.core.pass_context import PassContext
+from forerun.core.request import Request
+from forerun.core.tree import DraftTree
+from forerun.drafting.drafter import Drafter
+from forerun.kernels.runtime import vector_ir
+from forerun.kv.full_cache import FullCache
+from forerun.kv.kv_tiers import Tiers, min_device_bytes
+from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
+from forerun.models.forward.scorer import Scorer
+
+TREE = DraftTree(np.array([5, 6, 7, 8]), np.array([-1, 0, 0, 2]))
+
+
+def own(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    with torch.inference_mode():
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer][0] for layer in layers], -1)
+
+
+@torch.inference_mode()
+def check(scorer: Scorer, caches: list[Any], near: float) -> None:
+    """Two rows, one with a cached beginning, over a tree."""
+    model = scorer.model
+    layers = (2, 0, 1, model.config.num_hidden_layers)
+    texts = [TEXT[:9] % 40, TEXT[20:33] % 40]
+    first = Block(texts[0][:4], DraftTree.empty(), 0)
+    scorer.score([first], caches[:1])
+    caches[0].commit(first, [])
+    blocks = [Block(texts[0][4:], TREE, 4), Block(texts[1], TREE, 0)]
+    logits, states = scorer.score_with_states(blocks, caches, layers)
+    for a, b in zip(logits, scorer.score(blocks, caches), strict=True):
+        assert torch.equal(a, b)
+    for text, start, found in zip(texts, (4, 0), states, strict=True):
+        for branch in ([0, 1], [0, 2, 3]):
+            exact = own(model, [*text.tolist(), *TREE.tokens[branch].tolist()], layers)
+            end = len(text) - start
+            rows = found[[*range(end), *(end + node for node in branch)]]
+            assert float((rows - exact[start:]).norm() / exact[start:].norm()) < near
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
+def test_states_of_the_models_own_code(name: str) -> None:
+    check(Scorer(tiny(name)), [FullCache(), FullCache()], 1e-9 if name != "gemma2" else 1e-6)
+
+
+@pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "granite", "olmo2"])
+def test_states_of_the_program(name: str) -> None:
+    scorer = fastest_scorer(Scorer(kept(name, torch.float32)))
+    assert isinstance(scorer, CompiledScorer)
+    check(scorer, [FullCache(), FullCache()], 1e-5)
+
+
+@pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
+def test_states_of_an_offloaded_text() -> None:
+    scorer = fastest_scorer(Scorer(kept("llama", torch.float32)))
+    room = min_device_bytes(scorer.kv, 4096)
+    tiers = [Tiers(room, scorer.device, scorer.kv, torch.float32) for _ in range(2)]
+    caches = [each.cache(4096) for each in tiers]
+    assert all(cache.offloaded for cache in caches)
+    check(scorer, caches, 1e-5)
+    for each in tiers:
+        each.close()
+
+
+class Recorder(Drafter):
+    """Wants states, and drafts with knowledge of the text."""
+
+    def __init__(self, texts: list[list[int]], layers: tuple[int, ...]) -> None:
+        self.texts, self.states = texts, layers
+        self.read: dict[int, list[tuple[int, torch.Tensor]]] = {}
+
+    def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:
+        self.read.setdefault(request.prompt_length, []).append((start, states.clone()))
+
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        trees = []
+        for row in context.rows:
+            text = next(text for text in self.texts if text[: row.prompt_length] == row.prompt.tolist())
+            after = text[len(row) : len(row) + 4]
+            trees.append(DraftTree.from_branches([[3, 4], after], 9))
+        return trees
+
+
+def test_an_engine_hands_a_drafter_the_states_of_every_token_of_a_text_once() -> None:
+    model, layers = tiny("llama"), (1, 2)
+    texts = Engine(model, "none").generate(list(PROMPTS), max_new_tokens=20, eos_token_id=None)
+    expected = [request.tokens.tolist() for request in texts.requests]
+    drafter = Recorder(expected, layers)
+    engine = Engine(model, drafter, prune_drafts=False, prefill_block=4)
+    found = engine.generate(list(PROMPTS), max_new_tokens=20, eos_token_id=None)
+    assert [request.tokens.tolist() for request in found.requests] == expected
+    assert any(sum(request.stats.accepted) for request in found.requests)
+    for text, prompt in zip(expected, PROMPTS, strict=True):
+        parts, place = drafter.read[len(prompt)], 0
+        for start, states in parts:
+            assert start == place
+            place += len(states)
+        assert place >= len(text) - 1
+        exact = own(model, text, layers)
+        assert torch.allclose(torch.cat([states for _, states in parts])[: len(text) - 1], exact[:-1], atol=1e-9)
