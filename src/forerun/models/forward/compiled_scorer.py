@@ -55,7 +55,8 @@ class CompiledScorer(Scorer):
         self._watch = WeightWatch(self.model)
         self._inputs = self.model.get_input_embeddings()
         self._decoder = Decoder(self.model) if known(self.model) else None
-        self._compiled: dict[tuple[bool, tuple[int, ...]], CompiledForward] = {}  # by whether queries choose, and states
+        self._compiled: dict[tuple[bool, tuple[int, ...]], CompiledForward] = {}
+        """By whether queries choose, and the layers whose states are kept."""
 
     def reads_whole(self, cache: Cache) -> bool:
         return self._decoder is not None and isinstance(cache, FullCache) and cache.offloaded
