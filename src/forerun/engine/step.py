@@ -34,6 +34,7 @@ from forerun.models.forward.scorer import Scorer
 
 log = logging.getLogger(__name__)
 
+
 class RowScores(NamedTuple):
     """A row's logits, and the hidden states that the drafter wants, if it does; see ``Scorer.score_with_states``."""
 
@@ -239,9 +240,7 @@ class DecodingStep:
             log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
         return [self._score([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
 
-    def _record_states(
-        self, request: Request, block: Block, path: Sequence[int], states: torch.Tensor | None
-    ) -> None:
+    def _record_states(self, request: Request, block: Block, path: Sequence[int], states: torch.Tensor | None) -> None:
         """Hand the drafter the states of a block's pending tokens and of the accepted nodes, ``path``."""
         if states is not None and request.drafts:
             pending = len(block.pending)
