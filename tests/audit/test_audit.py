@@ -22,7 +22,7 @@ from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.verify import Verdict, verify
-from forerun.drafting.recipes import RECIPES, Recipe, buildable
+from forerun.drafting.recipes import DRAFTERS, Recipe, buildable
 from forerun.models.forward.scorer import Scorer
 
 PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
@@ -64,7 +64,7 @@ def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch: pytest.Monk
         request.append(int(tree.tokens[0]))
         return Verdict([0], [int(tree.tokens[0])])
 
-    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
+    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda settings: Guess()))
     monkeypatch.setattr(forerun.engine.step, "verify", gullible)
     report = audit(tiny("llama"), PROMPTS, PLAN)
     failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
@@ -86,7 +86,7 @@ def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch: pytest
     model = tiny("llama")
     monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
     monkeypatch.setattr(Scorer, "score", leaky)
-    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
+    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda settings: Guess()))
     report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     alone = [c for c in report.failures if c.check == "greedy"]
     assert alone
@@ -113,7 +113,7 @@ def test_a_text_that_ends_too_early_fails(monkeypatch: pytest.MonkeyPatch) -> No
             request.finish_reason = "stop"
         return verdict
 
-    monkeypatch.setitem(RECIPES, "lookup", Recipe(lambda settings: Guess()))
+    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda settings: Guess()))
     monkeypatch.setattr(forerun.engine.step, "verify", hasty)
     report = audit(tiny("llama"), PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
     ended = [c.divergence for c in report.failures if c.check == "greedy" and c.divergence is not None]

@@ -21,7 +21,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
-from forerun.drafting.recipes import RECIPES, buildable
+from forerun.drafting.recipes import DRAFTERS, buildable
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.runtime import default_runtime, without_folder
@@ -54,9 +54,9 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.drafters:
             object.__setattr__(self, "drafters", tuple(buildable(self.settings)))
-        unknown = [name for name in self.drafters if name not in RECIPES]
+        unknown = [name for name in self.drafters if name not in DRAFTERS]
         if unknown:
-            raise ValueError(f"drafters are {list(self.drafters)}; known are {', '.join(RECIPES)}")
+            raise ValueError(f"drafters are {list(self.drafters)}; known are {', '.join(DRAFTERS)}")
         if self.max_new_tokens < 1 or self.seeds < 0 or self.temperature <= 0:
             raise ValueError(f"{self} needs max_new_tokens of at least 1, seeds of at least 0, temperature above 0")
 

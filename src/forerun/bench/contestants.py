@@ -20,7 +20,7 @@ from forerun.bench.journal import Journal
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.drafter import Drafter
-from forerun.drafting.recipes import RECIPES, Recipe, build_drafter, check_drafter
+from forerun.drafting.recipes import DRAFTERS, Recipe, build_drafter, check_drafter
 from forerun.engine.engine import Engine
 
 LOOKUP_TOKENS = 10
@@ -33,7 +33,7 @@ Makers = Mapping[str, Callable[[], Contestant]]
 """What builds each contestant, by its name."""
 
 
-def check_drafters(names: Sequence[str], small_model: bool, recipes: Mapping[str, Recipe] = RECIPES) -> None:
+def check_drafters(names: Sequence[str], small_model: bool, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
     """Refuse what cannot be measured, before any work.
 
     Args:
@@ -64,7 +64,7 @@ class Bench:
         ValueError: with the contestant that cannot be built.
     """
 
-    recipes: Mapping[str, Recipe] = RECIPES
+    recipes: Mapping[str, Recipe] = DRAFTERS
     """The known drafters."""
 
     def __init__(

@@ -22,7 +22,7 @@ from forerun.cli.models import load_target, settings
 from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import progress_bar, stderr, stdout
-from forerun.drafting.recipes import RECIPES, check_drafter
+from forerun.drafting.recipes import DRAFTERS, check_drafter
 from forerun.engine.engine import BUDGET
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, quiet
 from forerun.models.text.prompts import encode
@@ -62,7 +62,7 @@ def run(options: AuditOptions) -> None:
 
 
 def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Plan:
-    drafters = options.drafter or list(RECIPES)
+    drafters = options.drafter or list(DRAFTERS)
     return Plan(
         drafters=options.drafter or (),
         settings=settings(options, drafters, model, tokenizer),

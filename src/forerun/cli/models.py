@@ -12,7 +12,7 @@ from forerun.cli.options import LongOptions, MemoryOptions
 from forerun.cli.rank_check import ranks
 from forerun.cli.terminal import stderr, working
 from forerun.core.long_context import LongContextConfig
-from forerun.drafting.recipes import RECIPES, Recipe
+from forerun.drafting.recipes import DRAFTERS, Recipe
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.kv_tiers import KVMemory
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
@@ -53,7 +53,7 @@ def settings(
     drafters: Sequence[str],
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    recipes: Mapping[str, Recipe] = RECIPES,
+    recipes: Mapping[str, Recipe] = DRAFTERS,
 ) -> LongContextConfig:
     """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named.
 

@@ -24,6 +24,8 @@ class Origin(IntEnum):
     """The only token that a grammar allows."""
     RECYCLED = 7
     """Among the best of the target's logits where the same tokens came before."""
+    HEAD = 8
+    """Drafted by a trained head."""
 
     @property
     def word(self) -> str:

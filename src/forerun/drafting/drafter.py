@@ -139,6 +139,7 @@ class OuterDrafter(Drafter):
 
     @property
     def states(self) -> tuple[int, ...]:  # type: ignore[override]
+        """What the inner drafter wants."""
         return self.inner.states
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:

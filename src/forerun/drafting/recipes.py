@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
+from forerun.drafting.head_drafter import HeadDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.merged import MergedDrafter
@@ -21,6 +23,8 @@ from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.level import CacheFactory
 from forerun.models.forward.scorer import Scorer, is_sharded
+from forerun.models.heads.head import Head
+from forerun.models.heads.loading import load_head
 from forerun.trie.trie import Trie
 
 TRIE_NODES = 16
@@ -37,13 +41,30 @@ class Recipe:
 
     Attributes:
         build: from settings, each time anew.
-        small: whether it needs ``LongContextConfig.draft_model``.
+        small: whether it needs a small model, ``LongContextConfig.draft_model``.
         sparse: from settings, the sparse cache over which the target drafts, if it does.
     """
 
     build: Callable[[LongContextConfig], Drafter]
     small: bool = False
     sparse: Callable[[LongContextConfig], CacheFactory] | None = None
+
+
+def head_of(settings: LongContextConfig) -> Head | None:
+    """The trained head among the settings: an object, or the folder of one.
+
+    Raises:
+        ValueError: if the folder holds none.
+    """
+    given = settings.draft_model
+    return load_head(given) if isinstance(given, str | Path) else given if isinstance(given, Head) else None
+
+
+def _head_alone(settings: LongContextConfig) -> Drafter:
+    head = head_of(settings)
+    if head is None:
+        raise ValueError("this drafter needs a trained head, draft_model, and there is none")
+    return HeadDrafter(head)
 
 
 def small_model(settings: LongContextConfig) -> Scorer:
@@ -54,6 +75,8 @@ def small_model(settings: LongContextConfig) -> Scorer:
     """
     if settings.draft_model is None:
         raise ValueError("this drafter needs a small model, draft_model, and there is none; triforce-trie needs none")
+    if isinstance(settings.draft_model, str | Path | Head):
+        raise ValueError(f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model, loaded")
     if is_sharded(settings.draft_model):
         raise ValueError("draft_model lies in several processes; load it whole, as rank 0 alone drafts")
     return gate.admit(settings.draft_model)
@@ -170,6 +193,11 @@ For long contexts: ``triforce`` is TriForce's hierarchy, ``triforce-trie`` has a
 ``triforce-auto`` both; ``low-rank`` is the target alone over their middle cache. From the paper: ``retrieval`` is
 TriForce without hierarchy, ``streaming`` the small model alone.
 """
+HEAD_RECIPES: dict[str, Recipe] = {
+    "head": Recipe(_head_alone),
+}
+"""Trained heads alone: ``head`` is that of the folder ``LongContextConfig.draft_model``, of the kind that it says."""
+DRAFTERS = RECIPES | HEAD_RECIPES
 
 
 def trie_of(drafter: Drafter) -> Trie:
@@ -189,11 +217,13 @@ def trie_of(drafter: Drafter) -> Trie:
 
 def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIPES) -> list[str]:
     """Names of the drafters that these settings suffice for, without ``none``."""
-    have = settings.draft_model is not None
-    return [name for name, recipe in recipes.items() if name != "none" and (have or not recipe.small)]
+    head = isinstance(settings.draft_model, str | Path | Head)
+    small = settings.draft_model is not None and not head
+    names = [name for name, recipe in recipes.items() if name != "none" and (small or not recipe.small)]
+    return [*names, "head"] if head else names
 
 
-def check_drafter(name: str, recipes: Mapping[str, Recipe] = RECIPES) -> None:
+def check_drafter(name: str, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
     """Refuse an unknown name.
 
     Raises:
@@ -204,7 +234,7 @@ def check_drafter(name: str, recipes: Mapping[str, Recipe] = RECIPES) -> None:
 
 
 def build_drafter(
-    name: str, settings: LongContextConfig | None = None, recipes: Mapping[str, Recipe] = RECIPES
+    name: str, settings: LongContextConfig | None = None, recipes: Mapping[str, Recipe] = DRAFTERS
 ) -> Drafter:
     """A drafter of this name.
 

@@ -85,9 +85,7 @@ def attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function registered with transformers, with its shapes: ``[1, H, n, d]`` in, ``[1, n, H, d]`` out."""
-    rows = _running.get()
-    if rows is None:
-        raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
+    rows = running_pass()
     if attention_mask is not None:
         raise RuntimeError("this model's attention has a mask of its own, which is not supported")
     spec = AttentionSpec(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
@@ -304,6 +302,18 @@ SelfTest = Callable[[Scorer, Callable[[], str | None]], str | None]
 def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
     """Run the test, and remember nothing."""
     return test()
+
+
+def running_pass() -> AttentionPass:
+    """The pass that attention in this thread goes to.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
+    rows = _running.get()
+    if rows is None:
+        raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
+    return rows
 
 
 @contextmanager

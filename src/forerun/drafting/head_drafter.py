@@ -1,0 +1,237 @@
+"""A trained head drafts: a tree of its likeliest continuations, grown level by level (EAGLE-2, Li et al., 2024).
+
+Each level asks the head what follows the likeliest nodes of the level before. A node's estimate is the product of the
+head's probabilities down to it. The likeliest nodes of all are the tree.
+
+With coupled sampling the noise of the tokens to come is known. So a token ranks by log p + noise, as the target takes
+it; and its estimate is its share among the exponentials of these. Under rejection sampling the head draws a chain
+independently, and hands out ``q``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from forerun.core.noise import gumbel_of
+from forerun.core.origin import Origin
+from forerun.core.pass_context import PassContext
+from forerun.core.request import Request
+from forerun.core.sampling import MASK64, mixed
+from forerun.core.tree import ROOT, DraftTree, IntArray
+from forerun.drafting.drafter import Drafter
+from forerun.models.forward.runtime import Runtime
+from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.head import Growth, Head, HeadText
+
+DEPTH, WIDTH = 6, 8
+"""Levels of a tree, and nodes of a level that the head is asked about; EAGLE-2's defaults are 6 and 10."""
+CANDIDATES = 32
+"""Tokens among which noise chooses. A head gives the others a few hundredths of the whole."""
+LEAST_CHANCE = 0.05
+"""A node with a lower estimate is not asked about: a level costs about as much as this share of a small target's
+pass."""
+FORCED_TOKENS = 16
+"""The most tokens behind those that the target has read: a grammar's. The head walks them by its own states."""
+
+FloatArray = npt.NDArray[np.float64]
+
+
+class HeadDrafter(Drafter):
+    """Drafts trees with a head, the rows of a batch together.
+
+    Args:
+        head: that knows the target.
+        depth: levels of a tree.
+        width: nodes of a level that the head is asked about, and tokens that it offers behind each.
+
+    Raises:
+        ValueError: for a depth or a width under 1.
+    """
+
+    def __init__(self, head: Head, depth: int = DEPTH, width: int = WIDTH) -> None:
+        for name, value in (("depth", depth), ("width", width)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        self.head, self.depth, self.width = head, depth, width
+        self._texts: dict[int, HeadText] = {}
+
+    @property
+    def states(self) -> tuple[int, ...]:  # type: ignore[override]
+        """What the head reads."""
+        return self.head.layers
+
+    def bind(self, target: Scorer, runtime: Runtime) -> None:
+        self.head.bind(target)
+        self._vocabulary = target.vocabulary
+
+    def needs(self, tokens: int) -> int:
+        return self.head.needs(tokens)
+
+    def begin(self, request: Request) -> None:
+        self._texts[request.id] = self.head.text()
+
+    def record_states(self, request: Request, start: int, states: torch.Tensor) -> None:
+        self.head.record(self._texts[request.id], request.tokens, start, states)
+
+    def finish(self, request: Request) -> None:
+        self._texts.pop(request.id, None)
+
+    def propose(self, context: PassContext) -> list[DraftTree]:
+        """Grow a tree for each row whose last tokens the target has read."""
+        trees = [_GrowingTree(row, min(self.depth, row.max_draft_depth), budget) for row, budget in context]
+        growing = [tree for tree in trees if tree.depth > 0 and self._unread(tree.fork) is not None]
+        if growing:
+            self._grow(growing)
+        return [tree.tree().by(Origin.HEAD) for tree in trees]
+
+    def _unread(self, request: Request) -> IntArray | None:
+        """Tokens of a text that follow those that the head can read; None if it knows too little of it."""
+        place = self._texts[request.id].next
+        unread = None if place is None else request.tokens[place + 1 :]
+        return unread if unread is None or len(unread) <= FORCED_TOKENS else None
+
+    def _grow(self, trees: Sequence[_GrowingTree]) -> None:
+        growths, logits = self.head.start([self._texts[tree.fork.id] for tree in trees])
+        rows = list(logits[:, None])
+        for tree, growth, row in zip(trees, growths, range(len(rows)), strict=True):
+            unread = self._unread(tree.fork)
+            for token in () if unread is None else unread.tolist():
+                rows[row] = self.head.extend([growth], [[len(growth.hidden) - 1]], [[token]])
+            tree.base = len(growth.hidden) - 1
+        active = list(zip(trees, growths, rows, strict=True))
+        while active:
+            for tree, _, own in active:
+                tree.offer(own, self.head.tokens, self._vocabulary, self.width)
+            levels = [(tree, growth, tree.next_level(self.width)) for tree, growth, _ in active]
+            levels = [level for level in levels if len(level[2])]
+            if not levels:
+                return
+            parents = [[tree.asked_number(tree.parents[node]) for node in nodes] for tree, _, nodes in levels]
+            tokens = [[tree.tokens[node] for node in nodes] for tree, _, nodes in levels]
+            logits = self.head.extend([growth for _, growth, _ in levels], parents, tokens)
+            parts = torch.split(logits, [len(nodes) for _, _, nodes in levels])
+            active = [(tree, growth, part) for (tree, growth, _), part in zip(levels, parts, strict=True)]
+
+
+class _Offer(NamedTuple):
+    """Tokens behind each node that was asked about, best first, with their estimates; ``[n, w]`` each."""
+
+    tokens: IntArray
+    chances: FloatArray
+
+
+class _GrowingTree:
+    """A row's tree under way.
+
+    Args:
+        request: its text.
+        depth: levels that it may have.
+        budget: nodes that it may have.
+    """
+
+    def __init__(self, request: Request, depth: int, budget: int) -> None:
+        self.fork, self.depth, self._budget = request.fork(), min(depth, budget), budget
+        self.base = 0
+        """The head's number of the text's end."""
+        self.tokens: list[int] = []
+        self.parents: list[int] = []
+        self._chances: list[float] = []
+        self._asked: dict[int, int] = {ROOT: 0}
+        """By node, the order in which the head was asked about it."""
+        self._level, self._offered = [ROOT], range(0)
+        self._reached = 0
+        self._q: list[torch.Tensor] = []
+
+    def asked_number(self, node: int) -> int:
+        """The head's number of a node."""
+        return self.base + self._asked[node]
+
+    def offer(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int, width: int) -> None:
+        """Add the likeliest tokens behind the nodes of the last level, by the head's logits ``[n, D]`` there."""
+        offer = self._choose(logits.float(), known, vocabulary, width)
+        first, self._reached = len(self.tokens), self._reached + 1
+        for node, tokens, chances in zip(self._level, offer.tokens.tolist(), offer.chances.tolist(), strict=True):
+            above = 1.0 if node == ROOT else self._chances[node]
+            for token, chance in zip(tokens, chances, strict=True):
+                if chance > 0:
+                    self.tokens.append(token)
+                    self.parents.append(node)
+                    self._chances.append(above * chance)
+        self._offered = range(first, len(self.tokens))
+
+    def next_level(self, width: int) -> list[int]:
+        """The nodes to ask about next: the likeliest that were offered last, parents in the order of their coming."""
+        if self._reached >= self.depth:
+            return []
+        ends = self.fork.eos_token_ids
+        likely = [node for node in self._offered if self._chances[node] >= LEAST_CHANCE and self.tokens[node] not in ends]
+        self._level = sorted(sorted(likely, key=lambda node: -self._chances[node])[:width])
+        for node in self._level:
+            self._asked[node] = len(self._asked)
+        return self._level
+
+    def tree(self) -> DraftTree:
+        """The likeliest nodes."""
+        if not self.tokens:
+            return DraftTree.empty()
+        chances = np.array(self._chances)
+        keep = np.zeros(len(chances), np.bool_)
+        keep[np.argsort(-chances, kind="stable")[: self._budget]] = True
+        q = torch.stack(self._q) if self._q else None
+        stated = None if self._q else chances
+        return DraftTree(np.array(self.tokens), np.array(self.parents), q=q, probability=stated).select(keep)
+
+    def _choose(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int, width: int) -> _Offer:
+        sampler = self.fork.sampler
+        if sampler.takes_best:
+            top = logits.softmax(-1).topk(min(width, logits.shape[-1]))
+            chosen = top.indices if known is None else known[top.indices]
+            return _Offer(chosen.cpu().numpy(), top.values.double().cpu().numpy())
+        scores = self._scores(logits, known, vocabulary)
+        if sampler.method == "rejection":
+            return self._draw(scores)
+        top = scores.topk(min(CANDIDATES, vocabulary))
+        tokens, values = top.indices.cpu().numpy(), top.values.double().cpu().numpy()
+        if sampler.method == "coupled":
+            values = values + self._noise(tokens)
+        shares = np.exp(values - values.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        order = np.argsort(-shares, axis=-1, kind="stable")[:, :width]
+        return _Offer(np.take_along_axis(tokens, order, -1), np.take_along_axis(shares, order, -1))
+
+    def _scores(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
+        """Processed scores over the target's vocabulary, ``[n, V]``, as the sampler would see them at each node."""
+        if known is not None:
+            whole = logits.new_full((len(logits), vocabulary), -torch.inf)
+            logits = whole.index_copy_(1, known, logits)
+        if self.fork.sampler.rowwise:
+            return self.fork.sampler.scores_of_rows(logits)
+        return torch.stack(
+            [self.fork.scores(own, self._path(node)) for own, node in zip(logits, self._level, strict=True)]
+        )
+
+    def _noise(self, tokens: IntArray) -> FloatArray:
+        """The noise that the target will add to these tokens at the place behind the last level, ``[n, w]``."""
+        seed, place = np.uint64(mixed(self.fork.sampler.seed & MASK64)), len(self.fork) + self._reached
+        known = {token: gumbel_of(seed, place, token) for token in set(tokens.ravel().tolist())}
+        return np.array([[known[token] for token in own] for own in tokens.tolist()])
+
+    def _draw(self, scores: torch.Tensor) -> _Offer:
+        """One token, drawn from the last node's distribution, which is ``q``."""
+        sampler = self.fork.sampler
+        token = sampler.choose(scores[-1], len(self.fork) + self._reached, sampler.draft_salt())
+        self._q.append(scores[-1].double().softmax(-1))
+        return _Offer(np.array([[token]]), np.ones((1, 1)))
+
+    def _path(self, node: int) -> list[int]:
+        """Tokens from the root down to a node."""
+        path: list[int] = []
+        while node != ROOT:
+            path.append(self.tokens[node])
+            node = self.parents[node]
+        return path[::-1]

@@ -1,0 +1,1 @@
+"""Small trained networks that draft for one target from its hidden states."""

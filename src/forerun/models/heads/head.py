@@ -1,0 +1,423 @@
+"""What a head is to a drafter: it follows texts by the target's hidden states, and says what may come next.
+
+A head has seen hidden states of the target at all tokens of a text. It gives logits for the next token, and for the
+tokens behind drafted ones, level by level of a tree. What it says changes the speed, never the text.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.nn import functional
+
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree, IntArray
+from forerun.kernels.attention.attention import AttentionSpec, Rows, attend, attend_in_order, merge
+from forerun.kernels.linear.ordered_modules import Ordered
+from forerun.kv.cache import append
+from forerun.models.forward.scorer import Scorer, attending, is_sharded
+
+READ_ENTRIES = 64
+"""Entries of a text that are read at once; fewer wait until a draft is wanted, which may be never."""
+GROWTH_TOKENS = 256
+"""A head's memory of a text grows by this many tokens."""
+
+
+class HeadText:
+    """A text as a head follows it.
+
+    Attributes:
+        next: place of the first token whose states it has not seen; None before it has seen any.
+        pending: states that are not read yet, with the tokens behind those that they belong to.
+        rows: keys and values of each of the head's layers, and how many there are for good.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.next: int | None = None
+        self.pending: list[tuple[torch.Tensor, IntArray]] = []
+        self.rows: list[Rows | None] = [None] * layers
+        self.lengths = [0] * layers
+        self.carried: list[torch.Tensor | None] = [None] * layers
+        """What each layer but the first has to read at its next entry, ``[1, hidden]``."""
+        self.hidden: torch.Tensor | None = None
+        """What leaves the first layer at the last entry, ``[1, hidden]``."""
+
+    @property
+    def unread(self) -> int:
+        """Number of pending entries."""
+        return sum(len(tokens) for _, tokens in self.pending)
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, place: int) -> Rows:
+        """Write keys and values ``[1, Hkv, n, d]`` from a place on; returns all up to there."""
+        end = place + k.shape[2]
+        self.rows[layer] = rows = append(self.rows[layer], (k, v), place, end + max(GROWTH_TOKENS, end // 4))
+        return tuple(each[:, :, :end] for each in rows)
+
+
+class Growth:
+    """A tree that grows behind a text, as the head sees it.
+
+    Attributes:
+        text: that it grows behind.
+        hidden: what left the head at each node, ``[n, hidden]``; at the text's end in row 0.
+    """
+
+    def __init__(self, text: HeadText, hidden: torch.Tensor) -> None:
+        self.text, self.hidden = text, hidden
+        self._depths, self._ancestors = [0], [{0}]
+        self._tails: list[list[int]] = [[] for _ in text.rows]  # nodes whose keys lie behind the text's, by layer
+
+    def add(self, parents: Sequence[int]) -> int:
+        """Add nodes of one level; returns their depth."""
+        for parent in parents:
+            self._depths.append(self._depths[parent] + 1)
+            self._ancestors.append(self._ancestors[parent] | {len(self._ancestors)})
+        return self._depths[-1]
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attention of the last nodes over the text and their ancestors; ``[1, H, n, d]`` in and out."""
+        tail, held, count = self._tails[layer], self.text.lengths[layer], q.shape[2]
+        keys, values = self.text.store(layer, k, v, held + len(tail))
+        nodes = range(len(self._depths) - count, len(self._depths))
+        tail += nodes
+        seen = np.zeros((count, held + len(tail)), np.bool_)
+        for row, node in enumerate(nodes):
+            place = held + (self._depths[node] - 1) // len(self._tails)
+            seen[row, max(0, place + 1 - spec.window) if spec.window else 0 : held] = True
+            seen[row, held:] = [other in self._ancestors[node] for other in tail]
+        bias = torch.zeros(seen.shape, dtype=q.dtype).masked_fill_(torch.from_numpy(~seen), -torch.inf)
+        return merge(attend(q, keys, values, spec, bias.to(q.device)), sinks=spec.sinks)
+
+
+class Head(ABC):
+    """A trained head. One serves all texts of an engine.
+
+    Attributes:
+        layers: the target's layers whose hidden states it reads; see ``Scorer.score_with_states``.
+        tokens: the target's id of each token that it knows, int64 ``[D]``; None if they are the same.
+    """
+
+    layers: tuple[int, ...] = ()
+    tokens: torch.Tensor | None = None
+
+    def bind(self, target: Scorer) -> None:
+        """Get ready to draft for a target.
+
+        Raises:
+            ValueError: if the head does not fit it.
+        """
+        if is_sharded(target.model):
+            raise ValueError("the target lies in several processes; a head needs its embeddings and its head whole")
+
+    @abstractmethod
+    def text(self) -> HeadText:
+        """An empty text."""
+
+    @abstractmethod
+    def needs(self, tokens: int) -> int:
+        """Maximum bytes that a text of this many tokens takes."""
+
+    def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
+        """Take over hidden states ``[n, layers * hidden]`` of a text's tokens from ``start`` on.
+
+        A text's first states may be those of a later token, if the target did not read the beginning. The head then
+        knows the text from there on.
+        """
+        if text.next != start:
+            text.__init__(len(text.rows))  # type: ignore[misc]
+        end = min(start + len(states), len(tokens) - 1)
+        text.pending.append((states[: end - start], tokens[start + 1 : end + 1].copy()))
+        text.next = end
+        if text.unread >= READ_ENTRIES:
+            self.read([text])
+
+    @abstractmethod
+    def read(self, texts: Sequence[HeadText]) -> None:
+        """Read all that is pending."""
+
+    @abstractmethod
+    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
+        """A tree behind each of these texts, of which states are known; and logits of their next tokens, ``[n, D]``."""
+
+    @abstractmethod
+    def extend(
+        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Add nodes of one level to each tree.
+
+        Args:
+            growths: the trees.
+            parents: of each tree's new nodes; 0 is the text's end, and nodes count from 1 in the order of their coming.
+            tokens: of the new nodes.
+
+        Returns:
+            Logits of the tokens behind each new node, of all trees side by side, ``[n, D]``.
+        """
+
+
+class RecurrentHead(Head):
+    """A head that reads a token and a hidden state, and gives the hidden state of the next one: EAGLE-3 and MTP.
+
+    At first the states are the target's, then its own. Where it has several layers, each reads what the one before gave
+    and the token after; they take turns.
+
+    Attributes:
+        depth_layers: number of its layers.
+        shift: position of an entry, less the place of its token.
+    """
+
+    depth_layers = 1
+    shift = 0
+
+    @abstractmethod
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states as the first layer reads them, ``[n, hidden]``."""
+
+    @abstractmethod
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Embeddings of tokens ``[n]``."""
+
+    @abstractmethod
+    def forward(
+        self, layer: int, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """One layer; its attention goes to ``attend`` of the present pass. ``[n, hidden]`` in and out."""
+
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[n, D]`` of what left a layer."""
+
+    def text(self) -> HeadText:
+        return HeadText(self.depth_layers)
+
+    def read(self, texts: Sequence[HeadText]) -> None:
+        texts = [text for text in texts if text.pending]
+        if not texts:
+            return
+        states = torch.cat([states for text in texts for states, _ in text.pending])
+        entries = {text: np.concatenate([tokens for _, tokens in text.pending]) for text in texts}
+        with Ordered():
+            parts = torch.split(self.features(states), [len(own) for own in entries.values()])
+            given = dict(zip(texts, parts, strict=True))
+            for layer in range(self.depth_layers):
+                given = self._read_layer(layer, given, entries)
+        for text in texts:
+            text.pending.clear()
+
+    def _read_layer(
+        self, layer: int, given: Mapping[HeadText, torch.Tensor], entries: Mapping[HeadText, IntArray]
+    ) -> dict[HeadText, torch.Tensor]:
+        """Let a layer read its part of each text, ``[n, hidden]`` with the last n tokens; returns the next one's part.
+
+        The next layer's entries have the token after. So it cannot read the last one yet, and reads it the next time.
+        """
+        if not given:
+            return {}
+        counts = [len(part) for part in given.values()]
+        tokens = np.concatenate([entries[text][-count:] for text, count in zip(given, counts, strict=True)])
+        ends = [(text.next or 0) + 1 + self.shift for text in given]
+        positions = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts, strict=True)])
+        with attending(_Reading(list(given), counts)):
+            out = self._forward(layer, tokens, torch.cat(list(given.values())), positions)
+        left = {}
+        for text, part in zip(given, torch.split(out, counts), strict=True):
+            text.lengths[layer] += len(part)
+            if layer == 0:
+                text.hidden = part[-1:]
+            if layer + 1 < self.depth_layers:
+                before, text.carried[layer + 1] = text.carried[layer + 1], part[-1:]
+                mine = part[:-1] if before is None else torch.cat([before, part[:-1]])
+                if len(mine):
+                    left[text] = mine
+        return left
+
+    def _forward(self, layer: int, tokens: IntArray, hidden: torch.Tensor, positions: IntArray) -> torch.Tensor:
+        ids, places = (torch.from_numpy(each).to(hidden.device) for each in (tokens, positions))
+        return self.forward(layer, self.embed(ids), hidden, places)
+
+    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
+        self.read(texts)
+        growths = [Growth(text, text.hidden) for text in texts if text.hidden is not None]
+        with Ordered():
+            return growths, self.logits(torch.cat([growth.hidden for growth in growths]))
+
+    def extend(
+        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        given = [growth.hidden[list(above)] for growth, above in zip(growths, parents, strict=True)]
+        depths = [growth.add(above) for growth, above in zip(growths, parents, strict=True)]
+        turns = [depth % self.depth_layers for depth in depths]
+        with Ordered():
+            for layer in sorted(set(turns)):
+                chosen = [number for number, turn in enumerate(turns) if turn == layer]
+                counts = [len(parents[number]) for number in chosen]
+                positions = [
+                    np.full(len(parents[number]), (growths[number].text.next or 0) + depths[number] + self.shift)
+                    for number in chosen
+                ]
+                ids = np.concatenate([np.array(tokens[number], np.int64) for number in chosen])
+                with attending(_Growing([growths[number] for number in chosen], counts)):
+                    hidden = torch.cat([given[number] for number in chosen])
+                    out = self._forward(layer, ids, hidden, np.concatenate(positions))
+                for number, part in zip(chosen, torch.split(out, counts), strict=True):
+                    given[number] = part
+                    growths[number].hidden = torch.cat([growths[number].hidden, part])
+            return self.logits(torch.cat(given))
+
+
+class _Reading:
+    """A pass over new entries of texts."""
+
+    def __init__(self, texts: Sequence[HeadText], counts: Sequence[int]) -> None:
+        self._texts, self._counts = texts, counts
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attention of each entry over its text up to there; ``[1, H, n, d]`` in and out."""
+        parts = (torch.split(each, list(self._counts), 2) for each in (k, v))
+        rows = [
+            text.store(layer, *pair, text.lengths[layer]) for text, *pair in zip(self._texts, *parts, strict=True)
+        ]
+        blocks = [
+            Block(np.zeros(count, np.int64), DraftTree.empty(), text.lengths[layer])
+            for text, count in zip(self._texts, self._counts, strict=True)
+        ]
+        return attend_in_order(q, rows, blocks, spec)
+
+
+class _Growing:
+    """A pass over new nodes of trees."""
+
+    def __init__(self, growths: Sequence[Growth], counts: Sequence[int]) -> None:
+        self._growths, self._counts = growths, counts
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """Attention of each node over its text and its ancestors; ``[1, H, n, d]`` in and out."""
+        parts = (torch.split(each, list(self._counts), 2) for each in (q, k, v))
+        outs = [growth.attend(layer, *own, spec) for growth, *own in zip(self._growths, *parts, strict=True)]
+        return torch.cat(outs, 2)
+
+
+class HeadFile:
+    """A head's weights by name, read from a folder's safetensors files.
+
+    Args:
+        folder: of the head.
+        kind: of the head, for messages.
+
+    Raises:
+        ValueError: if there is no such file, or it cannot be read.
+    """
+
+    def __init__(self, folder: Path, kind: str) -> None:
+        self._folder, self._kind, self._tensors = folder, kind, dict[str, torch.Tensor]()
+        for file in sorted(folder.glob("*.safetensors")):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    for name in opened.keys():  # noqa: SIM118  # it is no dictionary
+                        plain = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+                        self._tensors[plain] = opened.get_tensor(name)
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{file} cannot be read: {error}") from error
+        if not self._tensors:
+            raise ValueError(f"{folder} has no weights: there is no .safetensors file in it")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """A tensor of this shape.
+
+        Raises:
+            ValueError: if it is missing, or has another shape.
+        """
+        if name not in self._tensors:
+            raise ValueError(f"the {self._kind} head in {self._folder} lacks the tensor {name}")
+        tensor = self._tensors[name]
+        if tensor.shape != shape:
+            raise ValueError(
+                f"the {self._kind} head in {self._folder} has {name} of shape {list(tensor.shape)}; "
+                f"its configuration says {list(shape)}"
+            )
+        return tensor
+
+    def find(self, name: str, *shape: int) -> torch.Tensor | None:
+        """``take``, or None if there is no such tensor."""
+        return self.take(name, *shape) if name in self else None
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """What a folder's ``config.json`` says.
+
+    Raises:
+        ValueError: if there is none, or it cannot be read.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} holds no head: its config.json cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder} holds no head: its config.json is no object")
+    return config
+
+
+def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
+    """A positive number of a configuration.
+
+    Raises:
+        ValueError: if it is missing or something else.
+    """
+    value = config.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} is {value!r} in {folder / 'config.json'}; it must be a number of at least 1")
+    return value
+
+
+def check_layers(layers: Sequence[Any], count: int, name: str, folder: Path) -> tuple[int, ...]:
+    """Layers of the target that a head reads, as ``Scorer.score_with_states`` takes them.
+
+    Raises:
+        ValueError: for one that a target of ``count`` layers does not have.
+    """
+    if not layers or not all(isinstance(layer, int) and 0 <= layer <= count for layer in layers):
+        raise ValueError(f"{name} is {list(layers)!r} in {folder / 'config.json'}, and the target has {count} layers")
+    return tuple(layers)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """A root mean square norm, in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on ``[1, H, n, d]``, by angles ``[1, n, d]``."""
+    first, second = x.chunk(2, -1)
+    return x * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+
+
+def output_logits(target: Scorer, hidden: torch.Tensor) -> torch.Tensor:
+    """What the target's own head makes of hidden states."""
+    head: Any = target.model.get_output_embeddings()
+    logits: torch.Tensor = head(hidden)
+    return logits
+
+
+def input_embeddings(target: Scorer, tokens: torch.Tensor) -> torch.Tensor:
+    """The target's embeddings of tokens, without a factor that its module may apply."""
+    module: Any = target.model.get_input_embeddings()
+    weight = module.weight
+    embedded: torch.Tensor = functional.embedding(tokens, weight) if weight.is_floating_point() else module(tokens)
+    return embedded

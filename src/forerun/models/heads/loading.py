@@ -1,0 +1,29 @@
+"""From a folder to the head that its configuration describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forerun.models.heads.eagle3 import Eagle3Head, is_eagle3
+from forerun.models.heads.head import Head, config_of
+
+
+def load_head(folder: str | Path) -> Head:
+    """The head in a folder. Its weights are read once it is bound to a target.
+
+    Raises:
+        ValueError: if the folder holds none, or one of a kind that is not known.
+    """
+    config = config_of(Path(folder))
+    if is_eagle3(config):
+        return Eagle3Head(folder)
+    raise ValueError(f"{folder} holds no head that is known: neither EAGLE-3 nor DFlash, by its config.json")
+
+
+def is_head(folder: str | Path) -> bool:
+    """Whether a folder holds a head that is known, by its configuration."""
+    try:
+        config = config_of(Path(folder))
+    except ValueError:
+        return False
+    return is_eagle3(config)

@@ -1,0 +1,134 @@
+"""Texts with trained heads: random ones, which are nearly always wrong, and one that knows what comes.
+
+In float64 a text is token for token that of ``transformers``; in other types it is, bit for bit, that of plain
+decoding. The heads' states are watched by the one that knows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.heads import OracleHead, eagle3
+from support.tiny import ARCHITECTURES, PROMPTS, tiny
+from transformers import PreTrainedModel
+
+from forerun import Engine
+from forerun.core.long_context import LongContextConfig
+from forerun.core.origin import Origin
+from forerun.drafting.drafter import Drafter
+from forerun.drafting.head_drafter import HeadDrafter
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "coupled": {"do_sample": True, "temperature": 0.3, "top_k": 12, "seed": 11},
+    "penalty": {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.3, "seed": 2},
+}
+ON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
+HEADS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
+    "eagle3": eagle3,
+    "eagle3, speculators": lambda folder, model: eagle3(folder, model, "speculators"),
+}
+
+
+@functools.cache
+def plain(architecture: str, dtype: str, sampling: str) -> list[list[int]]:
+    model, options = tiny(architecture, getattr(torch, dtype)), SAMPLING[sampling] | ON
+    if sampling == "greedy" and dtype == "float64":
+        ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+        texts = [model.generate(row, attention_mask=torch.ones_like(row), pad_token_id=0, **options) for row in ids]
+        return [text[0].tolist() for text in texts]
+    engine = Engine(model, "none", prune_drafts=False)
+    return [engine.generate(prompt, **options).requests[0].tokens.tolist() for prompt in PROMPTS]
+
+
+def drafter_of(head: str, architecture: str, dtype: str, sampling: str, folder: Path) -> Drafter | str:
+    if head == "oracle":
+        return HeadDrafter(OracleHead(plain(architecture, dtype, sampling), tiny(architecture, getattr(torch, dtype))))
+    HEADS[head](folder, tiny(architecture))
+    return "head"
+
+
+def check_cell(head: str, architecture: str, dtype: str, sampling: str, folder: Path) -> None:
+    expected, model = plain(architecture, dtype, sampling), tiny(architecture, getattr(torch, dtype))
+    drafter = drafter_of(head, architecture, dtype, sampling, folder)
+    settings = LongContextConfig(draft_model=folder)
+    engine = Engine(model, drafter, settings=settings, prune_drafts=False, prefill_block=4)
+    assert engine.exactness.level == "bitwise"
+    found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
+    assert [request.tokens.tolist() for request in found] == expected
+    assert all(sum(request.stats.drafted) > 0 for request in found)
+    if head == "oracle":  # but for the first step, which reads the prompt's last chunk
+        assert all(request.stats.tokens_per_step > 4 for request in found)
+
+
+EVERY = [
+    (head, architecture, dtype, tuple(SAMPLING)[(h + a + d) % 3])
+    for h, head in enumerate((*HEADS, "oracle"))
+    for a, architecture in enumerate(ARCHITECTURES)
+    for d, dtype in enumerate(("float64", ("float32", "bfloat16")[(a + h) % 2]))
+]
+FEW = EVERY[:: len(ARCHITECTURES) - 1]
+
+
+@pytest.mark.parametrize("cell", FEW, ids="-".join)
+def test_output_equals_plain_generation(cell: tuple[str, str, str, str], tmp_path: Path) -> None:
+    check_cell(*cell, tmp_path)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids="-".join)
+def test_output_equals_plain_generation_in_every_cell(cell: tuple[str, str, str, str], tmp_path: Path) -> None:
+    check_cell(*cell, tmp_path)
+
+
+def oracle_engine(**more: Any) -> tuple[Engine, list[list[int]]]:
+    expected = plain("llama", "float64", "greedy")
+    return Engine(tiny("llama"), HeadDrafter(OracleHead(expected, tiny("llama"))), prune_drafts=False, **more), expected
+
+
+def test_a_head_begins_where_the_target_begins_to_read() -> None:
+    """The beginning of the second prompt is not read again: the head knows less of it, and the text is the same."""
+    engine, expected = oracle_engine(prefill_block=4, prefix_cache=1 << 24)
+    for _ in range(2):
+        found = engine.generate(PROMPTS[1], **ON).requests[0]
+        assert found.tokens.tolist() == expected[1]
+        assert found.stats.tokens_per_step > 4
+
+
+def test_a_conversation_goes_on_with_a_head() -> None:
+    engine, expected = oracle_engine()
+    text = expected[1]
+    cache = engine.prefill(text[:20], 40)
+    (request,) = engine.requests(text[:20], **ON | {"max_new_tokens": 12})
+    for _ in engine.run([request], caches=[cache]):
+        pass
+    assert request.tokens.tolist() == text[:32]
+
+
+def test_drafts_of_a_head_say_so() -> None:
+    engine, _ = oracle_engine()
+    origins = {origin for commit in engine.stream(PROMPTS[0], **ON) for origin in commit.origins}
+    assert origins == {Origin.TARGET, Origin.HEAD}
+
+
+def test_rejection_sampling_tests_a_chain_with_its_distribution(tmp_path: Path) -> None:
+    engine = Engine(
+        tiny("llama"), "head", settings=LongContextConfig(draft_model=eagle3(tmp_path, tiny("llama"))),
+        prune_drafts=False,
+    )  # fmt: skip
+    found = engine.generate(list(PROMPTS), do_sample=True, seed=1, verification="rejection", **ON).requests
+    assert all(max(request.stats.drafted) == 6 for request in found)
+    assert sum(sum(request.stats.accepted) for request in found) > 0
+
+
+def test_what_takes_no_head_says_so(tmp_path: Path) -> None:
+    settings = LongContextConfig(draft_model=eagle3(tmp_path, tiny("llama")))
+    with pytest.raises(ValueError, match="a head; this drafter needs a small model"):
+        Engine(tiny("llama"), "triforce", settings=settings)
+    with pytest.raises(ValueError, match="needs a trained head"):
+        Engine(tiny("llama"), "head")

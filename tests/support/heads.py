@@ -1,0 +1,143 @@
+"""Random heads in folders, as other programs write them, and a head that knows what comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from forerun.core.tree import IntArray
+from forerun.models.heads.head import Growth, Head, HeadText
+
+
+def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator) * 0.3 + (1.0 if "norm" in name else 0.0)
+        for name, shape in shapes.items()
+    }
+
+
+def eagle3_shapes(target: PreTrainedModel, known: int, states: int = 3) -> dict[str, tuple[int, ...]]:
+    """Shapes of the authors' form, for a head of the target's width with four heads on two."""
+    size = int(target.config.hidden_size)
+    narrow = size // 4 * 2
+    return {
+        "fc.weight": (size, states * size),
+        "midlayer.hidden_norm.weight": (size,),
+        "midlayer.input_layernorm.weight": (size,),
+        "midlayer.post_attention_layernorm.weight": (size,),
+        "midlayer.self_attn.q_proj.weight": (size, 2 * size),
+        "midlayer.self_attn.k_proj.weight": (narrow, 2 * size),
+        "midlayer.self_attn.v_proj.weight": (narrow, 2 * size),
+        "midlayer.self_attn.o_proj.weight": (size, size),
+        "midlayer.mlp.gate_proj.weight": (40, size),
+        "midlayer.mlp.up_proj.weight": (40, size),
+        "midlayer.mlp.down_proj.weight": (size, 40),
+        "norm.weight": (size,),
+        "lm_head.weight": (known, size),
+    }
+
+
+def eagle3(folder: Path, target: PreTrainedModel, form: str = "authors", known: int | None = None, seed: int = 0) -> Path:
+    """A random EAGLE-3 head: the authors' form, with a part of the vocabulary; or that of ``speculators``, with all."""
+    vocabulary, size = int(target.get_input_embeddings().weight.shape[0]), int(target.config.hidden_size)
+    authors = form == "authors"
+    known = known or (vocabulary // 2 if authors else vocabulary)
+    layer: dict[str, Any] = {
+        "hidden_size": size, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": size // 4,
+        "intermediate_size": 40, "vocab_size": vocabulary, "rms_norm_eps": 1e-5, "num_hidden_layers": 1,
+        "max_position_embeddings": 512, "rope_theta": 1e4, "hidden_act": "silu",
+    }  # fmt: skip
+    layers = [0, 1, int(target.config.num_hidden_layers)]
+    if authors:
+        config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": known, **layer,
+                  "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}  # fmt: skip
+    else:
+        config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": known,
+                  "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": layers,
+                  "transformer_layer_config": {"model_type": "llama", **layer}}  # fmt: skip
+    tensors = _random(eagle3_shapes(target, known), seed)
+    if known < vocabulary:
+        chosen = np.sort(np.random.default_rng(seed).permutation(vocabulary)[:known])
+        tensors["d2t"] = torch.from_numpy(chosen - np.arange(known))
+        tensors["t2d"] = torch.from_numpy(np.isin(np.arange(vocabulary), chosen))
+    if not authors:
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    return _write(folder, config, tensors)
+
+
+def _write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+class OracleHead(Head):
+    """Knows the texts: its first choice is right, its others are wrong. Past its texts it says nothing in particular.
+
+    It checks that the states that it gets are those of the text, each once, in order: ``layers`` must be (0,), so that
+    a token's state is its embedding.
+    """
+
+    layers = (0,)
+
+    def __init__(self, texts: Sequence[Sequence[int]], target: PreTrainedModel) -> None:
+        self._texts = [np.array(text) for text in texts]
+        self._embeddings = target.get_input_embeddings()
+        self._vocabulary = int(self._embeddings.weight.shape[0])
+        self._seen: dict[HeadText, list[int]] = {}
+        self._paths: dict[Growth, list[list[int]]] = {}
+
+    def text(self) -> HeadText:
+        text = HeadText(1)
+        self._seen[text] = []
+        return text
+
+    def needs(self, tokens: int) -> int:
+        return 0
+
+    def record(self, text: HeadText, tokens: IntArray, start: int, states: torch.Tensor) -> None:
+        if text.next is None:
+            self._seen[text] = tokens[:start].tolist()
+        assert start == len(self._seen[text])
+        with torch.inference_mode():
+            exact = self._embeddings(torch.from_numpy(tokens[start : start + len(states)].copy()))
+        assert torch.allclose(states.double(), exact.double(), atol=1e-2)
+        end = min(start + len(states), len(tokens) - 1)
+        self._seen[text] = tokens[:end].tolist()
+        text.next, text.pending = end, [(states[:0], tokens[end : end + 1].copy())]
+
+    def read(self, texts: Sequence[HeadText]) -> None:
+        pass
+
+    def start(self, texts: Sequence[HeadText]) -> tuple[list[Growth], torch.Tensor]:
+        growths = [Growth(text, torch.zeros(1, 1)) for text in texts]
+        for growth, text in zip(growths, texts, strict=True):
+            self._paths[growth] = [[*self._seen[text], int(text.pending[0][1][0])]]
+        return growths, torch.stack([self._logits(self._paths[growth][0]) for growth in growths])
+
+    def extend(
+        self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        logits = []
+        for growth, above, new in zip(growths, parents, tokens, strict=True):
+            paths = [[*self._paths[growth][parent], token] for parent, token in zip(above, new, strict=True)]
+            self._paths[growth] += paths
+            growth.hidden = torch.cat([growth.hidden, torch.zeros(len(new), 1)])
+            logits += [self._logits(path) for path in paths]
+        return torch.stack(logits)
+
+    def _logits(self, path: list[int]) -> torch.Tensor:
+        logits = torch.zeros(self._vocabulary)
+        for text in self._texts:
+            if text[: len(path)].tolist() == path and len(path) < len(text):
+                logits[text[len(path)]] = 30.0
+        return logits
