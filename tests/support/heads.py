@@ -45,7 +45,9 @@ def eagle3_shapes(target: PreTrainedModel, known: int, states: int = 3) -> dict[
     }
 
 
-def eagle3(folder: Path, target: PreTrainedModel, form: str = "authors", known: int | None = None, seed: int = 0) -> Path:
+def eagle3(
+    folder: Path, target: PreTrainedModel, form: str = "authors", known: int | None = None, seed: int = 0
+) -> Path:
     """A random EAGLE-3 head: the authors' form, with a part of the vocabulary; or that of ``speculators``, with all."""
     vocabulary, size = int(target.get_input_embeddings().weight.shape[0]), int(target.config.hidden_size)
     authors = form == "authors"

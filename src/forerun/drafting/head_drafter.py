@@ -26,7 +26,7 @@ from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.drafting.drafter import Drafter
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.models.heads.head import Growth, Head, HeadText
+from forerun.models.heads.head import Head, HeadText
 
 DEPTH, WIDTH = 6, 8
 """Levels of a tree, and nodes of a level that the head is asked about; EAGLE-2's defaults are 6 and 10."""
@@ -169,7 +169,9 @@ class _GrowingTree:
         if self._reached >= self.depth:
             return []
         ends = self.fork.eos_token_ids
-        likely = [node for node in self._offered if self._chances[node] >= LEAST_CHANCE and self.tokens[node] not in ends]
+        likely = [
+            node for node in self._offered if self._chances[node] >= LEAST_CHANCE and self.tokens[node] not in ends
+        ]
         self._level = sorted(sorted(likely, key=lambda node: -self._chances[node])[:width])
         for node in self._level:
             self._asked[node] = len(self._asked)

@@ -79,7 +79,9 @@ class Eagle3Head(RecurrentHead):
         ids = _aux_layers(self.config) or (2, count // 2, count - 3)
         self.layers = check_layers(ids, count, "eagle_aux_hidden_state_layer_ids", self.folder)
         if len(self.layers) != AUX_STATES:
-            raise ValueError(f"eagle_aux_hidden_state_layer_ids has {len(self.layers)} layers; it must have {AUX_STATES}")
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids has {len(self.layers)} layers; it must have {AUX_STATES}"
+            )
         if self._vocabulary != target.vocabulary:
             raise ValueError(
                 f"the EAGLE-3 head in {self.folder} is for a vocabulary of {self._vocabulary} tokens, "
@@ -108,7 +110,9 @@ class Eagle3Head(RecurrentHead):
         for part, shape in (("gate", (self._inner, size)), ("up", (self._inner, size)), ("down", (size, self._inner))):
             w[part] = file.take(f"layers.0.mlp.{part}_proj.weight", *shape)
         w["norm"] = file.take("norm.weight", size)
-        w["input_norm"] = file.take("input_norm.weight", AUX_STATES * wide) if self.config.get("norm_before_fc") else None
+        w["input_norm"] = (
+            file.take("input_norm.weight", AUX_STATES * wide) if self.config.get("norm_before_fc") else None
+        )
         w["embed"] = file.find("embed_tokens.weight", self._vocabulary, size)
         if self._known == self._vocabulary:
             w["head"] = file.find("lm_head.weight", self._known, size)

@@ -285,9 +285,7 @@ class _Reading:
     ) -> torch.Tensor:
         """Attention of each entry over its text up to there; ``[1, H, n, d]`` in and out."""
         parts = (torch.split(each, list(self._counts), 2) for each in (k, v))
-        rows = [
-            text.store(layer, *pair, text.lengths[layer]) for text, *pair in zip(self._texts, *parts, strict=True)
-        ]
+        rows = [text.store(layer, *pair, text.lengths[layer]) for text, *pair in zip(self._texts, *parts, strict=True)]
         blocks = [
             Block(np.zeros(count, np.int64), DraftTree.empty(), text.lengths[layer])
             for text, count in zip(self._texts, self._counts, strict=True)
