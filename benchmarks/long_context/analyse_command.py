@@ -10,7 +10,6 @@ from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import prefill
 from benchmarks.long_context.sparse_analysis import Analysis, AnalysisSizes
 from benchmarks.long_context.texts import Texts
-from benchmarks.long_context.yarn import load_stretched
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
 from benchmarks.reporting.options import (
@@ -29,7 +28,7 @@ from benchmarks.reporting.options import (
 )
 from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
-from forerun.cli.models import encoder
+from forerun.cli.models import encoder, load_stretched
 from forerun.cli.models import settings as settings_for
 from forerun.cli.options import (
     LONG_PANEL,

@@ -14,7 +14,6 @@ from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import LongBench, Prefilled, RequestMaker, prefill, sampled
 from benchmarks.long_context.texts import Texts
-from benchmarks.long_context.yarn import load_stretched
 from benchmarks.papers.recipes import RECIPES, buildable, check_drafter
 from benchmarks.papers.simulated_acceptance import SIMULATED, check_simulated, random_model, random_prompt, simulated
 from benchmarks.papers.triforce import MakerAt, ReadPrompt, TriforceBench, TriforceSizes
@@ -36,7 +35,7 @@ from benchmarks.reporting.options import (
 )
 from benchmarks.reporting.tables import Report
 from forerun.bench.machine import plain_values
-from forerun.cli.models import encoder
+from forerun.cli.models import encoder, load_stretched
 from forerun.cli.models import settings as settings_for
 from forerun.cli.options import (
     LONG_PANEL,

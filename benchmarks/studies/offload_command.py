@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar
 
 from benchmarks.long_context.long_bench import sampled
 from benchmarks.long_context.texts import Texts
-from benchmarks.long_context.yarn import load_stretched
 from benchmarks.papers.recipes import RECIPES, check_drafter
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
@@ -24,7 +23,7 @@ from benchmarks.reporting.options import (
 from benchmarks.reporting.tables import Report
 from benchmarks.studies.offload import OffloadBench, slow_link
 from forerun.bench.machine import plain_values
-from forerun.cli.models import encoder
+from forerun.cli.models import encoder, load_stretched
 from forerun.cli.models import settings as settings_for
 from forerun.cli.options import (
     LongOptions,

@@ -18,12 +18,12 @@ from typer.testing import CliRunner, Result
 from benchmarks.__main__ import app
 from benchmarks.long_context.analyse_command import CACHES
 from benchmarks.long_context.long_bench import Prefilled
-from benchmarks.long_context.yarn import stretch, stretch_model
 from benchmarks.papers.recipes import SPARSE
 from benchmarks.papers.triforce import TriforceBench
 from benchmarks.reporting.progress import telling
 from forerun.core.long_context import LongContextConfig
 from forerun.models.loading.load import load
+from forerun.models.loading.yarn import stretch, stretch_model
 
 
 @pytest.fixture(scope="module")

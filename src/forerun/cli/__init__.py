@@ -7,8 +7,15 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
-from forerun.cli.commands import command, user_errors
-from forerun.cli.options import AuditOptions, BenchOptions, ChatOptions, DemoOptions, GenerateOptions
+from forerun.cli.commands import command, group, user_errors
+from forerun.cli.options import (
+    AuditOptions,
+    BenchOptions,
+    ChatOptions,
+    DemoOptions,
+    GenerateOptions,
+    NeverSlowerOptions,
+)
 from forerun.cli.rank_check import check_shared
 from forerun.cli.serve_options import ServeOptions
 
@@ -44,10 +51,11 @@ for name, options in (
     ("chat", ChatOptions),
     ("serve", ServeOptions),
     ("audit", AuditOptions),
-    ("bench", BenchOptions),
     ("demo", DemoOptions),
 ):
     command(app, name, options, f"forerun.cli.{name}")
+_bench = group(app, "bench", BenchOptions, "forerun.cli.bench")
+command(_bench, "never-slower", NeverSlowerOptions, "forerun.cli.never_slower")
 
 
 def main() -> None:

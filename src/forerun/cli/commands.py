@@ -26,8 +26,34 @@ def command(app: typer.Typer, name: str, options: type[Any], module: str) -> Non
     app.command(name)(_invoker(options, module))
 
 
-def _invoker(options: type[Any], module: str) -> Callable[..., None]:
-    def invoke(**values: Any) -> None:
+def group(app: typer.Typer, name: str, options: type[Any], module: str) -> typer.Typer:
+    """Add a command that has others below it; alone it runs as itself."""
+    below = typer.Typer(invoke_without_command=True)
+    below.callback()(_invoker(options, module, with_context=True))
+    app.add_typer(below, name=name)
+    return below
+
+
+def _only_below(context: typer.Context) -> bool:
+    """Whether a command below was called.
+
+    Raises:
+        ValueError: if options were given before its name, where they would be ignored.
+    """
+    if context.invoked_subcommand is None:
+        return False
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ValueError(f"{context.info_name} {context.invoked_subcommand}: give its options behind its name")
+    return True
+
+
+def _invoker(options: type[Any], module: str, with_context: bool = False) -> Callable[..., None]:
+    def invoke(click_context: typer.Context | None = None, **values: Any) -> None:
+        with user_errors(values["debug"]):
+            if click_context is not None and _only_below(click_context):
+                return
         with user_errors(values["debug"]), shown_log():
             valid = options(**values)
             with _no_collection():
@@ -38,6 +64,10 @@ def _invoker(options: type[Any], module: str) -> Callable[..., None]:
     hints = get_type_hints(options, include_extras=True)  # resolves a base's fields in the base's module
     signature = inspect.signature(options)
     parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+    if with_context:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.insert(0, inspect.Parameter("click_context", kind, annotation=typer.Context))
+    invoke.__annotations__ = {}  # typer would believe them rather than the signature
     invoke.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return invoke
 

@@ -16,6 +16,7 @@ from forerun.drafting.recipes import DRAFTERS, Recipe
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.kv_tiers import KVMemory
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
+from forerun.models.loading.yarn import stretch_model
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
@@ -46,6 +47,14 @@ def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
             options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
             ranks=ranks(), progress=progress,
         )  # fmt: skip
+
+
+def load_stretched(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target of ``ModelOptions``, with its positions stretched by ``options.yarn`` if that is given."""
+    model, tokenizer = load_target(options)
+    if options.yarn is not None:
+        stretch_model(model, options.yarn)
+    return model, tokenizer
 
 
 def settings(

@@ -357,6 +357,58 @@ class BenchOptions(OutputOptions, LongOptions, ModelOptions):
 
 
 @dataclass(frozen=True)
+class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
+    """Measure whether a drafter is ever slower than plain decoding, over batches, contexts, temperatures and texts.
+
+    Each cell of the table is drawn several times, with other texts and other noise. Exit status 1 if a median is under
+    0.97, a single draw under 0.93, or a median under 0.95 of the best other drafter's. Plain decoding runs twice in
+    each draw and shows the noise of the machine. Writes JSON, Markdown and, with matplotlib, a plot.
+    """
+
+    drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "auto"
+    against: Annotated[
+        list[str] | None,
+        option("--against", panel="Model", help="Others to compare with; may be repeated; by default all."),
+    ] = None
+    yarn: Annotated[
+        float | None, option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions.")
+    ] = None
+    batch: Annotated[
+        list[int] | None, option("--batch", panel="Text", help="Rows; may be repeated. Default: 1, 4, 16.", min=1)
+    ] = None
+    context: Annotated[
+        list[int] | None,
+        option("--context", panel="Text", help="Tokens of a prompt; may be repeated. Default: 100, 2000.", min=2),
+    ] = None
+    temperature: Annotated[
+        list[float] | None,
+        option("--temperature", "-t", panel="Text", help="0 is greedy; may be repeated. Default: 0, 0.8, 1.", min=0.0),
+    ] = None
+    kind: Annotated[
+        list[str] | None,
+        option("--kind", "-k", panel="Text", help="tasks, novel or random; may be repeated. Default: all."),
+    ] = None
+    prompts_file: Annotated[
+        Path | None,
+        option("--prompts-file", panel="Text", help="The tasks: JSON lines as for forerun bench; default: the demo's."),
+    ] = None
+    text: Annotated[
+        Path | None, option("--text", panel="Text", help="The novel: a text file; default: the demo's prompts.")
+    ] = None
+    raw: Raw = False
+    draws: Annotated[int, option("--draws", panel="Text", help="Of each cell.", min=1)] = 5
+    max_new_tokens: MaxNewTokens = 64
+    out: Out = Path("runs/never-slower")
+    resume: Resume = False
+
+    def __post_init__(self) -> None:
+        if self.yarn is not None and not self.yarn > 1:
+            raise ValueError(f"--yarn is {self.yarn:g}; it must be above 1")
+        if self.text is not None and not self.text.is_file():
+            raise ValueError(f"--text is {self.text}; there is no such file")
+
+
+@dataclass(frozen=True)
 class DemoOptions(OutputOptions):
     """Decode one prompt of each kind plainly and with the trie: the same text, timed side by side."""
 

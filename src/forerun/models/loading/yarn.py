@@ -6,19 +6,7 @@ change, so nothing guarantees that a model is good at such lengths.
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-from forerun.cli.models import load_target
-
-
-def load_stretched(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The target of ``ModelOptions``, with its positions stretched by ``options.yarn`` if that is given."""
-    model, tokenizer = load_target(options)
-    if options.yarn is not None:
-        stretch_model(model, options.yarn)
-    return model, tokenizer
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 def stretch_model(model: PreTrainedModel, factor: float) -> None:

@@ -1,0 +1,290 @@
+"""Whether a drafter is ever slower than plain decoding: over batches, contexts, temperatures and kinds of text.
+
+Of each cell of the table there are several draws: other texts, and another seed of the noise. In each, the prompts are
+read once, and every contestant continues them from the same keys and values. So the time is the drafter's reading of
+the prompts and the decoding; what both take alike for the prompts is left out, and a loss shows in full.
+
+Plain decoding runs first and last in each draw. The two should take the same time: how far they differ tells what a
+single ratio can be trusted for on this machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+import numpy as np
+
+from forerun.bench.journal import Journal, TurnKey
+from forerun.bench.machine import footer, machine
+from forerun.bench.rounds import Rows, Tokens
+from forerun.drafting.drafter import Drafter
+from forerun.engine.engine import Engine
+
+PLAIN, PLAIN_AGAIN = "none", "none, again"
+TASKS, NOVEL, RANDOM = "tasks", "novel", "random"
+KINDS = (TASKS, NOVEL, RANDOM)
+"""Prompts of tasks, a long text to be continued, random tokens."""
+LEAST_MEDIAN, LEAST_SINGLE, LEAST_OF_BEST = 0.97, 0.93, 0.95
+"""What is promised: the least median of a cell and the least single ratio to plain decoding, and the least part of the
+median of the best other drafter."""
+UNTIMED_TOKENS = 8
+"""Tokens that each contestant generates before the first draw of a cell."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the table."""
+
+    batch: int
+    context: int
+    """Tokens of a prompt. Prompts of tasks are longer if they are."""
+    temperature: float
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.context:,} tokens, batch {self.batch}, temperature {self.temperature:g}"
+
+
+def cells(
+    batches: Sequence[int], contexts: Sequence[int], temperatures: Sequence[float], kinds: Sequence[str]
+) -> list[Cell]:
+    """All cells of the table, those of the same prompts next to each other."""
+    return [Cell(b, c, t, k) for k, c, b, t in product(kinds, sorted(contexts), sorted(batches), temperatures)]
+
+
+@dataclass(frozen=True)
+class Material:
+    """What prompts are made of, as tokens.
+
+    Attributes:
+        tasks: whole prompts.
+        text: a long text.
+        vocabulary: number of tokens that random ones are drawn from.
+    """
+
+    tasks: Sequence[Tokens]
+    text: Tokens
+    vocabulary: int
+
+    def has(self, cell: Cell, draws: int) -> bool:
+        """Whether its text is long enough for a cell: no two of its prompts may be the same."""
+        if cell.kind == RANDOM:
+            return True
+        return len(self.text) >= cell.context + (cell.batch * draws if cell.kind == NOVEL else 0)
+
+    def prompts(self, cell: Cell, draw: int) -> list[Tokens]:
+        """The prompts of a draw, one for each row."""
+        make = {TASKS: self._task, NOVEL: self._part, RANDOM: self._random}[cell.kind]
+        return [make(cell.context, draw * cell.batch + row) for row in range(cell.batch)]
+
+    def _task(self, context: int, number: int) -> Tokens:
+        """A task's prompt, behind as much of the text as makes it ``context`` tokens long."""
+        prompt = self.tasks[number % len(self.tasks)]
+        before = max(0, context - len(prompt))
+        return [*self._part(before, number), *prompt]
+
+    def _part(self, context: int, number: int) -> Tokens:
+        """A part of the text; parts of successive numbers begin far from each other."""
+        begin = int(number * GOLDEN % 1 * (len(self.text) - context + 1))
+        return list(self.text[begin : begin + context])
+
+    def _random(self, context: int, number: int) -> Tokens:
+        return np.random.default_rng(number).integers(0, self.vocabulary, context).tolist()
+
+
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, without their whole parts, lie evenly spread however many there are."""
+
+
+def measure(
+    engine: Engine,
+    drafters: Mapping[str, Callable[[], Drafter]],
+    material: Material,
+    all_cells: Sequence[Cell],
+    draws: int,
+    new_tokens: int,
+    journal: Journal,
+) -> Iterator[Row]:
+    """Measure cell by cell and yield each one's row.
+
+    Args:
+        engine: its drafter is replaced.
+        drafters: what builds each drafter anew; the first is the one that must never be slower, and ``PLAIN`` is none.
+        material: of the prompts; must have enough for all cells.
+        all_cells: to measure.
+        draws: of each cell.
+        new_tokens: that each row of a batch generates.
+        journal: draws in it are not measured again.
+    """
+    names = [name for name in drafters if name != PLAIN]
+    for cell in all_cells:
+        runs = []
+        for draw in range(draws):
+            prompts = material.prompts(cell, draw)
+            key = TurnKey.of(str(cell), draw, prompts, new_tokens)
+            run = journal.find(key, [*drafters, PLAIN_AGAIN])
+            if run is None:
+                run = _draw(engine, drafters, prompts, cell, draw, new_tokens)
+                journal.add(key, run)
+            runs.append(run)
+        yield summarise(cell, names, runs)
+
+
+def _draw(
+    engine: Engine, drafters: Mapping[str, Callable[[], Drafter]], prompts: Rows, cell: Cell, draw: int, new_tokens: int
+) -> dict[str, Row]:
+    """One run of each contestant on the same prompts, plain decoding first and last."""
+    room = new_tokens + engine.budget + 1
+    caches = [engine.prefill(prompt, room) for prompt in prompts]
+    sampling: Row = {"do_sample": False}
+    if cell.temperature:
+        sampling = {"do_sample": True, "temperature": cell.temperature, "top_k": 0, "top_p": 1.0, "seed": draw}
+
+    def run(name: str, tokens: int) -> Row:
+        engine.set_drafter(drafters[name]())
+        for prompt, cache in zip(prompts, caches, strict=True):
+            cache.truncate(len(prompt) - 1)
+        requests = engine.requests(prompts, max_new_tokens=tokens, **sampling)
+        for request in requests:
+            request.eos_token_ids = frozenset()  # a text that ends at once measures nothing
+        begin = time.perf_counter()
+        for _ in engine.run(requests, caches=caches):
+            pass
+        seconds = time.perf_counter() - begin
+        steps = sum(request.stats.steps for request in requests)
+        return {"seconds": seconds, "steps": steps, "texts": [list(map(int, request.generated)) for request in requests]}
+
+    if not draw:
+        for name in drafters:
+            run(name, min(UNTIMED_TOKENS, new_tokens))
+    others = [name for name in drafters if name != PLAIN]
+    shift = draw % len(others)
+    runs = {name: run(name, new_tokens) for name in (PLAIN, *others[shift:], *others[:shift])}
+    return runs | {PLAIN_AGAIN: run(PLAIN, new_tokens)}
+
+
+def summarise(cell: Cell, names: Sequence[str], runs: Sequence[Mapping[str, Row]]) -> Row:
+    """A cell's row: the first drafter's ratios to plain decoding, and the best other drafter's.
+
+    Args:
+        cell: of the table.
+        names: of the drafters; the first must never be slower.
+        runs: each draw's contestants.
+    """
+    first = names[0]
+    ratios = {name: [_plain_seconds(run) / run[name]["seconds"] for run in runs] for name in names}
+    medians = {name: median(values) for name, values in ratios.items()}
+    best = max(medians, key=lambda name: medians[name])
+    noise = [run[PLAIN]["seconds"] / run[PLAIN_AGAIN]["seconds"] for run in runs]
+    steps = {name: sum(run[name]["steps"] for run in runs) for name in (PLAIN, first)}
+    return {
+        "kind": cell.kind, "context": cell.context, "batch": cell.batch, "temperature": cell.temperature,
+        "drafter": first,
+        "median": round(medians[first], 3),
+        "worst": round(min(ratios[first]), 3),
+        "best_other": None if best == first else best,
+        "of_best": round(medians[first] / medians[best], 3),
+        "medians": {name: round(value, 3) for name, value in medians.items()},
+        "tokens_per_step": round(steps[PLAIN] / steps[first], 3),
+        "plain_against_itself": [round(value, 3) for value in noise],
+        "texts_differ": sum(run[name]["texts"] != run[PLAIN]["texts"] for run in runs for name in run),
+    }  # fmt: skip
+
+
+def _plain_seconds(run: Mapping[str, Row]) -> float:
+    return (run[PLAIN]["seconds"] + run[PLAIN_AGAIN]["seconds"]) / 2
+
+
+def broken(row: Row) -> list[str]:
+    """What a cell breaks of the promise."""
+    findings = (
+        (row["median"] < LEAST_MEDIAN, f"median {row['median']:.2f} < {LEAST_MEDIAN}"),
+        (row["worst"] < LEAST_SINGLE, f"worst {row['worst']:.2f} < {LEAST_SINGLE}"),
+        (row["of_best"] < LEAST_OF_BEST, f"{row['of_best']:.2f} of {row['best_other']}, less than {LEAST_OF_BEST}"),
+        (row["texts_differ"] > 0, f"{row['texts_differ']} texts differ"),
+    )
+    return [what for found, what in findings if found]
+
+
+COLUMNS = ("cell", "median", "worst", "best other", "tokens a step", "plain against itself", "broken")
+
+
+@dataclass(frozen=True)
+class Result:
+    """The table: rows of measured cells, cells left out with the reason, and the settings of the measurement."""
+
+    rows: Sequence[Row]
+    left_out: Mapping[str, str]
+    settings: Row
+
+    @property
+    def json(self) -> Row:
+        """Everything as plain values."""
+        rows = [row | {"broken": broken(row)} for row in self.rows]
+        return {"machine": machine(), "settings": self.settings, "rows": rows, "left_out": dict(self.left_out)}
+
+    @property
+    def markdown(self) -> str:
+        """The table, what the promise is and where it is broken, and the machine."""
+        lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", *map(_line, self.rows)]
+        noise = [value for row in self.rows for value in row["plain_against_itself"]]
+        count = sum(bool(broken(row)) for row in self.rows)
+        mean = geometric_mean([row["median"] for row in self.rows])
+        notes = [
+            f"`{self.rows[0]['drafter']}`: {mean:.2f}x of plain decoding, the mean of {len(self.rows)} cells. "
+            f"Promised: no median under {LEAST_MEDIAN}, no single draw under {LEAST_SINGLE}, no median under "
+            f"{LEAST_OF_BEST} of the best other drafter's. {count} cells break it.",
+            f"Plain decoding against itself: {min(noise):.2f} to {max(noise):.2f}; what lies inside of that is noise.",
+            *(f"Left out: {cell}: {why}." for cell, why in self.left_out.items()),
+        ]
+        return "\n".join([*lines, "", *(f"{note}\n" for note in notes), footer(self.settings)])
+
+
+def _line(row: Row) -> str:
+    cell = Cell(row["batch"], row["context"], row["temperature"], row["kind"])
+    best = row["best_other"]
+    noise = row["plain_against_itself"]
+    values = (
+        str(cell), f"{row['median']:.2f}x", f"{row['worst']:.2f}x",
+        "-" if best is None else f"{best} {row['medians'][best]:.2f}x",
+        f"{row['tokens_per_step']:.2f}", f"{min(noise):.2f} to {max(noise):.2f}", "; ".join(broken(row)) or "-",
+    )  # fmt: skip
+    return f"| {' | '.join(values)} |"
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Each cell's median and worst ratio, and the best other drafter's median, beside what is promised."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [str(Cell(row["batch"], row["context"], row["temperature"], row["kind"])) for row in rows]
+    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.26 * len(rows)), layout="constrained")
+    places = np.arange(len(rows))
+    best = [max(row["medians"].values()) for row in rows]
+    axis.hlines(places, [row["worst"] for row in rows], [row["median"] for row in rows], color="0.6", lw=1)
+    axis.plot(best, places, "d", color="0.75", label="best drafter, median")
+    axis.plot([row["worst"] for row in rows], places, "|", color="black", label="worst draw")
+    axis.plot(
+        [row["median"] for row in rows], places, "o", color="tab:blue", ms=5, label=f"{rows[0]['drafter']}, median"
+    )
+    axis.axvline(1, color="0.3", lw=0.8)
+    axis.axvline(LEAST_SINGLE, color="tab:red", lw=0.8, ls=":", label=f"least single draw, {LEAST_SINGLE}")
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter(mpl.ticker.FuncFormatter(lambda x, _: f"{x:g}x"))
+    axis.set_yticks(places, names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel("times as fast as plain decoding")
+    axis.grid(axis="x", alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, loc="lower right", frameon=False)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

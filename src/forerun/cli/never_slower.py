@@ -1,0 +1,106 @@
+"""``forerun bench never-slower``: whether a drafter is ever slower than plain decoding, on the user's own model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import typer
+from transformers import PreTrainedTokenizerBase
+
+from forerun.bench import never_slower
+from forerun.bench.contestants import check_drafters
+from forerun.bench.journal import Journal, about
+from forerun.bench.machine import plain_values
+from forerun.bench.never_slower import KINDS, PLAIN, TASKS, Cell, Material, Result
+from forerun.bench.prompts_file import TemplateEncoder, read_prompts_file
+from forerun.bench.report import replace_file
+from forerun.cli.models import encoder, load_stretched, settings
+from forerun.cli.options import NeverSlowerOptions
+from forerun.cli.terminal import progress_bar, say, stderr, stdout
+from forerun.drafting.recipes import build_drafter, buildable
+from forerun.engine.engine import Engine
+from forerun.models.forward.inputs import position_limit
+from forerun.models.loading.load import BUNDLED, quiet
+from forerun.models.loading.stored_weights import dtype_name
+from forerun.reference import demo_prompts
+
+BROKEN = 1
+BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)
+
+
+def run(options: NeverSlowerOptions) -> None:
+    """Measure, print the table, write JSON, Markdown and a plot; exit status 1 if the promise is broken."""
+    if unknown := sorted(set(options.kind or ()) - set(KINDS)):
+        raise ValueError(f"--kind has {', '.join(map(repr, unknown))}; known are {', '.join(KINDS)}")
+    check_drafters([options.drafter], small_model=options.draft_model is not None or options.model == BUNDLED)
+    with quiet():
+        target, tokenizer = load_stretched(options)
+        long = settings(options, [options.drafter, *(options.against or ())], target, tokenizer)
+        names = list(dict.fromkeys([options.drafter, *(options.against or buildable(long))]))
+        check_drafters(names, small_model=long.draft_model is not None)
+        drafters = {name: partial(build_drafter, name, long) for name in (*names, PLAIN)}
+        engine = Engine(target, PLAIN, tokenizer=tokenizer)
+    material = _material(options, tokenizer)
+    wanted = never_slower.cells(
+        options.batch or BATCHES,
+        options.context or CONTEXTS,
+        options.temperature or TEMPERATURES,
+        options.kind or KINDS,
+    )
+    left_out = _left_out(options, wanted, material, position_limit(target))
+    kept = [cell for cell in wanted if str(cell) not in left_out]
+    if not kept:
+        raise ValueError(f"no cell can be measured: {next(iter(left_out.values()))}")
+    journal = Journal(
+        options.out / "never-slower-draws.jsonl",
+        about(options.model, dtype_name(target), str(target.device)) | {"yarn": options.yarn},
+        options.resume,
+    )
+    result = Result([], left_out, plain_values(options) | {"dtype": dtype_name(target)})
+    with quiet(), progress_bar(stderr(), "measuring") as progress:
+        rows = never_slower.measure(engine, drafters, material, kept, options.draws, options.max_new_tokens, journal)
+        for row in rows:
+            result = replace(result, rows=[*result.rows, row])
+            paths = _write(result, options.out)
+            progress(len(result.rows), len(kept))
+    if options.json:
+        typer.echo(json.dumps(result.json))
+    else:
+        stdout().print(result.markdown, soft_wrap=True, markup=False)
+        say(f"written: {', '.join(map(str, paths))}")
+    if any(map(never_slower.broken, result.rows)):
+        raise typer.Exit(BROKEN)
+
+
+def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase) -> Material:
+    encode = TemplateEncoder(tokenizer, options.raw)
+    demo = [prompt["prompt"] for prompt in demo_prompts()]
+    tasks = demo if options.prompts_file is None else [line.prompt for line in read_prompts_file(options.prompts_file)]
+    text = "\n\n".join(demo) if options.text is None else options.text.read_text(encoding="utf-8")
+    return Material([encode(prompt) for prompt in tasks], encoder(tokenizer)(text), len(tokenizer))
+
+
+def _left_out(options: NeverSlowerOptions, wanted: list[Cell], material: Material, limit: int | None) -> dict[str, str]:
+    """Cells that cannot be measured, with the reason."""
+    longest = max(map(len, material.tasks))
+    reasons = {}
+    for cell in wanted:
+        needed = max(cell.context, longest if cell.kind == TASKS else 0) + options.max_new_tokens
+        if limit is not None and needed > limit:
+            reasons[str(cell)] = f"it needs {needed:,} positions and the model has {limit:,}; see --yarn"
+        elif not material.has(cell, options.draws):
+            reasons[str(cell)] = f"the text has {len(material.text):,} tokens; give a longer one by --text"
+    return reasons
+
+
+def _write(result: Result, folder: Path) -> list[Path]:
+    texts = {"json": json.dumps(result.json, indent=1) + "\n", "md": result.markdown}
+    paths = [replace_file(folder / f"never-slower.{suffix}", text) for suffix, text in texts.items()]
+    if find_spec("matplotlib") is not None:
+        paths.append(folder / "never-slower.png")
+        never_slower.plot(result.rows, paths[-1])
+    return paths
