@@ -16,6 +16,7 @@ import forerun
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.models.forward.pass_timing import (
     BATCH_ROWS,
+    FAR_SIZES,
     FAR_TOKENS,
     MAX_ROUNDS,
     MEASURING_SECONDS,
@@ -28,20 +29,20 @@ from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.step_timer import AS_THE_CURVE_SAYS, CurveCorrection, LinearCost, LinearTimer, PassTimer, StepTimer
 
-CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), per_cached=0.001, per_tile=0.0004)
+CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), cached_sizes=(1, 2, 10), cached_costs=(0.001, 0.001, 0.003))
 
 
 def test_costs_lie_on_lines_between_the_sizes_and_beyond_the_last() -> None:
     assert CURVE.passes([1, 2, 6, 10, 20]) == pytest.approx([1, 1.2, 1.6, 2, 3])
 
 
-def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_further_tiles_against_them() -> None:
+def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_every_token_against_them() -> None:
     assert CURVE.of([1], [0]) == 1
-    assert CURVE.of([2, 4], [1000, 0]) == CURVE.of([1, 5], [1000, 0]) == pytest.approx(1.6 + 1)
-    assert CURVE.of([8], [1000]) == pytest.approx(1.8 + 1)
-    assert CURVE.of([9], [1000]) == pytest.approx(1.9 + 1.4)
-    assert CURVE.of([16, 1], [1000, 1000]) == pytest.approx(2.7 + 2.4)
-    assert CURVE.of([17], [1000]) == pytest.approx(2.7 + 1.8)
+    assert CURVE.of([2, 4], [1000, 0]) == pytest.approx(1.6 + 1)
+    assert CURVE.of([1, 5], [1000, 0]) == pytest.approx(1.6 + 1)
+    assert CURVE.of([6], [1000]) == pytest.approx(1.6 + 2)
+    assert CURVE.of([4, 2], [1000, 1000]) == pytest.approx(1.6 + 1.5 + 1)
+    assert CURVE.of([18], [1000]) == pytest.approx(2.8 + 5)
 
 
 def test_a_linear_curve_doubles_at_the_critical_length() -> None:
@@ -58,9 +59,11 @@ def test_a_linear_curve_doubles_at_the_critical_length() -> None:
         (((1, 2), (0.9, 1.0)), "costs are"),
         (((1, 2), (1.0, math.nan)), "costs are"),
         (((1, 2), (1.0,)), "costs are"),
-        (((1, 2), (1.0, 1.0), -1.0), "per_cached is -1"),
-        (((1, 2), (1.0, 1.0), 0.0, math.inf), "per_tile is inf"),
-        (((1, 2), (1.0, 1.0), 0.0, 0.0, -0.1), "per_row is -0.1"),
+        (((1, 2), (1.0, 1.0), (2, 3)), "cached_sizes are"),
+        (((1, 2), (1.0, 1.0), (1, 2), (-1.0, 0.0)), "cached_costs are"),
+        (((1, 2), (1.0, 1.0), (1, 2), (1.0, math.inf)), "cached_costs are"),
+        (((1, 2), (1.0, 1.0), (1, 2), (1.0, 0.0)), "cached_costs are"),
+        (((1, 2), (1.0, 1.0), (1, 2), (0.0, 0.0), -0.1), "per_row is -0.1"),
     ],
 )
 def test_impossible_costs_are_refused(arguments: Any, message: str) -> None:
@@ -96,7 +99,7 @@ class Machine:
     def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
         assert all(block.positions.max() < self.model.config.max_position_embeddings for block in blocks)
         tokens, length = sum(map(len, blocks)), caches[0].length
-        cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + length * (1e-4 + 3e-5 * ((tokens - 1) // 8))
+        cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + length * max(1e-4, 3e-5 * tokens)
         cost += 0.1 * (len(blocks) - 1)
         self.now += self.unit * cost * (3 if self.passes % 7 == 2 else 1)  # now and then something disturbs it
         self.passes += 1
@@ -107,8 +110,7 @@ def test_the_measured_curve_is_the_machine_s() -> None:
     machine = Machine(0.001)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
     assert curve.passes([1, 2, 16, 64]) == pytest.approx([1, 1.225, 1.575, 2.775], rel=0.15)
-    assert curve.per_cached == pytest.approx(1e-4, rel=0.3)
-    assert curve.per_tile == pytest.approx(3e-5, rel=0.3)
+    assert curve.cached([1, 2, 8, 16, 32]) == pytest.approx([1e-4, 1e-4, 2.4e-4, 4.8e-4, 9.6e-4], rel=0.3)
     assert curve.per_row == pytest.approx(0.1, rel=0.3)
     assert machine.now < 2 * MEASURING_SECONDS
 
@@ -116,7 +118,7 @@ def test_the_measured_curve_is_the_machine_s() -> None:
 def test_the_measurement_ends_for_a_fast_model() -> None:
     machine = Machine(1e-9)
     measure(machine, machine.clock)  # type: ignore[arg-type]
-    assert machine.passes <= (len(PASS_SIZES) + 5) * MAX_ROUNDS + BATCH_ROWS + 1
+    assert machine.passes <= (len(PASS_SIZES) + len(FAR_SIZES) + 2) * MAX_ROUNDS + BATCH_ROWS + 1
 
 
 def test_a_large_model_is_measured_with_few_passes() -> None:
@@ -130,7 +132,7 @@ def test_a_model_with_few_positions_is_measured_within_them() -> None:
     machine = Machine(0.001, positions=40)
     curve = measure(machine, machine.clock)  # type: ignore[arg-type]
     assert curve.sizes == (1, 2, 8, 16, 32)
-    assert curve.per_tile == 0
+    assert curve.cached_costs == (0, 0)
     assert FAR_TOKENS > 40
 
 

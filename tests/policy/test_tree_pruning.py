@@ -76,7 +76,7 @@ def test_what_is_kept_is_a_tree_of_nodes_that_can_be_accepted(
     rows: list[DraftTree], critical: float, seed: int, deepest: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    curve = CostCurve((1, 2), (1.0, 1 + 1 / critical), per_tile=1e-3)
+    curve = CostCurve((1, 2), (1.0, 1 + 1 / critical), (1, 3), (1e-4, 1e-3))
     pruner = TreePruner(curve, vocabulary=15)
     for _ in range(3):
         pending, cached = rng.integers(1, 9, len(rows)).tolist(), rng.integers(0, 99, len(rows)).tolist()
@@ -155,7 +155,7 @@ def test_rows_of_a_batch_share_what_a_pass_costs() -> None:
 
 
 def test_the_row_with_the_shorter_text_is_given_more() -> None:
-    curve = CostCurve((1, 2), (1.0, 1.02), per_tile=1e-3)
+    curve = CostCurve((1, 2), (1.0, 1.02), (1, 2), (0.0, 1e-4))
     selection = prune(TreePruner(curve), [chain(chance=0.9), chain(chance=0.9)], cached=[400, 10])
     assert len(selection.trees[0]) < len(selection.trees[1])
 

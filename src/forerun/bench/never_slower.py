@@ -159,7 +159,11 @@ def _draw(
             pass
         seconds = time.perf_counter() - begin
         steps = sum(request.stats.steps for request in requests)
-        return {"seconds": seconds, "steps": steps, "texts": [list(map(int, request.generated)) for request in requests]}
+        return {
+            "seconds": seconds,
+            "steps": steps,
+            "texts": [list(map(int, request.generated)) for request in requests],
+        }
 
     if not draw:
         for name in drafters:

@@ -82,8 +82,8 @@ class HierarchyDrafter(OuterDrafter):
         """Prune the trees of an inner drafter that does not know how much to draft by these costs; by default all of
         each is verified."""
         if not self.inner.sized:
-            costs = replace(costs, per_cached=0.0, per_tile=0.0)
-            self._pruner, self._direct_pruner = TreePruner(costs), TreePruner(costs)
+            self._direct_pruner = TreePruner(costs)
+            self._pruner = TreePruner(replace(costs, cached_sizes=(1, 2), cached_costs=(0.0, 0.0)))
         super().fit(costs)
 
     @property

@@ -24,7 +24,7 @@ from forerun.policy.calibration import (
     odds_of,
     settle,
 )
-from forerun.policy.cost_curve import TILE_TOKENS, FloatArray
+from forerun.policy.cost_curve import FloatArray
 
 
 class NodeTable(NamedTuple):
@@ -99,13 +99,14 @@ def add_tree(
 
 
 @compiled
-def _sort(table: NodeTable, end: int, scoring: FloatArray, rate: float) -> int:
+def _sort(table: NodeTable, end: int, looks: FloatArray, cached: IntArray, rate: float) -> int:
     """Sort the nodes that can be accepted by their worth, parents before children; returns how many there are."""
     order, worth, size = table.order, table.worth, 0
+    price = rate * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)  # of a node, for each cached token
     for node in range(end):
         if table.chances[node] <= 0.0:
             continue
-        value = table.chances[node] - rate * scoring[table.rows[node]] / TILE_TOKENS
+        value = table.chances[node] - price * cached[table.rows[node]]
         at = size
         while at > 0 and worth[at - 1] < value:
             order[at], worth[at] = order[at - 1], worth[at - 1]
@@ -120,8 +121,9 @@ def select_nodes(
     table: NodeTable,
     end: int,
     curve: FloatArray,
+    looks: FloatArray,
     fed: int,
-    scoring: FloatArray,
+    cached: IntArray,
     counts: IntArray,
     plain: float,
     spent: float,
@@ -134,8 +136,9 @@ def select_nodes(
     Args:
         end: number of nodes in the table.
         curve: costs of passes over 0, 1, ... tokens with empty caches.
+        looks: what rows of 0, 1, ... tokens pay for each cached token.
         fed: tokens of the pass besides nodes: one per row, more where prompts are read.
-        scoring: what each row's cache costs for each of its ``TILE_TOKENS`` tokens but the first.
+        cached: tokens that each row looks back on.
         counts: tokens of each row besides its nodes; written over.
         plain: cost of the pass without nodes.
         spent: what the step has cost already.
@@ -146,7 +149,7 @@ def select_nodes(
     Returns:
         How many are kept, how many tokens they are expected to give, and what they add to the pass by the curve.
     """
-    size, rows = _sort(table, end, scoring, rate), len(scoring)
+    size, rows = _sort(table, end, looks, cached, rate), len(cached)
     decoding = fed == rows
     best, best_tokens, best_added = 0, 0.0, 0.0
     most = rows / (spent + plain) if decoding else -rate * lift * plain
@@ -155,8 +158,7 @@ def select_nodes(
         node = table.order[number]
         row = table.rows[node]
         tokens += table.chances[node]
-        if counts[row] % TILE_TOKENS == 0:
-            looking += scoring[row]
+        looking += cached[row] * (looks[counts[row] + 1] - looks[counts[row]])
         counts[row] += 1
         added = curve[fed + number + 1] - curve[fed] + looking
         cost = lift * plain + slope * added
@@ -217,7 +219,8 @@ def warm_up() -> None:
     )
     for stated in (np.empty(0), np.ones(1)):
         add_tree(table, calibration, 0, 0, tokens, parents, stated, 1, 1)
-    select_nodes(table, 1, np.arange(3.0), 1, np.zeros(1), np.ones(1, np.int64), 1.0, 0.0, 1.0, 1.0, 1.0)
+    ones = np.ones(1, np.int64)
+    select_nodes(table, 1, np.arange(3.0), np.arange(3.0), 1, ones, ones.copy(), 1.0, 0.0, 1.0, 1.0, 1.0)
     extract(table, 0, 1, tokens, parents)
     learn(table, calibration, 0, 1, tokens, False)
     settle(calibration)

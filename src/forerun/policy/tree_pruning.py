@@ -25,7 +25,7 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
 from forerun.policy import node_table
 from forerun.policy.calibration import MEMORY, CalibrationTable, forget, settle
-from forerun.policy.cost_curve import TILE_TOKENS, CostCurve, FloatArray
+from forerun.policy.cost_curve import CostCurve, FloatArray
 from forerun.policy.node_table import NodeTable
 from forerun.policy.step_timer import AS_THE_CURVE_SAYS, LinearCost
 
@@ -72,7 +72,12 @@ class TreePruner:
 
     def fit(self, costs: CostCurve) -> None:
         """Go by other costs from now on."""
-        self.costs, self._known = costs, costs.passes(np.arange(128))
+        self.costs = costs
+        self._know(128)
+
+    def _know(self, count: int) -> None:
+        """Work out both curves for 0 to ``count`` - 1 tokens."""
+        self._known, self._known_cached = self.costs.passes(np.arange(count)), self.costs.cached(np.arange(count))
 
     def prune(
         self,
@@ -93,11 +98,19 @@ class TreePruner:
         if not end:
             return self.keep_all(context, trees, correction)
         rows, tokens, cached, plain = len(context), context.tokens, context.cached, self.plain(context)
-        looking = self.costs.per_tile * np.array(cached, np.float64), np.array(context.pending)
         alone = plain if context.decodes else self.cost([1] * rows, cached)
-        curve, rate = self._curve(tokens + end + 1), rows * self._tokens / self._spent / alone
+        curves, rate = self._curves(tokens + end + 1), rows * self._tokens / self._spent / alone
         kept, expected, added = node_table.select_nodes(
-            self._nodes, end, curve, tokens, *looking, plain, spent, *correction, rate
+            self._nodes,
+            end,
+            *curves,
+            tokens,
+            np.array(cached),
+            np.array(context.pending),
+            plain,
+            spent,
+            *correction,
+            rate,
         )
         parts = list(trees)
         for row, tree in enumerate(trees):
@@ -185,24 +198,25 @@ class TreePruner:
 
     def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
         """``CostCurve.of``, quickly, for a pass that may read tokens of other rows, too."""
-        costs, count = self.costs, sum(tokens) + beside
-        return float(self._curve(count + 1)[count]) + costs.per_row * (len(tokens) - 1) + costs.looking(tokens, cached)
+        count = sum(tokens) + beside
+        curve, looks = self._curves(count + 1)
+        looking = sum(float(looks[n]) * length for n, length in zip(tokens, cached, strict=True))
+        return float(curve[count]) + self.costs.per_row * (len(tokens) - 1) + looking
 
     def chain_passes(self, context: PassContext, length: int, correction: LinearCost = AS_THE_CURVE_SAYS) -> FloatArray:
         """Costs of passes over chains of 1 to ``length`` tokens for each row."""
         rows, tokens = len(context), context.tokens
         lengths = np.arange(1, length + 1)
-        curve = self._curve(tokens + rows * length + 1)
-        tiles = (np.add.outer(np.array(context.pending), np.arange(length + 1)) - 1) // TILE_TOKENS
-        looking = self.costs.per_tile * (np.array(context.cached) @ tiles)
+        curve, looks = self._curves(tokens + rows * length + 1)
+        looking = np.array(context.cached) @ looks[np.add.outer(np.array(context.pending), np.arange(length + 1))]
         added = curve[tokens + rows * lengths] - curve[tokens] + looking[1:] - looking[0]
         return np.asarray(correction.start * self.plain(context) + correction.each * added)
 
-    def _curve(self, count: int) -> FloatArray:
-        """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, worked out once."""
+    def _curves(self, count: int) -> tuple[FloatArray, FloatArray]:
+        """Costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and for each cached token."""
         if len(self._known) < count:
-            self._known = self.costs.passes(np.arange(2 * count))
-        return self._known
+            self._know(2 * count)
+        return self._known, self._known_cached
 
 
 def _corrected(correction: LinearCost, plain: float, added: float, nodes: int) -> float:

@@ -16,7 +16,7 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
-from forerun.policy.cost_curve import TILE_TOKENS, CostCurve
+from forerun.policy.cost_curve import CostCurve
 
 PASS_SIZES = (1, 8, 16, 32, 64, 2)
 """Sizes of the passes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
@@ -29,9 +29,9 @@ MEASURING_SECONDS = 1.0
 small models are done long before."""
 NEAR_TOKENS, FAR_TOKENS = 64, 4096
 """Tokens in the cache: near for the cost curve, which so includes merging two attentions; far for the cost of cached
-tokens, with passes over one token and over several."""
-WIDE_TOKENS = 32
-"""Tokens of a wide pass, in which arithmetic takes longer than reading the keys."""
+tokens."""
+FAR_SIZES = (1, 8, 16, 2)
+"""Sizes of the passes with a far cache. Arithmetic soon takes longer than reading the keys, and then grows evenly."""
 BATCH_ROWS = 4
 """Rows of a pass that shows the cost of a row beside its tokens."""
 Kind = tuple[int, int, int]
@@ -50,9 +50,8 @@ def measure(scorer: Scorer, clock: Callable[[], float] = time.perf_counter) -> C
     near = NEAR_TOKENS if reach >= NEAR_TOKENS + max(PASS_SIZES) else 0
     kinds = [(1, size, near) for size in PASS_SIZES if size <= reach]
     kinds.insert(MIN_KINDS, kinds[0])  # the unit of all others: measured more often
-    if reach >= FAR_TOKENS + WIDE_TOKENS:
-        after = kinds.index((1, WIDE_TOKENS, near)) + 1
-        kinds[after:after] = [(1, 1, FAR_TOKENS), (1, WIDE_TOKENS, FAR_TOKENS), kinds[0]]
+    if reach >= FAR_TOKENS + max(FAR_SIZES):
+        kinds[MIN_KINDS:MIN_KINDS] = [(1, size, FAR_TOKENS) for size in FAR_SIZES]
     kinds.append((BATCH_ROWS, 1, near))
     times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
     caches = {
@@ -90,24 +89,20 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
     one = seconds[1, 1, near]
     ratios = [min(seconds[1, size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
     costs = tuple(np.maximum.accumulate(ratios).tolist())
-    per_cached = per_tile = per_row = 0.0
-    if (1, WIDE_TOKENS, FAR_TOKENS) in seconds:
-        slopes = [
-            (seconds[1, size, FAR_TOKENS] - seconds[1, size, near]) / one / (FAR_TOKENS - near)
-            for size in (1, WIDE_TOKENS)
-        ]
-        per_cached = max(slopes[0], 0.0)
-        per_tile = max(slopes[1] - per_cached, 0.0) / (WIDE_TOKENS // TILE_TOKENS - 1)
+    far = [size for size in sizes if (1, size, FAR_TOKENS) in seconds]
+    looks = [(seconds[1, n, FAR_TOKENS] - seconds[1, n, near]) / one / (FAR_TOKENS - near) for n in far]
+    cached = (tuple(far), tuple(np.maximum.accumulate([0.0, *looks])[1:].tolist())) if len(far) > 1 else ()
+    per_row = 0.0
     if (BATCH_ROWS, 1, near) in seconds:
         alone = float(np.interp(BATCH_ROWS, sizes, costs))
         per_row = max(min(seconds[BATCH_ROWS, 1, near] / one, BATCH_ROWS) - alone, 0.0) / (BATCH_ROWS - 1)
-    return CostCurve(tuple(sizes), costs, per_cached, per_tile, per_row, one).rounded()
+    return CostCurve(tuple(sizes), costs, *cached, per_row=per_row, unit=one).rounded()
 
 
 def _positions(scorer: Scorer) -> int:
     """The number of positions of the model."""
     limit = getattr(scorer.model.config, "max_position_embeddings", None)
-    return limit if isinstance(limit, int) else FAR_TOKENS + WIDE_TOKENS
+    return limit if isinstance(limit, int) else FAR_TOKENS + max(FAR_SIZES)
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:
