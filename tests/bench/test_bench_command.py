@@ -14,6 +14,7 @@ from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
 from forerun.bench.contestants import Bench
+from forerun.bench.never_slower import TableCell, broken, summarise
 from forerun.bench.rounds import Series
 from forerun.cli import app
 
@@ -101,3 +102,78 @@ def test_a_text_that_no_draft_may_change_ends_in_status_1(
     done = bench(model, tmp_path, "-d", "lookup")
     assert done.exit_code == 1
     assert "forerun lookup: some texts differ from plain Forerun's, and none may" in done.stderr
+
+
+def never_slower(model: str, tmp_path: Path, *more: str) -> Result:
+    file = written(tmp_path, {"task": "mine", "prompt": "c d c d"}, {"task": "mine", "prompt": "a b"})
+    few = [
+        "--prompts-file",
+        str(file),
+        "--draws",
+        "2",
+        "-n",
+        "12",
+        "--dtype",
+        "float64",
+        "--context",
+        "4",
+        "--against",
+        "trie",
+    ]
+    return CliRunner().invoke(
+        app, ["bench", "never-slower", "-m", model, "--out", str(tmp_path / "slow"), "--against", "trie", *few, *more]
+    )
+
+
+def test_never_slower_measures_every_cell_and_goes_on_from_its_journal(model: str, tmp_path: Path) -> None:
+    cells = ["--batch", "1", "--batch", "2", "-t", "0", "-t", "0.8", "-k", "random", "-k", "tasks", "--json"]
+    done = never_slower(model, tmp_path, *cells)
+    found = json.loads(done.stdout)
+    assert len(found["rows"]) == 8 and not found["left_out"]
+    for row in found["rows"]:
+        assert row["drafter"] == "auto" and row["texts_differ"] == 0 and row["worst"] <= row["median"]
+        assert set(row["medians"]) == {"auto", "trie"} and len(row["plain_against_itself"]) == 2
+    assert done.exit_code == int(any(row["broken"] for row in found["rows"]))
+    again = json.loads(never_slower(model, tmp_path, *cells, "--resume").stdout)
+    assert again["rows"] == found["rows"]
+    assert (tmp_path / "slow" / "never-slower.png").read_bytes()[:4] == b"\x89PNG"
+    assert "no median under 0.97" in (tmp_path / "slow" / "never-slower.md").read_text()
+
+
+def test_never_slower_says_which_cells_it_leaves_out_and_why(model: str, tmp_path: Path) -> None:
+    done = never_slower(model, tmp_path, "--batch", "1", "-t", "0", "--context", "100000", "-k", "random", "--json")
+    (why,) = json.loads(done.stdout)["left_out"].values()
+    assert "positions" in why and "--yarn" in why
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kind", "prose"], "--kind has 'prose'; known are tasks, novel, random"),
+        (["--yarn", "1"], "--yarn is 1; it must be above 1"),
+        (["--text", "none.txt"], "--text is none.txt; there is no such file"),
+        (["-d", "fast"], "drafter is 'fast'"),
+    ],
+)
+def test_never_slower_refuses_wrong_options(model: str, tmp_path: Path, options: list[str], message: str) -> None:
+    done = never_slower(model, tmp_path, *options)
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def test_options_before_the_name_of_a_command_below_are_refused() -> None:
+    done = CliRunner().invoke(app, ["bench", "--rounds", "2", "never-slower"])
+    assert done.exit_code == 2 and "give its options behind its name" in done.stderr
+
+
+def test_a_cell_says_what_it_breaks() -> None:
+    def run(auto: float, trie: float, texts: list[list[int]]) -> dict[str, dict[str, Any]]:
+        seconds = {"none": 1.0, "auto": auto, "trie": trie, "none, again": 1.0}
+        made = {name: {"seconds": value, "steps": 4, "texts": [[1]]} for name, value in seconds.items()}
+        made["auto"]["texts"] = texts
+        return made
+
+    cell = TableCell(1, 100, 0.0, "tasks")
+    fine = summarise(cell, ["auto", "trie"], [run(0.5, 0.51, [[1]])] * 3)
+    assert fine["median"] == 2 and fine["best_other"] is None and not broken(fine)
+    lost = summarise(cell, ["auto", "trie"], [run(1.1, 0.5, [[1]]), run(1.1, 0.5, [[1]]), run(0.9, 0.5, [[2]])])
+    assert [what.split()[0] for what in broken(lost)] == ["median", "worst", "0.46", "1"]

@@ -17,6 +17,7 @@ from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.drafting.adaptive import AdaptiveDrafter
 from forerun.drafting.drafter import Drafter
+from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST_ODDS, odds_of
 from forerun.policy.chain_acceptance import ChainAcceptance
@@ -235,6 +236,45 @@ def test_chains_that_could_not_pay_are_tried_once() -> None:
     """Their cost is a guess until one was measured."""
     _, chooser = decode(World(drafting=1.0), 300, weight=1.0, trees=False)
     assert chooser.chains.drafted == [1]  # type: ignore[union-attr]
+
+
+class Preparing(Levels):
+    """Chains whose cache of the prompt takes a while."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.prepared = 0
+
+    def catch_up(self, request: Request, tokens: int) -> bool:
+        self.prepared += 1
+        self.world.now += 10.0
+        return True
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafting", "known", "prepared"),
+    [(500, 0.2, False, True), (500, 0.9, False, False), (500, 0.2, True, True), (8, 0.2, True, False)],
+)
+def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than_that_takes(
+    tokens: int, drafting: float, known: bool, prepared: bool
+) -> None:
+    world = World(loaded=1.0)
+    trees, chains = Branches(world), Preparing(world)
+    chooser = AdaptiveDrafter(chains, trees=trees, chains=chains, max_length=12, weight=drafting)
+    curve = CostCurve((1, 2), (1.0, 1.02), unit=1.0)
+    chooser.bind(Target(), Runtime(world.clock, lambda target: curve))  # type: ignore[arg-type]
+    if known:
+        request = Request(list(range(1000)), 10_000)
+        chooser.begin(request)
+        chooser.prefilled(request, FullCache())
+        assert chooser.catch_up(request, 512)
+    before, request = chains.prepared, Request(list(range(1000)), tokens)
+    chooser.begin(request)
+    chooser.prefilled(request, FullCache())
+    assert chooser.catch_up(request, 512)
+    for _ in range(3):
+        chooser.propose(PassContext.decoding([request], 64))
+    assert (chains.prepared > before) == prepared
 
 
 def test_a_batch_of_another_size_begins_with_what_was_learnt() -> None:

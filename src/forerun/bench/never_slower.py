@@ -22,24 +22,22 @@ import numpy as np
 
 from forerun.bench.journal import Journal, TurnKey
 from forerun.bench.machine import footer, machine
-from forerun.bench.rounds import Rows, Tokens
+from forerun.bench.rounds import UNTIMED_TOKENS, Rows, Tokens
 from forerun.drafting.drafter import Drafter
 from forerun.engine.engine import Engine
 
-PLAIN, PLAIN_AGAIN = "none", "none, again"
+UNDRAFTED, UNDRAFTED_AGAIN = "none", "none, again"
 TASKS, NOVEL, RANDOM = "tasks", "novel", "random"
-KINDS = (TASKS, NOVEL, RANDOM)
+TEXT_KINDS = (TASKS, NOVEL, RANDOM)
 """Prompts of tasks, a long text to be continued, random tokens."""
 LEAST_MEDIAN, LEAST_SINGLE, LEAST_OF_BEST = 0.97, 0.93, 0.95
 """What is promised: the least median of a cell and the least single ratio to plain decoding, and the least part of the
 median of the best other drafter."""
-UNTIMED_TOKENS = 8
-"""Tokens that each contestant generates before the first draw of a cell."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One cell of the table."""
 
     batch: int
@@ -54,9 +52,9 @@ class Cell:
 
 def cells(
     batches: Sequence[int], contexts: Sequence[int], temperatures: Sequence[float], kinds: Sequence[str]
-) -> list[Cell]:
+) -> list[TableCell]:
     """All cells of the table, those of the same prompts next to each other."""
-    return [Cell(b, c, t, k) for k, c, b, t in product(kinds, sorted(contexts), sorted(batches), temperatures)]
+    return [TableCell(b, c, t, k) for k, c, b, t in product(kinds, sorted(contexts), sorted(batches), temperatures)]
 
 
 @dataclass(frozen=True)
@@ -73,13 +71,13 @@ class Material:
     text: Tokens
     vocabulary: int
 
-    def has(self, cell: Cell, draws: int) -> bool:
+    def has(self, cell: TableCell, draws: int) -> bool:
         """Whether its text is long enough for a cell: no two of its prompts may be the same."""
         if cell.kind == RANDOM:
             return True
         return len(self.text) >= cell.context + (cell.batch * draws if cell.kind == NOVEL else 0)
 
-    def prompts(self, cell: Cell, draw: int) -> list[Tokens]:
+    def prompts(self, cell: TableCell, draw: int) -> list[Tokens]:
         """The prompts of a draw, one for each row."""
         make = {TASKS: self._task, NOVEL: self._part, RANDOM: self._random}[cell.kind]
         return [make(cell.context, draw * cell.batch + row) for row in range(cell.batch)]
@@ -92,22 +90,19 @@ class Material:
 
     def _part(self, context: int, number: int) -> Tokens:
         """A part of the text; parts of successive numbers begin far from each other."""
-        begin = int(number * GOLDEN % 1 * (len(self.text) - context + 1))
+        golden = (5**0.5 - 1) / 2  # multiples of it, without their whole parts, lie evenly spread
+        begin = int(number * golden % 1 * (len(self.text) - context + 1))
         return list(self.text[begin : begin + context])
 
     def _random(self, context: int, number: int) -> Tokens:
-        return np.random.default_rng(number).integers(0, self.vocabulary, context).tolist()
-
-
-GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, without their whole parts, lie evenly spread however many there are."""
+        return [int(token) for token in np.random.default_rng(number).integers(0, self.vocabulary, context)]
 
 
 def measure(
     engine: Engine,
     drafters: Mapping[str, Callable[[], Drafter]],
     material: Material,
-    all_cells: Sequence[Cell],
+    all_cells: Sequence[TableCell],
     draws: int,
     new_tokens: int,
     journal: Journal,
@@ -116,20 +111,20 @@ def measure(
 
     Args:
         engine: its drafter is replaced.
-        drafters: what builds each drafter anew; the first is the one that must never be slower, and ``PLAIN`` is none.
+        drafters: what builds each drafter anew; the first must never be slower; ``UNDRAFTED`` is there, too.
         material: of the prompts; must have enough for all cells.
         all_cells: to measure.
         draws: of each cell.
         new_tokens: that each row of a batch generates.
         journal: draws in it are not measured again.
     """
-    names = [name for name in drafters if name != PLAIN]
+    names = [name for name in drafters if name != UNDRAFTED]
     for cell in all_cells:
         runs = []
         for draw in range(draws):
             prompts = material.prompts(cell, draw)
             key = TurnKey.of(str(cell), draw, prompts, new_tokens)
-            run = journal.find(key, [*drafters, PLAIN_AGAIN])
+            run = journal.find(key, [*drafters, UNDRAFTED_AGAIN])
             if run is None:
                 run = _draw(engine, drafters, prompts, cell, draw, new_tokens)
                 journal.add(key, run)
@@ -138,7 +133,12 @@ def measure(
 
 
 def _draw(
-    engine: Engine, drafters: Mapping[str, Callable[[], Drafter]], prompts: Rows, cell: Cell, draw: int, new_tokens: int
+    engine: Engine,
+    drafters: Mapping[str, Callable[[], Drafter]],
+    prompts: Rows,
+    cell: TableCell,
+    draw: int,
+    new_tokens: int,
 ) -> dict[str, Row]:
     """One run of each contestant on the same prompts, plain decoding first and last."""
     room = new_tokens + engine.budget + 1
@@ -168,13 +168,13 @@ def _draw(
     if not draw:
         for name in drafters:
             run(name, min(UNTIMED_TOKENS, new_tokens))
-    others = [name for name in drafters if name != PLAIN]
+    others = [name for name in drafters if name != UNDRAFTED]
     shift = draw % len(others)
-    runs = {name: run(name, new_tokens) for name in (PLAIN, *others[shift:], *others[:shift])}
-    return runs | {PLAIN_AGAIN: run(PLAIN, new_tokens)}
+    runs = {name: run(name, new_tokens) for name in (UNDRAFTED, *others[shift:], *others[:shift])}
+    return runs | {UNDRAFTED_AGAIN: run(UNDRAFTED, new_tokens)}
 
 
-def summarise(cell: Cell, names: Sequence[str], runs: Sequence[Mapping[str, Row]]) -> Row:
+def summarise(cell: TableCell, names: Sequence[str], runs: Sequence[Mapping[str, Row]]) -> Row:
     """A cell's row: the first drafter's ratios to plain decoding, and the best other drafter's.
 
     Args:
@@ -186,8 +186,8 @@ def summarise(cell: Cell, names: Sequence[str], runs: Sequence[Mapping[str, Row]
     ratios = {name: [_plain_seconds(run) / run[name]["seconds"] for run in runs] for name in names}
     medians = {name: median(values) for name, values in ratios.items()}
     best = max(medians, key=lambda name: medians[name])
-    noise = [run[PLAIN]["seconds"] / run[PLAIN_AGAIN]["seconds"] for run in runs]
-    steps = {name: sum(run[name]["steps"] for run in runs) for name in (PLAIN, first)}
+    noise = [run[UNDRAFTED]["seconds"] / run[UNDRAFTED_AGAIN]["seconds"] for run in runs]
+    steps = {name: sum(run[name]["steps"] for run in runs) for name in (UNDRAFTED, first)}
     return {
         "kind": cell.kind, "context": cell.context, "batch": cell.batch, "temperature": cell.temperature,
         "drafter": first,
@@ -196,14 +196,14 @@ def summarise(cell: Cell, names: Sequence[str], runs: Sequence[Mapping[str, Row]
         "best_other": None if best == first else best,
         "of_best": round(medians[first] / medians[best], 3),
         "medians": {name: round(value, 3) for name, value in medians.items()},
-        "tokens_per_step": round(steps[PLAIN] / steps[first], 3),
+        "tokens_per_step": round(steps[UNDRAFTED] / steps[first], 3),
         "plain_against_itself": [round(value, 3) for value in noise],
-        "texts_differ": sum(run[name]["texts"] != run[PLAIN]["texts"] for run in runs for name in run),
+        "texts_differ": sum(run[name]["texts"] != run[UNDRAFTED]["texts"] for run in runs for name in run),
     }  # fmt: skip
 
 
 def _plain_seconds(run: Mapping[str, Row]) -> float:
-    return (run[PLAIN]["seconds"] + run[PLAIN_AGAIN]["seconds"]) / 2
+    return float(run[UNDRAFTED]["seconds"] + run[UNDRAFTED_AGAIN]["seconds"]) / 2
 
 
 def broken(row: Row) -> list[str]:
@@ -221,7 +221,7 @@ COLUMNS = ("cell", "median", "worst", "best other", "tokens a step", "plain agai
 
 
 @dataclass(frozen=True)
-class Result:
+class SlownessTable:
     """The table: rows of measured cells, cells left out with the reason, and the settings of the measurement."""
 
     rows: Sequence[Row]
@@ -252,7 +252,7 @@ class Result:
 
 
 def _line(row: Row) -> str:
-    cell = Cell(row["batch"], row["context"], row["temperature"], row["kind"])
+    cell = TableCell(row["batch"], row["context"], row["temperature"], row["kind"])
     best = row["best_other"]
     noise = row["plain_against_itself"]
     values = (
@@ -270,7 +270,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = [str(Cell(row["batch"], row["context"], row["temperature"], row["kind"])) for row in rows]
+    names = [str(TableCell(row["batch"], row["context"], row["temperature"], row["kind"])) for row in rows]
     figure, axis = plt.subplots(figsize=(9, 1.2 + 0.26 * len(rows)), layout="constrained")
     places = np.arange(len(rows))
     best = [max(row["medians"].values()) for row in rows]

@@ -55,7 +55,7 @@ for name, options in (
 ):
     command(app, name, options, f"forerun.cli.{name}")
 _bench = group(app, "bench", BenchOptions, "forerun.cli.bench")
-command(_bench, "never-slower", NeverSlowerOptions, "forerun.cli.never_slower")
+command(_bench, "never-slower", NeverSlowerOptions, "forerun.cli.slower_check")
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ before, and a small share of all time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from forerun.core.pass_context import PassContext
@@ -87,7 +88,7 @@ class AdaptiveDrafter(OuterDrafter):
         self.trees, self.chains = trees, chains
         self.max_length, self.reach, self.beyond, self.weight = max_length, reach, beyond, weight
         self._prompts: dict[int, Cache] = {}
-        self._unprepared: set[int] = set()
+        self._preparing: dict[int, float] = {}  # seconds so far
         self._nodes = LEAST_NODES
         self._budget, self._acceptance = ExplorationBudget(), ChainAcceptance()
         self._step: _StepRecord | None = None
@@ -111,29 +112,41 @@ class AdaptiveDrafter(OuterDrafter):
         super().begin(request)
 
     def prefilled(self, request: Request, cache: Cache) -> None:
-        """Prepare chains now if the prompt is long and they could pay at all.
+        """Prepare chains now if the prompt is long and they are expected to pay.
 
         Chains need a cache of the prompt. A short one's takes a single pass, and waits until the first chain is wanted.
         """
         self._prompts[request.id] = cache
-        short = len(request) <= READ_BLOCK and self.trees is not None
-        if self.chains is None or (not short and self._could_pay(request)):
+        short = self._short(request) and self.trees is not None
+        if self.chains is None or (not short and self._worth_preparing(request)):
             self._prepare([request])
 
-    def _could_pay(self, request: Request) -> bool:
-        """Whether chains would pay if all of their tokens were accepted."""
+    def _short(self, request: Request) -> bool:
+        """Whether its prompt's cache for chains takes a single pass."""
+        return len(request) <= READ_BLOCK
+
+    def _worth_preparing(self, request: Request) -> bool:
+        """Whether chains are expected to save more time in the rest of a text than it takes to read its beginning.
+
+        They are expected to be accepted as earlier ones were. How long the reading takes is known from the first text
+        on.
+        """
         length = min(self.max_length, request.max_draft_depth)
         context = PassContext.decoding([request], length)
         if max(context.cached) < self.beyond or length < 1:
             return False
         passes = self._pruner.chain_passes(context, length, self._timer.correction)
-        return best_length([1.0], self._draft_cost(context), passes).rate > 1 / self._pruner.plain(context)
+        plain = self._pruner.plain(context)
+        best = self._acceptance.best([request], self._draft_cost(context), passes)
+        saved = request.remaining * (plain - 1 / best.rate)
+        return saved > self._timer.preparing_cost * len(request)
 
     def _prepare(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if (cache := self._prompts.pop(request.id, None)) is not None:
-                self.inner.prefilled(request, cache)
-                self._unprepared.add(request.id)
+                self._preparing[request.id] = 0.0
+                with self._timing(request):
+                    self.inner.prefilled(request, cache)
 
     def _prepared(self, requests: Sequence[Request]) -> bool:
         """Whether the chains' caches of the prompts are complete; reads one more piece of each that is not."""
@@ -145,13 +158,23 @@ class AdaptiveDrafter(OuterDrafter):
         """Read on for the trees, and for the chains if any were wanted yet."""
         if self.trees is not None and not self.trees.catch_up(request, tokens):
             return False
-        if request.id in self._unprepared and self.inner.catch_up(request, tokens):
-            self._unprepared.discard(request.id)
-        return request.id not in self._unprepared
+        if request.id in self._preparing:
+            with self._timing(request):
+                ready = self.inner.catch_up(request, tokens)
+            if ready:
+                self._timer.preparing.record(len(request), self._preparing.pop(request.id))
+        return request.id not in self._preparing
+
+    @contextmanager
+    def _timing(self, request: Request) -> Iterator[None]:
+        """Count the time as preparing chains."""
+        began = self._clock()
+        yield
+        self._preparing[request.id] += self._clock() - began
 
     def finish(self, request: Request) -> None:
         self._prompts.pop(request.id, None)
-        self._unprepared.discard(request.id)
+        self._preparing.pop(request.id, None)
         if self._step is not None and self._step.rows.pop(request.id, None) is not None:
             self._close(self._step)
         self._acceptance.finish(request)
@@ -200,6 +223,10 @@ class AdaptiveDrafter(OuterDrafter):
         passes = spent + self._pruner.chain_passes(context, longest, self._timer.correction)
         hopeless = best_length([1.0] * rows, draft, passes).rate <= rate  # not even if all of it were accepted
         if hopeless and (self._timer.chains_known or any(request.id in self._prompts for request in context.rows)):
+            return 0
+        if any(
+            row.id in self._prompts and not (self._short(row) or self._worth_preparing(row)) for row in context.rows
+        ):
             return 0
         best = self._acceptance.best(context.rows, draft, passes)
         gain = (best.rate if self._timer.plain_known else rate) * (spent + selection.plain) / rows

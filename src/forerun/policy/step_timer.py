@@ -197,6 +197,7 @@ class StepTimer:
             PassTimer(quantile=UNDISTURBED_QUANTILE),
         )
         self.drafted, self.chains = PassTimer(self.plain), LinearTimer(self.plain)
+        self.preparing = PassTimer(warm=True)  # reading a prompt for chains, by its tokens
         self._correction = CurveCorrection(self.plain)
         self._since = 0
         self._after_plain = False
@@ -254,6 +255,11 @@ class StepTimer:
         """Cost of drafting chains, in units of a pass of cost 1; in proportion to their size until it is known."""
         line, unit = self.chains.line, self.unit
         return LinearCost(line.start / unit, line.each / unit) if line is not None and unit else LinearCost(0.0, 1.0)
+
+    @property
+    def preparing_cost(self) -> float:
+        """Cost of reading a token of a prompt for chains, in units of a pass of cost 1; 0 until one was read."""
+        return (self.preparing.unit or 0.0) / self.unit if self.unit else 0.0
 
     def plain_step_due(self, gain: float) -> bool:
         """Whether to measure a plain step now, though drafts give ``gain`` times as many tokens a second.

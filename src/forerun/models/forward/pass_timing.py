@@ -30,8 +30,9 @@ small models are done long before."""
 NEAR_TOKENS, FAR_TOKENS = 64, 4096
 """Tokens in the cache: near for the cost curve, which so includes merging two attentions; far for the cost of cached
 tokens."""
-FAR_SIZES = (1, 8, 16, 2)
-"""Sizes of the passes with a far cache. Arithmetic soon takes longer than reading the keys, and then grows evenly."""
+FAR_SIZES = (1, 8, 16, 2, 9)
+"""Sizes of the passes with a far cache. Where a model's keys are read slower than they are scored, eight tokens cost no
+more than one, and the ninth shows; where they are scored slower, each token does."""
 BATCH_ROWS = 4
 """Rows of a pass that shows the cost of a row beside its tokens."""
 Kind = tuple[int, int, int]
@@ -89,14 +90,16 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
     one = seconds[1, 1, near]
     ratios = [min(seconds[1, size, near] / one, size) for size in sizes]  # at most the cost of single-token passes
     costs = tuple(np.maximum.accumulate(ratios).tolist())
-    far = [size for size in sizes if (1, size, FAR_TOKENS) in seconds]
-    looks = [(seconds[1, n, FAR_TOKENS] - seconds[1, n, near]) / one / (FAR_TOKENS - near) for n in far]
-    cached = (tuple(far), tuple(np.maximum.accumulate([0.0, *looks])[1:].tolist())) if len(far) > 1 else ()
+    far = sorted(size for rows, size, cached in seconds if (rows, cached) == (1, FAR_TOKENS))
+    close = np.interp(far, sizes, ratios)
+    looks = [(seconds[1, n, FAR_TOKENS] / one - at) / (FAR_TOKENS - near) for n, at in zip(far, close, strict=True)]
+    rising = np.maximum.accumulate([0.0, *looks])[1:].tolist()
+    cached_sizes, cached_costs = (tuple(far), tuple(rising)) if len(far) > 1 else ((1, 2), (0.0, 0.0))
     per_row = 0.0
     if (BATCH_ROWS, 1, near) in seconds:
         alone = float(np.interp(BATCH_ROWS, sizes, costs))
         per_row = max(min(seconds[BATCH_ROWS, 1, near] / one, BATCH_ROWS) - alone, 0.0) / (BATCH_ROWS - 1)
-    return CostCurve(tuple(sizes), costs, *cached, per_row=per_row, unit=one).rounded()
+    return CostCurve(tuple(sizes), costs, cached_sizes, cached_costs, per_row, one).rounded()
 
 
 def _positions(scorer: Scorer) -> int:

@@ -14,7 +14,7 @@ def stretch_model(model: PreTrainedModel, factor: float) -> None:
     stretch(model.config, factor)
     for module in model.modules():
         if hasattr(module, "inv_freq"):
-            module.__init__(module.config)  # type: ignore[misc]
+            module.__init__(module.config)
             module.to(model.device)
 
 

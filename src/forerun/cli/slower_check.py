@@ -15,7 +15,7 @@ from forerun.bench import never_slower
 from forerun.bench.contestants import check_drafters
 from forerun.bench.journal import Journal, about
 from forerun.bench.machine import plain_values
-from forerun.bench.never_slower import KINDS, PLAIN, TASKS, Cell, Material, Result
+from forerun.bench.never_slower import TASKS, TEXT_KINDS, UNDRAFTED, Material, SlownessTable, TableCell
 from forerun.bench.prompts_file import TemplateEncoder, read_prompts_file
 from forerun.bench.report import replace_file
 from forerun.cli.models import encoder, load_stretched, settings
@@ -34,22 +34,22 @@ BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)
 
 def run(options: NeverSlowerOptions) -> None:
     """Measure, print the table, write JSON, Markdown and a plot; exit status 1 if the promise is broken."""
-    if unknown := sorted(set(options.kind or ()) - set(KINDS)):
-        raise ValueError(f"--kind has {', '.join(map(repr, unknown))}; known are {', '.join(KINDS)}")
+    if unknown := sorted(set(options.kind or ()) - set(TEXT_KINDS)):
+        raise ValueError(f"--kind has {', '.join(map(repr, unknown))}; known are {', '.join(TEXT_KINDS)}")
     check_drafters([options.drafter], small_model=options.draft_model is not None or options.model == BUNDLED)
     with quiet():
         target, tokenizer = load_stretched(options)
         long = settings(options, [options.drafter, *(options.against or ())], target, tokenizer)
         names = list(dict.fromkeys([options.drafter, *(options.against or buildable(long))]))
         check_drafters(names, small_model=long.draft_model is not None)
-        drafters = {name: partial(build_drafter, name, long) for name in (*names, PLAIN)}
-        engine = Engine(target, PLAIN, tokenizer=tokenizer)
+        drafters = {name: partial(build_drafter, name, long) for name in (*names, UNDRAFTED)}
+        engine = Engine(target, UNDRAFTED, tokenizer=tokenizer)
     material = _material(options, tokenizer)
     wanted = never_slower.cells(
         options.batch or BATCHES,
         options.context or CONTEXTS,
         options.temperature or TEMPERATURES,
-        options.kind or KINDS,
+        options.kind or TEXT_KINDS,
     )
     left_out = _left_out(options, wanted, material, position_limit(target))
     kept = [cell for cell in wanted if str(cell) not in left_out]
@@ -60,7 +60,7 @@ def run(options: NeverSlowerOptions) -> None:
         about(options.model, dtype_name(target), str(target.device)) | {"yarn": options.yarn},
         options.resume,
     )
-    result = Result([], left_out, plain_values(options) | {"dtype": dtype_name(target)})
+    result = SlownessTable([], left_out, plain_values(options) | {"dtype": dtype_name(target)})
     with quiet(), progress_bar(stderr(), "measuring") as progress:
         rows = never_slower.measure(engine, drafters, material, kept, options.draws, options.max_new_tokens, journal)
         for row in rows:
@@ -84,7 +84,9 @@ def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase) -
     return Material([encode(prompt) for prompt in tasks], encoder(tokenizer)(text), len(tokenizer))
 
 
-def _left_out(options: NeverSlowerOptions, wanted: list[Cell], material: Material, limit: int | None) -> dict[str, str]:
+def _left_out(
+    options: NeverSlowerOptions, wanted: list[TableCell], material: Material, limit: int | None
+) -> dict[str, str]:
     """Cells that cannot be measured, with the reason."""
     longest = max(map(len, material.tasks))
     reasons = {}
@@ -97,7 +99,7 @@ def _left_out(options: NeverSlowerOptions, wanted: list[Cell], material: Materia
     return reasons
 
 
-def _write(result: Result, folder: Path) -> list[Path]:
+def _write(result: SlownessTable, folder: Path) -> list[Path]:
     texts = {"json": json.dumps(result.json, indent=1) + "\n", "md": result.markdown}
     paths = [replace_file(folder / f"never-slower.{suffix}", text) for suffix, text in texts.items()]
     if find_spec("matplotlib") is not None:
