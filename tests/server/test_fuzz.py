@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from support.live_server import PATIENCE, TEMPLATE, LiveServer, tasks, until
+from support.live_server import PATIENCE, TEMPLATE, LiveServer, PausableEngine, tasks, until
 
 from benchmarks.server.malformed_requests import Fuzz, Shot
 from benchmarks.server.response_checks import ask_all, wrong
@@ -402,7 +403,7 @@ def test_who_reads_slowly_gets_the_whole_answer(
     monkeypatch.setattr(BoundedConnection, "head_seconds", 0.1)
     monkeypatch.setattr(BoundedConnection, "reading_seconds", 0.1)
     servers.append(LiveServer(engine))
-    told = json.dumps({**ASKED, "max_tokens": 1000, "logprobs": 5, "temperature": 1})
+    told = json.dumps({**ASKED, "max_tokens": 1000, "logprobs": 5, "temperature": 1, "seed": 2})
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", servers[0].port))
@@ -429,3 +430,53 @@ def test_who_has_no_key_takes_none_of_the_room_for_bodies(
     assert servers[0].post({**ASKED, "max_tokens": 2}, headers=key).status_code == 200
     for each in strangers:
         each.close()
+
+
+def test_a_body_that_is_parsed_is_dropped(
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
+    held = PausableEngine(engine)
+    servers.append(LiveServer(held, request_bytes=3000))
+    one, body = servers[0], json.dumps({**ASKED, "user": "q" * 2500}).encode()
+    held.gate.clear()
+    clients = [connected(one) for _ in range(5)]
+    for number, client in enumerate(clients, 1):  # five bodies where there is room for two
+        client.sendall(head(len(body)))
+        client.sendall(body)
+        until(lambda number=number: one.scheduler.running == number)  # type: ignore[misc]
+    texts = {id(each): each for some in gc.get_objects() for each in gc.get_referents(some)}.values()
+    kept = [each for each in texts if type(each) in (bytes, bytearray) and each.count(b"q") > 2400]
+    kept += [each for each in texts if type(each) is str and each.count("q") > 2400]
+    held.gate.set()
+    for client in clients:
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        client.close()
+    assert kept == [body]
+
+
+def test_one_tenant_takes_no_more_than_half_of_the_room_for_bodies(
+    engine: Engine, servers: list[LiveServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 4)
+    monkeypatch.setattr(middleware, "KEPT_BODIES", 2)
+    servers.append(LiveServer(engine, request_bytes=1000, api_keys=("key-of-a", "key-of-b")))
+    flood = [connected(servers[0]) for _ in range(4)]
+    for each in flood:
+        each.sendall(head(1000, "Authorization: Bearer key-of-a") + b" " * 950)
+    assert b"too_many_bytes" in flood[-1].recv(1 << 16)
+    key = {"Authorization": "Bearer key-of-b"}
+    assert servers[0].post({**ASKED, "user": "x" * 800}, headers=key).status_code == 200
+    for each in flood:
+        each.close()
+
+
+def test_log_probabilities_are_bounded_before_any_work(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, request_bytes=1 << 16))  # 2 MiB for all
+    asked = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 20}
+    answer = servers[0].post({**asked, "n": 64, "max_tokens": 64}, "chat/completions")
+    assert answer.status_code == 400 and "bytes of log-probabilities" in answer.text
+    body = servers[0].post({**asked, "n": 2, "max_tokens": 8, "seed": 1}, "chat/completions").json()
+    for choice in body["choices"]:
+        assert len(choice["logprobs"]["content"]) == body["usage"]["completion_tokens"] // 2
+        assert all(len(each["top_logprobs"]) == 20 for each in choice["logprobs"]["content"])

@@ -21,7 +21,7 @@ from forerun.drafting.drafter import NoDrafter
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
 from forerun.server import scheduler
-from forerun.server.admission import Ending, FairQueue, QueueFullError, ScheduledRequest, SchedulerLimits
+from forerun.server.admission import Admission, Ending, FairShare, QueueFullError, ScheduledRequest, SchedulerLimits
 from forerun.server.calls import LoopDispatcher
 from forerun.server.scheduler import Scheduler
 from forerun.tensor_parallel.channel import ParallelError
@@ -163,15 +163,16 @@ def test_a_deadline_ends_a_request_with_what_it_has(servers: list[SchedulerSetup
     assert first.tokens and not late.tokens
 
 
+def ticket(tenant: str, needs: int = 1) -> ScheduledRequest:
+    return ScheduledRequest(Request([1], 1), tenant, lambda commit: None, lambda how: None, needs=needs)
+
+
 def test_tenants_get_equal_shares() -> None:
-    waiting, order = FairQueue(), []
-
-    def ticket(tenant: str) -> ScheduledRequest:
-        return ScheduledRequest(Request([1], 1), tenant, lambda commit: None, lambda how: None)
-
+    waiting, order = Admission(SchedulerLimits(1, rows=1)), []
     for tenant in "aaaaabbc":
-        waiting.add(ticket(tenant))
+        assert waiting.add(ticket(tenant)) is None
     while (ahead := waiting.next()) is not None:
+        waiting.started()
         assert waiting.remove(ahead) and not waiting.remove(ahead)
         waiting.serve(ahead.tenant, 10)
         order.append(ahead.tenant)
@@ -179,7 +180,122 @@ def test_tenants_get_equal_shares() -> None:
             waiting.add(ticket("d"))  # it was away, and does not overtake for what it did not use
             waiting.add(ticket("d"))
     assert "".join(order) == "abcabdadaa"
-    assert not len(waiting)
+    assert not waiting.waiting
+
+
+def test_a_share_is_equal_lent_and_partly_kept() -> None:
+    one = FairShare(8, tenants=3, kept=1)
+    while one.allows("a", 1):
+        one.take("a", 1)
+    assert one.of("a") == 7  # one is kept for those who have none
+    assert one.allows("b", 1) and one.debtor("b") == "a"
+    one.take("b", 1)
+    assert not one.allows("b", 1) and not one.allows("c", 1)
+    one.give("a", 1)
+    assert one.allows("b", 1) and not one.allows("a", 1)  # what comes back is for those with less than their share
+    alone = FairShare(8, kept=1)
+    alone.take("a", 7)
+    assert alone.allows("a", 1) and alone.debtor("a") is None
+
+
+def test_who_floods_the_queue_leaves_others_their_share() -> None:
+    one = Admission(SchedulerLimits(100, rows=4, waiting=8, tenants=2))
+    for _ in range(11):
+        one.add(ticket("flood"))
+        one.next()
+        one.started()
+    assert (len(one.running), one.waiting) == (3, 8)  # a row is kept for who has none
+    with pytest.raises(QueueFullError):
+        one.check_places("flood", 1)
+    one.check_places("other", 4)
+    assert one.add(ticket("other")) is not None  # the newest of the flood makes room
+    first = one.next()
+    assert first is not None and first.tenant == "other"
+    displaced = [one.add(ticket("other")) for _ in range(4)]
+    assert [each.tenant for each in displaced if each is not None] == ["flood"] * 3 and one.waiting == 8
+    with pytest.raises(QueueFullError):
+        one.add(ticket("other"))  # beyond its own share
+
+
+def test_who_fills_the_memory_leaves_others_a_row_of_it() -> None:
+    one = Admission(SchedulerLimits(160, rows=16, tenants=2))
+    for _ in range(6):
+        one.add(ticket("large", needs=30))
+    while one.next() is not None:
+        one.started()
+    assert len(one.running) == 5
+    one.add(ticket("other", needs=10))
+    one.add(ticket("other", needs=10))
+    assert [getattr(one.next(), "tenant", None) for _ in range(2)] == ["other", None]
+
+
+def test_the_time_to_come_again_is_that_of_what_runs() -> None:
+    one = Admission(SchedulerLimits(100, rows=2, waiting=8))
+    assert one.retry_after("a") == 1
+    for left in (10, 100):
+        request = ScheduledRequest(Request([1], 10 + left), "a", lambda commit: None, lambda how: None)
+        one.add(request)
+        assert one.next() is request
+        request.request.take([5] * 10, None)
+        request.admitted = time.monotonic() - 10  # a second for each token
+    assert 9 <= one.retry_after("a") <= 11
+    one.add(ticket("a"))
+    assert 99 <= one.retry_after("a") <= 101
+    one.add(ticket("a"))
+    assert 108 <= one.retry_after("a") <= 112
+
+
+def test_who_loses_a_place_hears_of_it(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, places=1, waiting=1, tenants=2)
+    first, second, other = Client(held=True), Client(), Client()
+    one.submit(first, tenant="flood")
+    assert first.began.wait(PATIENCE)
+    one.submit(second, tenant="flood")
+    one.submit(other, tenant="other")
+    assert second.wait() == "displaced"
+    first.gate.set()
+    assert (first.wait(), other.wait()) == ("finished", "finished")
+
+
+def test_the_lock_is_free_while_a_prompt_is_admitted(servers: list[SchedulerSetup]) -> None:
+    one, client, free = server(servers), Client(), list[bool]()
+    admit = one.scheduler._batch.admit
+
+    def seen(request: Request) -> None:
+        def look() -> None:
+            free.append(one.scheduler._changed.acquire(timeout=1))
+            one.scheduler._changed.release()
+
+        other = threading.Thread(target=look)
+        other.start()
+        other.join()
+        admit(request)
+
+    one.scheduler._batch.admit = seen  # type: ignore[method-assign, assignment]
+    one.submit(client)
+    assert client.wait() == "finished" and free == [True]
+
+
+def test_what_cannot_be_handed_on_ends_nobody(servers: list[SchedulerSetup]) -> None:
+    def fail(request: Request) -> None:
+        raise LookupError("broken in the test")
+
+    one = server(servers)
+    one.scheduler._on_finished = fail
+    for _ in range(2):
+        client = Client()
+        one.submit(client)
+        assert client.wait() == "finished"
+
+
+def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "CLOSING_SECONDS", 0.05)
+    one, client = SchedulerSetup(), Client(held=True)
+    one.submit(client)
+    assert client.began.wait(PATIENCE)
+    one.scheduler.close()
+    client.gate.set()
+    client.wait()
 
 
 def test_an_error_ends_its_own_request_only(servers: list[SchedulerSetup]) -> None:

@@ -76,6 +76,8 @@ class Request:
         self.drafts_from = namespace if drafts_from is None else drafts_from
         self.budget = budget
         self.prediction = np.array(prediction, np.int64)
+        self.cached_tokens = 0
+        """Tokens of the prompt that were read for another text, and not again for this one."""
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
         """The error that ended the text, if one did."""

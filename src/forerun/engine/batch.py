@@ -107,6 +107,10 @@ class Batch:
             self._remove(request)
             raise
 
+    def verify_stored(self, request: Request) -> None:
+        """Verify what the store keeps of a prompt, so that ``admit`` does not have to; from any thread."""
+        self._sharing.verify(request)
+
     def tokens(self, request: Request) -> int:
         """Places that a request's cache has: its text at its longest, and a tree."""
         return len(request) + request.remaining + self._step.budget

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from forerun.core.fair_eviction import eviction, owner_of
 from forerun.core.request import Request
 from forerun.engine.step import Row
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
@@ -52,8 +53,9 @@ def common(a: Keys, b: Keys) -> int:
 
 
 class PrefixCache:
-    """Beginnings of prompts, up to a number of bytes; those that were used least recently go first. Each may have a
-    file open, so there are never more of them than half of what the process may have.
+    """Beginnings of prompts, up to a number of bytes. Of the tenant who has the most, the one that was used least
+    recently goes first. Each may have a file open, so there are never more of them than half of what the process may
+    have.
 
     Args:
         limit: maximum bytes of keys and values; 0 keeps nothing.
@@ -68,7 +70,7 @@ class PrefixCache:
         self.limit = limit
         self.hits = self.misses = 0
         """Tokens of prompts that were kept here or in a store, and tokens that had to be read."""
-        self._entries: OrderedDict[bytes, tuple[Keys, SharedPrefix]] = OrderedDict()  # by the last key
+        self._entries: OrderedDict[bytes, tuple[Keys, SharedPrefix, str]] = OrderedDict()  # by the last key
 
     def __len__(self) -> int:
         """Prompts whose beginnings are kept."""
@@ -77,12 +79,12 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """Bytes kept."""
-        return sum(beginning.nbytes for _, beginning in self._entries.values())
+        return sum(beginning.nbytes for _, beginning, _ in self._entries.values())
 
     def find(self, keys: Keys) -> tuple[SharedPrefix | None, int]:
         """The beginning that shares the most chunks with a prompt, and how many."""
         best, count = None, 0
-        for last, (others, _) in self._entries.items():
+        for last, (others, *_) in self._entries.items():
             if (shared := common(keys, others)) > count:
                 best, count = last, shared
         if best is None:
@@ -90,19 +92,19 @@ class PrefixCache:
         self._entries.move_to_end(best)
         return self._entries[best][1], count
 
-    def keep(self, keys: Keys, beginning: SharedPrefix) -> None:
+    def keep(self, keys: Keys, beginning: SharedPrefix, namespace: str = "default") -> None:
         """Keep a prompt's beginning, unless a longer one that holds it is kept. A shorter one that it holds is
         dropped."""
         if beginning.nbytes > self.limit or not keys:
             return
-        for last, (others, _) in list(self._entries.items()):
+        for last, (others, *_) in list(self._entries.items()):
             shared = common(keys, others)
             if shared == len(keys) < len(others):
                 self._entries.move_to_end(last)
                 return
             if shared == len(others):
                 del self._entries[last]
-        self._entries[keys[-1]] = keys, beginning
+        self._entries[keys[-1]] = keys, beginning, owner_of(namespace)
         self._trim()
 
     def add_state(self, keys: Keys, name: str, tensors: Tensors) -> None:
@@ -124,7 +126,9 @@ class PrefixCache:
     def _trim(self) -> None:
         most = _files()
         while self.nbytes > self.limit or len(self) > most:
-            self._entries.popitem(last=False)
+            oldest = eviction([(key, owner, kept.nbytes) for key, (_, kept, owner) in self._entries.items()])
+            assert oldest is not None
+            del self._entries[oldest]
 
 
 def _files() -> int:
@@ -167,6 +171,11 @@ class PrefixSharing:
         """Whether other rows are likely to begin with a request's prompt, read from its cache."""
         return self._store is None and self._prefixes.limit > 0 and request.prompt_length > self.chunk
 
+    def verify(self, request: Request) -> None:
+        """Verify the file that a request's prompt may begin with; from any thread."""
+        if self._store is not None:
+            self._store.find(keys_of(request, self.chunk), request.namespace)
+
     def waits(self, row: Row) -> bool:
         """Whether another row is about to read what this one needs next."""
         return row in self._leaders
@@ -200,7 +209,7 @@ class PrefixSharing:
         length = len(keys) * self.chunk
         if length * row.cache.token_bytes <= self._prefixes.limit:
             try:
-                self._prefixes.keep(keys, row.cache.share(length))
+                self._prefixes.keep(keys, row.cache.share(length), row.request.namespace)
             except (OSError, MemoryError) as error:
                 log.warning("there is no memory to keep a prompt's beginning: %s", error)
 

@@ -91,6 +91,7 @@ class Row:
     def begin_with(self, beginning: SharedPrefix, length: int) -> None:
         """Begin with the prompt's first ``length`` tokens, which were read for another row."""
         self.cache.begin_with(beginning, length)
+        self.request.cached_tokens = length
         self.pending = self.request.prompt[length:]
 
     def next_chunk(self, limit: int | None = None) -> int:

@@ -1,10 +1,11 @@
-"""The admission queue: what a scheduler takes on, who runs next, and whether their keys and values fit."""
+"""Who waits, who runs and who is next: tenants have equal shares of everything that a server has only so much of."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,7 +20,7 @@ RESERVED_DEVICE_FRACTION = 0.25
 """Device memory kept free for new requests while old ones can be offloaded."""
 SMALLER_REQUEST = "shorten the prompt or generate fewer tokens"
 
-Ending = Literal["finished", "cancelled", "deadline", "error"]
+Ending = Literal["finished", "cancelled", "deadline", "displaced", "error"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class SchedulerLimits:
         rows: requests that may run at once.
         waiting: requests that may wait.
         step: tokens of texts that a step may read; see ``Batch``.
+        tenants: that share all this.
 
     Raises:
         ValueError: for a limit under 1 (``waiting``: under 0).
@@ -40,9 +42,10 @@ class SchedulerLimits:
     rows: int = 16
     waiting: int = 128
     step: int = 256
+    tenants: int = 1
 
     def __post_init__(self) -> None:
-        for name, smallest in (("memory", 1), ("rows", 1), ("waiting", 0), ("step", 1)):
+        for name, smallest in (("memory", 1), ("rows", 1), ("waiting", 0), ("step", 1), ("tenants", 1)):
             if getattr(self, name) < smallest:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
 
@@ -55,7 +58,7 @@ class ScheduledRequest:
 
     Attributes:
         request: what is decoded.
-        tenant: its owner; tenants get equal shares.
+        tenant: its owner.
         on_commit: called with each step's tokens.
         on_end: called once with the ending; ``request.error`` has an error's details.
         deadline: when it is ended with the tokens it has, by ``time.monotonic``; None for never.
@@ -88,6 +91,12 @@ class ScheduledRequest:
             except Exception:
                 log.exception("the end of a request could not be delivered to its client")
 
+    def seconds_left(self, now: float) -> float:
+        """Time until a running request ends, if it is as long as it may be and goes on as before."""
+        elapsed, tokens = now - (self.admitted or now), max(1, len(self.request.generated))
+        left = elapsed / tokens * self.request.remaining
+        return left if self.deadline is None else min(left, self.deadline - now)
+
 
 class QueueFullError(Exception):
     """The queue is full.
@@ -96,70 +105,104 @@ class QueueFullError(Exception):
         retry_after: seconds after which a place is likely to be free.
     """
 
-    def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(f"{waiting} requests wait already, and no more may; try again in {retry_after:.0f} seconds")
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(f"{waiting} requests wait already, and no more may; try again in {retry_after} seconds")
         self.retry_after = retry_after
 
 
-class FairQueue:
-    """One queue for each tenant. The tenant that has been served the fewest tokens comes next.
+class FairShare:
+    """One resource of a server, divided among its tenants.
 
-    A tenant that comes back after a pause starts level with the least served of those present: unused shares are not
-    saved up.
-    """
-
-    def __init__(self) -> None:
-        self._queues: dict[str, deque[ScheduledRequest]] = {}
-        self._served: dict[str, float] = {}
-
-    def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def __iter__(self) -> Iterator[ScheduledRequest]:
-        return (request for queue in self._queues.values() for request in queue)
-
-    def add(self, request: ScheduledRequest) -> None:
-        """Append to the tenant's queue."""
-        if request.tenant not in self._served:
-            self._served[request.tenant] = min(self._served.values(), default=0.0)
-        self._queues.setdefault(request.tenant, deque()).append(request)
-
-    def next(self) -> ScheduledRequest | None:
-        """The request to admit next; None if the queue is empty."""
-        if not self._queues:
-            return None
-        tenant = min(self._queues, key=lambda name: self._served[name])
-        return self._queues[tenant][0]
-
-    def remove(self, request: ScheduledRequest) -> bool:
-        """Remove; return True if it was present."""
-        queue = self._queues.get(request.tenant, deque())
-        if request not in queue:
-            return False
-        queue.remove(request)
-        if not queue:
-            del self._queues[request.tenant]
-        return True
-
-    def serve(self, tenant: str, tokens: int) -> None:
-        """Count tokens that a tenant's requests took in passes."""
-        self._served[tenant] = self._served.get(tenant, 0.0) + tokens
-
-    def forget(self, present: set[str]) -> None:
-        """Drop the counts of tenants that neither run nor wait."""
-        for tenant in set(self._served) - present - set(self._queues):
-            del self._served[tenant]
-
-
-class KVAdmission:
-    """Bytes of one memory. A request holds its bytes from its admission to its end.
+    Each has an equal share. What it does not use is lent to the others, but for a part that is kept as long as there
+    are tenants who have nothing of it.
 
     Args:
-        limit: bytes.
+        capacity: how much there is.
+        tenants: that may come.
+        kept: for tenants who have nothing.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
+    def __init__(self, capacity: float, tenants: int = 1, kept: float = 0) -> None:
+        self.capacity, self._tenants, self._kept = capacity, tenants, kept
+        self._used: Counter[str] = Counter()
+
+    @property
+    def used(self) -> int:
+        """How much all tenants have together."""
+        return sum(self._used.values())
+
+    def of(self, tenant: str) -> int:
+        """How much a tenant has."""
+        return self._used[tenant]
+
+    def share(self, tenant: str) -> float:
+        """What a tenant may have at any time."""
+        present = len(self._used.keys() | {tenant})
+        return self.capacity / (present + (present < self._tenants))
+
+    def allows(self, tenant: str, amount: int) -> bool:
+        """Whether a tenant may take more now."""
+        free = self.capacity - self.used - amount
+        kept = self._kept if len(self._used) < self._tenants else 0
+        return free >= kept or (free >= 0 and self.owed(tenant, amount))
+
+    def owed(self, tenant: str, amount: int) -> bool:
+        """Whether a tenant has nothing yet, or stays within its share with this."""
+        mine = self._used.get(tenant, 0)
+        return not mine or mine + amount <= self.share(tenant)
+
+    def take(self, tenant: str, amount: int) -> None:
+        """Count what a tenant takes."""
+        if amount:
+            self._used[tenant] += amount
+
+    def give(self, tenant: str, amount: int) -> None:
+        """Count what a tenant gives back."""
+        self._used[tenant] -= amount
+        if self._used[tenant] <= 0:
+            del self._used[tenant]
+
+    def debtor(self, tenant: str) -> str | None:
+        """Who has the most beyond their share, so that a tenant within its own may take from them."""
+        most = max(self._used, key=self._used.__getitem__, default=tenant)
+        return most if most != tenant and self.owed(tenant, 1) and self._used[most] > self.share(tenant) else None
+
+
+class Admission:
+    """All requests that wait or run. The tenant that has been served the fewest tokens comes next.
+
+    A request holds its row and its bytes of keys and values from its admission to its end. A tenant that comes back
+    after a pause starts level with the least served of those present: unused shares are not saved up.
+
+    Args:
+        limits: the scheduler's.
+        tiers: the engine's, which count keys and values themselves; None to count them here.
+    """
+
+    def __init__(self, limits: SchedulerLimits, tiers: Tiers | None = None) -> None:
+        self.limits = limits
+        self.running: dict[int, ScheduledRequest] = {}
+        self._queues: dict[str, deque[ScheduledRequest]] = {}
+        self._served: dict[str, float] = {}
+        self._places = FairShare(limits.waiting, limits.tenants)
+        self._rows = FairShare(limits.rows, limits.tenants, kept=1)
+        self._starting = False
+        self._tiers = None if tiers is None else TieredRoom(tiers, self._free_rows)
+        memory = limits.memory if self._tiers is None else self._tiers.capacity
+        self._memory = FairShare(memory, limits.tenants, kept=memory / limits.rows)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def usage(self) -> float:
+        """The used part of all memory for keys and values."""
+        return self._memory.used / self._memory.capacity if self._tiers is None else self._tiers.usage
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        return iter([*self.running.values(), *(each for queue in self._queues.values() for each in queue)])
 
     def check(self, request: ScheduledRequest) -> None:
         """Refuse a request that can never fit.
@@ -167,31 +210,131 @@ class KVAdmission:
         Raises:
             ValueError: with the numbers.
         """
-        if request.needs > self.limit:
+        if self._tiers is not None:
+            self._tiers.check(request)
+        elif request.needs > self._memory.capacity:
             raise ValueError(
-                f"the request needs {request.needs:,} bytes for keys and values, and there are {self.limit:,}; "
-                f"{SMALLER_REQUEST}"
+                f"the request needs {request.needs:,} bytes for keys and values, and there are "
+                f"{self._memory.capacity:,}; {SMALLER_REQUEST}"
             )
 
-    def fits(self, request: ScheduledRequest) -> bool:
-        """Whether there is room now."""
-        return self.used + request.needs <= self.limit
+    def check_places(self, tenant: str, texts: int) -> None:
+        """Refuse texts for which there are not enough places, before any work for them is done.
 
-    def acquire(self, request: ScheduledRequest) -> None:
-        """Count an admitted request."""
-        self.used += request.needs
+        Raises:
+            QueueFullError: says when to come again.
+        """
+        rows = self.limits.rows - len(self.running) if not self._queues else 0
+        free = max(self.limits.waiting - self.waiting, math.floor(self._places.share(tenant)) - self._places.of(tenant))
+        if texts > rows + free:
+            raise QueueFullError(self.waiting, self.retry_after(tenant))
 
-    def release(self, request: ScheduledRequest) -> None:
-        """Stop counting a request that has ended."""
-        self.used -= request.needs
+    def add(self, request: ScheduledRequest) -> ScheduledRequest | None:
+        """Let a request wait.
 
-    @property
-    def usage(self) -> float:
-        """The used part of the memory."""
-        return self.used / self.limit
+        Returns:
+            The request that has lost its place to it: the newest of the tenant that waits with the most, where that is
+            more than its share. None if there was a free place.
+
+        Raises:
+            QueueFullError: if all places are taken, and no other tenant has more than its share.
+        """
+        displaced, tenant = None, request.tenant
+        starts = not self._queues and self._rows.allows(tenant, 1) and self._has_room(request)
+        if not starts and not self._places.allows(tenant, 1):
+            debtor = self._places.debtor(tenant)
+            if debtor is None:
+                raise QueueFullError(self.waiting, self.retry_after(tenant))
+            displaced = self._queues[debtor][-1]
+            self.remove(displaced)
+        self._served.setdefault(tenant, min(self._served.values(), default=0.0))
+        self._queues.setdefault(tenant, deque()).append(request)
+        self._places.take(tenant, 1)
+        return displaced
+
+    def next(self) -> ScheduledRequest | None:
+        """The request to start next, which runs from now on; None if none may start.
+
+        A tenant that would have more than its share is passed over if there is no room for that. No request overtakes
+        another one that waits for memory, or a large one might wait for ever.
+        """
+        for tenant in sorted(self._queues, key=self._served.__getitem__):
+            request = self._queues[tenant][0]
+            room, allowed = self._has_room(request), self._memory.allows(tenant, request.needs)
+            if self._rows.allows(tenant, 1) and room and allowed:
+                self.remove(request)
+                self._start(request)
+                return request
+            if not room and self._memory.owed(tenant, request.needs):
+                return None
+        return None
+
+    def postpone(self, request: ScheduledRequest) -> None:
+        """Let a request that could not start after all wait on, before all others of its tenant."""
+        self.started()
+        self.remove(request)
+        self._served.setdefault(request.tenant, 0.0)
+        self._queues.setdefault(request.tenant, deque()).appendleft(request)
+        self._places.take(request.tenant, 1)
+
+    def remove(self, request: ScheduledRequest) -> bool:
+        """Remove; return True if it was present."""
+        tenant = request.tenant
+        if self.running.pop(request.request.id, None) is not None:
+            self._rows.give(tenant, 1)
+            self._memory.give(tenant, request.needs)
+            if self._tiers is not None:
+                self._tiers.charge(-request.drafting)
+        else:
+            queue = self._queues.get(tenant, deque())
+            if request not in queue:
+                return False
+            queue.remove(request)
+            self._places.give(tenant, 1)
+            if not queue:
+                del self._queues[tenant]
+        return True
+
+    def serve(self, tenant: str, tokens: int) -> None:
+        """Count tokens that a tenant's requests took in passes."""
+        self._served[tenant] = self._served.get(tenant, 0.0) + tokens
+
+    def forget(self) -> None:
+        """Drop the counts of tenants that neither run nor wait."""
+        for tenant in self._served.keys() - self._queues.keys() - {each.tenant for each in self.running.values()}:
+            del self._served[tenant]
+
+    def retry_after(self, tenant: str) -> int:
+        """Seconds until a row is likely to be free for a tenant, by the rows that run."""
+        now = time.monotonic()
+        left = sorted(each.seconds_left(now) for each in list(self.running.values()))
+        rounds, place = divmod(self._places.of(tenant), max(1, len(left)))
+        return max(1, math.ceil(left[place] + rounds * left[-1])) if left else 1
+
+    def started(self) -> None:
+        """The request from ``next`` has its cache now, or has ended."""
+        self._starting = False
+
+    def _start(self, request: ScheduledRequest) -> None:
+        self._starting = True
+        self.running[request.request.id] = request
+        self._rows.take(request.tenant, 1)
+        self._memory.take(request.tenant, request.needs)
+        if self._tiers is not None:
+            self._tiers.charge(request.drafting)
+
+    def _free_rows(self) -> int:
+        """Rows but for those of earlier requests."""
+        return self.limits.rows - len(self.running) + self._starting
+
+    def _has_room(self, request: ScheduledRequest) -> bool:
+        """Whether its keys and values fit now."""
+        if self._tiers is not None:
+            return self._tiers.fits(request)
+        return self._memory.used + request.needs <= self._memory.capacity
 
 
-class TieredKVAdmission(KVAdmission):
+class TieredRoom:
     """Bytes of all tiers. The engine's ``Tiers`` count the caches themselves. Draft levels lie on the device and are
     counted here.
 
@@ -201,35 +344,32 @@ class TieredKVAdmission(KVAdmission):
     """
 
     def __init__(self, tiers: Tiers, places: Callable[[], int]) -> None:
-        super().__init__(0)
         self._tiers, self._places = tiers, places
+        self._limits = {tier: size for tier, size in tiers.memory.limits.items() if size != math.inf}
+        self.capacity = math.inf if len(self._limits) < len(tiers.memory.limits) else sum(self._limits.values())
+        self.charge = tiers.charge
         tiers.device_reserve = self._left_to_others
 
     def check(self, request: ScheduledRequest) -> None:
+        """Refuse a request that can never fit; see ``Admission.check``."""
         try:
             self._tiers.placement(request.tokens, request.drafting, empty=True)
         except NoRoomError as error:
             raise ValueError(f"{error}; {SMALLER_REQUEST}") from None
 
     def fits(self, request: ScheduledRequest) -> bool:
+        """Whether there is room now."""
         try:
             self._tiers.placement(request.tokens, request.drafting)
         except NoRoomError:
             return False
         return True
 
-    def acquire(self, request: ScheduledRequest) -> None:
-        self._tiers.charge(request.drafting)
-
-    def release(self, request: ScheduledRequest) -> None:
-        self._tiers.charge(-request.drafting)
-
     @property
     def usage(self) -> float:
         """The used part of the tiers that have limits."""
-        limits = {tier: size for tier, size in self._tiers.memory.limits.items() if size != float("inf")}
         used = self._tiers.taken
-        return sum(used[tier] for tier in limits) / max(1.0, sum(limits.values()))
+        return sum(used[tier] for tier in self._limits) / max(1.0, sum(self._limits.values()))
 
     def _left_to_others(self, tokens: int) -> int:
         """Device bytes that a new text leaves free: the buffers of later texts of the same length."""

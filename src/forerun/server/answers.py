@@ -4,6 +4,7 @@ came from."""
 from __future__ import annotations
 
 import codecs
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -201,7 +202,7 @@ class LogprobStreamer:
         self._goes_on = goes_on
         self._spell, self._request, self._ends = spell, request, ends
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pending: list[TokenLogprob] = []
+        self._pending: deque[TokenLogprob] = deque()
         self._read = self._characters = self._sent = 0
         self._echoed = max(0, len(prompt) - 1)
         if len(prompt):
@@ -217,12 +218,15 @@ class LogprobStreamer:
         """
         self._sent += characters
         self._read_new()
-        taken = [each for each in self._pending if rest or each.offset < self._sent]
-        self._pending = self._pending[len(taken) :]
+        taken = []
+        while self._pending and (rest or self._pending[0].offset < self._sent):
+            taken.append(self._pending.popleft())
         return taken
 
     def _read_new(self) -> None:
-        first, new = self._read, self._request.logprobs[self._read :]
+        """Take what there is from the request, which would keep it to its end."""
+        first, new = self._read, self._request.logprobs[:]
+        del self._request.logprobs[: len(new)]
         self._read += len(new)
         for place, each in enumerate(new, first):
             if place < self._echoed or (self._goes_on and each.token not in self._ends):
@@ -238,12 +242,16 @@ class LogprobStreamer:
         return TokenLogprob(self._spell(one.token), max(one.logprob, IMPOSSIBLE_LOGPROB), top, self._characters)
 
 
-def step_trace(commit: Commit, texts: Sequence[str]) -> dict[str, Any]:
+def step_trace(commit: Commit, texts: Sequence[str], shared: bool = False) -> dict[str, Any]:
     """The trace of a step whose tokens added these texts. A character of several tokens comes with the last of them.
-    The first step's seconds include the reading of the prompt."""
-    tokens = [
-        {"id": token, "text": text, "source": Origin(origin).word}
+    The first step's seconds include the reading of the prompt.
+
+    Where tenants draft from each other's texts (``shared``), it has no sources and counts: they would tell what others
+    were answered.
+    """
+    tokens: list[dict[str, Any]] = [
+        {"id": token, "text": text, "source": None if shared else Origin(origin).word}
         for token, text, origin in zip(commit.tokens, texts, commit.origins, strict=True)
     ]
-    seconds = round(commit.seconds, 6)
-    return {"tokens": tokens, "drafted": commit.proposed, "accepted": commit.drafted, "seconds": seconds}
+    proposed, drafted = (None, None) if shared else (commit.proposed, commit.drafted)
+    return {"tokens": tokens, "drafted": proposed, "accepted": drafted, "seconds": round(commit.seconds, 6)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, Response, StreamingResponse
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import forerun.reference
 from forerun import __version__
@@ -28,12 +27,12 @@ from forerun.server.api_errors import ApiError, validation_error
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.learned_texts import restore_index
 from forerun.server.middleware import OPEN_ADDRESSES, GuardMiddleware
-from forerun.server.replies import ChatFormat, CompletionFormat, ReplyFormat, speculative_metrics, usage_of
+from forerun.server.replies import ChatFormat, CompletionFormat, ReplyFormat
 from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
 from forerun.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, field_names
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import ApiKeys, TenantNamespaces
+from forerun.server.tenants import ApiKeys
 
 log = logging.getLogger(__name__)
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -94,9 +93,8 @@ def create_app(
         ValueError: for a wrong key, or a file that cannot fill the index.
         OSError: if that cannot be read.
     """
-    namespaces = TenantNamespaces(settings.namespaces, settings.share)
-    saver = restore_index(engine, settings, namespaces, _keys(settings).tenants)
-    service = Service(engine, settings, limits, namespaces, on_finished)
+    saver = restore_index(engine, settings, _keys(settings).tenants)
+    service = Service(engine, settings, limits, on_finished)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -148,18 +146,17 @@ def _keys(settings: ServerSettings) -> ApiKeys:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: HTTPRequest) -> Response:
-        form = CompletionFormat(body.model, _number(request), int(time.time()), body.with_usage)
-        return await _answer(service, body, request, form, len(body.prompts))
+        form = CompletionFormat(body.model, _number(request), body.texts, body.with_usage, body.padded)
+        return await _answer(service, body, request, form)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: HTTPRequest) -> Response:
-        form = ChatFormat(body.model, _number(request), int(time.time()), body.with_usage)
+        form = ChatFormat(body.model, _number(request), body.texts, body.with_usage, body.padded)
         return await _answer(service, body, request, form)
 
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: HTTPRequest) -> Response:
-        form = ResponsesFormat(body, _number(request), int(time.time()))
-        return await _answer(service, body.chat(), request, form)
+        return await _answer(service, body.chat(), request, ResponsesFormat(body, _number(request)))
 
 
 def _number(request: HTTPRequest) -> str:
@@ -167,52 +164,58 @@ def _number(request: HTTPRequest) -> str:
 
 
 async def _answer(
-    service: Service,
-    body: CompletionRequest | ChatRequest,
-    request: HTTPRequest,
-    form: ReplyFormat | ResponsesFormat,
-    prompts: int = 1,
+    service: Service, body: CompletionRequest | ChatRequest, request: HTTPRequest, form: ReplyFormat | ResponsesFormat
 ) -> Response:
-    tenant = request.scope["state"]["tenant"]
-    deadline = service.deadline()
-    watcher = asyncio.create_task(_disconnected(request))
+    """Start a call. Its answer is written by what this returns, when nothing holds the request's body any more."""
+    state = request.scope["state"]
+    tenant, deadline = state["tenant"], service.deadline()
+    watcher = asyncio.create_task(_disconnected(request.receive))
     try:
-        call = await service.call(body, tenant, _number(request))
+        call = await service.call(body, tenant, _number(request), state["held"])
         watcher.add_done_callback(lambda _: call.cancel())
         await call.start(tenant, deadline)
     except BaseException:
         watcher.cancel()
         raise
-
-    def figures() -> tuple[dict[str, Any], dict[str, Any]]:
-        return usage_of(call.rows, prompts), speculative_metrics(call.rows, service.engine.budget)
-
+    for parsed in ("_body", "_json"):  # the framework would keep them as long as the answer takes
+        request.__dict__.pop(parsed, None)
+    state["held"].release(keep=call.nbytes)
     if body.stream:
-        return StreamingResponse(_events(call, form, watcher, figures), 200, STREAM_HEADERS, "text/event-stream")
-    try:
-        deltas = [delta async for delta in call if delta is not None]
-    except ClientGoneError:
-        return CLOSING.response()
-    finally:
-        call.cancel()
-        watcher.cancel()
-    whole = await asyncio.to_thread(form.fold, deltas, len(call.rows), *figures())  # it may be megabytes
-    return Response(whole, media_type="application/json")
+        return StreamingResponse(_events(call, form, watcher), 200, STREAM_HEADERS, "text/event-stream")
+    return _WholeResponse(call, form, watcher)
+
+
+class _WholeResponse(Response):
+    """An answer in one piece, which is sent when it has ended."""
+
+    def __init__(self, call: Call, form: ReplyFormat | ResponsesFormat, watcher: asyncio.Task[None]) -> None:
+        super().__init__()
+        self._call, self._form, self._watcher = call, form, watcher
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async for delta in self._call:
+                if delta is not None:
+                    self._form.add(delta)
+        except ClientGoneError:
+            raise CLOSING from None
+        finally:
+            self._call.cancel()
+            self._watcher.cancel()
+        whole = await asyncio.to_thread(self._form.whole, *self._call.figures())  # it may be megabytes
+        await Response(whole, media_type="application/json")(scope, receive, send)
 
 
 async def _events(
-    call: Call,
-    form: ReplyFormat | ResponsesFormat,
-    watcher: asyncio.Task[None],
-    figures: Callable[[], tuple[dict[str, Any], dict[str, Any]]],
+    call: Call, form: ReplyFormat | ResponsesFormat, watcher: asyncio.Task[None]
 ) -> AsyncIterator[str]:
     """A stream of events; an error ends it."""
     try:
-        for begin in form.begin(len(call.rows)):
+        for begin in form.begin():
             yield begin
         async for delta in call:
             yield PING if delta is None else form.chunk(delta)
-        for end in form.end(*figures()):
+        for end in form.end(*call.figures()):
             yield end
     except ApiError as error:
         yield form.error(error)
@@ -226,9 +229,9 @@ async def _events(
         watcher.cancel()
 
 
-async def _disconnected(request: HTTPRequest) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Return when the client has gone."""
-    while (await request.receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from forerun.server.metrics import RequestMeter
 from forerun.server.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+Json = dict[str, Any]
 
 PING_SECONDS = 15.0
 """Silence of a stream after which it shows that it is alive: proxies cut those that are silent for a minute."""
@@ -64,7 +65,7 @@ class LoopDispatcher:
                 self.loop.call_soon(self._run)
 
 
-@dataclass(frozen=True)
+@dataclass
 class AnswerRow:
     """One text of a call. With ``logprobs``, its tokens' log-probabilities are sent, too; with a ``parser``, it is a
     message that is taken apart."""
@@ -74,16 +75,19 @@ class AnswerRow:
     meter: RequestMeter
     logprobs: LogprobStreamer | None = None
     parser: MessageParser | None = None
+    reasoning_tokens: int = 0
 
     def delta(
-        self, index: int, text: str, finish: Finish | None = None, trace: dict[str, Any] | None = None
+        self, index: int, text: str, finish: Finish | None = None, trace: Json | None = None, tokens: int = 0
     ) -> Delta | None:
-        """New text as it is sent; None if nothing of it can be sent yet."""
+        """New text of a step's ``tokens``, as it is sent; None if nothing of it can be sent yet."""
         rest = finish is not None and not self.answer.stopped
         logprobs = None if self.logprobs is None else self.logprobs.take(len(text), rest)
         if self.parser is None:
             return Delta(index, text, finish, logprobs, trace)
         parts = self.parser.feed(text, finish is not None)
+        if parts.reasoning:
+            self.reasoning_tokens += round(tokens * len(parts.reasoning) / len(parts.reasoning + parts.content))
         if finish == "stop" and self.parser.calls:
             finish = "tool_calls"
         if not (parts.content or parts.reasoning or parts.calls or finish or logprobs or trace):
@@ -110,7 +114,11 @@ class Call:
         rows: the texts, in order.
         number: names the call in answers and in the log.
         dispatcher: brings the scheduler's news to this event loop.
+        prompts: how many it has; each has as many texts.
+        budget: the longest draft, in tokens.
         trace: whether deltas have the trace of their step.
+        shared: whether drafts come from texts of other tenants, too; then nothing is told of drafts.
+        nbytes: that its answer may take.
     """
 
     def __init__(
@@ -119,10 +127,14 @@ class Call:
         rows: Sequence[AnswerRow],
         number: str,
         dispatcher: LoopDispatcher,
+        prompts: int = 1,
+        budget: int = 0,
         trace: bool = False,
+        shared: bool = False,
+        nbytes: int = 0,
     ) -> None:
-        self.rows, self.number = rows, number
-        self._trace = trace
+        self.rows, self.number, self.nbytes = rows, number, nbytes
+        self._prompts, self._budget, self._trace, self._shared = prompts, budget, trace, shared
         self._scheduler = scheduler
         self._dispatcher = dispatcher
         self._events: asyncio.Queue[_RowEvent] = asyncio.Queue()
@@ -139,7 +151,7 @@ class Call:
             await asyncio.to_thread(self._submit, tenant, deadline)
         except BaseException as error:
             self.cancel()
-            raise _refusal(error) from error
+            raise refusal(error) from error
 
     def cancel(self) -> None:
         """End all rows that have not ended; returns at once."""
@@ -168,14 +180,21 @@ class Call:
             if isinstance(event.what, Commit):
                 texts = row.answer.add(event.what.tokens)
                 traced = self._trace and texts and len(event.what.origins) == len(event.what.tokens)
-                trace = step_trace(event.what, texts) if traced else None
+                trace = step_trace(event.what, texts, self._shared) if traced else None
                 if trace or any(texts):
-                    delta = row.delta(event.index, "".join(texts), trace=trace)
+                    delta = row.delta(event.index, "".join(texts), trace=trace, tokens=len(texts))
                     if delta is not None:
                         yield delta
                 continue
             left -= 1
             yield self._last_delta(event.index, event.what)
+
+    def figures(self) -> tuple[Json, Json]:
+        """The usage of the ended requests, and what drafts were worth in the words of vLLM's ``metrics``."""
+        usage = usage_of(self.rows, self._prompts)
+        if self._shared:
+            del usage["forerun"]
+        return usage, {} if self._shared else speculative_metrics(self.rows, self._budget)
 
     def _last_delta(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
@@ -185,6 +204,9 @@ class Call:
             return delta
         if how == "cancelled":
             raise ClientGoneError
+        if how == "displaced":
+            message = "another tenant has taken this request's place in the queue, where it was within its own share"
+            raise ApiError(429, message, "queue_full", headers={"Retry-After": "1"})
         if how == "deadline":
             message = f"the time for a request was over after {len(row.request.generated)} tokens; ask for fewer"
             raise ApiError(504, message, "timeout", headers={"x-should-retry": "false"})
@@ -218,6 +240,53 @@ class Call:
         self._events.put_nowait(event)
 
 
+def usage_of(rows: Sequence[AnswerRow], prompts: int) -> Json:
+    """The usage of ended requests: equally many for each of so many prompts, one prompt after the other. ``forerun``
+    says what drafts were worth, over all texts."""
+    stats = [row.request.stats for row in rows]
+    read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
+    written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.goes_on)
+    steps = sum(each.steps for each in stats)
+    drafted, accepted = (sum(sum(getattr(each, name)) for each in stats) for name in ("drafted", "accepted"))
+    emitted = [tokens for each in stats for tokens in each.emitted]
+    speculation = {
+        "steps": steps,
+        "drafted": drafted,
+        "accepted": accepted,
+        "mean_acceptance_length": round(sum(emitted) / steps, 4) if steps else 0.0,
+        "acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
+        "histogram": {tokens: emitted.count(tokens) for tokens in sorted(set(emitted))},
+    }
+    cached = sum(row.request.cached_tokens for row in rows[:: len(rows) // prompts])
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": written,
+        "total_tokens": read + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": sum(row.reasoning_tokens for row in rows)},
+        "forerun": speculation,
+    }
+
+
+def speculative_metrics(rows: Sequence[AnswerRow], budget: int) -> Json:
+    """What drafts were worth, in the words of vLLM's ``metrics``: of the steps that had a draft, of up to ``budget``
+    tokens."""
+    stats = [row.request.stats for row in rows]
+    steps = [pair for each in stats for pair in zip(each.drafted, each.accepted, strict=False) if pair[0]]
+    drafted, accepted = (sum(each[place] for each in steps) for place in (0, 1))
+    counts = Counter(each[1] for each in steps)
+    figures = {
+        "mean_acceptance_length": 1 + accepted / len(steps) if steps else 0.0,
+        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+        "acceptance_histogram": [counts[tokens] for tokens in range(max(counts, default=-1) + 1)],
+        "num_spec_steps": len(steps),
+        "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted,
+        "num_spec_tokens": budget,
+    }
+    return {"speculative_decoding": figures}
+
+
 class ClientGoneError(Exception):
     """The client has gone, or the server closes."""
 
@@ -229,9 +298,10 @@ def _kv_failure(error: OffloadError, number: str) -> ApiError:
     return ApiError(500, message, "kv_memory_failed", headers={"x-should-retry": "false"})
 
 
-def _refusal(error: BaseException) -> BaseException:
+def refusal(error: BaseException) -> BaseException:
+    """What a client is told of an error of ``Scheduler.submit``."""
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), "queue_full", headers={"Retry-After": f"{error.retry_after:.0f}"})
+        return ApiError(429, str(error), "queue_full", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, ValueError):
         return ApiError(400, str(error), "too_large")
     if isinstance(error, RuntimeError):

@@ -24,7 +24,7 @@ from forerun.drafting.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import NAMESPACE_PATTERN, TenantNamespaces
+from forerun.server.tenants import NAMESPACE_PATTERN, drafting_namespace
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.trie import Trie
 from forerun.trie.trie_file import Content
@@ -65,15 +65,15 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
             with nothing to learn.
         OSError: if a file cannot be read.
     """
-    names = TenantNamespaces(namespaces)
+    names: set[str] = set()
     for file in files:
         empty = True
         for passage in passages(file):
             empty = False
-            try:
-                names.add("", passage.namespace)
-            except ValueError as error:
-                raise ValueError(f"{file}:{passage.line} has namespace {passage.namespace!r}: {error}") from None
+            names.add(passage.namespace)
+            if len(names) > namespaces:
+                where = f"{file}:{passage.line} has namespace {passage.namespace!r}"
+                raise ValueError(f"{where}: there are {namespaces} namespaces already, and no more may be")
         if empty:
             raise ValueError(f"{file} has no text to learn from")
 
@@ -86,15 +86,12 @@ def passages(file: Path) -> Iterator[Passage]:
             yield Passage(text[start : start + PASSAGE_CHARACTERS], namespace, file, line)
 
 
-def restore_index(
-    engine: Engine, settings: ServerSettings, namespaces: TenantNamespaces, tenants: Sequence[str]
-) -> AutoSaver | None:
+def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
     """Limit an engine's index, fill it from its folder and from files, and prepare its saving.
 
     Args:
         engine: with a tokenizer.
         settings: the server's.
-        namespaces: of all tenants.
         tenants: all of them learn from the files.
 
     Returns:
@@ -110,22 +107,18 @@ def restore_index(
     assert tokenizer is not None
 
     def learners(name: str) -> list[str]:
-        for tenant in tenants:
-            namespaces.add(tenant, name)
-        return list(dict.fromkeys(namespaces.drafts_from(tenant, name) for tenant in tenants))
+        return list(dict.fromkeys(drafting_namespace(tenant, name, settings.share) for tenant in tenants))
 
     def encode(text: str) -> list[int]:
         return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
-    trie.bound(int(settings.index_limit), MAX_NAMESPACES)
+    trie.bound(int(settings.index_limit), MAX_NAMESPACES, settings.namespaces * (len(tenants) if settings.share else 1))
     if settings.index is None:
         _learn(trie, encode, [], settings, learners)
         return None
     folder = Folder(settings.index, vocabulary_of(tokenizer))
     try:
         kept = folder.read()
-        for namespace in chain.from_iterable(content.namespaces for content in kept):
-            namespaces.restore(namespace, tenants)
         changed = _learn(trie, encode, kept, settings, learners)
     except BaseException:
         folder.close()

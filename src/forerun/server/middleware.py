@@ -1,4 +1,4 @@
-"""Checks before a request is parsed: its id, its host and origin, its key, and the size of its body."""
+"""Checks before a request is parsed: its id, its host and origin, its key, and the bytes that it may hold."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forerun.server.admission import FairShare
 from forerun.server.api_errors import CLOSE, ApiError
 from forerun.server.tenants import ApiKeys
 
 OPEN_ADDRESSES = ("/health", "/ready")
 """Addresses without checks: they only say whether the server is there."""
 BODIES_IN_MEMORY = 32
-"""Bodies of the largest size whose bytes all requests together may hold, from their arrival to their end."""
+"""Bodies of the largest size whose bytes all requests together may hold: until they are parsed, and what answers may
+take after that."""
+KEPT_BODIES = 16
+"""Those that are kept for tenants who hold none."""
 BODY_SECONDS = 60.0
 """Time that a body may take to arrive: enough for 8 MiB over a slow line of 1.2 Mbit/s."""
 REQUEST_ID_HEADER = b"x-request-id"
@@ -28,11 +32,45 @@ request_id: ContextVar[str] = ContextVar("forerun_request_id", default="-")
 """The id of the request that is answered in this context; log lines have it."""
 
 
+class HeldBytes:
+    """Bytes that one request holds of those that all may hold together.
+
+    Args:
+        share: of all requests.
+        tenant: whose request it is.
+    """
+
+    def __init__(self, share: FairShare, tenant: str) -> None:
+        self._share, self._tenant, self._held = share, tenant, 0
+
+    def take(self, nbytes: int, what: str = "bytes") -> None:
+        """Hold more.
+
+        Raises:
+            ApiError: 503 if other requests hold too much, 400 if it can never be had.
+        """
+        if nbytes > self._share.capacity:
+            message = f"the request may take {nbytes:,} {what}; this server has {self._share.capacity:,} for all"
+            raise ApiError(400, message, "too_large")
+        if not self._share.allows(self._tenant, nbytes):
+            wait = "the requests that are here hold as many bytes as this server takes; try again"
+            raise ApiError(503, wait, "too_many_bytes", headers={"Retry-After": "1"})
+        self._share.take(self._tenant, nbytes)
+        self._held += nbytes
+
+    def release(self, keep: int = 0) -> None:
+        """Hold no more than ``keep``."""
+        if self._held > keep:
+            self._share.give(self._tenant, self._held - keep)
+            self._held = keep
+
+
 class GuardMiddleware:
     """Gives each request an id and its tenant, and refuses wrong keys (401), foreign hosts and origins (403), large
     bodies (413) and slow ones (408).
 
-    The application behind it gets a body in one piece, and none that does not arrive in full. The rest of a refused
+    The application behind it gets a body in one piece, and none that does not arrive in full. It finds the request's
+    ``HeldBytes`` in the scope's state, as ``held``, and gives them back once the body is parsed. The rest of a refused
     body is read and thrown away for as long as the connection may be silent: closing it under a client that still sends
     would reset it, and the client could lose the answer.
 
@@ -40,7 +78,7 @@ class GuardMiddleware:
     by a domain name that it points here (DNS rebinding). So hosts and origins are checked there.
 
     Args:
-        app: finds ``tenant`` and ``request_id`` in the scope's state.
+        app: finds ``tenant``, ``request_id`` and ``held`` in the scope's state.
         keys: of the tenants.
         body_limit: bytes of a body.
         hosts: names under which the server may be asked; IP addresses and localhost always may, and ``*`` is any name.
@@ -64,7 +102,7 @@ class GuardMiddleware:
         self._hosts = None if hosts is None else frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origins)
         self._body_seconds = body_seconds
-        self._buffered = 0
+        self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), KEPT_BODIES * body_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application does."""
@@ -72,19 +110,21 @@ class GuardMiddleware:
             await self._app(scope, receive, send)
             return
         send = _with_id(scope, send)
-        body = bytearray()
+        held = HeldBytes(self._share, "")
         try:
             self._check_source(scope)
             if scope["path"] in self._open:  # no body is read there
                 await self._app(scope, receive, send)
                 return
             self._authenticate(scope)
-            if await self._read(scope, receive, body):
-                await self._app(scope, _replay(bytes(body), receive), send)
+            held = scope["state"]["held"] = HeldBytes(self._share, scope["state"]["tenant"])
+            whole = await self._read(scope, receive, held)
+            if whole is not None:
+                await self._app(scope, whole, send)
         except ApiError as error:
             await error.response()(scope, receive, send)
         finally:
-            self._buffered -= len(body)
+            held.release()
 
     def _check_source(self, scope: Scope) -> None:
         if self._hosts is None or scope["path"] in OPEN_ADDRESSES:
@@ -122,33 +162,29 @@ class GuardMiddleware:
             raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         scope["state"]["tenant"] = tenant
 
-    async def _read(self, scope: Scope, receive: Receive, body: bytearray) -> bool:
-        """Collect the body; return False if the client goes before all of it has arrived."""
+    async def _read(self, scope: Scope, receive: Receive, held: HeldBytes) -> Receive | None:
+        """Messages with the whole body first; None if the client goes before all of it has arrived."""
         declared = _header(scope, b"content-length") or b"0"
         if declared.isdigit():
             self._check_size(int(declared))
         try:
             async with asyncio.timeout(self._body_seconds):
-                return await self._collect(receive, body)
+                return await self._collect(receive, held)
         except TimeoutError:
             message = f"the body did not come within {self._body_seconds:g} seconds"
             raise ApiError(408, message, "request_timeout", headers=CLOSE) from None
 
-    async def _collect(self, receive: Receive, body: bytearray) -> bool:
-        more = True
+    async def _collect(self, receive: Receive, held: HeldBytes) -> Receive | None:
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return False
-            part = message.get("body", b"")
-            body += part
-            self._buffered += len(part)
+                return None
+            body += (part := message.get("body", b""))
             self._check_size(len(body))
-            if self._buffered > BODIES_IN_MEMORY * self._limit:
-                wait = "the requests that are here hold as many bytes as this server takes; try again"
-                raise ApiError(503, wait, "too_many_bytes", headers={"Retry-After": "1"})
+            held.take(len(part))
             more = message.get("more_body", False)
-        return True
+        return _replay(bytes(body), receive)
 
     def _check_size(self, size: int) -> None:
         if size > self._limit:

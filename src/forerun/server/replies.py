@@ -6,46 +6,90 @@ A whole answer is the fold over its stream. A field without a value is not sent.
 from __future__ import annotations
 
 import json
+import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forerun.models.text.message_parser import CallDelta
-from forerun.server.answers import Delta, TokenLogprob
+from forerun.server.answers import Delta, Finish, TokenLogprob
 from forerun.server.api_errors import ApiError
-from forerun.server.calls import AnswerRow
 
 Json = dict[str, Any]
 
+PADDED_BYTES = 256
+"""Padded chunks are multiples of this. One with a few tokens takes it once or twice."""
+
+
+class AnswerParts:
+    """One text of a whole answer, as it grows. Log-probabilities become JSON at once: as objects they take many times
+    the memory."""
+
+    def __init__(self) -> None:
+        self._text, self._reasoning = list[str](), list[str]()
+        self._calls: list[CallDelta] = []
+        self._finish: Finish | None = None
+        self._logprobs: dict[str, list[str] | None] | None = None
+
+    def add(self, delta: Delta, logprobs: Json | None) -> None:
+        """Add new text, and its log-probabilities as lists."""
+        self._text.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        self._calls += delta.calls
+        self._finish = delta.finish_reason or self._finish
+        if logprobs is not None:
+            self._logprobs = self._logprobs or {name: None if each is None else [] for name, each in logprobs.items()}
+            for name, parts in self._logprobs.items():
+                if parts is not None and logprobs[name]:
+                    parts.append(compact(logprobs[name])[1:-1])
+
+    def whole(self, index: int) -> Delta:
+        """All of it, without log-probabilities."""
+        text, reasoning = "".join(self._text), "".join(self._reasoning)
+        return Delta(index, text, self._finish, reasoning=reasoning, calls=self._calls)
+
+    @property
+    def logprobs(self) -> str:
+        """As JSON."""
+        if self._logprobs is None:
+            return "null"
+        lists = {name: "null" if each is None else f"[{','.join(each)}]" for name, each in self._logprobs.items()}
+        return "{" + ",".join(f'"{name}":{each}' for name, each in lists.items()) + "}"
+
 
 class ReplyFormat(ABC):
-    """The form of answers at one address.
+    """The form of one answer at one address.
 
     Args:
         model: the model's name.
         number: the request's.
-        created: seconds since 1970.
+        texts: how many the answer has.
         usage: whether the last chunk has the usage; then all others say so.
+        padded: whether chunks are padded, so that their sizes do not tell what is in them.
     """
 
     prefix: str
-    whole: str
+    kind: str
     part: str
 
-    def __init__(self, model: str, number: str, created: int, usage: bool) -> None:
-        self._model, self._id, self._created = model, f"{self.prefix}-{number}", created
-        self.usage = usage
+    def __init__(self, model: str, number: str, texts: int = 1, usage: bool = False, padded: bool = False) -> None:
+        self._head = {"id": f"{self.prefix}-{number}", "created": int(time.time()), "model": model}
+        self._usage, self._padded = usage, padded
+        self._parts = [AnswerParts() for _ in range(texts)]
 
     @abstractmethod
     def _choice(self, delta: Delta) -> Json:
-        """A choice of a whole answer."""
+        """A choice of a whole answer, without log-probabilities."""
 
     @abstractmethod
     def _piece(self, delta: Delta) -> Json:
         """A choice of a chunk."""
 
-    def begin(self, texts: int) -> list[str]:
+    @abstractmethod
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Json:
+        """Log-probabilities as lists."""
+
+    def begin(self) -> list[str]:
         """Events before the first token."""
         return []
 
@@ -55,70 +99,69 @@ class ReplyFormat(ABC):
 
     def end(self, usage: Json, metrics: Json) -> list[str]:
         """The last events, with the usage if it is wanted."""
-        last = [self._event([], usage, None, metrics)] if self.usage else []
+        last = [self._event([], usage, None, metrics)] if self._usage else []
         return [*last, "data: [DONE]\n\n"]
 
     def error(self, error: ApiError) -> str:
         """An event that ends a stream by an error."""
         return event(error.body)
 
-    def fold(self, deltas: Sequence[Delta], texts: int, usage: Json, metrics: Json) -> str:
-        """The whole answer, from all deltas of a stream. Its texts become JSON one by one, as no other thread runs
-        meanwhile."""
-        parts: list[list[Delta]] = [[] for _ in range(texts)]
-        for delta in deltas:
-            parts[delta.index].append(delta)
-        choices = ",".join(compact(self._choice(_joined(part))) for part in parts)
-        head = self._head(self.whole) | {"usage": usage, "metrics": metrics}
-        return f'{compact(head)[:-1]},"choices":[{choices}]}}'
+    def add(self, delta: Delta) -> None:
+        """Add new text to the whole answer."""
+        self._parts[delta.index].add(delta, None if delta.logprobs is None else self._logprobs(delta.logprobs))
 
-    def _head(self, kind: str) -> Json:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+    def whole(self, usage: Json, metrics: Json) -> str:
+        """The whole answer: the fold over all deltas of a stream."""
+        choices = []
+        for index, parts in enumerate(self._parts):
+            choices.append(f'{compact(self._choice(parts.whole(index)))[:-1]},"logprobs":{parts.logprobs}}}')
+        head = {**self._head, "object": self.kind, "usage": usage, "metrics": metrics}
+        return f'{compact(head)[:-1]},"choices":[{",".join(choices)}]}}'
 
     def _event(
         self, choices: Sequence[Json], usage: Json | None, trace: Json | None = None, metrics: Json | None = None
     ) -> str:
-        more = ({"usage": usage} if self.usage else {}) | ({"forerun": trace} if trace else {})
+        more = ({"usage": usage} if self._usage else {}) | ({"forerun": trace} if trace else {})
         more |= {"metrics": metrics} if metrics else {}
-        return event(self._head(self.part) | {"choices": choices} | more)
+        body = {**self._head, "object": self.part, "choices": choices, **more}
+        return event(padded(body) if self._padded else body)
 
 
 class CompletionFormat(ReplyFormat):
     """``/v1/completions``."""
 
-    prefix, whole, part = "cmpl", "text_completion", "text_completion"
+    prefix, kind, part = "cmpl", "text_completion", "text_completion"
 
     def _choice(self, delta: Delta) -> Json:
-        logprobs = None if delta.logprobs is None else _text_logprobs(delta.logprobs)
-        return {
-            "index": delta.index,
-            "text": delta.text,
-            "finish_reason": delta.finish_reason,
-            "logprobs": logprobs,
-        }
+        return {"index": delta.index, "text": delta.text, "finish_reason": delta.finish_reason}
 
     def _piece(self, delta: Delta) -> Json:
-        choice = self._choice(delta)
-        return choice if delta.logprobs else {**choice, "logprobs": None}
+        return {**self._choice(delta), "logprobs": self._logprobs(delta.logprobs) if delta.logprobs else None}
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Json:
+        return {
+            "tokens": [_readable(each.spelling) for each in tokens],
+            "token_logprobs": [each.logprob for each in tokens],
+            "top_logprobs": [None if each.logprob is None else _likeliest(each) for each in tokens],
+            "text_offset": [each.offset for each in tokens],
+        }
 
 
 class ChatFormat(ReplyFormat):
     """``/v1/chat/completions``."""
 
-    prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, kind, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def begin(self, texts: int) -> list[str]:
+    def begin(self) -> list[str]:
         """One event for each text, with the answer's role."""
         message = {"role": "assistant", "content": ""}
-        return [self._event([self._chunk_choice(Delta(index, ""), message)], None) for index in range(texts)]
+        return [
+            self._event([self._chunk_choice(Delta(index, ""), message)], None) for index in range(len(self._parts))
+        ]
 
     def _choice(self, delta: Delta) -> Json:
-        return {
-            "index": delta.index,
-            "message": {"role": "assistant", **_message(delta)},
-            "finish_reason": delta.finish_reason,
-            "logprobs": None if delta.logprobs is None else _chat_logprobs(delta.logprobs),
-        }
+        message = {"role": "assistant", **_message(delta)}
+        return {"index": delta.index, "message": message, "finish_reason": delta.finish_reason}
 
     def _piece(self, delta: Delta) -> Json:
         message: Json = {"content": delta.text} if delta.text else {}
@@ -133,8 +176,15 @@ class ChatFormat(ReplyFormat):
             "index": delta.index,
             "delta": message,
             "finish_reason": delta.finish_reason,
-            "logprobs": _chat_logprobs(delta.logprobs) if delta.logprobs else None,
+            "logprobs": self._logprobs(delta.logprobs) if delta.logprobs else None,
         }
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob]) -> Json:
+        content = [
+            {**_top(each.spelling, each.logprob or 0.0), "top_logprobs": [_top(*other) for other in each.top]}
+            for each in tokens
+        ]
+        return {"content": content, "refusal": None}
 
 
 def _message(delta: Delta) -> Json:
@@ -169,85 +219,20 @@ def _call_piece(call: CallDelta) -> Json:
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
-def usage_of(rows: Sequence[AnswerRow], prompts: int) -> Json:
-    """The usage of ended requests: equally many for each of so many prompts, one prompt after the other. ``forerun``
-    says what drafts were worth, over all texts."""
-    stats = [row.request.stats for row in rows]
-    read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
-    written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.goes_on)
-    steps = sum(each.steps for each in stats)
-    drafted, accepted = (sum(sum(getattr(each, name)) for each in stats) for name in ("drafted", "accepted"))
-    emitted = [tokens for each in stats for tokens in each.emitted]
-    speculation = {
-        "steps": steps,
-        "drafted": drafted,
-        "accepted": accepted,
-        "mean_acceptance_length": round(sum(emitted) / steps, 4) if steps else 0.0,
-        "acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
-        "histogram": {tokens: emitted.count(tokens) for tokens in sorted(set(emitted))},
-    }
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "forerun": speculation,
-    }
-
-
-def speculative_metrics(rows: Sequence[AnswerRow], budget: int) -> Json:
-    """What drafts were worth, in the words of vLLM's ``metrics``: of the steps that had a draft, of up to ``budget``
-    tokens."""
-    stats = [row.request.stats for row in rows]
-    steps = [pair for each in stats for pair in zip(each.drafted, each.accepted, strict=False) if pair[0]]
-    drafted, accepted = (sum(each[place] for each in steps) for place in (0, 1))
-    counts = Counter(each[1] for each in steps)
-    figures = {
-        "mean_acceptance_length": 1 + accepted / len(steps) if steps else 0.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": [counts[tokens] for tokens in range(max(counts, default=-1) + 1)],
-        "num_spec_steps": len(steps),
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": budget,
-    }
-    return {"speculative_decoding": figures}
-
-
 def event(body: Mapping[str, Any], name: str | None = None) -> str:
     """A server-sent event."""
     return f"event: {name}\ndata: {compact(body)}\n\n" if name else f"data: {compact(body)}\n\n"
 
 
-def compact(body: Mapping[str, Any]) -> str:
+def padded(body: Json) -> Json:
+    """The same with ``obfuscation``, after which its size is one of a few."""
+    spaces = PADDED_BYTES - (len(compact(body)) + len(',"obfuscation":""')) % PADDED_BYTES
+    return {**body, "obfuscation": "x" * spaces}
+
+
+def compact(body: Any) -> str:
     """JSON on one line, without spaces."""
     return json.dumps(body, separators=(",", ":"))
-
-
-def _joined(parts: Sequence[Delta]) -> Delta:
-    """All deltas of one choice as one."""
-    logprobs = None
-    if any(part.logprobs is not None for part in parts):
-        logprobs = [each for part in parts for each in part.logprobs or ()]
-    calls = [call for part in parts for call in part.calls]
-    text, reasoning = "".join(part.text for part in parts), "".join(part.reasoning for part in parts)
-    return Delta(parts[0].index, text, parts[-1].finish_reason, logprobs, None, reasoning, calls)
-
-
-def _text_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    return {
-        "tokens": [_readable(each.spelling) for each in tokens],
-        "token_logprobs": [each.logprob for each in tokens],
-        "top_logprobs": [None if each.logprob is None else _likeliest(each) for each in tokens],
-        "text_offset": [each.offset for each in tokens],
-    }
-
-
-def _chat_logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    content: list[Json] = [
-        {**_top(each.spelling, each.logprob or 0.0), "top_logprobs": [_top(*other) for other in each.top]}
-        for each in tokens
-    ]
-    return {"content": content, "refusal": None}
 
 
 def _likeliest(one: TokenLogprob) -> dict[str, float]:

@@ -5,8 +5,8 @@ A whole response is what the events of its stream add up to.
 
 from __future__ import annotations
 
+import time
 import uuid
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
@@ -185,10 +185,9 @@ class ResponsesFormat:
     Args:
         body: the request.
         number: the request's name.
-        created: seconds since 1970.
     """
 
-    def __init__(self, body: ResponsesRequest, number: str, created: int) -> None:
+    def __init__(self, body: ResponsesRequest, number: str) -> None:
         self._sequence = 0
         self._items: list[Json] = []
         self._kind = ""
@@ -196,7 +195,7 @@ class ResponsesFormat:
         self._head: Json = {
             "id": f"resp_{number}",
             "object": "response",
-            "created_at": created,
+            "created_at": int(time.time()),
             "model": body.model,
             "error": None,
             "incomplete_details": None,
@@ -215,7 +214,7 @@ class ResponsesFormat:
             "truncation": "disabled",
         }
 
-    def begin(self, texts: int) -> list[str]:
+    def begin(self) -> list[str]:
         """The first events."""
         response = {"response": self._response("in_progress")}
         return [self._event("response.created", response), self._event("response.in_progress", response)]
@@ -242,31 +241,33 @@ class ResponsesFormat:
 
     def end(self, usage: Json, metrics: Json) -> list[str]:
         """The last event."""
-        response = self._whole(usage, metrics)
+        response = self._ended(usage, metrics)
         return [self._event(f"response.{response['status']}", {"response": response})]
 
-    def fold(self, deltas: Sequence[Delta], texts: int, usage: Json, metrics: Json) -> str:
-        """The whole response, from all deltas of a stream."""
-        for delta in deltas:
-            self.chunk(delta)
-        return compact(self._whole(usage, metrics))
+    def add(self, delta: Delta) -> None:
+        """Add new text to the whole response."""
+        self.chunk(delta)
+
+    def whole(self, usage: Json, metrics: Json) -> str:
+        """The whole response."""
+        return compact(self._ended(usage, metrics))
 
     def error(self, error: ApiError) -> str:
         """An event that ends a stream by an error."""
         return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
 
-    def _whole(self, usage: Json, metrics: Json) -> Json:
+    def _ended(self, usage: Json, metrics: Json) -> Json:
         status = "incomplete" if any(item["status"] == "incomplete" for item in self._items) else "completed"
         response = self._response(status)
         if status == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
-            "forerun": usage["forerun"],
+            "forerun": usage.get("forerun"),
         }
         response["metrics"] = metrics
         return response

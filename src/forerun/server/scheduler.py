@@ -19,21 +19,11 @@ from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.result import Commit
 from forerun.kv.kv_tiers import NoRoomError
-from forerun.server.admission import (
-    Ending,
-    FairQueue,
-    KVAdmission,
-    QueueFullError,
-    ScheduledRequest,
-    SchedulerLimits,
-    TieredKVAdmission,
-)
+from forerun.server.admission import Admission, Ending, ScheduledRequest, SchedulerLimits
 from forerun.tensor_parallel.channel import ParallelError
 
 log = logging.getLogger(__name__)
 
-RECENT_REQUESTS = 32
-"""Ended requests whose mean time predicts when a place is free."""
 IDLE_SECONDS = 5.0
 """Time without a request after which free memory goes back to the system. The next request pays 1 ms or more for each
 MiB that it takes again, so memory is kept between requests that follow each other."""
@@ -42,10 +32,15 @@ OFFLOADED_CHUNKS = 8
 was read before."""
 MEMORY_POLL_SECONDS = 0.01
 """Time between two looks for memory that another user of the engine holds."""
+CLOSING_SECONDS = 30.0
+"""Time for the step that is under way at the end. A longer one ends with the process."""
 
 
 class Scheduler:
     """Runs requests of many clients through one engine.
+
+    Its own thread alone starts and ends requests. The lock is held to look at who waits and runs, never while the
+    engine works.
 
     Args:
         engine: decodes; others may use it meanwhile.
@@ -62,16 +57,23 @@ class Scheduler:
         self.engine, self.limits, self.failed = engine, limits, False
         self._on_finished = on_finished
         self._batch = self._new_batch()
-        self._waiting = FairQueue()
-        self._running: dict[int, ScheduledRequest] = {}
-        tiers, free = engine.tiers, lambda: limits.rows - len(self._running)
-        self._memory = KVAdmission(limits.memory) if tiers is None else TieredKVAdmission(tiers, free)
+        self._admission = Admission(limits, engine.tiers)
         self._cancelled: deque[ScheduledRequest] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._durations: deque[float] = deque(maxlen=RECENT_REQUESTS)
         self._thread = threading.Thread(target=self._work, name="forerun-scheduler", daemon=True)
         self._thread.start()
+
+    def check_places(self, tenant: str, texts: int) -> None:
+        """Refuse texts that ``submit`` would refuse, before any work for them is done.
+
+        Raises:
+            QueueFullError: if there are not enough places for them.
+            RuntimeError: after ``close``.
+        """
+        with self._changed:
+            self._check_open()
+            self._admission.check_places(tenant, texts)
 
     def submit(
         self,
@@ -81,7 +83,7 @@ class Scheduler:
         tenant: str = "default",
         deadline: float | None = None,
     ) -> ScheduledRequest:
-        """Put a request into the queue.
+        """Put a request into the queue. What the store keeps of its prompt is verified here, in the caller's thread.
 
         Args:
             request: a new one.
@@ -92,18 +94,19 @@ class Scheduler:
             QueueFullError: if the queue is full.
             RuntimeError: after ``close``.
         """
-        needs, drafting = self._batch.needs(request), self._batch.drafting(request)
+        batch = self._batch
+        needs, drafting = batch.needs(request), batch.drafting(request)
         scheduled = ScheduledRequest(
-            request, tenant, on_commit, on_end, deadline, needs, self._batch.tokens(request), drafting
+            request, tenant, on_commit, on_end, deadline, needs, batch.tokens(request), drafting
         )
-        self._memory.check(scheduled)
+        self._admission.check(scheduled)
+        batch.verify_stored(request)
         with self._changed:
-            if self._closing:
-                raise RuntimeError("the scheduler is closed")
-            if len(self._waiting) >= self.limits.waiting and not self._fits(scheduled):
-                raise QueueFullError(len(self._waiting), self._retry_after())
-            self._waiting.add(scheduled)
+            self._check_open()
+            displaced = self._admission.add(scheduled)
             self._changed.notify()
+        if displaced is not None:
+            displaced.end("displaced")
         return scheduled
 
     def cancel(self, scheduled: ScheduledRequest) -> None:
@@ -132,9 +135,11 @@ class Scheduler:
         while time.monotonic() < until and self.busy:
             time.sleep(0.01)
         with self._changed:
-            self._cancelled += [*self._running.values(), *self._waiting]
+            self._cancelled += self._admission
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(CLOSING_SECONDS)
+        if self._thread.is_alive():
+            log.error("a step has not ended within %g seconds; it is left alone", CLOSING_SECONDS)
 
     @property
     def ready(self) -> bool:
@@ -145,37 +150,31 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether a request runs or waits."""
         with self._changed:
-            return bool(self._running or len(self._waiting))
+            return bool(self.running or self.waiting)
 
     @property
     def waiting(self) -> int:
         """How many requests wait."""
-        return len(self._waiting)
+        return self._admission.waiting
 
     @property
     def running(self) -> int:
         """How many requests run."""
-        return len(self._running)
+        return len(self._admission.running)
 
     @property
     def memory(self) -> int:
         """Bytes of keys and values that the running requests were admitted for."""
-        return sum(scheduled.needs for scheduled in list(self._running.values()))
+        return sum(scheduled.needs for scheduled in list(self._admission.running.values()))
 
     @property
     def usage(self) -> float:
         """The used part of all memory for keys and values."""
-        return self._memory.usage
+        return self._admission.usage
 
-    def _fits(self, scheduled: ScheduledRequest) -> bool:
-        """Whether a request could start now."""
-        alone = not len(self._waiting) and len(self._running) < self.limits.rows
-        return alone and self._memory.fits(scheduled)
-
-    def _retry_after(self) -> float:
-        """Seconds until a place in the queue is likely to be free, by the durations of recent requests."""
-        mean = sum(self._durations) / len(self._durations) if self._durations else 1.0
-        return max(1.0, mean / self.limits.rows)
+    def _check_open(self) -> None:
+        if self._closing:
+            raise RuntimeError("the scheduler is closed")
 
     def _work(self) -> None:
         try:
@@ -188,8 +187,8 @@ class Scheduler:
         """End all requests: none of them would ever be served."""
         with self._changed:
             self._closing = True
-            left = [*self._running.values(), *self._waiting]
-            self._running, self._waiting = {}, FairQueue()
+            left = list(self._admission)
+            self._admission = Admission(self.limits)
         for scheduled in left:
             scheduled.request.fail(error)
             scheduled.end("error")
@@ -200,16 +199,17 @@ class Scheduler:
         while True:
             with self._changed:
                 has_work = self._changed.wait_for(self._has_work, IDLE_SECONDS if stepped else None)
-                if self._closing and not (self._running or len(self._waiting)):
-                    self._batch.close()
-                    return
-                self._end_cancelled()
-                self._end_late()
-                self._admit()
-            if self._running:
+                ended = self._closing and not (self.running or self.waiting)
+            if ended:
+                self._batch.close()
+                return
+            self._end_cancelled()
+            self._end_late()
+            self._admit()
+            if self.running:
                 self._step()
                 stepped = True
-            elif len(self._waiting):  # another user of the engine holds the memory
+            elif self.waiting:  # another user of the engine holds the memory
                 time.sleep(MEMORY_POLL_SECONDS)
             elif not has_work:
                 give_back()
@@ -221,7 +221,7 @@ class Scheduler:
 
     def _has_work(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._running or len(self._waiting) or self._cancelled or self._closing)
+        return bool(self.running or self.waiting or self._cancelled or self._closing)
 
     def _end_cancelled(self) -> None:
         while self._cancelled:
@@ -229,31 +229,33 @@ class Scheduler:
 
     def _end_late(self) -> None:
         now = time.monotonic()
-        for scheduled in [*self._running.values(), *self._waiting]:
-            if scheduled.deadline is not None and scheduled.deadline <= now:
-                self._end(scheduled, "deadline")
+        with self._changed:
+            late = [each for each in self._admission if each.deadline is not None and each.deadline <= now]
+        for scheduled in late:
+            self._end(scheduled, "deadline")
 
     def _admit(self) -> None:
-        """Start the next request if its caches fit. No other overtakes it, or a large one might wait for ever."""
-        while (scheduled := self._waiting.next()) is not None:
-            if len(self._running) >= self.limits.rows or not self._memory.fits(scheduled):
+        """Start all requests that may start."""
+        while True:
+            with self._changed:
+                scheduled = self._admission.next()
+            if scheduled is None:
                 return
-            self._memory.acquire(scheduled)
             try:
                 self._batch.admit(scheduled.request)
             except NoRoomError:  # another thread has used the engine meanwhile
-                self._memory.release(scheduled)
+                with self._changed:
+                    self._admission.postpone(scheduled)
                 return
             except Exception as error:
-                self._memory.release(scheduled)
-                self._waiting.remove(scheduled)
                 scheduled.request.fail(error)
-                scheduled.end("error")
+                self._end(scheduled, "error")
                 continue
-            self._waiting.remove(scheduled)
+            finally:
+                self._admission.started()
             scheduled.admitted = time.monotonic()
-            self._running[scheduled.request.id] = scheduled
-            self._waiting.serve(scheduled.tenant, scheduled.request.prompt_length)
+            with self._changed:
+                self._admission.serve(scheduled.tenant, scheduled.request.prompt_length)
 
     def _step(self) -> None:
         try:
@@ -264,13 +266,15 @@ class Scheduler:
             log.exception("a step failed; the requests that ran in it end")
             self._batch.close()
             self._batch = self._new_batch()
-            for scheduled in list(self._running.values()):
+            for scheduled in list(self._admission.running.values()):
                 scheduled.request.fail(error)
                 self._end(scheduled, "error")
             return
-        for commit in commits:
-            scheduled = self._running[commit.request.id]
-            self._waiting.serve(scheduled.tenant, len(commit.tokens))
+        rows = [self._admission.running[commit.request.id] for commit in commits]
+        with self._changed:
+            for scheduled, commit in zip(rows, commits, strict=True):
+                self._admission.serve(scheduled.tenant, len(commit.tokens))
+        for scheduled, commit in zip(rows, commits, strict=True):
             if not self._deliver(scheduled, commit):
                 self._end(scheduled, "cancelled")
             elif commit.request.finish_reason is not None:
@@ -290,13 +294,13 @@ class Scheduler:
 
     def _end(self, scheduled: ScheduledRequest, how: Ending) -> None:
         with self._changed:
-            if self._running.pop(scheduled.request.id, None) is not None:
-                self._batch.cancel(scheduled.request)
-                self._memory.release(scheduled)
-                self._durations.append(time.monotonic() - (scheduled.admitted or scheduled.submitted))
-            elif not self._waiting.remove(scheduled):
+            if not self._admission.remove(scheduled):
                 return
-            self._waiting.forget({each.tenant for each in self._running.values()})
+            self._admission.forget()
+        self._batch.cancel(scheduled.request)
         if how == "finished" and self._on_finished is not None:
-            self._on_finished(scheduled.request)
+            try:
+                self._on_finished(scheduled.request)
+            except Exception:
+                log.exception("an ended request was not handed on")
         scheduled.end(how)

@@ -139,7 +139,7 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
-    """``include_usage``: a last chunk has the usage. ``include_obfuscation`` changes nothing."""
+    """``include_usage``: a last chunk has the usage. ``include_obfuscation``: chunks are padded."""
 
     include_usage: bool = False
     include_obfuscation: bool | None = None
@@ -274,6 +274,16 @@ class GenerationRequest(StrictModel):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def texts(self) -> int:
+        """How many texts are asked for."""
+        return self.n or 1
+
+    @property
+    def padded(self) -> bool:
+        """Whether a stream's chunks are padded."""
+        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
+
+    @property
     def with_usage(self) -> bool:
         """Whether the last chunk of a stream has the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -301,6 +311,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def alternatives(self) -> int | None:
         return self.logprobs
+
+    @property
+    def texts(self) -> int:
+        return len(self.prompts) * (self.n or 1)
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:

@@ -20,23 +20,26 @@ from forerun.models.text.message_parser import MessageParser
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.models.text.prompts import has_template
 from forerun.models.text.token_bytes import TokenBytes
-from forerun.server.admission import SchedulerLimits
+from forerun.server.admission import QueueFullError, SchedulerLimits
 from forerun.server.answers import AnswerText, Echo, LogprobStreamer, StopStringCriterion
 from forerun.server.api_errors import ApiError
-from forerun.server.calls import AnswerRow, Call, LoopDispatcher
+from forerun.server.calls import AnswerRow, Call, LoopDispatcher, refusal
 from forerun.server.echo import scoring_prompt
 from forerun.server.grammar_pool import GrammarPool
 from forerun.server.metrics import Metrics, RequestMeter
+from forerun.server.middleware import HeldBytes
 from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
 from forerun.server.schema import ChatRequest, CompletionRequest, Extension, plain_text
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import TenantNamespaces
+from forerun.server.tenants import drafting_namespace, private_namespace
 
 log = logging.getLogger(__name__)
 
 DEFAULT_COMPLETION_TOKENS = 16
 """The longest completion if the request names no limit, as OpenAI has it. A chat's default is the server's limit."""
+LOGPROB_BYTES = 100
+"""What a token's log-probability takes in an answer, and each alternative to it: 90 bytes of JSON as a rule."""
 NO_DRAFTER = "none"
 """The drafter that a request names to get its text without drafts."""
 
@@ -48,7 +51,6 @@ class Service:
         engine: decodes; it has a tokenizer.
         settings: the server's.
         limits: the scheduler's.
-        namespaces: of all tenants.
         on_finished: see ``Scheduler``.
     """
 
@@ -57,7 +59,6 @@ class Service:
         engine: Engine,
         settings: ServerSettings,
         limits: SchedulerLimits,
-        namespaces: TenantNamespaces,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
         assert engine.tokenizer is not None
@@ -65,7 +66,6 @@ class Service:
         self.scheduler = Scheduler(engine, limits, on_finished)
         self.metrics = Metrics(engine, self.scheduler)
         self.created = int(time.time())
-        self._namespaces = namespaces
         self.positions = position_limit(engine.target.model)
         self.encode = PromptEncoder(self.tokenizer, self.positions)
         self.form = message_format(self.tokenizer)
@@ -80,25 +80,35 @@ class Service:
         self.grammars.close()
         self.scheduler.close(patience)
 
-    async def call(self, body: CompletionRequest | ChatRequest, tenant: str, number: str) -> Call:
-        """Prepare an answer without holding up the event loop.
+    async def call(
+        self, body: CompletionRequest | ChatRequest, tenant: str, number: str, held: HeldBytes
+    ) -> Call:
+        """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first.
 
         Args:
             body: what is asked.
             tenant: who asks.
             number: names the call.
+            held: of the request; what its answer may take is added.
 
         Raises:
             ApiError: says what is refused, and why.
         """
         arrived = time.monotonic()
         self.check_model(body.model)
-        self._check_texts(body)
-        namespace = self._namespaces.private(tenant, body.forerun.namespace)
+        self._check_cheap(body)
+        tokens = self._default_tokens(body) if body.token_limit is None else body.token_limit
+        nbytes = _hold_logprobs(held, body, body.texts * tokens)
+        try:
+            await asyncio.to_thread(self.scheduler.check_places, tenant, body.texts)
+        except (QueueFullError, RuntimeError) as error:
+            raise refusal(error) from error
         try:
             prompts = await asyncio.to_thread(self.encode, body)
+            if _scores_prompt(body):
+                nbytes += _hold_logprobs(held, body, sum(len(prompt.ids) for prompt in prompts) * (body.n or 1))
             response_format = self._response_format(body, prompts[0].text or "")
-            await self.grammars.prepare(response_format, tenant, namespace)
+            await self.grammars.prepare(response_format, tenant, private_namespace(tenant, body.forerun.namespace))
             requests = await asyncio.to_thread(self._requests, body, tenant, prompts, response_format)
         except SchemaError as error:
             field = "response_format" if body.format is not None else "tools"
@@ -107,7 +117,9 @@ class Service:
             raise ApiError(400, str(error), "invalid_value") from error
         texts = [prompt for prompt in prompts for _ in range(body.n or 1)]
         rows = [self._row(body, *pair, arrived) for pair in zip(requests, texts, strict=True)]
-        return Call(self.scheduler, rows, number, self._loop_dispatcher(), body.forerun.trace)
+        shared = self.settings.share and requests[0].drafts
+        options = (len(prompts), self.engine.budget, body.forerun.trace, shared, nbytes)
+        return Call(self.scheduler, rows, number, self._loop_dispatcher(), *options)
 
     def check_model(self, name: str | None) -> None:
         """Refuse another model's name."""
@@ -174,16 +186,24 @@ class Service:
             self._dispatcher = LoopDispatcher(loop)
         return self._dispatcher
 
-    def _check_texts(self, body: CompletionRequest | ChatRequest) -> None:
+    def _check_cheap(self, body: CompletionRequest | ChatRequest) -> None:
+        """Refuse all that can be refused without the prompt's tokens."""
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
-        texts = (len(body.prompts) if isinstance(body, CompletionRequest) else 1) * (body.n or 1)
-        if texts > places:
-            message = f"the prompts and n ask for {texts} texts; this server has places for {places}"
+        if body.texts > places:
+            message = f"the prompts and n ask for {body.texts} texts; this server has places for {places}"
             raise ApiError(400, message, "too_many_texts", "n")
         words = self.engine.target.vocabulary
         if wrong := [token for token in body.logit_bias or () if int(token) >= words]:
             message = f"logit_bias has token {wrong[0]}; this model has tokens from 0 to {words - 1}"
             raise ApiError(400, message, "invalid_value", "logit_bias")
+        if body.token_limit is not None and body.token_limit > self.settings.max_tokens:
+            message = f"max_tokens is {body.token_limit}; this server allows {self.settings.max_tokens}"
+            raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
+        self._budget(body.forerun)
+
+    def _default_tokens(self, body: CompletionRequest | ChatRequest) -> int:
+        """The longest answer if the request names no limit."""
+        return DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
 
     def _requests(
         self,
@@ -193,28 +213,26 @@ class Service:
         response_format: dict[str, Any] | None,
     ) -> list[Request]:
         """``n`` requests for each prompt, one prompt after the other."""
-        private = self._namespaces.private(tenant, body.forerun.namespace)
-        scored = _scores_prompt(body)
+        name, scored = body.forerun.namespace, _scores_prompt(body)
+        private = private_namespace(tenant, name)
         options: dict[str, Any] = {
             "namespace": private,
-            "drafts_from": private if scored else self._namespaces.drafts_from(tenant, body.forerun.namespace),
+            "drafts_from": private if scored else drafting_namespace(tenant, name, self.settings.share),
             "budget": self._budget(body.forerun),
             "logprobs": body.alternatives,
             "response_format": response_format,
         }
         if body.prediction is not None and (text := plain_text(body.prediction.content)):
             options["prediction"] = self.encode.text(text, special=False).ids
-        default = DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
         requests = []
         for ids, _ in prompts:
-            tokens = self._answer_tokens(len(ids), body.token_limit, default)
+            tokens = self._answer_tokens(len(ids), body.token_limit, self._default_tokens(body))
             read, new = (ids[:1], max(1, len(ids) - 1 + tokens)) if scored else (ids, tokens)
             for choice in range(body.n or 1):
                 sampling = _sampling(body, choice, len(ids))
                 (request,) = self.engine.requests([read], max_new_tokens=new, **options, **sampling)
                 self._add_stops(request, ids, body.stops)
                 requests.append(scoring_prompt(request, ids, tokens) if scored else request)
-        self._namespaces.add(tenant, body.forerun.namespace)  # last: a refused request adds no name
         return requests
 
     def _budget(self, wanted: Extension) -> int | None:
@@ -245,11 +263,8 @@ class Service:
             default: where it has none.
 
         Raises:
-            ApiError: for more than the server allows or the model can take.
+            ApiError: for more than the model can take.
         """
-        if wanted is not None and wanted > self.settings.max_tokens:
-            message = f"max_tokens is {wanted}; this server allows {self.settings.max_tokens}"
-            raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
         if self.positions is None:
             return default if wanted is None else wanted
         room, least = self.positions - prompt, 1 if wanted is None else wanted
@@ -262,6 +277,13 @@ class Service:
         if stops:
             criterion = StopStringCriterion(AnswerText(self.tokenizer, prompt, stops))
             request.stopping = _either(request.stopping, criterion)
+
+
+def _hold_logprobs(held: HeldBytes, body: CompletionRequest | ChatRequest, tokens: int) -> int:
+    """Hold the bytes that the log-probabilities of tokens may take, and return how many they are."""
+    nbytes = 0 if body.alternatives is None else tokens * (1 + body.alternatives) * LOGPROB_BYTES
+    held.take(nbytes, "bytes of log-probabilities")
+    return nbytes
 
 
 def _scores_prompt(body: CompletionRequest | ChatRequest) -> bool:

@@ -120,7 +120,7 @@ class ServerSettings(BaseSettings):
     def limits(self, device: torch.device) -> SchedulerLimits:
         """The scheduler's limits; memory without a limit is a part of the device's free memory."""
         memory = self.kv_memory or int(self._share(device) * free_memory(device))
-        return SchedulerLimits(int(memory), self.rows, self.waiting, self.step)
+        return SchedulerLimits(int(memory), self.rows, self.waiting, self.step, max(1, len(self.api_keys)))
 
     def _share(self, device: torch.device) -> float:
         """This process's part of the free memory: replicas may share a machine, but each has a GPU of its own."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import threading
 from collections.abc import Sequence
 
 ONLY_TENANT = "default"
@@ -49,45 +48,14 @@ class ApiKeys:
         return tenant if scheme.lower() == b"bearer" else None
 
 
-class TenantNamespaces:
-    """The namespaces that each tenant has used. Each namespace has an index of its own.
+def private_namespace(tenant: str, name: str) -> str:
+    """The namespace that a tenant has for itself."""
+    return f"{tenant}/{name}"
 
-    Args:
-        limit: namespaces that a tenant may have.
-        share: whether tenants learn from each other's outputs, in namespaces of the same name.
-    """
 
-    def __init__(self, limit: int, share: bool = False) -> None:
-        self._limit, self._share = limit, share
-        self._names: dict[str, set[str]] = {}
-        self._lock = threading.Lock()
-
-    def private(self, tenant: str, name: str) -> str:
-        """The namespace that a tenant has for itself."""
-        return f"{tenant}/{name}"
-
-    def drafts_from(self, tenant: str, name: str) -> str:
-        """The namespace where outputs are kept and drafts come from."""
-        return f"{SHARED_TENANT if self._share else tenant}/{name}"
-
-    def add(self, tenant: str, name: str) -> None:
-        """Count a name that a tenant uses.
-
-        Raises:
-            ValueError: if it is new and the tenant has no more names left.
-        """
-        with self._lock:
-            names = self._names.setdefault(tenant, set())
-            if name not in names and len(names) >= self._limit:
-                raise ValueError(f"there are {len(names)} namespaces already, and no more may be; use one of them")
-            names.add(name)
-
-    def restore(self, namespace: str, tenants: Sequence[str]) -> None:
-        """Count a namespace (``drafts_from``) that was kept from an earlier run."""
-        owner, _, name = namespace.partition("/")
-        for tenant in tenants:
-            if owner in (tenant, SHARED_TENANT):
-                self._names.setdefault(tenant, set()).add(name)
+def drafting_namespace(tenant: str, name: str, share: bool) -> str:
+    """The namespace where outputs are kept and drafts come from; with ``share`` it is one for all tenants."""
+    return f"{SHARED_TENANT if share else tenant}/{name}"
 
 
 def _tenant_name(digest: bytes) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from forerun.core.fair_eviction import eviction, owner_of
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.namespace import MIN_GROWTH_BYTES, Namespace
 from forerun.trie.trie_config import TrieConfig
@@ -26,7 +27,8 @@ class NamespaceLRU(Mapping[str, Namespace]):
     def __init__(self, config: TrieConfig, mixer: Mixer) -> None:
         self._config, self.mixer = config, mixer
         self._spaces: dict[str, Namespace] = {}
-        self._most, self._limit = config.namespaces, config.namespaces * config.capacity
+        self._most = self._most_of_owner = config.namespaces
+        self._limit = config.namespaces * config.capacity
         self._bounded = False
         self._changes = 0
         self.on_change: Callable[[], None] | None = None
@@ -50,8 +52,8 @@ class NamespaceLRU(Mapping[str, Namespace]):
         """Bytes that the namespaces may take."""
         return sum(space.granted for space in self._spaces.values())
 
-    def bound(self, limit: int, namespaces: int) -> None:
-        """Bound the bytes of all namespaces together, and their number.
+    def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
+        """Bound the bytes of all namespaces together, their number, and that of one owner's.
 
         Raises:
             ValueError: for a limit that leaves no room for one namespace, or no namespace.
@@ -61,13 +63,14 @@ class NamespaceLRU(Mapping[str, Namespace]):
                 f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least"
             )
         self._limit, self._most, self._bounded = limit, namespaces, True
-        self._drop_oldest(0, 0)
+        self._most_of_owner = namespaces if per_owner is None else per_owner
+        self._make_room(0, 0)
 
     def open(self, name: str) -> Namespace:
         """A namespace by name, made if it is missing; it is now the one that was used last."""
         space = self._spaces.pop(name, None)
         if space is None:
-            space = self._made()
+            space = self._made(name)
         self._spaces[name] = space
         return space
 
@@ -87,23 +90,28 @@ class NamespaceLRU(Mapping[str, Namespace]):
         if self.on_change is not None:
             self.on_change()
 
-    def _made(self) -> Namespace:
-        capacity = self._config.capacity
-        self._drop_oldest(0 if self._bounded else capacity, 1)
+    def _made(self, name: str) -> Namespace:
+        capacity, owner = self._config.capacity, owner_of(name)
+        own = [each for each in self._spaces if owner_of(each) == owner]
+        idle = [each for each in own if not self._spaces[each].writers]
+        for oldest in idle[: max(0, len(own) + 1 - self._most_of_owner)]:
+            del self._spaces[oldest]
+        self._make_room(0 if self._bounded else capacity, 1)
         return Namespace(capacity, self.mixer.copy(), self._allow if self._bounded else None)
 
     def _allow(self, space: Namespace, requested: int) -> int:
         """How many of the requested bytes a namespace may take."""
-        self._drop_oldest(requested, 0, space)
+        self._make_room(requested, 0, space)
         return max(0, min(requested, self._limit - self.granted))
 
-    def _drop_oldest(self, requested: int, more: int, keep: Namespace | None = None) -> None:
-        """Drop the namespaces used longest ago, but none with a live request, until the requested bytes are free and
-        ``more`` namespaces may be added."""
-        room = self._limit - self.granted - requested
-        for name, space in list(self._spaces.items()):
-            if room >= 0 and len(self._spaces) + more <= self._most:
+    def _make_room(self, requested: int, more: int, keep: Namespace | None = None) -> None:
+        """Drop namespaces, but none with a live request, until the requested bytes are free and ``more`` namespaces may
+        be added: of the owner who has the most, the one used longest ago."""
+        while (room := self._limit - self.granted - requested) < 0 or len(self._spaces) + more > self._most:
+            entries = [
+                (None if each.writers or each is keep else name, owner_of(name), each.granted if room < 0 else 1)
+                for name, each in self._spaces.items()
+            ]
+            if (oldest := eviction(entries)) is None:
                 return
-            if not space.writers and space is not keep:
-                del self._spaces[name]
-                room += space.granted
+            del self._spaces[oldest]

@@ -75,16 +75,16 @@ class TrieStore:
         return self._shared.nbytes
 
     @locked
-    def bound(self, limit: int, namespaces: int) -> None:
-        """Bound the bytes of all namespaces together, and their number.
+    def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
+        """Bound the bytes of all namespaces together, their number, and that of one owner's (``owner/name``).
 
-        Namespaces used longest ago are dropped, or the oldest outputs of the one that is written to. The indexes of
-        live requests come on top.
+        Namespaces used longest ago are dropped, those of the owner who has the most first; or the oldest outputs of the
+        one that is written to. The indexes of live requests come on top.
 
         Raises:
             ValueError: for a limit under 2**16, or fewer than one namespace.
         """
-        self._shared.bound(limit, namespaces)
+        self._shared.bound(limit, namespaces, per_owner)
 
     @locked
     def notify(self, on_change: Callable[[], None] | None) -> None:

@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun.core.constraint import Constraint
+from forerun.core.fair_eviction import eviction, owner_of
 from forerun.core.tree import IntArray
 from forerun.models.text.grammar_limits import SchemaError, check_lark, check_regex, checked_schema
 
@@ -117,7 +118,7 @@ class Grammars:
         with self._keeping:
             self._known[key] = grammar
             if len(self._known) > KEPT_GRAMMARS:
-                self._known.popitem(last=False)
+                del self._known[eviction([(each, owner_of(each[0]), 1) for each in self._known])]  # type: ignore[arg-type]
         return grammar
 
     def has(self, source: GrammarSource, namespace: str = "default") -> bool:
