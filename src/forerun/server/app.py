@@ -206,9 +206,7 @@ class _WholeResponse(Response):
         await Response(whole, media_type="application/json")(scope, receive, send)
 
 
-async def _events(
-    call: Call, form: ReplyFormat | ResponsesFormat, watcher: asyncio.Task[None]
-) -> AsyncIterator[str]:
+async def _events(call: Call, form: ReplyFormat | ResponsesFormat, watcher: asyncio.Task[None]) -> AsyncIterator[str]:
     """A stream of events; an error ends it."""
     try:
         for begin in form.begin():

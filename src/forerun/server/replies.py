@@ -155,9 +155,7 @@ class ChatFormat(ReplyFormat):
     def begin(self) -> list[str]:
         """One event for each text, with the answer's role."""
         message = {"role": "assistant", "content": ""}
-        return [
-            self._event([self._chunk_choice(Delta(index, ""), message)], None) for index in range(len(self._parts))
-        ]
+        return [self._event([self._chunk_choice(Delta(index, ""), message)], None) for index in range(len(self._parts))]
 
     def _choice(self, delta: Delta) -> Json:
         message = {"role": "assistant", **_message(delta)}

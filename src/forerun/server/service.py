@@ -80,9 +80,7 @@ class Service:
         self.grammars.close()
         self.scheduler.close(patience)
 
-    async def call(
-        self, body: CompletionRequest | ChatRequest, tenant: str, number: str, held: HeldBytes
-    ) -> Call:
+    async def call(self, body: CompletionRequest | ChatRequest, tenant: str, number: str, held: HeldBytes) -> Call:
         """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first.
 
         Args:
