@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from forerun.core.tree import IntArray
 from forerun.models.heads.head import Growth, Head, HeadText
+from forerun.models.loading.load import quiet
+from support.tiny import FAMILIES, build
 
 
 def _random(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
@@ -143,3 +146,39 @@ class OracleHead(Head):
             if text[: len(path)].tolist() == path and len(path) < len(text):
                 logits[text[len(path)]] = 30.0
         return logits
+
+
+def mtp_target(
+    folder: Path, count: int, dtype: torch.dtype = torch.float64, kind: str = "deepseek_v3"
+) -> PreTrainedModel:
+    """A random target whose checkpoint has ``count`` heads for further tokens, as its files have them."""
+    class_name, extra = FAMILIES[kind]
+    whole = build(class_name, {**extra, "num_mtp_layers": count}, seed=4)
+    whole.save_pretrained(folder)
+    torch.manual_seed(count)
+    heads, first = MtpModel(whole, count), int(whole.config.num_hidden_layers)
+    for weight in heads.layers.parameters():
+        weight.data = torch.randn(weight.shape) * 0.3 + (1.0 if weight.dim() == 1 else 0.0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in heads.layers.state_dict().items():
+        number, _, rest = name.partition(".")
+        rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
+        for key, part in _as_stored(rest, weight.double()):
+            tensors[f"model.layers.{first + int(number)}.{key}"] = part.contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with quiet():
+        model = type(whole).from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
+    model._keys_to_ignore_on_load_unexpected = {rf"model\.layers\.[{first}-9].*"}  # real ones name their own numbers
+    return model
+
+
+def _as_stored(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Experts lie one by one in files."""
+    if "mlp.experts.gate_up_proj" in name:
+        halves = ("gate_proj", weight.chunk(2, 1)[0]), ("up_proj", weight.chunk(2, 1)[1])
+        return [
+            (name.replace("gate_up_proj", f"{e}.{part}.weight"), each[e]) for part, each in halves for e in range(4)
+        ]
+    if "mlp.experts.down_proj" in name:
+        return [(name.replace("down_proj", f"{e}.down_proj.weight"), weight[e]) for e in range(4)]
+    return [(name, weight)]

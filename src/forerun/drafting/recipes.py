@@ -25,6 +25,7 @@ from forerun.models.forward.level import CacheFactory
 from forerun.models.forward.scorer import Scorer, is_sharded
 from forerun.models.heads.head import Head
 from forerun.models.heads.loading import load_head
+from forerun.models.heads.mtp import MTP, MtpHead
 from forerun.trie.trie import Trie
 
 TRIE_NODES = 16
@@ -51,12 +52,14 @@ class Recipe:
 
 
 def head_of(settings: LongContextConfig) -> Head | None:
-    """The trained head among the settings: an object, or the folder of one.
+    """The trained head among the settings: an object, the folder of one, or ``mtp``.
 
     Raises:
         ValueError: if the folder holds none.
     """
     given = settings.draft_model
+    if given == MTP:
+        return MtpHead()
     return load_head(given) if isinstance(given, str | Path) else given if isinstance(given, Head) else None
 
 
@@ -195,8 +198,11 @@ TriForce without hierarchy, ``streaming`` the small model alone.
 """
 HEAD_RECIPES: dict[str, Recipe] = {
     "head": Recipe(_head_alone),
+    "mtp": Recipe(lambda s: HeadDrafter(MtpHead())),
 }
-"""Trained heads alone: ``head`` is that of the folder ``LongContextConfig.draft_model``, of the kind that it says."""
+"""Trained heads alone: ``head`` is that of the folder ``LongContextConfig.draft_model``, of the kind that it says;
+``mtp`` are those in the target's own checkpoint.
+"""
 DRAFTERS = RECIPES | HEAD_RECIPES
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.heads import OracleHead, eagle3
+from support.heads import OracleHead, eagle3, mtp_target
 from support.tiny import ARCHITECTURES, PROMPTS, tiny
 from transformers import PreTrainedModel
 
@@ -84,6 +84,26 @@ def test_output_equals_plain_generation(cell: tuple[str, str, str, str], tmp_pat
 @pytest.mark.parametrize("cell", [cell for cell in EVERY if cell not in FEW], ids="-".join)
 def test_output_equals_plain_generation_in_every_cell(cell: tuple[str, str, str, str], tmp_path: Path) -> None:
     check_cell(*cell, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "dtype"),
+    [("deepseek_v3", 1, "float64"), ("glm4_moe", 2, "float32"),
+     *(pytest.param(*each, marks=pytest.mark.matrix) for each in [("deepseek_v3", 2, "bfloat16"),
+       ("deepseek_v3", 2, "float64"), ("glm4_moe", 1, "float64"), ("glm4_moe", 1, "bfloat16")])],
+)  # fmt: skip
+def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str, tmp_path: Path) -> None:
+    model = mtp_target(tmp_path, count, getattr(torch, dtype), kind)
+    none, engine = (Engine(model, drafter, prune_drafts=False, prefill_block=4) for drafter in ("none", "mtp"))
+    for sampling in ("greedy", "coupled"):
+        expected = [none.generate(prompt, **SAMPLING[sampling] | ON).requests[0] for prompt in PROMPTS]
+        found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
+        assert [r.tokens.tolist() for r in found] == [r.tokens.tolist() for r in expected]
+        assert all(sum(request.stats.drafted) > 0 for request in found)
+    if dtype == "float64":
+        ids = torch.tensor([PROMPTS[1]])
+        own = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
+        assert own[0].tolist() == engine.generate(PROMPTS[1], do_sample=False, **ON).requests[0].tokens.tolist()
 
 
 def oracle_engine(**more: Any) -> tuple[Engine, list[list[int]]]:
