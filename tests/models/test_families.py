@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.saved_models import small_tokenizer
 from support.tiny import FAMILIES, LAYOUTS, LEARNING, PROMPTS, VOCABULARY, build, some_were_accepted, tiny
 from transformers import PreTrainedModel
 
@@ -27,6 +29,7 @@ from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import Scorer, use_implementations
+from forerun.models.loading.load import load
 
 WHOLE = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 FEW = (("none", "trie", "low-rank"), ("none", "lookup", "triforce-trie"))
@@ -156,33 +159,64 @@ WRAPPERS: dict[str, Callable[[Any, Any], Any]] = {
         "text_config": {**text, "head_dim": 8, "model_type": "mistral"},
         "vision_config": {**sight, "model_type": "pixtral", "head_dim": 8},
     },
+    "Qwen3VL": lambda text, sight: {
+        "text_config": {**text, "head_dim": 8, "rope_parameters": PLANES},
+        "vision_config": {**sight, "depth": 1, "num_heads": 2, "out_hidden_size": 32},
+    },
+    "Qwen2_5_VL": lambda text, sight: {
+        "text_config": {**text, "rope_parameters": PLANES},
+        "vision_config": SMALL_SIGHT,
+    },
+    "Glm4v": lambda text, sight: {"text_config": {**text, "rope_parameters": PLANES}, "vision_config": SMALL_SIGHT},
+    "Llava": lambda text, sight: {
+        "text_config": {**text, "model_type": "llama"},
+        "vision_config": {**sight, "model_type": "clip_vision_model"},
+    },
+}
+PLANES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+SMALL_SIGHT = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+
+
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+SIGHT = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 8,
 }
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_decoder_of_a_model_that_sees_writes_as_without_forerun(name: str) -> None:
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.3,
-    }
-    sight = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
-    model = build(f"{name}ForConditionalGeneration", WRAPPERS[name](text, sight), seed=3)
+    model = build(f"{name}ForConditionalGeneration", WRAPPERS[name](TEXT, SIGHT), seed=3)
     ids = torch.tensor([PROMPTS[1]])
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 5, "pad_token_id": 0}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
     assert position_limit(model) == 128
     found = forerun.Engine(model, "trie").generate(list(PROMPTS[1]), **options)
     assert found.requests[0].tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["Mistral3", "Qwen3VL"])
+def test_a_model_that_sees_is_loaded_from_a_folder(name: str, tmp_path: Path) -> None:
+    text, sight = TEXT | {"vocab_size": 320}, SIGHT
+    build(f"{name}ForConditionalGeneration", WRAPPERS[name](text, sight), seed=3).save_pretrained(tmp_path)
+    small_tokenizer().save_pretrained(tmp_path)
+    model, tokenizer = load(str(tmp_path), "float32")
+    assert type(model).__name__ == f"{name}ForConditionalGeneration"
+    expected = forerun.Engine(model, "none", tokenizer=tokenizer).generate("again and", max_new_tokens=12)
+    assert (
+        forerun.Engine(model, "trie", tokenizer=tokenizer).generate("again and", max_new_tokens=12).text
+        == expected.text
+    )

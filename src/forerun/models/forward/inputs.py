@@ -46,7 +46,9 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _natural(positions: torch.Tensor, mask: torch.Tensor) -> bool:
-    """Whether positions ``[B or 1, t]`` count the text from 0."""
+    """Whether positions ``[B or 1, t]`` count the text from 0; models of pictures have several, which all have to."""
+    if positions.dim() == 3:
+        return all(_natural(each, mask) for each in positions)
     if positions.dim() != 2 or positions.shape[1] != mask.shape[1]:
         return False
     return bool(((positions == mask.cumsum(-1) - 1) | (mask == 0)).all())

@@ -21,13 +21,18 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.distributed import DistributedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from forerun.models.loading import gguf
@@ -193,12 +198,12 @@ def _from_folder(
     folder: Path, dtype: str, trust_remote_code: bool, ranks: int
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     source = _Source(folder, folder, {"local_files_only": True, "trust_remote_code": trust_remote_code})
-    _check_config(source)
+    config = _check_config(source)
     _check_weights(folder)
     _check_tokenizer(folder)
     tokenizer = _tokenizer(source)
     more: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
-    return _model(source, dtype, use_safetensors=True, **more), tokenizer
+    return _model(source, dtype, config.model_type, use_safetensors=True, **more), tokenizer
 
 
 def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -215,7 +220,9 @@ def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrai
 
             model = load_as_stored(file, header, config, progress)
         else:
-            model = _model(source, dtype, config=config)  # transformers takes seconds to read it again
+            model = _model(
+                source, dtype, config.model_type, config=config
+            )  # transformers takes seconds to read it again
     gguf.finish(file, model, tokenizer, header)
     return model, tokenizer
 
@@ -230,7 +237,8 @@ def _check_config(source: _Source) -> PreTrainedConfig:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{source.name} holds an encoder-decoder ({kind}); only decoders are supported")
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-    if encoder or not (kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or own_code):
+    known = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if encoder or not (known or own_code):
         raise ValueError(f"{source.name} holds no decoder: model type {kind!r} does not generate text")
     return config
 
@@ -261,10 +269,12 @@ def _tokenizer(source: _Source) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _model(source: _Source, dtype: str, **more: Any) -> PreTrainedModel:
+def _model(source: _Source, dtype: str, kind: str, **more: Any) -> PreTrainedModel:
+    wrapper = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM  # of text and pictures; given text alone
     chosen = dtype if dtype == "auto" else getattr(torch, dtype)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto.from_pretrained(
             source.folder, dtype=chosen, output_loading_info=True, **source.options, **more
         )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
