@@ -105,3 +105,22 @@ def test_a_sum_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 def test_without_fused_multiply_and_add_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exactness, "unusable", lambda: "the processor has no fused multiply-add")
     assert probe(Scorer(tiny("llama")), 128) == Exactness("rounding", "the processor has no fused multiply-add")
+
+
+class RoundsFar(Scorer):
+    """A model's scorer whose logits are off by a bit behind a long text, in passes over one token."""
+
+    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
+        found = super().score(blocks, caches)
+        if len(blocks[0]) == 1 and caches[0].length > 600:
+            return [torch.nextafter(logits, torch.full_like(logits, torch.inf)) for logits in found]
+        return found
+
+
+def test_what_rounds_only_behind_a_long_text_is_noticed() -> None:
+    model = copy.deepcopy(tiny("mistral"))
+    model.config.max_position_embeddings = 4096
+    assert probe(RoundsFar(model), 600) == BITWISE
+    found = probe(RoundsFar(model), 4096)
+    assert found.level == "rounding"
+    assert found.reason == "a pass over 1 tokens rounds unlike one over 24, behind 1100 tokens"

@@ -1,7 +1,9 @@
 """Tests whether a token's logits have the same bits whatever shares its pass. It measures; it trusts no names.
 
 A text is read in one pass, then in passes of 1 to 64 tokens, then as a branch of a tree with wrong branches, alone and
-packed with another text. If all logits are equal bit for bit, texts with and without drafts are equal as well.
+packed with another text. A second one is read in the same ways behind a long text, whose keys and values are those of
+the first, repeated: longer than a piece of attention and than the layers' windows. If all logits are equal bit for bit,
+texts with and without drafts are equal as well.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ from forerun.models.forward.scorer import Scorer
 
 PROBED_PASS_TOKENS = (1, 2, 3, 5, 8, 13, 16, 24, 64)
 """Sizes of the passes that read the text, in tokens."""
+FAR_PASS_TOKENS = (1, 2, 5, 16)
+"""The same behind a long text."""
+LONG_TEXT_TOKENS = 1100
+"""Length of the long text, in tokens, where no window is longer: two pieces of attention on a GPU, four on a CPU."""
 PROBED_BRANCH_TOKENS = 9
 """Length of the tree's right branch, in tokens."""
 BRANCH_ROUNDS = "a branch of a tree rounds unlike the text alone"
@@ -68,41 +74,80 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
     while limit is not None and len(sizes) > 1 and sum(sizes) + 1 > limit:
         sizes.pop()
     text = np.random.default_rng(1).integers(0, scorer.vocabulary, sum(sizes))
-    whole = _read(scorer, text, [len(text)])
-    parts = _read(scorer, text, sizes)
+    read = FullCache()
+    reason = _difference(scorer, read, text, sizes)
+    if reason is None and (length := _long(scorer, read, limit)) > len(text):
+        far = _repeated(read, length)
+        reason = _difference(scorer, far, text[: sum(FAR_PASS_TOKENS)], FAR_PASS_TOKENS)
+        reason = None if reason is None else f"{reason}, behind {length} tokens"
+    return Exactness("bitwise") if reason is None else Exactness("rounding", reason)
+
+
+def _long(scorer: Scorer, read: FullCache, limit: int | None) -> int:
+    """How long a text may and should be to go before another one."""
+    config = scorer.model.config.get_text_config(decoder=True)
+    windows = [spec.window or 0 for spec in read.specs.values()]  # programs record none
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        windows.append(config.sliding_window or 0)
+    window = max(windows, default=0)
+    wanted = max(LONG_TEXT_TOKENS, window + PROBED_BRANCH_TOKENS)
+    return wanted if limit is None else min(wanted, limit - sum(FAR_PASS_TOKENS) - 1)
+
+
+def _repeated(read: FullCache, length: int) -> FullCache:
+    """A cache of ``length`` tokens with another's keys and values, over and over."""
+    far = FullCache(length + sum(FAR_PASS_TOKENS) + PROBED_BRANCH_TOKENS)
+    while far.length < length:
+        count = min(read.length, length - far.length)
+        far.extend({layer: read.read(layer, 0, count) for layer in read.layers})
+    return far
+
+
+def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequence[int]) -> str | None:
+    """What rounds unlike one pass over a text behind the tokens of a cache; None if nothing does. The cache takes the
+    text in."""
+    start = before.length
+    whole = _read(scorer, before, text, [len(text)])
+    before.truncate(start)
+    parts = _read(scorer, before, text, sizes)
     for position in range(len(text)):
         if not torch.equal(whole[position], parts[position]):
             size = sizes[int(np.searchsorted(np.cumsum(sizes), position, side="right"))]
-            return Exactness("rounding", f"a pass over {size} tokens rounds unlike one over {len(text)}")
+            return f"a pass over {size} tokens rounds unlike one over {len(text)}"
     branch = min(PROBED_BRANCH_TOKENS, len(text) // 2)
     for others, reason in ((0, BRANCH_ROUNDS), (1, ROW_ROUNDS)) if branch else ():
-        if not _in_a_tree(scorer, text, branch, whole, others):
-            return Exactness("rounding", reason)
-    return Exactness("bitwise")
+        before.truncate(start + len(text) - branch - 1)
+        if not _in_a_tree(scorer, before, text, branch, whole, others):
+            return reason
+    before.truncate(start)
+    _read(scorer, before, text, [len(text)])
+    return None
 
 
-def _read(scorer: Scorer, text: IntArray, sizes: Sequence[int]) -> torch.Tensor:
+def _read(scorer: Scorer, cache: FullCache, text: IntArray, sizes: Sequence[int]) -> torch.Tensor:
     """Logits at every token, ``[t, V]``, from passes of these sizes; each pass is one token and a chain under it."""
-    cache, found = FullCache(), []
+    found, done = [], 0
     for size in sizes:
-        here = text[cache.length : cache.length + size]
+        here = text[done : done + size]
         block = Block(here[:1], DraftTree.chain(here[1:]), cache.length)
         found.append(scorer.score([block], [cache])[0])
         cache.commit(block, range(size - 1))
+        done += size
     return torch.cat(found)
 
 
-def _in_a_tree(scorer: Scorer, text: IntArray, branch: int, whole: torch.Tensor, others: int) -> bool:
+def _in_a_tree(scorer: Scorer, cache: FullCache, text: IntArray, branch: int, whole: torch.Tensor, others: int) -> bool:
     """Whether a branch has the text's logits although wrong branches and other rows share the pass."""
     start, wrong = len(text) - branch - 1, (text + 1) % scorer.vocabulary
-    caches = [FullCache() for _ in range(others + 1)]
-    for cache in caches:
+    rows = [FullCache() for _ in range(others)]
+    for row in rows:
         block = Block(text[:start], DraftTree.empty(), 0)
-        scorer.score([block], [cache])
-        cache.commit(block, [])
+        scorer.score([block], [row])
+        row.commit(block, [])
     tree, places = _with_wrong_branches(text[start + 1 :], wrong[start + 1 :])
-    trees = [DraftTree.chain(wrong[:5])] * others + [tree]
-    logits = scorer.score([Block(text[start : start + 1], each, start) for each in trees], caches)[-1]
+    blocks = [Block(text[start : start + 1], DraftTree.chain(wrong[:5]), row.length) for row in rows]
+    blocks.append(Block(text[start : start + 1], tree, cache.length))
+    logits = scorer.score(blocks, [*rows, cache])[-1]
     return torch.equal(logits[[0, *places]], whole[start:])
 
 
