@@ -519,3 +519,19 @@ def test_a_request_states_its_bytes_before_it_is_admitted(drafter: str) -> None:
                 most = max(most, levels(one.drafter, request))
     assert (stated > full) == (most > 0)
     assert most <= stated - full <= 3 * most
+
+
+def test_a_pass_that_always_fails_is_not_tried_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, failures = engine("none"), list[int]()
+    score = one.target.score
+
+    def narrow(blocks: Any, caches: Any) -> Any:
+        if len(blocks) > 2:
+            failures.append(len(blocks))
+            raise MemoryError("none is left in the test")
+        return score(blocks, caches)
+
+    wanted = one.generate([prompt(9, n) for n in range(5)], max_new_tokens=20).generated
+    monkeypatch.setattr(one.target, "score", narrow)
+    got = one.generate([prompt(9, n) for n in range(5)], max_new_tokens=20).generated
+    assert got == wanted and failures == [5]

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -515,10 +516,67 @@ def test_processes_that_share_a_folder_never_see_half_a_file(tmp_path: Path) -> 
     assert list(tmp_path.rglob(f"*{UNFINISHED_SUFFIX}")) == []
 
 
+def put(files: DiskLRU, name: str, size: int = 8000) -> None:
+    areas = kv_file.tensor_areas({"t": torch.zeros(size // 4)})
+    assert files.put(f"{name}{KV_FILE_SUFFIX}", size, lambda file: kv_file.write(file, areas, {}))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name.removesuffix(KV_FILE_SUFFIX) for path in files(folder))
+
+
+def test_what_was_used_last_stays_whatever_the_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = DiskLRU(tmp_path, 30_000)  # room for two: each takes 12 KiB
+    put(one, "a/first")
+    monkeypatch.setattr(kv_store.time, "time_ns", lambda: 1)  # the clock was set back
+    put(DiskLRU(tmp_path, 30_000), "a/second")
+    put(DiskLRU(tmp_path, 30_000), "a/third")
+    assert names(tmp_path) == ["second", "third"]
+
+
+def test_one_tenants_texts_push_out_no_others(tmp_path: Path) -> None:
+    one = DiskLRU(tmp_path, 60_000)
+    for name in ("m/of-a/x/1", "m/of-b/x/2", "m/of-b/y/3", "m/of-b/z/4", "m/of-b/z/5"):
+        put(one, name)
+    assert names(tmp_path) == ["1", "3", "4", "5"]  # the oldest is a's, but b has the most
+
+
+def test_what_was_not_used_for_long_goes(tmp_path: Path) -> None:
+    one = DiskLRU(tmp_path, 1 << 20, expiry=100)
+    put(one, "a/old")
+    put(one, "a/new")
+    os.utime(tmp_path / f"a/old{KV_FILE_SUFFIX}", (time.time() - 101,) * 2)
+    assert one.names("a") == [f"a/new{KV_FILE_SUFFIX}"] and names(tmp_path) == ["new"]
+    with pytest.raises(ValueError, match="above 0"):
+        engine(tmp_path, kv_store_expiry=0.0)
+
+
+def test_with_a_key_nothing_is_used_that_was_written_without_it(tmp_path: Path) -> None:
+    one = engine(tmp_path, kv_store_key=b"secret")
+    wanted, _ = ask(one, question(0))
+    assert ask(engine(tmp_path, kv_store_key=b"secret"), question(0)) == (wanted, HELD)
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    file = KVFile(path, b"secret")
+    with path.open("r+b") as written:  # a byte of the data, with everything else as it was
+        written.seek(file._first)
+        written.write(bytes([whole[file._first] ^ 1]))
+    with pytest.raises(kv_file.DamagedFileError):
+        file.verify()
+    path.write_bytes(whole)
+    for key in (None, b"other"):
+        with pytest.raises(kv_file.DamagedFileError):
+            KVFile(path, key)
+        assert ask(engine(tmp_path, kv_store_key=key), question(0)) == (wanted, 0)
+        for each in files(tmp_path):
+            each.unlink()
+        path.write_bytes(whole)
+
+
 def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit is -1 bytes"):
         engine(tmp_path / "a", kv_store_limit=-1)
-    with pytest.raises(ValueError, match="kv_store_limit is 5, and there is no kv_store"):
+    with pytest.raises(ValueError, match="kv_store_limit is set, and there is no kv_store"):
         engine(None, kv_store_limit=5)
     model = copy.deepcopy(tiny("llama"))
     model.model.layers[0].register_forward_hook(lambda *_: None)

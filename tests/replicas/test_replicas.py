@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -33,10 +33,19 @@ from forerun.replicas.exchange import (
     ExchangeUpdate,
     LearnedText,
 )
-from forerun.replicas.front import MAX_REPLICAS_TRIED, ForwardedRequest, Front, ResponseHead, merged_metrics
+from forerun.replicas.front import (
+    MAX_REPLICAS_TRIED,
+    ForwardedRequest,
+    Front,
+    ResponseHead,
+    Suspects,
+    merged_metrics,
+)
 from forerun.replicas.prefix_index import BLOCK_CHARACTERS, PrefixReaders, digests, preferred
 from forerun.replicas.replica import responses
+from forerun.server.middleware import GuardMiddleware
 from forerun.server.settings import ServerSettings
+from forerun.server.tenants import ApiKeys
 
 BOOK = "It was a bright cold day, and the clocks were striking. " * 200
 
@@ -255,7 +264,9 @@ def head(kind: str = "text/event-stream", status: int = 200) -> ResponseHead:
     return ResponseHead(status, [(b"content-type", kind.encode())], "one")
 
 
-def ask(replicas: Replicas, path: str = "/v1/completions", gone: bool = False) -> list[Message]:
+def ask(
+    replicas: Replicas, path: str = "/v1/completions", gone: bool = False, headers: Sequence[Any] = ()
+) -> list[Message]:
     async def figures() -> dict[str, str]:
         return {"one": "# TYPE a counter\na_total 1.0\n", "two": "# TYPE a counter\na_total 2.0\n"}
 
@@ -271,7 +282,8 @@ def ask(replicas: Replicas, path: str = "/v1/completions", gone: bool = False) -
         async def send(message: Message) -> None:
             sent.append(message)
 
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "state": {}}
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        scope["state"] = {"tenant": "key-a"}
         await Front(replicas, figures, (GoneError,))(scope, receive, send)
         await asyncio.sleep(0)
         return sent
@@ -288,7 +300,7 @@ def test_an_answer_is_handed_on() -> None:
     replicas = Replicas([head(), b"a", b"b"])
     sent = ask(replicas)
     assert told(sent) == b"ab" and (b"x-forerun-replica", b"one") in sent[0]["headers"]
-    assert replicas.asked[0].beginnings == digests("", body(BOOK))
+    assert replicas.asked[0].beginnings == digests("key-a", body(BOOK))
 
 
 def test_who_asks_does_not_notice_a_replica_that_dies_before_the_first_word() -> None:
@@ -307,6 +319,52 @@ def test_after_so_many_deaths_a_request_is_given_up() -> None:
     sent = ask(replicas)
     assert sent[0]["status"] == 503 and json.loads(told(sent))["error"]["code"] == "replica_lost"
     assert len(replicas.asked) == MAX_REPLICAS_TRIED
+
+
+def test_a_request_that_took_a_replica_down_is_not_tried_again() -> None:
+    replicas = Replicas(["one", GoneError()], ["two", head(), b"never"])
+    assert json.loads(told(ask(replicas)))["error"]["code"] == "replica_killed" and len(replicas.asked) == 1
+    suspects = Suspects()
+    for request in (b"good", b"bad"):  # who did it is not known yet: each is tried once more
+        suspects.begin(request, "one")
+    for request in (b"good", b"bad"):
+        suspects.die(request, "one")
+        suspects.end(request, "one")
+        assert not suspects.blamed(request)
+    suspects.begin(b"good", "two")
+    suspects.begin(b"bad", "three")
+    suspects.die(b"bad", "three")
+    assert suspects.blamed(b"bad") and not suspects.blamed(b"good")
+
+
+def test_keys_do_not_travel_on() -> None:
+    replicas = Replicas([head(), b"a"])
+    ask(replicas, headers=[(b"authorization", b"Bearer secret"), (b"x-other", b"1")])
+    assert list(replicas.asked[0].headers) == [(b"x-other", b"1")] and replicas.asked[0].tenant == "key-a"
+
+
+def test_a_replica_takes_the_tenant_from_the_front() -> None:
+    seen: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["state"]["tenant"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def run() -> None:
+        guard = GuardMiddleware(app, ApiKeys(["a", "b"]), 1000)
+        async for _ in responses(guard, ForwardedRequest("POST", "/", b"", [], b"body", "key-of-a")):
+            pass
+
+    asyncio.run(run())
+    assert seen == ["key-of-a"]
+
+
+@pytest.mark.alone
+def test_all_that_ray_calls_a_loss_is_one() -> None:
+    ray_exceptions = pytest.importorskip("ray.exceptions")
+    for name in ("ActorDiedError", "ActorUnavailableError", "WorkerCrashedError", "NodeDiedError", "OwnerDiedError"):
+        assert issubclass(getattr(ray_exceptions, name), cluster.lost_errors())
+    assert not issubclass(ray_exceptions.RayTaskError, cluster.lost_errors())  # the application's own
 
 
 def test_a_client_that_goes_ends_its_request() -> None:

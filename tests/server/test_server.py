@@ -455,12 +455,45 @@ def test_tenants_have_keys_and_namespaces_of_their_own(engine: Engine, servers: 
         assert namespace in (f"{tenant}/default", f"{tenant}/mine", f"{tenant}/third")
     for wrong in ("key-of-c", "key-of-", "é"):
         header = {"authorization": f"Bearer {wrong}".encode()}
-        for address in ("/v1/models", "/metrics", "/openapi.json", "/v1/completions"):
+        for address in ("/v1/models", "/openapi.json", "/v1/completions"):
             assert error_of(one.http.get(address, headers=header), 401)["code"] == "invalid_api_key"
     with pytest.raises(openai.AuthenticationError):
         one.client("key-of-c").completions.create(**asked)
     assert error_of(one.http.get("/v1/models"), 401)
     assert one.http.get("/health").status_code == one.http.get("/ready").status_code == 200
+
+
+def test_metrics_are_for_the_admin_where_there_are_keys(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, api_keys=("key-of-a",), admin_key="key-of-admin"))
+    servers.append(LiveServer(engine, api_keys=("key-of-a",)))
+
+    def status(number: int, key: str, address: str = "/metrics") -> int:
+        return servers[number].http.get(address, headers={"authorization": f"Bearer {key}"}).status_code
+
+    assert [status(0, key) for key in ("key-of-a", "other", "key-of-admin")] == [403, 403, 200]
+    assert status(0, "key-of-admin", "/v1/models") == 401  # it is no tenant's
+    assert status(1, "key-of-a") == 403 and error_of(servers[1].http.get("/metrics"), 403)["code"] == "admin_only"
+
+
+def test_a_queue_that_is_full_is_found_before_any_work(engine: Engine, servers: list[LiveServer]) -> None:
+    held, one = pausable_server(engine, servers, waiting=1)
+    service, encoded = one.app.state.service, list[Any]()
+    encode = service.encode
+
+    def seen(body: Any) -> Any:
+        encoded.append(body)
+        return encode(body)
+
+    service.encode = seen
+    held.gate.clear()
+    asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 2}
+    with ThreadPoolExecutor(2) as pool:
+        first = [pool.submit(one.post, asked) for _ in range(2)]
+        until(lambda: (one.scheduler.running, one.scheduler.waiting) == (1, 1))
+        assert error_of(one.post(asked), 429)["code"] == "queue_full" and len(encoded) == 2
+        assert error_of(one.post({**asked, "max_tokens": 10_000}), 400)["code"] == "max_tokens_exceeded"
+        held.gate.set()
+        assert [each.result().status_code for each in first] == [200, 200]
 
 
 def test_keys_must_be_fit_for_a_header() -> None:

@@ -21,7 +21,7 @@ Json = dict[str, Any]
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     model, tokenizer = load("bundled", device="cpu")
-    return Engine(model, "trie", tokenizer=tokenizer, budget=16)
+    return Engine(model, "trie", tokenizer=tokenizer, budget=16, prefix_cache=1 << 24)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,35 @@ def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine: Engine,
     # what was said before is copied; whether the first answer copies anything depends on the processor's rounding
     assert any(chunk["forerun"]["accepted"] for chunk in again if "forerun" in chunk), (steps, again)
     assert request.prompt_length == whole["usage"]["prompt_tokens"]
+
+
+def test_where_answers_are_shared_nothing_is_told_of_drafts(engine: Engine, servers: list[LiveServer]) -> None:
+    servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie", share=True))
+    body = {**asked(trace=True), "stream_options": {"include_usage": True}}
+    chunks = streamed(servers[0], body)
+    for said in (chunk["forerun"] for chunk in chunks if "forerun" in chunk):
+        assert said["drafted"] is said["accepted"] is None
+        assert {token["source"] for token in said["tokens"]} == {None}
+    assert "forerun" not in chunks[-1]["usage"] and "metrics" not in chunks[-1]
+    body["forerun"]["drafter"] = "none"  # it is drafted from nothing
+    assert streamed(servers[0], body)[-1]["usage"]["forerun"]["drafted"] == 0
+
+
+def test_padded_chunks_have_one_of_a_few_sizes(server: LiveServer) -> None:
+    plain = {**asked(), "stream": True}
+    padded = {**plain, "stream_options": {"include_obfuscation": True}}
+    texts = [server.post(body).text.split("\n\n")[:-2] for body in (plain, padded)]
+    assert len({len(each) for each in texts[0]}) > 1
+    assert {(len(each) - len("data: ")) % 256 for each in texts[1]} == {0}
+    pieces = [[json.loads(each[6:])["choices"] for each in text] for text in texts]
+    assert "".join(each[0]["text"] for each in pieces[0]) == "".join(each[0]["text"] for each in pieces[1])
+
+
+def test_a_prompt_that_was_read_before_counts_as_cached(server: LiveServer) -> None:
+    usages = [server.post({**asked(drafter="none"), "prompt": PROMPT * 8}).json()["usage"] for _ in range(2)]
+    assert usages[0]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] == 0 < cached[1] < usages[1]["prompt_tokens"]
 
 
 def test_without_a_trace_there_is_none(server: LiveServer) -> None:

@@ -86,13 +86,15 @@ def _serve_replicas(settings: ServerSettings) -> None:
 
 def build_engine(settings: ServerSettings) -> Engine:
     """The engine that settings describe."""
-    limit = settings.kv_store_limit
+    limit, key = settings.kv_store_limit, settings.kv_store_key
     return make_engine(
         settings,
         lambda device: {
             "prefix_cache": int(settings.prefix_cache),
             "kv_store": settings.kv_store,
             "kv_store_limit": None if limit is None else int(limit),
+            "kv_store_expiry": settings.kv_store_expiry,
+            "kv_store_key": None if key is None else key.get_secret_value().encode(),
             "kv_memory": settings.tiers(device),
         },
     )

@@ -46,6 +46,9 @@ class ServeOptions(DebugOptions):
         list[str] | None,
         option("--api-key", panel=_WHO, help="A tenant's; may be repeated. Others see it: better FORERUN_API_KEYS."),
     ] = None
+    admin_key: Annotated[
+        str | None, option("--admin-key", panel=_WHO, help="A key for /metrics, which no other key may read.")
+    ] = None
     allowed_host: Annotated[
         list[str] | None,
         option("--allowed-host", panel=_WHO, help="A name that clients may call it by; may be repeated, * is any."),
@@ -83,6 +86,13 @@ class ServeOptions(DebugOptions):
     kv_store_limit: Annotated[
         str | None,
         option("--kv-store-limit", panel=_MUCH, help=f"Of that folder: a quarter of what is free there, or {_SIZE}"),
+    ] = None
+    kv_store_expiry: Annotated[
+        float | None,
+        option("--kv-store-expiry", panel=_MUCH, help="Seconds without use after which what it keeps goes."),
+    ] = None
+    kv_store_key: Annotated[
+        str | None, option("--kv-store-key", panel=_MUCH, help="Use nothing there that was written without this key.")
     ] = None
     connections: Annotated[int | None, option("--connections", panel=_MUCH, help="Open at once, at most.", min=1)] = (
         None

@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -64,7 +64,8 @@ class Engine:
         prefill_block: prompt tokens in one pass.
         prefix_cache: maximum bytes of keys and values that are kept for later prompts that begin alike.
         kv_store: a folder in which they are kept on disk, for later processes too; for a model on the CPU.
-        kv_store_limit: maximum bytes on disk; see ``KVStore``.
+        kv_store_limit, kv_store_expiry, kv_store_key: maximum bytes on disk, seconds after which unused texts go, and a
+            key for the files' checksums; see ``KVStore``.
         kv_memory: bytes that keys and values may take on the device, or a ``KVMemory``; the rest is offloaded.
 
     Raises:
@@ -88,6 +89,8 @@ class Engine:
         prefix_cache: int = 0,
         kv_store: str | Path | None = None,
         kv_store_limit: int | None = None,
+        kv_store_expiry: float | None = None,
+        kv_store_key: bytes | None = None,
         kv_memory: int | KVMemory | None = None,
         _runtime: Runtime | None = None,
     ) -> None:
@@ -107,7 +110,7 @@ class Engine:
             raise ValueError(
                 f"the tokenizer has {len(tokenizer)} tokens and the model {self.target.vocabulary}: they do not match"
             )
-        self.store = self._store(kv_store, kv_store_limit)
+        self.store = self._store(kv_store, {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key})
         """Keys and values of prompts that are kept on disk."""
         self.tiers = None if kv_memory is None else self._tiers(kv_memory)
         """Where keys and values lie, if ``kv_memory`` bounds them."""
@@ -133,15 +136,16 @@ class Engine:
 
         return ranks.admit(model, **whole)
 
-    def _store(self, folder: str | Path | None, limit: int | None) -> KVStore | None:
-        if folder is None and limit is not None:
-            raise ValueError(f"kv_store_limit is {limit}, and there is no kv_store")
+    def _store(self, folder: str | Path | None, options: dict[str, Any]) -> KVStore | None:
         if folder is None:
+            for name, value in options.items():
+                if value is not None:
+                    raise ValueError(f"kv_store_{name} is set, and there is no kv_store")
             return None
         from forerun.engine.kv_store import KVStore  # imported only where a store is asked for
         from forerun.models.forward.fingerprint import fingerprint
 
-        return KVStore(folder, fingerprint(self.target, self.exactness), limit)
+        return KVStore(folder, fingerprint(self.target, self.exactness), **options)
 
     def _tiers(self, memory: int | KVMemory) -> Tiers:
         from forerun.kv.kv_tiers import Tiers  # imported only where memory is bounded

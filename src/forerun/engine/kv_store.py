@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from forerun.core.fair_eviction import eviction, owner_of
 from forerun.engine.prefix_sharing import KEY_BYTES, Keys, common
 from forerun.kernels.attention.attention import Rows
 from forerun.kv.full_cache import FullCache
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 KV_FILE_SUFFIX, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
+OWNER_PREFIX = "of-"
+"""Begins the name of a tenant's folder."""
 STAT_BLOCK_BYTES = 512
 """Bytes of the blocks in which POSIX counts what a file takes."""
 MIN_STORED_TOKENS = 512
@@ -81,16 +85,29 @@ class KVStore:
         folder: made if it is not there.
         mark: a fingerprint; texts of another one are not seen.
         limit: maximum bytes on disk; by default a quarter of the space that is free or taken by the store.
+        expiry: seconds after their last use in which texts go; None to keep them.
+        key: of the files' checksums: files that were written without it are not used. None for checksums that find
+            damage alone.
 
     Raises:
-        ValueError: for a limit below 0.
+        ValueError: for a limit below 0, an expiry that is not above 0, or an empty key.
         OSError: if the folder cannot be made or written.
     """
 
-    def __init__(self, folder: str | Path, mark: str, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        mark: str,
+        limit: int | None = None,
+        expiry: float | None = None,
+        key: bytes | None = None,
+    ) -> None:
         if limit is not None and limit < 0:
             raise ValueError(f"the store's limit is {limit} bytes; it must be 0 or more")
-        self._files = DiskLRU(Path(folder), limit if limit is not None else 1 << 62)
+        if (expiry is not None and expiry <= 0) or key == b"":
+            raise ValueError(f"the store's expiry is {expiry} seconds; it must be above 0, and a key may not be empty")
+        self._key = key
+        self._files = DiskLRU(Path(folder), limit if limit is not None else 1 << 62, expiry)
         if limit is None:
             self._files.limit = int(DISK_SHARE * (shutil.disk_usage(folder).free + self._files.nbytes))
         self._mark = mark
@@ -182,8 +199,12 @@ class KVStore:
         self._writer.shutdown()
 
     def _folder(self, namespace: str) -> str:
-        """The folder of a namespace, without its name."""
-        return f"{self._mark}/{hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()}"
+        """The folder of a namespace, without its name; those of one tenant are in one folder."""
+        inside = hashlib.blake2b(namespace.encode(), digest_size=16).hexdigest()
+        owner = owner_of(namespace)
+        if not owner:
+            return f"{self._mark}/{inside}"
+        return f"{self._mark}/{OWNER_PREFIX}{hashlib.blake2b(owner.encode(), digest_size=8).hexdigest()}/{inside}"
 
     def _matches(self, keys: Keys, space: str) -> list[tuple[str, int]]:
         """All texts of a namespace with the chunks that they share with a prompt, most first."""
@@ -210,7 +231,7 @@ class KVStore:
     def _read(self, name: str, verified: bool = False) -> KVFile | None:
         """A file. A damaged one goes. Its data are compared with their checksums when they are first wanted."""
         try:
-            file = KVFile(self._files.folder / name)
+            file = KVFile(self._files.folder / name, self._key)
             if verified and file.identity not in self._verified:
                 file.verify()
                 self._verified.add(file.identity)
@@ -261,7 +282,7 @@ class KVStore:
         size, places = sum(area.tensor.nbytes for area in areas), []
 
         def fill(file: int) -> None:
-            write(file, areas, header)
+            write(file, areas, header, self._key)
             places.append(inode_of(file))
 
         if not self._files.put(name, size, fill):
@@ -308,17 +329,19 @@ class DiskLRU:
     Args:
         folder: made if it is not there, for its owner alone.
         limit: the most bytes on disk.
+        expiry: seconds after their last use in which files go; None to keep them.
 
     Raises:
         OSError: if the folder cannot be made or written.
         NotImplementedError: where there are no locks on files.
     """
 
-    def __init__(self, folder: Path, limit: int) -> None:
+    def __init__(self, folder: Path, limit: int, expiry: float | None = None) -> None:
         if fcntl is None:
             raise NotImplementedError("kv_store needs locks on files (fcntl), which this system does not have")
-        self.folder, self.limit = folder, limit
+        self.folder, self.limit, self._expiry = folder, limit, expiry
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._newest = max((used for _, _, used in self._files()), default=0)
         with self._alone():
             self._sweep()
             self._make_room(0)
@@ -351,6 +374,7 @@ class DiskLRU:
             write(file)
             os.fsync(file)
             with self._alone():
+                self._touch(Path(temporary))
                 Path(temporary).replace(path)
                 self._make_room(0)
             _sync(path.parent)
@@ -362,19 +386,23 @@ class DiskLRU:
         return True
 
     def names(self, within: str) -> list[str]:
-        """The groups in a folder: names of their files without a part."""
+        """The groups in a folder: names of their files without a part. Those that have expired go first."""
+        self._expire(within)
         try:
             entries = os.listdir(self.folder / within)  # noqa: PTH208 - a third of the time
         except FileNotFoundError:
             return []
         return [f"{within}/{name}" for name in entries if name.endswith(KV_FILE_SUFFIX) and name.count(".") == 1]
 
-    def use(self, name: str) -> Path:
-        """Where a file is; it was used now."""
-        path = self.folder / name
+    def use(self, name: str) -> None:
+        """A file is used now."""
         with suppress(FileNotFoundError):
-            os.utime(path)
-        return path
+            self._touch(self.folder / name)
+
+    def _touch(self, path: Path) -> None:
+        """Note that a file is used later than all others, also if the clock was set back."""
+        self._newest = max(time.time_ns(), self._newest + 1)
+        os.utime(path, ns=(self._newest, self._newest))
 
     def drop(self, name: str) -> None:
         """Remove a file, and all of its group if it is no part."""
@@ -387,24 +415,36 @@ class DiskLRU:
         """Bytes on disk."""
         return sum(size for _, size, _ in self._files())
 
-    def _files(self) -> Iterator[tuple[Path, int, int]]:
-        """All files with the bytes that they take, and when they were used last."""
-        for path in self.folder.rglob(f"*{KV_FILE_SUFFIX}"):
+    def _files(self, within: str = "") -> Iterator[tuple[Path, int, int]]:
+        """All files in a folder with the bytes that they take, and when they were used last."""
+        for path in (self.folder / within).rglob(f"*{KV_FILE_SUFFIX}"):
             with suppress(FileNotFoundError):
                 stat = path.stat()
                 yield path, stat.st_blocks * STAT_BLOCK_BYTES, stat.st_mtime_ns
 
     def _make_room(self, size: int) -> None:
-        """Remove what was used least recently until ``size`` bytes more are within the limit."""
+        """Remove groups until ``size`` bytes more are within the limit: of the tenant who has the most, the one that
+        was used least recently."""
+        self._expire("")
         groups: dict[Path, list[tuple[int, int]]] = defaultdict(list)
-        for path, nbytes, time in self._files():
-            groups[path.parent / path.name.partition(".")[0]].append((time, nbytes))
-        total = size + sum(nbytes for files in groups.values() for _, nbytes in files)
-        for group, files in sorted(groups.items(), key=lambda item: max(item[1])):
-            if total <= self.limit:
-                return
-            self.drop(str(group.relative_to(self.folder)) + KV_FILE_SUFFIX)
-            total -= sum(nbytes for _, nbytes in files)
+        for path, nbytes, used in self._files():
+            groups[path.parent / path.name.partition(".")[0]].append((used, nbytes))
+        ordered = sorted(groups, key=lambda group: max(groups[group]))
+        sizes = {group: sum(nbytes for _, nbytes in groups[group]) for group in ordered}
+        while sizes and sum(sizes.values()) + size > self.limit:
+            oldest = eviction([(group, _owner(group), nbytes) for group, nbytes in sizes.items()])
+            assert oldest is not None
+            self.drop(str(oldest.relative_to(self.folder)) + KV_FILE_SUFFIX)
+            del sizes[oldest]
+
+    def _expire(self, within: str) -> None:
+        """Remove files whose last use is too long ago."""
+        if self._expiry is None:
+            return
+        last = time.time_ns() - int(self._expiry * 1e9)
+        for path, _, used in self._files(within):
+            if used < last:
+                path.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
         """Remove what dead processes did not finish. NFS locks only files that are open for writing."""
@@ -422,6 +462,11 @@ class DiskLRU:
             yield
         finally:
             os.close(file)
+
+
+def _owner(group: Path) -> str:
+    """The folder of the tenant whose a group is."""
+    return next((part for part in group.parts if part.startswith(OWNER_PREFIX)), "")
 
 
 def _sync(folder: Path) -> None:

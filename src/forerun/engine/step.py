@@ -34,6 +34,9 @@ from forerun.models.forward.scorer import Scorer
 
 log = logging.getLogger(__name__)
 
+RETRY_STEPS = 256
+"""Steps until a pass over all rows is tried again after one has failed."""
+
 
 class RowScores(NamedTuple):
     """A row's logits, and the hidden states that the drafter wants, if it does; see ``Scorer.score_with_states``."""
@@ -142,6 +145,27 @@ class Row:
             stats.add_seconds(drafting, scoring, verifying)
 
 
+@dataclass
+class PassLimit:
+    """How many rows may have a pass together, where one with all of them fails though each has none to blame: for want
+    of memory, as a rule."""
+
+    rows: int | None = None
+    steps: int = 0
+
+    def now(self, rows: int) -> int:
+        """The rows of the next pass. After ``RETRY_STEPS`` all have a pass together again."""
+        self.steps -= 1
+        if self.rows is None or self.steps < 0:
+            self.rows = None
+            return rows
+        return self.rows
+
+    def lower(self, rows: int) -> None:
+        """A pass over so many rows has failed, and none alone."""
+        self.rows, self.steps = max(1, rows // 2), RETRY_STEPS
+
+
 @dataclass(frozen=True)
 class DecodingStep:
     """One pass for every row: of a chunk of its prompt, or of its draft.
@@ -150,11 +174,13 @@ class DecodingStep:
         target: decides what is generated.
         drafter: proposes the trees.
         budget: maximum number of nodes of a row's tree, without the tokens that a grammar forces.
+        limit: of the rows in a pass.
     """
 
     target: Scorer
     drafter: Drafter
     budget: int
+    limit: PassLimit = field(default_factory=PassLimit)
 
     @torch.inference_mode()
     def __call__(self, decoding: Sequence[Row], reading: Mapping[Row, int]) -> list[Commit]:
@@ -227,6 +253,13 @@ class DecodingStep:
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
         """Logits of each row, once they are there. A pass that fails leaves no trace; then each row has a pass of its
         own, and those that fail again are the ones to blame."""
+        most = self.limit.now(len(rows))
+        parts = [slice(first, first + most) for first in range(0, len(rows), most)]
+        if len(parts) > 1:
+            return [each for part in parts for each in self._pass(rows[part], blocks[part])]
+        return self._pass(rows, blocks)
+
+    def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
         try:
             caches, wanted = [row.cache for row in rows], self.drafter.states
             if wanted:
@@ -239,7 +272,10 @@ class DecodingStep:
             if len(rows) == 1:
                 return [error]
             log.warning("a pass over %d rows failed (%s); each of them has its own now", len(rows), error)
-        return [self._score([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
+        scored = [self._pass([row], [block])[0] for row, block in zip(rows, blocks, strict=True)]
+        if not any(isinstance(each, Exception) for each in scored):
+            self.limit.lower(len(rows))
+        return scored
 
     def _record_states(self, request: Request, block: Block, path: Sequence[int], states: torch.Tensor | None) -> None:
         """Hand the drafter the states of a block's pending tokens and of the accepted nodes, ``path``."""

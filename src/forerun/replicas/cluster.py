@@ -151,11 +151,10 @@ def _application(settings: ServerSettings, build: Callable[[ServerSettings], Eng
 def _front(settings: ServerSettings) -> ASGIApp:
     import ray
     from ray import serve
-    from ray.exceptions import RayActorError
 
     handle = serve.get_deployment_handle(RAY_REPLICA, app_name=RAY_APP).options(stream=True)
 
-    async def forward(request: ForwardedRequest) -> AsyncIterator[ResponseHead | bytes]:
+    async def forward(request: ForwardedRequest) -> AsyncIterator[str | ResponseHead | bytes]:
         response = handle.answer.remote(request)
         try:
             async for part in response:
@@ -167,7 +166,19 @@ def _front(settings: ServerSettings) -> ASGIApp:
         exchange = ray.get_actor(RAY_EXCHANGE, namespace=RAY_APP)
         return await exchange.metrics.remote()  # type: ignore[no-any-return]
 
-    return guarded(Front(forward, metrics, (RayActorError,)), settings)
+    return guarded(Front(forward, metrics, lost_errors()), settings)
+
+
+def lost_errors() -> tuple[type[BaseException], ...]:
+    """Ray's errors that mean that a replica, its process or its machine is gone."""
+    from ray import exceptions
+    from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
+
+    return (
+        exceptions.RayActorError, exceptions.WorkerCrashedError, exceptions.NodeDiedError,
+        exceptions.LocalRayletDiedError, exceptions.ObjectLostError, exceptions.OutOfMemoryError,
+        exceptions.RaySystemError, ReplicaUnavailableError, DeploymentUnavailableError,
+    )  # fmt: skip
 
 
 def shared_resources(nodes: Sequence[ClusterNode], replicas: int, device: str) -> Resources:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -21,8 +23,18 @@ from forerun.server.replies import event
 log = logging.getLogger(__name__)
 
 REPLICA_LOST = ApiError(503, "the replica that wrote this answer has died; ask again", "replica_lost")
+REPLICA_KILLED = ApiError(
+    500, "a replica died under this request, most likely of it; it is not tried again", "replica_killed",
+    headers={"x-should-retry": "false"},
+)  # fmt: skip
 MAX_REPLICAS_TRIED = 3
-"""Replicas that may die under one request before it fails."""
+"""Replicas that may be lost under one request before it fails."""
+REMEMBERED_SUSPECTS = 1024
+METRICS_SECONDS = 10.0
+"""Time for the metrics of the replicas to come."""
+
+SECRET_HEADERS = (b"authorization", b"proxy-authorization", b"cookie")
+"""Headers that replicas do not get."""
 
 Header = tuple[bytes, bytes]
 
@@ -32,7 +44,8 @@ class ForwardedRequest:
     """A client's request.
 
     Attributes:
-        method, path, query, headers, body: as in HTTP.
+        method, path, query, headers, body: as in HTTP; keys have been looked at, and do not travel on.
+        tenant: whose it is.
         beginnings: for the router; see ``digests``.
     """
 
@@ -41,6 +54,7 @@ class ForwardedRequest:
     query: bytes
     headers: Sequence[Header]
     body: bytes
+    tenant: str = ""
     beginnings: Sequence[bytes] = field(default=(), repr=False)
 
 
@@ -52,15 +66,51 @@ class ResponseHead(NamedTuple):
     replica: str
 
 
-Forward = Callable[[ForwardedRequest], AsyncIterator[ResponseHead | bytes]]
-"""Sends a request to a replica; closing the iterator cancels it."""
+Forward = Callable[[ForwardedRequest], AsyncIterator[str | ResponseHead | bytes]]
+"""Sends a request to a replica, whose name comes first; closing the iterator cancels it."""
+
+
+class Suspects:
+    """Which requests took a replica down.
+
+    It was the request for certain if it was the only one there. If there were several, each may be tried once more; the
+    one under which a second replica dies is to blame.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[str, list[bytes]] = {}
+        self._deaths: OrderedDict[str, int] = OrderedDict()  # requests that a replica had when it died
+        self._suspected: OrderedDict[bytes, bool] = OrderedDict()  # whether a request is to blame
+
+    def blamed(self, request: bytes) -> bool:
+        """Whether a request is to blame."""
+        return self._suspected.get(request, False)
+
+    def begin(self, request: bytes, replica: str) -> None:
+        """A replica has a request."""
+        self._running.setdefault(replica, []).append(request)
+
+    def die(self, request: bytes, replica: str) -> None:
+        """A replica has died under a request."""
+        crowd = self._deaths.setdefault(replica, len(self._running[replica]))
+        self._suspected[request] = crowd == 1 or request in self._suspected
+        for kept in (self._deaths, self._suspected):
+            while len(kept) > REMEMBERED_SUSPECTS:
+                kept.popitem(last=False)
+
+    def end(self, request: bytes, replica: str) -> None:
+        """A replica has a request no more."""
+        self._running[replica].remove(request)
+        if not self._running[replica]:
+            del self._running[replica]
 
 
 class Front:
     """An ASGI application in front of the replicas, behind a ``GuardMiddleware``.
 
-    A request whose replica dies goes to another one, unless the client has received some of the answer. Then the answer
-    ends with an error: a sampled text may go on differently, so its rest could not be joined to it.
+    A request whose replica dies goes to another one, unless it is to blame (``Suspects``) or the client has received
+    some of the answer. Then the answer ends with an error: a sampled text may go on differently, so its rest could not
+    be joined to it.
 
     Args:
         forward: sends a request to a replica.
@@ -75,6 +125,7 @@ class Front:
         lost: tuple[type[BaseException], ...],
     ) -> None:
         self._forward, self._metrics, self._lost = forward, metrics, lost
+        self._suspects = Suspects()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer as an ASGI application does."""
@@ -83,18 +134,28 @@ class Front:
         elif scope["type"] == "http" and scope["path"] == "/health":
             await JSONResponse({"status": "ok"})(scope, receive, send)
         elif scope["type"] == "http" and scope["path"] == "/metrics":
-            text = merged_metrics(await self._metrics())
-            await Response(text, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)
+            await (await self._merged_metrics())(scope, receive, send)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
+
+    async def _merged_metrics(self) -> Response:
+        try:
+            async with asyncio.timeout(METRICS_SECONDS):
+                return Response(merged_metrics(await self._metrics()), media_type=CONTENT_TYPE_LATEST)
+        except Exception as error:
+            if not isinstance(error, (TimeoutError, *self._lost)):
+                raise
+            return ApiError(503, "the replicas' metrics cannot be reached", "not_ready").response()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = (await receive()).get("body", b"")
         tenant = scope.get("state", {}).get("tenant") or ""
         # in another thread: a large body takes 0.1 s and more, in which streams would wait
         beginnings = await asyncio.to_thread(digests, tenant, body) if scope["method"] == "POST" else ()
-        headers = list(scope["headers"])
-        request = ForwardedRequest(scope["method"], scope["path"], scope["query_string"], headers, body, beginnings)
+        headers = [(name, value) for name, value in scope["headers"] if name not in SECRET_HEADERS]
+        request = ForwardedRequest(
+            scope["method"], scope["path"], scope["query_string"], headers, body, tenant, beginnings
+        )
         relaying = asyncio.create_task(self._relay(request, send))
         leaving = asyncio.create_task(_disconnected(receive))
         try:
@@ -113,30 +174,45 @@ class Front:
         Raises:
             ApiError: if replica after replica died, and the client has received nothing.
         """
+        digest = hashlib.blake2b(request.body, digest_size=16, key=request.tenant.encode()).digest()
         for _ in range(MAX_REPLICAS_TRIED):
-            head: ResponseHead | None = None
-            begun = False
-            try:
-                async for part in self._forward(request):
-                    if isinstance(part, ResponseHead):
-                        head = part
-                        continue
+            if self._suspects.blamed(digest):
+                raise REPLICA_KILLED
+            if await self._tried(request, digest, send):
+                return
+        raise REPLICA_LOST
+
+    async def _tried(self, request: ForwardedRequest, digest: bytes, send: Send) -> bool:
+        """Send a replica's answer on; return False if the replica was lost and the client has received nothing."""
+        head: ResponseHead | None = None
+        replica, begun = None, False
+        try:
+            async for part in self._forward(request):
+                if isinstance(part, str):
+                    self._suspects.begin(digest, replica := part)
+                elif isinstance(part, ResponseHead):
+                    head = part
+                else:
                     if head is not None and not begun:  # not before there is something to read
                         await _send_head(head, send)
                         begun = True
                     await send({"type": "http.response.body", "body": part, "more_body": True})
-                if head is not None and not begun:
-                    await _send_head(head, send)
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                return
-            except self._lost:
-                log.warning("a replica died under %s %s", request.method, request.path)
-                if begun:
-                    assert head is not None
-                    last = event(REPLICA_LOST.body).encode() if _is_stream(head) else b""
-                    await send({"type": "http.response.body", "body": last, "more_body": False})
-                    return
-        raise REPLICA_LOST
+            if head is not None and not begun:
+                await _send_head(head, send)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except self._lost:
+            log.warning("a replica was lost under %s %s", request.method, request.path)
+            if replica is not None:
+                self._suspects.die(digest, replica)
+            if not begun:
+                return False
+            assert head is not None
+            last = event(REPLICA_LOST.body).encode() if _is_stream(head) else b""
+            await send({"type": "http.response.body", "body": last, "more_body": False})
+        finally:
+            if replica is not None:
+                self._suspects.end(digest, replica)
+        return True
 
 
 async def _send_head(head: ResponseHead, send: Send) -> None:

@@ -52,8 +52,9 @@ class Replica:
         self._service = self._app.state.service
         self._exchange.start()
 
-    async def answer(self, request: ForwardedRequest) -> AsyncIterator[ResponseHead | bytes]:
-        """The answer's head, then its body in pieces."""
+    async def answer(self, request: ForwardedRequest) -> AsyncIterator[str | ResponseHead | bytes]:
+        """This replica's name, the answer's head, then its body in pieces."""
+        yield self._name
         async for message in responses(self._app, request):
             if message["type"] == "http.response.start":
                 yield ResponseHead(message["status"], list(message.get("headers", ())), self._name)
@@ -101,7 +102,8 @@ async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Me
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": "",
         "method": request.method, "path": request.path, "raw_path": request.path.encode(),
         "query_string": request.query,
-        "headers": list(request.headers), "client": None, "server": None, "state": {},
+        "headers": list(request.headers), "client": None, "server": None,
+        "state": {"tenant": request.tenant},
     }  # fmt: skip
     task = asyncio.ensure_future(app(scope, receive, sent.put))
     task.add_done_callback(lambda _: sent.put_nowait(None))

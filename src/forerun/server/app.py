@@ -140,7 +140,10 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
 
 
 def _keys(settings: ServerSettings) -> ApiKeys:
-    return ApiKeys([key.get_secret_value() for key in settings.api_keys])
+    admin = settings.admin_key
+    return ApiKeys(
+        [key.get_secret_value() for key in settings.api_keys], None if admin is None else admin.get_secret_value()
+    )
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

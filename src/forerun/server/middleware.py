@@ -18,6 +18,8 @@ from forerun.server.tenants import ApiKeys
 
 OPEN_ADDRESSES = ("/health", "/ready")
 """Addresses without checks: they only say whether the server is there."""
+ADMIN_ADDRESS = "/metrics"
+"""Counts all tenants together, so no tenant's key is enough."""
 BODIES_IN_MEMORY = 32
 """Bodies of the largest size whose bytes all requests together may hold: until they are parsed, and what answers may
 take after that."""
@@ -112,7 +114,8 @@ class GuardMiddleware:
         send = _with_id(scope, send)
         held = HeldBytes(self._share, "")
         try:
-            self._check_source(scope)
+            if not scope["state"].get("tenant"):
+                self._check_source(scope)
             if scope["path"] in self._open:  # no body is read there
                 await self._app(scope, receive, send)
                 return
@@ -156,6 +159,15 @@ class GuardMiddleware:
         return True
 
     def _authenticate(self, scope: Scope) -> None:
+        """Find whose request it is, unless the front of the replicas has done so."""
+        if scope["state"].get("tenant"):
+            return
+        if scope["path"] == ADMIN_ADDRESS:
+            if not self._keys.admits(_header(scope, b"authorization")):
+                message = "the metrics of all tenants are for the admin key (--admin-key)"
+                raise ApiError(403, message, "admin_only")
+            scope["state"]["tenant"] = ""
+            return
         tenant = self._keys.tenant(_header(scope, b"authorization"))
         if tenant is None:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"

@@ -45,6 +45,7 @@ class ServerSettings(BaseSettings):
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    admin_key: SecretStr | None = None
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     rows: Annotated[int, Field(ge=1)] = 16
@@ -57,6 +58,8 @@ class ServerSettings(BaseSettings):
     prefix_cache: Annotated[ByteSize, Field(ge=0)] = ByteSize(256 * MIB)
     kv_store: Path | None = None
     kv_store_limit: Annotated[ByteSize, Field(ge=0)] | None = None
+    kv_store_expiry: Annotated[float, Field(gt=0)] | None = None
+    kv_store_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     connections: Annotated[int, Field(ge=1)] = 512
     request_bytes: Annotated[ByteSize, Field(ge=1)] = ByteSize(8 * MIB)
     max_tokens: Annotated[int, Field(ge=1)] = 4096

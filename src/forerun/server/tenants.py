@@ -18,18 +18,21 @@ class ApiKeys:
 
     Args:
         keys: one for each tenant; none makes everybody one tenant.
+        admin: a further key, which is no tenant's.
 
     Raises:
         ValueError: for an empty key, one that a header cannot carry, or one given twice.
     """
 
-    def __init__(self, keys: Sequence[str] = ()) -> None:
-        for number, key in enumerate(keys, start=1):
+    def __init__(self, keys: Sequence[str] = (), admin: str | None = None) -> None:
+        every = [*keys, *([] if admin is None else [admin])]
+        for number, key in enumerate(every, start=1):
             if not key or not all("!" <= character <= "~" for character in key):
                 raise ValueError(f"API key {number} is empty, or has characters other than ASCII without spaces")
-        if len(set(keys)) < len(keys):
+        if len(set(every)) < len(every):
             raise ValueError("an API key is given twice; each tenant has its own")
         self._digests = [_digest(key.encode()) for key in keys]
+        self._admin = None if admin is None else _digest(admin.encode())
 
     @property
     def tenants(self) -> list[str]:
@@ -40,12 +43,17 @@ class ApiKeys:
         """The tenant of an ``Authorization`` header; None if no tenant has its key. All keys take the same time."""
         if not self._digests:
             return ONLY_TENANT
-        scheme, _, key = (authorization or b"").partition(b" ")
-        given, tenant = _digest(key.strip()), None
+        given, tenant = _given(authorization), None
         for digest in self._digests:
             if hmac.compare_digest(digest, given):
                 tenant = _tenant_name(digest)
-        return tenant if scheme.lower() == b"bearer" else None
+        return tenant
+
+    def admits(self, authorization: bytes | None) -> bool:
+        """Whether an ``Authorization`` header has the admin key; anybody is admitted where there are no keys at all."""
+        if self._admin is None:
+            return not self._digests
+        return hmac.compare_digest(self._admin, _given(authorization))
 
 
 def private_namespace(tenant: str, name: str) -> str:
@@ -60,6 +68,12 @@ def drafting_namespace(tenant: str, name: str, share: bool) -> str:
 
 def _tenant_name(digest: bytes) -> str:
     return "key-" + digest.hex()[:16]
+
+
+def _given(authorization: bytes | None) -> bytes:
+    """The digest of a header's key."""
+    scheme, _, key = (authorization or b"").partition(b" ")
+    return _digest(key.strip()) if scheme.lower() == b"bearer" else b""
 
 
 def _digest(key: bytes) -> bytes:
