@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server load": ("server.load_command:ServingOptions", "Servers under load, with and without drafts."),
     "server fuzz": ("server.fuzz:FuzzOptions", "Malformed requests, from many clients."),
     "server kill": ("server.kill:KillOptions", "A server that is killed while it works and saves."),
+    "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
     "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
     "capacity": ("capacity.command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),

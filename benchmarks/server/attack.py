@@ -1,0 +1,191 @@
+"""Two tenants of one server, of whom one attacks: what the other one notices of it.
+
+    python -m benchmarks server attack --seconds 300 --out runs/attack
+
+The other tenant reads one stream after the other, first alone and then beside the attacks, which come from a process of
+their own: floods of texts (n = 15 and 128), long texts that a schema spells out, characters that never end, schemas
+that are hard to compile, bodies of the largest size, log-probabilities without measure, and a namespace for each
+request. Writes JSON and Markdown. The last line printed is the result. Exit status 1 if the other tenant was refused
+once, or its 99th percentile of the time between chunks more than doubled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from benchmarks.server.figures import percentile
+from benchmarks.server.request_mixture import TEXT
+from benchmarks.server.server_process import ServerProcess
+from forerun.cli.options import DebugOptions
+
+Json = dict[str, Any]
+QUIET_KEY, ATTACKING_KEY = "key-of-the-quiet", "key-of-the-attacker"
+OPTIONS = ("--api-key", QUIET_KEY, "--api-key", ATTACKING_KEY, "--kv-memory", "1GiB")
+ATTACKERS = 12
+"""Requests of the attacker at once."""
+MAX_RATIO = 2.0
+STREAM_TOKENS = 96
+
+
+def _schema(schema: Json, **more: Any) -> Json:
+    return {
+        "prompt": "x",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    } | more
+
+
+ATTACKS: dict[str, Callable[[random.Random], Json]] = {
+    "many texts": lambda chance: {"prompt": "Once", "n": chance.choice((15, 128)), "max_tokens": 4096},
+    "forced text": lambda chance: _schema({"const": "a" * chance.choice((1900, 60_000))}, n=15, max_tokens=4096),
+    "pattern": lambda chance: _schema({"type": "string", "pattern": "^a{1900}$"}, n=4, max_tokens=4096),
+    "no character": lambda chance: _schema({"const": "\ufffd" * 600}, n=4, max_tokens=4096),
+    "slow schema": lambda chance: _slow(chance.randint(9, 22)),
+    "large body": lambda chance: {"prompt": "x", "user": "y" * ((8 << 20) - 200)},
+    "log-probabilities": lambda chance: {"messages": [{"role": "user", "content": "Hi"}], "n": 16, "logprobs": True,
+                                         "top_logprobs": 20, "max_tokens": 300},
+    "namespaces": lambda chance: {"prompt": TEXT[:600], "max_tokens": 8,
+                                  "forerun": {"namespace": f"n{chance.randrange(10**9)}"}},
+}  # fmt: skip
+"""Bodies by the kind of the attack."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackOptions(DebugOptions):
+    """Two tenants, of whom one attacks: is the other one served as before?"""
+
+    seconds: Annotated[float, typer.Option(help="Of the attacks; a third of it before them.")] = 300.0
+    attacks: Annotated[str, typer.Option(help="Which, with commas between; all by default.")] = ",".join(ATTACKS)
+    seed: Annotated[int, typer.Option(help="Of the attacks.")] = 0
+    out: Annotated[Path, typer.Option(help="The results without their suffixes.")] = Path("runs/attack")
+
+
+def run(options: AttackOptions) -> None:
+    """Attack; exit status 1 if the other tenant notices."""
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    names = [name.strip() for name in options.attacks.split(",")]
+    with ServerProcess(OPTIONS, options.out.with_suffix(".log")) as served:
+        asyncio.run(_read(served.port, min(10.0, options.seconds / 10), "warm"))
+        alone = asyncio.run(_read(served.port, options.seconds / 3, "alone"))
+        context = multiprocessing.get_context("spawn")
+        counts = context.Queue()
+        attacker = context.Process(target=_attack, args=(served.port, names, options.seconds, options.seed, counts))
+        attacker.start()
+        beside = asyncio.run(_read(served.port, options.seconds, "beside"))
+        attacked = counts.get(timeout=options.seconds + 120)
+        attacker.join()
+    result = summary(alone, beside, attacked)
+    options.out.with_suffix(".json").write_text(json.dumps(result, indent=1))
+    options.out.with_suffix(".md").write_text(markdown(result))
+    print(json.dumps(result))
+    if result["faults"]:
+        raise typer.Exit(1)
+
+
+def summary(alone: Json, beside: Json, attacked: dict[str, dict[str, int]]) -> Json:
+    """The figures of both times, and what is wrong with them."""
+    phases = {name: _figures(phase) for name, phase in (("alone", alone), ("beside", beside))}
+    before, after = (phases[name]["p99_between_chunks"] for name in ("alone", "beside"))
+    ratio = None if not before or after is None else after / before
+    refused = {status: count for status, count in beside["statuses"].items() if status != "200"}
+    faults = [f"{count} answers with {status}" for status, count in refused.items()]
+    if ratio is None:
+        faults.append("no stream was read to its end in one of the times")
+    elif ratio > MAX_RATIO:
+        faults.append(f"the 99th percentile between chunks is {ratio:.2f} times that without attacks")
+    return {"ratio_p99": ratio, "faults": faults, **phases, "attacks": attacked}
+
+
+def markdown(result: Json) -> str:
+    """The figures as tables."""
+    lines = ["| | streams | p50 between chunks | p99 | p99 to the first | answers |", "|---|---|---|---|---|---|"]
+    for name in ("alone", "beside"):
+        row = result[name]
+        times = [row["p50_between_chunks"], row["p99_between_chunks"], row["p99_first"]]
+        shown = ["–" if each is None else f"{1000 * each:.0f} ms" for each in times]
+        lines.append(f"| {name} | {row['streams']} | {' | '.join(shown)} | {row['statuses']} |")
+    ratio = "–" if result["ratio_p99"] is None else f"{result['ratio_p99']:.2f}"
+    lines += ["", f"p99 beside the attacks / alone: {ratio}. Faults: {'; '.join(result['faults']) or 'none'}.", ""]
+    lines += ["| attack | answers |", "|---|---|"]
+    lines += [f"| {name} | {counts} |" for name, counts in result["attacks"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(phase: Json) -> Json:
+    gaps, first = phase["gaps"], phase["first"]
+    return {
+        "streams": len(first),
+        "statuses": phase["statuses"],
+        "p50_between_chunks": percentile(gaps, 50),
+        "p99_between_chunks": percentile(gaps, 99),
+        "p99_first": percentile(first, 99),
+    }
+
+
+async def _read(port: int, seconds: float, namespace: str) -> Json:
+    """Read streams one after the other: the times between their chunks, and those to their first ones."""
+    gaps, first, statuses = list[float](), list[float](), Counter[str]()
+    until, number = time.perf_counter() + seconds, 0
+    headers = {"Authorization": f"Bearer {QUIET_KEY}"}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=600, headers=headers) as client:
+        while time.perf_counter() < until:
+            number += 1
+            begin = 97 * number % (len(TEXT) - 400)
+            body = {
+                "model": "bundled",
+                "prompt": TEXT[begin : begin + 300],
+                "max_tokens": STREAM_TOKENS,
+                "stream": True,
+            }
+            body |= {"seed": number, "forerun": {"namespace": namespace}}
+            times = [time.perf_counter()]
+            async with client.stream("POST", "/v1/completions", json=body) as answer:
+                statuses[str(answer.status_code)] += 1
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        times.append(time.perf_counter())
+                        if '"error"' in line:
+                            statuses["error event"] += 1
+            if len(times) > 1:
+                first.append(times[1] - times[0])
+                gaps += [after - before for before, after in pairwise(times[1:])]
+    return {"gaps": gaps, "first": first, "statuses": dict(statuses)}
+
+
+def _attack(port: int, names: list[str], seconds: float, seed: int, counts: Any) -> None:
+    """In a process of its own."""
+    counts.put(asyncio.run(_flood(port, names, seconds, seed)))
+
+
+async def _flood(port: int, names: list[str], seconds: float, seed: int) -> dict[str, dict[str, int]]:
+    until, statuses = time.perf_counter() + seconds, {name: Counter[str]() for name in names}
+
+    async def one(number: int) -> None:
+        chance = random.Random(seed + number)
+        headers = {"Authorization": f"Bearer {ATTACKING_KEY}"}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers) as client:
+            while (left := until - time.perf_counter()) > 0:
+                name = chance.choice(names)
+                body = {"model": "bundled", "max_tokens": 64, **ATTACKS[name](chance)}
+                address = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+                try:
+                    answer = await client.post(address, json=body, timeout=max(1.0, left))
+                    statuses[name][str(answer.status_code)] += 1
+                except httpx.HTTPError as error:
+                    statuses[name][type(error).__name__] += 1
+                    await asyncio.sleep(0.05)
+
+    await asyncio.gather(*map(one, range(ATTACKERS)))
+    return {name: dict(counted) for name, counted in statuses.items()}
