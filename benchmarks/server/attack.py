@@ -47,6 +47,10 @@ def _schema(schema: Json, **more: Any) -> Json:
     } | more
 
 
+def _slow(patterns: int) -> Json:
+    return _schema({"allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(patterns)]})
+
+
 ATTACKS: dict[str, Callable[[random.Random], Json]] = {
     "many texts": lambda chance: {"prompt": "Once", "n": chance.choice((15, 128)), "max_tokens": 4096},
     "forced text": lambda chance: _schema({"const": "a" * chance.choice((1900, 60_000))}, n=15, max_tokens=4096),
