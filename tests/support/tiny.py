@@ -207,6 +207,108 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """What else people run: each with a few drafters, in ``test_families``. Experts are as transformers sets them."""
 
 
+_RECURRENT: dict[str, Any] = {"num_hidden_layers": 4, "max_position_embeddings": 512, "head_dim": 8}
+_LINEAR: dict[str, Any] = {
+    **_RECURRENT,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_LFM2: dict[str, Any] = {**_RECURRENT, "layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3}
+_MAMBA2: dict[str, Any] = {
+    **_RECURRENT,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+_SHARED_EXPERT: dict[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 16}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextForCausalLM", {**_LINEAR, **_SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", _LINEAR),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", {**_LINEAR, **_SHARED_EXPERT}),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        {
+            **_LINEAR,
+            **_LATENT_ROUTED,
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+            "q_lora_rank": None,
+            "n_shared_experts": 1,
+            "n_group": 1,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", {**_LINEAR, "linear_num_key_heads": 4}),
+    "lfm2": ("Lfm2ForCausalLM", _LFM2),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", {**_LFM2, **_EXPERTS, "num_dense_layers": 1}),
+    "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
+    "falcon_h1": ("FalconH1ForCausalLM", {**_MAMBA2, "mamba_d_ssm": 64}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_MAMBA2,
+            **_EXPERTS,
+            "layer_types": ["mamba", "attention", "mamba", "attention"],
+            "shared_intermediate_size": 16,
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHForCausalLM",
+        {
+            **_GROUPED,
+            "max_position_embeddings": 512,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 8,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "chunk_size": 8,
+            "moe_shared_expert_intermediate_size": 16,
+        },
+    ),
+    "zamba2": (
+        "Zamba2ForCausalLM",
+        {
+            **_MAMBA2,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "mamba_ngroups": 2,
+            "n_mamba_heads": 4,
+            "chunk_size": 8,
+            "num_mem_blocks": 1,
+            "num_key_value_heads": 4,
+            "attention_head_dim": 16,
+            "attention_hidden_size": 64,
+            "use_mem_rope": True,
+            "adapter_rank": 4,
+        },
+    ),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {
+            **_RECURRENT,
+            "num_heads": 4,
+            "head_dim": 16,
+            "state_size": 8,
+            "n_groups": 2,
+            "conv_kernel": 4,
+            "expand": 2,
+            "chunk_size": 8,
+        },
+    ),
+}
+"""Models with recurrent layers, in ``test_hybrids``."""
+
+
 @functools.cache
 def tiny(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A random model, the same at every call; nothing may change it. Engines of it test it once."""

@@ -82,7 +82,12 @@ def small_model(settings: LongContextConfig) -> Scorer:
         raise ValueError(f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model, loaded")
     if is_sharded(settings.draft_model):
         raise ValueError("draft_model lies in several processes; load it whole, as rank 0 alone drafts")
-    return gate.admit(settings.draft_model)
+    scorer = gate.admit(settings.draft_model)
+    if scorer.recurrent:
+        raise ValueError(
+            "draft_model has recurrent layers, whose states a streaming cache cannot keep; give another one"
+        )
+    return scorer
 
 
 def small_drafter(settings: LongContextConfig, gamma: int) -> ModelDrafter:

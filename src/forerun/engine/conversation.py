@@ -105,8 +105,8 @@ class Conversation:
         different = np.flatnonzero(prompt[:most] != self._cached[:most])
         length = int(different[0]) if len(different) else most
         self._cache.truncate(length)
-        self._cached = self._cached[:length]
-        return length
+        self._cached = self._cached[: self._cache.length]
+        return self._cache.length
 
     def _answer(self, turn: ConversationTurn, on_prefill: Progress | None) -> Generator[Commit, None, None]:
         request = turn.request

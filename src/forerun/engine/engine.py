@@ -150,6 +150,8 @@ class Engine:
     def _tiers(self, memory: int | KVMemory) -> Tiers:
         from forerun.kv.kv_tiers import Tiers  # imported only where memory is bounded
 
+        if self.target.recurrent:
+            raise ValueError("kv_memory is given, and states of recurrent layers are not offloaded; give none")
         return Tiers(memory, self.target.device, self.target.kv, self.target.model.dtype)
 
     def set_drafter(self, drafter: Drafter) -> None:

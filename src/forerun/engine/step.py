@@ -94,8 +94,8 @@ class Row:
     def begin_with(self, beginning: SharedPrefix, length: int) -> None:
         """Begin with the prompt's first ``length`` tokens, which were read for another row."""
         self.cache.begin_with(beginning, length)
-        self.request.cached_tokens = length
-        self.pending = self.request.prompt[length:]
+        self.request.cached_tokens = self.cache.length
+        self.pending = self.request.prompt[self.cache.length :]
 
     def next_chunk(self, limit: int | None = None) -> int:
         """Pending tokens up to where the next chunk ends, or ``limit`` of them if that is less."""

@@ -13,6 +13,7 @@ from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, attend_in_order
 from forerun.kernels.runtime.addresses import head_rows
+from forerun.kv.recurrent import RecurrentStates
 
 READ_BLOCK = 512
 """The most tokens of a prompt that are read in one pass."""
@@ -46,6 +47,8 @@ class KVShape:
     """A model's keys and values of a token, by layer; layers that share those of another have none."""
 
     layers: Mapping[int, LayerShape]
+    state_bytes: int = 0
+    """Maximum bytes of a text's recurrent states."""
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +122,14 @@ class Cache(ABC):
             raise NotImplementedError(f"{type(self).__name__} has neither store nor attend")
         return attend_in_order(q, [rows], [block], spec)
 
+    def recurrent(self) -> RecurrentStates:
+        """States of the row's recurrent layers after ``length`` tokens.
+
+        Raises:
+            NotImplementedError: if the cache keeps none.
+        """
+        raise NotImplementedError(f"a {type(self).__name__} keeps no states of recurrent layers")
+
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         """Room for a block of ``count`` tokens, for kernels that write their keys and values and attend to them.
 
@@ -148,7 +159,8 @@ class Cache(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Drop the committed tokens from ``length`` on."""
+        """Drop the committed tokens from ``length`` on. With recurrent layers more may have to go, if it goes far back;
+        see ``RecurrentStates.truncate``."""
 
     @property
     @abstractmethod

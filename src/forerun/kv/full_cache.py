@@ -14,6 +14,7 @@ from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact
+from forerun.kv.recurrent import STATES, RecurrentStates
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
 MIN_GROWTH_TOKENS = 256
@@ -37,6 +38,9 @@ class FullCache(Cache):
     offloaded = False
     """True if a part of it is not on the device that computes."""
 
+    stateful = False
+    """True if the model has recurrent layers; see ``Scorer.adopt``."""
+
     def __init__(self, capacity: int = 0, shareable: bool = False) -> None:
         self.length = 0
         self._shareable = shareable
@@ -56,6 +60,7 @@ class FullCache(Cache):
         self._shared: SharedMemory | None = None  # its memory, if that can be shared
         self._prefix: SharedPrefix | None = None
         self._prefix_length = 0  # tokens that it holds of that
+        self._recurrent = RecurrentStates()
 
     def store(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
@@ -158,11 +163,15 @@ class FullCache(Cache):
         else:
             for rows in self._layers.values():
                 compact(rows, start, path)
+        if self._recurrent:
+            self._recurrent.commit(block, path)
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
+        if self._recurrent:
+            length = self._recurrent.truncate(length)
         if length < self.length:
             self.queries = {}
         self._prefix_length = min(self._prefix_length, length)
@@ -173,6 +182,7 @@ class FullCache(Cache):
         self.length, self._capacity, self._prefix_length = 0, 0, 0
         self._layers, self.queries, self.sample = {}, {}, {}
         self._store = self._shared = self._prefix = None
+        self._recurrent.clear()
 
     def blank(self, length: int) -> None:
         """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
@@ -182,13 +192,19 @@ class FullCache(Cache):
             for rows in self._layers.values():
                 for t in rows:
                     t.zero_()
+        self._recurrent.blank(length)
         self.length = length
+
+    def recurrent(self) -> RecurrentStates:
+        return self._recurrent
 
     def extend(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Append committed tokens with given keys and values, ``[1, Hkv, m, d]`` for every layer."""
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
             raise ValueError("keys and values must be given for every layer, for as many tokens in each")
+        if self._recurrent:
+            raise ValueError("keys and values alone do not continue a text for recurrent layers")
         end = self.length + max(count)
         if self._store is not None:
             self.reserve(len(self._store), self._store[0, :1], max(count))
@@ -212,13 +228,24 @@ class FullCache(Cache):
                 whole = SharedPrefix.of(self._layers, self.length, self._capacity)
             else:
                 whole = shared.prefix(self.length)
-            self.begin_with(whole, self.length)
+            whole.add_state(STATES, self._recurrent.saved_state(self.length))
+            self._take_over(whole, self.length)
             self.queries = queries  # of the same text
         assert self._prefix is not None
         return self._prefix
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
-        """Replace the content by the first ``length`` tokens of a shared prefix."""
+        """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers by as many as
+        there is a snapshot of, if that is more than the cache holds."""
+        if self.stateful:
+            states = RecurrentStates.of(prefix.state(STATES) or {}, length)
+            if states.length <= self.length:
+                return
+            self._recurrent, length = states, states.length
+        self._take_over(prefix, length)
+
+    def _take_over(self, prefix: SharedPrefix, length: int) -> None:
+        """Continue in the memory of a shared prefix."""
         capacity = max(self._capacity, length)
         self._layers = prefix.layers(capacity)  # if there is no memory for it, all stays as it was
         self._capacity, self._store, self._shared = capacity, None, None
@@ -239,6 +266,8 @@ class FullCache(Cache):
     def _uniform(self) -> bool:
         """Whether all layers lie in one piece and are alike."""
         rows = [t for both in self._layers.values() for t in both]
+        if not rows:
+            return False
         first, size = rows[0], rows[0].nbytes
         alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
         in_order = list(self._layers) == list(range(len(self._layers)))
@@ -280,11 +309,11 @@ class FullCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens that there is room for."""
-        return self.token_bytes * self._capacity
+        """Bytes of the tokens that there is room for, and of recurrent layers' states."""
+        return self.token_bytes * self._capacity + self._recurrent.nbytes
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        return shape.nbytes * max(tokens, self._capacity)
+        return shape.nbytes * max(tokens, self._capacity) + shape.state_bytes
 
     @property
     def shape(self) -> KVShape:
@@ -293,7 +322,7 @@ class FullCache(Cache):
             layer: LayerShape(k.shape[1], k.shape[3], v.shape[3], k.element_size())
             for layer, (k, v) in self._layers.items()
         }
-        return KVShape(shapes)
+        return KVShape(shapes, self._recurrent.max_bytes)
 
     @property
     def token_bytes(self) -> int:
@@ -332,6 +361,16 @@ class View(Cache):
         self.length = 0
         self.settled = 0
         """Tokens that the source had committed at the last ``sync``; later ones are speculative."""
+        self._states: RecurrentStates | None = None
+        self._states_from = 0  # what was settled when they were forked
+
+    def recurrent(self) -> RecurrentStates:
+        """The source's states, forked at the last ``sync``: recurrent layers see all of the text."""
+        states = self._states
+        if states is None or self._states_from != self.settled or states.length != self.length:
+            states = self._states = self.source.recurrent().fork()
+            self._states_from = self.settled
+        return states
 
     @property
     def ready(self) -> bool:
@@ -385,12 +424,16 @@ class View(Cache):
     def commit(self, block: Block, path: Sequence[int]) -> None:
         start = self.length + len(block.pending)
         self._compact(start, path)
+        if self._states:
+            self._states.commit(block, path)
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
         """Only speculative tokens can be dropped."""
         if not self.settled <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between {self.settled} and {self.length}")
+        if self._states:
+            self._states.truncate(length)
         self.length = length
 
     @abstractmethod

@@ -106,7 +106,8 @@ class SharedPrefix:
             capacity: tokens that a cache which begins so will hold.
         """
         layout = Layout.of(layers, capacity)
-        memory = SharedMemory.of(layout) if next(iter(layers.values()))[0].device.type == "cpu" else None
+        on_cpu = all(t.device.type == "cpu" for rows in layers.values() for t in rows)
+        memory = SharedMemory.of(layout) if layers and on_cpu else None
         if memory is None:  # then a cache copies it
             new = cls(layout, length, None)
             new._held = {layer: tuple(t[:, :, :length].clone() for t in rows) for layer, rows in layers.items()}

@@ -155,6 +155,21 @@ def integers(typing: Any, address: Any, count: Any) -> Code:
     return _array(INTEGER_ARRAY, 8)
 
 
+@intrinsic
+def part(typing: Any, array: Any, first: Any, count: Any) -> Code:
+    """``array[first : first + count]`` of a one-dimensional array, without any check."""
+    size = array.dtype.bitwidth // 8
+
+    def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        whole, result = arrayobj.make_array(array)(context, builder, values[0]), arrayobj.make_array(array)
+        piece = result(context, builder)
+        data = builder.gep(whole.data, [values[1]])
+        arrayobj.populate_array(piece, data, [values[2]], [I64(size)], I64(size), None)
+        return piece._getvalue()
+
+    return array(array, types.int64, types.int64), write
+
+
 def _array(kind: Any, size: int) -> Code:
     def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         array = arrayobj.make_array(kind)(context, builder)

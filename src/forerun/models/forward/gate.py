@@ -23,6 +23,7 @@ from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.linear import ordered_modules
 from forerun.kv.full_cache import FullCache
+from forerun.models.forward import recurrent_layers
 from forerun.models.forward.compiled_scorer import fastest_scorer
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.scorer import (
@@ -49,8 +50,6 @@ different one in any pass. So it is enough that all positions agree on one text;
 
 FOREIGN = "its attention does not go through transformers' attention interface"
 
-LAYER_TYPES = frozenset({"attention", "full_attention", "sliding_attention"})
-
 
 class UnsupportedModelError(ValueError):
     """The model cannot be accelerated without risking its output."""
@@ -74,6 +73,7 @@ def admit(model: PreTrainedModel, self_test: SelfTest = tested) -> Scorer:
     reason = _reason_in_config(model)
     if reason is None:
         lay_out(model)
+        recurrent_layers.adapt(model)
         plain = Scorer(model)
         for scorer in dict.fromkeys((fastest_scorer(plain), plain)):
             reason = self_test(scorer, partial(_reason_in_numbers, scorer))
@@ -102,13 +102,11 @@ def _transposed(model: PreTrainedModel) -> Iterator[nn.Parameter]:
 
 def _reason_in_config(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    recurrent = model._is_stateful and not (layer_types and layer_types <= LAYER_TYPES)
+    recurrent = recurrent_layers.unsupported(model)
     findings = (
         (getattr(model.config, "is_encoder_decoder", False), "it is an encoder-decoder; only decoders are"),
         (not model.can_generate(), "it has no language-modelling head; load it with AutoModelForCausalLM"),
-        (recurrent, "its layers are recurrent (a state that cannot be rolled back to an accepted draft)"),
-        (bool(layer_types - LAYER_TYPES), f"it has layers of type {sorted(layer_types - LAYER_TYPES)}"),
+        (recurrent is not None, recurrent or ""),
         (_has_alibi(config), "its positions are encoded by ALiBi, a bias on every score"),
         (model.training, "it is in training mode, where dropout changes the output; call model.eval() first"),
     )
@@ -164,16 +162,23 @@ def _tree_error(scorer: Scorer, text: int) -> float:
 
 
 def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
-    """Logits after each prompt and over the tree after it; the prompts' first tokens come from caches."""
+    """Logits after each prompt and over the tree after it. The prompts' first tokens come from caches; two of them
+    were nodes of a tree that has others, too."""
     caches = [FullCache(), FullCache()]
-    first = [Block(np.array(prompt[:4]), DraftTree.empty(), 0) for prompt in prompts]
+    first = [Block(np.array(prompt[:2]), _around(prompt[2:4]), 0) for prompt in prompts]
     scorer.score(first, caches)
-    if not all(cache.layers for cache in caches):
+    if not all(cache.layers or scorer.recurrent for cache in caches):
         raise _PassError(FOREIGN)
     _check_windows(scorer.model, caches[0])
     for cache, block in zip(caches, first, strict=True):
-        cache.commit(block, [])
+        cache.commit(block, [1, 3])
     return scorer.score([Block(np.array(prompt[4:]), tree, 4) for prompt in prompts], caches)
+
+
+def _around(tokens: Sequence[int]) -> DraftTree:
+    """Two tokens, the nodes 1 and 3 of a tree, each behind a sibling."""
+    first, second = tokens
+    return DraftTree(np.array([second, first, first, second]), np.array([-1, -1, 1, 1]))
 
 
 def _check_windows(model: PreTrainedModel, cache: FullCache) -> None:

@@ -9,7 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 DERIVED_INPUTS = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "cache_position", "logits_to_keep"}
+    {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "cache_position"}
+    | {"logits_to_keep"}
 )
 """Inputs that transformers itself derives from token ids and passes to every generate function."""
 
@@ -33,6 +34,9 @@ def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
             f"{', '.join(others)}: Forerun reads token ids and an attention_mask and hands nothing else to the model"
         )
     cache = given.get("past_key_values")
+    states = given.get("cache_params")
+    if states is not None and states.has_previous_state():
+        raise NotImplementedError("cache_params holds states: Forerun keeps caches of its own; give all the text")
     if cache is not None and cache.get_seq_length():
         raise NotImplementedError(
             f"past_key_values holds {cache.get_seq_length()} tokens: Forerun keeps caches of its own; give all the text"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -54,10 +55,13 @@ class Pass:
     blocks: Sequence[Block]
     caches: Sequence[Cache]
     packings: Packings = field(default_factory=dict)
+    unnumbered: Iterator[int] = field(default_factory=lambda: count(-1, -1))
+    """Numbers for layers that share one module, which says -1: in the order in which a pass calls them."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
+        layer = next(self.unnumbered) if layer < 0 else layer
         sizes = [len(block) for block in self.blocks]
         split = (torch.split(t, sizes, 2) for t in (q, k, v))
         rows = list(zip(self.caches, *split, self.blocks, strict=True))
@@ -68,7 +72,7 @@ class Pass:
         return torch.cat([cache.attend(layer, *qkv, block, spec) for cache, *qkv, block in rows], 2)
 
 
-_running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
+running: ContextVar[AttentionPass | None] = ContextVar("running", default=None)
 """This thread's pass. It cannot be a keyword argument: some models pass none down to their attention."""
 
 
@@ -152,6 +156,16 @@ def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator
         _inside.reset(before)
 
 
+STATELESS_LAYERS = frozenset({"attention", "full_attention", "sliding_attention", "moe", "mlp"})
+"""Types of layers that keep keys and values of the text, or nothing."""
+
+
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Whether some layers keep a state of the text in place of keys and values."""
+    kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+    return bool(set(kinds) - STATELESS_LAYERS) if kinds else bool(model._is_stateful)
+
+
 def experts(model: PreTrainedModel) -> str | None:
     """How a pass computes experts: on a CPU one after the other, as linear layers, which have fixed bits."""
     own = getattr(model.config, "_experts_implementation", None)
@@ -190,6 +204,8 @@ class Scorer:
         """Token ids that the model can read: rows of its input embedding, of all its parts together."""
         self.limit = learned_positions(model)
         """Number of learned positions, or None if there is no limit."""
+        self.recurrent = is_recurrent(model)
+        """True if some layers keep a state of the text in place of keys and values."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.keeps_queries = False
         """Whether full caches keep each pass's queries; see ``keep_queries``."""
@@ -218,6 +234,8 @@ class Scorer:
 
     def adopt(self, cache: AnyCache) -> AnyCache:
         """A cache that passes will use, before anything is done to it."""
+        if isinstance(cache, FullCache):
+            cache.stateful = self.recurrent
         return cache
 
     def rotation(self) -> Rotation | None:
@@ -310,7 +328,7 @@ def running_pass() -> AttentionPass:
     Raises:
         RuntimeError: if there is none.
     """
-    rows = _running.get()
+    rows = running.get()
     if rows is None:
         raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
     return rows
@@ -319,11 +337,11 @@ def running_pass() -> AttentionPass:
 @contextmanager
 def attending(rows: AttentionPass) -> Iterator[None]:
     """A context in which the attention of modules in this thread goes to a pass."""
-    before = _running.set(rows)
+    before = running.set(rows)
     try:
         yield
     finally:
-        _running.reset(before)
+        running.reset(before)
 
 
 def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:

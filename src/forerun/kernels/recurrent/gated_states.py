@@ -1,0 +1,219 @@
+"""The gated delta rule and Mamba-2's recurrence over a draft tree, token by token, in one fixed order.
+
+Both keep a matrix per head. It decays by a gate, takes in the product of a key and a value, and is read by a query:
+
+    S = exp(g) * S_parent
+    u = beta * (v - S^T k)      (delta rule; https://arxiv.org/abs/2412.06464, and with a gate per channel, Kimi Linear)
+    u = v                       (Mamba-2, whose v is dt * x; https://arxiv.org/abs/2405.21060)
+    S = S + k u^T
+    o = S^T q
+
+A task is one head. Its sums go over the key's dimensions in order, so a token's bits depend on its ancestors alone.
+States and sums are of the type of the inputs, float32 or float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from forerun.core.compiling import compiled
+from forerun.kernels.recurrent.token_order import TokenOrder
+from forerun.kernels.runtime.addresses import StructLayout, doubles, floats, integers, part
+from forerun.kernels.runtime.executor import Operation, Program, Tasks
+
+L2_EPSILON = 1e-6
+"""Added to a key's or query's sum of squares before the root, as in transformers and FLA."""
+
+
+class GatedStateOp(NamedTuple):
+    """One call: addresses and sizes.
+
+    Attributes:
+        rows, row_width: each token's keys, values, gates and betas, side by side (``GatedShape``).
+        q, out: queries and outputs of the tokens from ``first`` on; earlier tokens are only read into the state.
+        state: states before the first token, or 0 if they are zero.
+        saved: where saved states are written, one after the other.
+        order: ``TokenOrder.table``.
+        gates: gates per head: 1, or ``dim``.
+        delta, normalise: whether it is the delta rule, and whether keys and queries are divided by their norms.
+        wide: whether numbers are float64.
+        scale: factor of the queries.
+    """
+
+    rows: int
+    row_width: int
+    q: int
+    out: int
+    state: int
+    saved: int
+    order: int
+    tokens: int
+    first: int
+    places: int
+    key_heads: int
+    heads: int
+    dim: int
+    out_dim: int
+    gates: int
+    delta: int
+    normalise: int
+    wide: int
+    scale: float
+
+
+GATED_LAYOUT = StructLayout(GatedStateOp)
+read_gated = GATED_LAYOUT.reader()
+
+
+class GatedShape(NamedTuple):
+    """Sizes of a layer's recurrence, and which one it is; see ``GatedStateOp``."""
+
+    key_heads: int
+    heads: int
+    dim: int
+    out_dim: int
+    gates: int
+    delta: bool
+    normalise: bool
+    scale: float
+
+    @property
+    def row_width(self) -> int:
+        """Numbers that a token leaves in the state: a key per key head, and value, gates and beta of each head."""
+        return self.key_heads * self.dim + self.heads * (self.out_dim + self.gates + int(self.delta))
+
+
+def run_states(
+    shape: GatedShape,
+    rows: torch.Tensor,
+    q: torch.Tensor,
+    state: torch.Tensor | None,
+    saved: torch.Tensor,
+    order: TokenOrder,
+) -> torch.Tensor:
+    """Outputs ``[m, heads, out_dim]`` of the last m tokens; saves states on the way.
+
+    Args:
+        shape: of the layer.
+        rows: contiguous, ``[n, row_width]``, float32 or float64 as all others.
+        q: queries of the last m tokens, contiguous, ``[m, key_heads, dim]``.
+        state: ``[heads, dim, out_dim]`` before the first token; None for zeros.
+        saved: where the states go that ``order`` saves, ``[s, heads, dim, out_dim]``.
+        order: of all n tokens.
+    """
+    out = q.new_empty(len(q), shape.heads, shape.out_dim)
+    wide = q.dtype == torch.float64
+    op = GatedStateOp(
+        rows.data_ptr(), shape.row_width, q.data_ptr(), out.data_ptr(), 0 if state is None else state.data_ptr(),
+        saved.data_ptr(), order.table.ctypes.data, len(rows), len(rows) - len(q), order.places,
+        *shape[:5], int(shape.delta), int(shape.normalise), int(wide), shape.scale,
+    )  # fmt: skip
+    numbers = (order.places * shape.dim + 1) * shape.out_dim + 2 * shape.dim
+    Program([(GATED_STATES, op)]).run_in_scratch(numbers * (8 if wide else 4))
+    return out
+
+
+@compiled
+def gated_states(address: int, fields: int, code: int, task: int, slot: int) -> None:
+    """One head, over all tokens."""
+    op = read_gated(fields)
+    size = op.heads * op.dim * op.out_dim
+    order = integers(op.order, 3 * op.tokens)
+    rows, outputs = op.tokens * op.row_width, op.tokens - op.first
+    scratch = (op.places * op.dim + 1) * op.out_dim + 2 * op.dim
+    if op.wide:
+        run_head(
+            op, task, order, doubles(op.rows, rows), doubles(op.q, outputs * op.key_heads * op.dim),
+            doubles(op.out, outputs * op.heads * op.out_dim), doubles(op.state, size), doubles(op.saved, size),
+            doubles(slot, scratch),
+        )  # fmt: skip
+    else:
+        run_head(
+            op, task, order, floats(op.rows, rows), floats(op.q, outputs * op.key_heads * op.dim),
+            floats(op.out, outputs * op.heads * op.out_dim), floats(op.state, size), floats(op.saved, size),
+            floats(slot, scratch),
+        )  # fmt: skip
+
+
+@compiled
+def run_head(
+    op: GatedStateOp, head: int, order: np.ndarray, rows: np.ndarray, q: np.ndarray, out: np.ndarray,
+    state: np.ndarray, saved: np.ndarray, scratch: np.ndarray,
+) -> None:  # fmt: skip
+    """All tokens of one head; see the module's first lines."""
+    size, key_head = op.dim * op.out_dim, head // (op.heads // op.key_heads)
+    key, query = part(scratch, op.places * size, op.dim), part(scratch, op.places * size + op.dim, op.dim)
+    update = part(scratch, op.places * size + 2 * op.dim, op.out_dim)
+    for token in range(op.tokens):
+        source, place, save = order[3 * token], order[3 * token + 1], order[3 * token + 2]
+        row = part(rows, token * op.row_width, op.row_width)
+        values, own = op.key_heads * op.dim, part(scratch, place * size, size)
+        gates = values + op.heads * op.out_dim
+        value, gate = part(row, values + head * op.out_dim, op.out_dim), part(row, gates + head * op.gates, op.gates)
+        copy_vector(op, part(row, key_head * op.dim, op.dim), key, 1.0)
+        if source >= 0:
+            decay(op, part(scratch, source * size, size), gate, key, own, update)
+        elif op.state:
+            decay(op, part(state, head * size, size), gate, key, own, update)
+        else:
+            own[:] = 0
+            update[:] = 0
+        for j in range(op.out_dim):
+            update[j] = (value[j] - update[j]) * row[gates + op.heads * op.gates + head] if op.delta else value[j]
+        for i in range(op.dim):
+            add_product(part(own, i * op.out_dim, op.out_dim), key[i], update)
+        if token >= op.first:
+            at = token - op.first
+            copy_vector(op, part(q, (at * op.key_heads + key_head) * op.dim, op.dim), query, op.scale)
+            result = part(out, (at * op.heads + head) * op.out_dim, op.out_dim)
+            result[:] = 0
+            for i in range(op.dim):
+                add_product(result, query[i], part(own, i * op.out_dim, op.out_dim))
+        if save >= 0:
+            kept = part(saved, (save * op.heads + head) * size, size)
+            for i in range(size):
+                kept[i] = own[i]
+
+
+@compiled
+def copy_vector(op: GatedStateOp, vector: np.ndarray, to: np.ndarray, scale: float) -> None:
+    """Copy a key or query, divided by its norm where the layer asks for it, times ``scale``."""
+    factor = scale
+    if op.normalise:
+        total = 0.0
+        for i in range(op.dim):
+            total += np.float64(vector[i]) * np.float64(vector[i])
+        factor = scale / math.sqrt(total + L2_EPSILON)
+    for i in range(op.dim):
+        to[i] = vector[i] * factor
+
+
+@compiled
+def decay(
+    op: GatedStateOp, source: np.ndarray, gate: np.ndarray, key: np.ndarray, own: np.ndarray, found: np.ndarray
+) -> None:
+    """Copy the parent's state, decayed, and look up the key in it."""
+    found[:] = 0
+    factor = math.exp(gate[0])
+    for i in range(op.dim):
+        if op.gates > 1:
+            factor = math.exp(gate[i])
+        row, old = part(own, i * op.out_dim, op.out_dim), part(source, i * op.out_dim, op.out_dim)
+        for j in range(op.out_dim):
+            row[j] = old[j] * factor
+        if op.delta:
+            add_product(found, key[i], row)
+
+
+@compiled
+def add_product(total: np.ndarray, weight: float, vector: np.ndarray) -> None:
+    """Add ``weight`` times a vector."""
+    for j in range(total.size):
+        total[j] += weight * vector[j]
+
+
+GATED_STATES = Operation(GATED_LAYOUT, lambda op: Tasks(op.heads), gated_states)

@@ -1,0 +1,331 @@
+"""States of recurrent layers: what such layers keep of a text in place of keys and values.
+
+A state cannot be cut back as keys can. So a row keeps a state, older states at fixed positions (snapshots), and the
+inputs of the recent tokens. The next pass reads the tokens that were accepted from a tree into the state, from their
+kept inputs. ``truncate`` goes back to a snapshot and does the same. A state per tree node would take megabytes per
+layer; a node's inputs take kilobytes.
+
+A token's state follows from that of the token before. So its bits do not depend on how the text was cut into passes, or
+from which snapshot it was continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import ROOT, IntArray
+from forerun.kernels.recurrent.gated_states import GatedShape, run_states
+from forerun.kernels.recurrent.short_convolution import convolve
+from forerun.kernels.recurrent.token_order import TokenOrder
+from forerun.kv.shared_prefix import Tensors
+
+SNAPSHOT_TOKENS = 64
+"""Snapshots are at multiples of this many tokens: the granularity of prefix sharing."""
+MAX_SNAPSHOTS = 8
+"""A row keeps up to this many snapshots at equal distances; if there are more, every second one goes. Besides, it keeps
+the last two multiples of ``SNAPSHOT_TOKENS``, so that it can always go back that many tokens."""
+KEPT_INPUTS = 3 * SNAPSHOT_TOKENS
+"""Inputs that are kept at least, in tokens: from the last snapshot but one on, and those of an accepted path."""
+MAX_INPUTS = 4 * KEPT_INPUTS
+"""Buffers for more tokens than this were made for a prompt, and go with the next short pass."""
+CONVOLUTION, STATE = "convolution", "state"
+STATES = "recurrent"
+"""Under this name ``saved_state`` is kept with a text."""
+
+Key = tuple[int, str]
+"""A layer, and which of its recurrences."""
+
+
+@dataclass
+class _Inputs:
+    """Inputs of one recurrence, a row per token.
+
+    Attributes:
+        rows: ``[capacity, width]``.
+        first: position of row 0.
+        before: inputs before a token that its output depends on.
+    """
+
+    rows: torch.Tensor
+    first: int
+    before: int
+
+    @classmethod
+    def after(cls, rows: torch.Tensor, length: int) -> _Inputs:
+        """Inputs that begin with the ``before`` rows in front of position ``length``."""
+        return cls(rows, length - len(rows), len(rows))
+
+    def append(self, new: torch.Tensor, end: int) -> None:
+        """Write rows from position ``end`` on."""
+        place, count = end - self.first, len(new)
+        if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
+            kept = self.rows[max(0, place - KEPT_INPUTS) : place]
+            rows = new.new_empty(len(kept) + count + KEPT_INPUTS, new.shape[1])
+            if len(kept):
+                rows[: len(kept)] = kept
+            self.rows, self.first = rows, end - len(kept)
+        self.part(end, end + count).copy_(new)
+
+    def part(self, first: int, last: int) -> torch.Tensor:
+        """Rows of the positions ``first`` to ``last`` (not included)."""
+        return self.rows[first - self.first : last - self.first]
+
+    def window(self, position: int) -> torch.Tensor:
+        """A copy of what a token at ``position`` needs of those before it."""
+        return self.part(position - self.before, position).clone()
+
+
+@dataclass
+class _State:
+    """One recurrence's state, memory for the next one, and the states that a pass has saved, by position."""
+
+    now: torch.Tensor | None = None
+    spare: torch.Tensor | None = None
+    saved: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def memory(self, count: int, like: torch.Tensor, shape: GatedShape) -> torch.Tensor:
+        """Room for ``count`` states."""
+        if count == 1 and self.spare is not None:
+            return self.spare[None]
+        return like.new_empty(count, shape.heads, shape.dim, shape.out_dim)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a pass goes over a block, alike in all layers."""
+
+    block: Block
+    order: TokenOrder
+    saved: tuple[int, ...]
+    parents: dict[int, IntArray] = field(default_factory=dict)
+
+
+class RecurrentStates:
+    """States of all recurrent layers of one row. A pass has no effect without ``commit``.
+
+    Attributes:
+        length: committed tokens.
+    """
+
+    def __init__(self) -> None:
+        self.length = self._position = 0  # the latter: tokens that the states have read
+        self._inputs: dict[Key, _Inputs] = {}
+        self._states: dict[int, _State] = {}
+        self._snapshots: dict[int, dict[Key, torch.Tensor]] = {}
+        self._spacing = SNAPSHOT_TOKENS
+        self._owned = False  # whether nothing else refers to the states
+        self._plan: _Plan | None = None
+
+    def __bool__(self) -> bool:
+        """True once a pass has used it."""
+        return bool(self._inputs)
+
+    def convolve(
+        self, layer: int, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, block: Block
+    ) -> torch.Tensor:
+        """A causal convolution over the block.
+
+        Args:
+            layer: its index.
+            x: inputs of the block's tokens, ``[n, C]``.
+            weights, bias: as for ``short_convolution.convolve``.
+            block: ``block.start`` equals ``length``.
+
+        Returns:
+            ``[n, C]``.
+        """
+        before, end = len(weights) - 1, self.length + len(block)
+        key, plan = (layer, CONVOLUTION), self._planned(block)
+        if key not in self._inputs:
+            self._inputs[key] = _Inputs.after(x.new_zeros(before, x.shape[1]), self.length)
+        self._inputs[key].append(x, self.length)
+        if before not in plan.parents:
+            plan.parents[before] = _parents(block, before)
+        return convolve(self._inputs[key].part(self.length - before, end), weights, bias, plan.parents[before], before)
+
+    def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
+        """A recurrence over the block.
+
+        Args:
+            layer: its index.
+            shape: of the recurrence.
+            rows, q: of the block's tokens, as for ``gated_states.run_states``.
+            block: ``block.start`` equals ``length``.
+
+        Returns:
+            ``[n, heads, out_dim]``.
+        """
+        key, plan = (layer, STATE), self._planned(block)
+        inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
+        inputs.append(rows, self.length)
+        state = self._states.setdefault(layer, _State())
+        saved = state.memory(len(plan.saved), q, shape)
+        read = inputs.part(self._position, self.length + len(block))
+        out = run_states(shape, read, q, state.now, saved, plan.order)
+        each = [t.clone() for t in saved] if len(plan.saved) > 1 else [saved[0]]
+        state.saved = dict(zip(plan.saved, each, strict=True))
+        return out
+
+    def commit(self, block: Block, path: Sequence[int]) -> None:
+        """Keep the block's pending tokens and the tree nodes of ``path``."""
+        plan, end = self._planned(block), self.length + len(block.pending)
+        if list(path) != list(range(len(path))):
+            nodes = torch.tensor(path) + end
+            for inputs in self._inputs.values():
+                inputs.part(end, end + len(path)).copy_(inputs.rows[nodes - inputs.first])
+        for position in plan.saved:
+            if position % SNAPSHOT_TOKENS == 0:
+                self._snapshots[position] = self._windows(position) | {
+                    (layer, STATE): state.saved[position] for layer, state in self._states.items()
+                }
+        for state in self._states.values():
+            state.spare = state.now if self._owned else None
+            state.now, state.saved = state.saved[end], {}
+        self.length, self._position, self._plan = end + len(path), end, None
+        self._owned = end not in self._snapshots
+        self._thin_out()
+
+    def truncate(self, length: int) -> int:
+        """Drop the tokens from ``length`` on. A state between two old snapshots is lost, so more may have to go.
+
+        Returns:
+            Tokens that are left: ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the
+            position of the last snapshot before it.
+        """
+        self._plan = None
+        if length < self._position:
+            snapshot = max((position for position in self._snapshots if position <= length), default=0)
+            if not self._keeps_inputs(snapshot, length):
+                length = snapshot
+            if length == 0:
+                self.clear()
+                return 0
+            self._restore(snapshot, length)
+        self.length = length
+        self._snapshots = {position: each for position, each in self._snapshots.items() if position <= length}
+        return length
+
+    def blank(self, length: int) -> None:
+        """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
+        for key, inputs in self._inputs.items():
+            self._inputs[key] = _Inputs.after(torch.zeros_like(inputs.rows[: inputs.before]), length)
+        self._states, self._snapshots, self._plan = {}, {}, None
+        self.length = self._position = length
+
+    def fork(self) -> RecurrentStates:
+        """The same states, to go on from independently. Both refer to the same memory, and neither changes it."""
+        fork = RecurrentStates()
+        fork.length, fork._position, fork._spacing = self.length, self._position, self._spacing
+        fork._inputs = {
+            key: _Inputs(
+                inputs.part(first := self._position - inputs.before, self.length).clone(), first, inputs.before
+            )
+            for key, inputs in self._inputs.items()
+        }
+        fork._states = {layer: _State(state.now) for layer, state in self._states.items()}
+        if self._position:
+            fork._snapshots = {self._position: self._windows(self._position) | self._now()}
+        self._owned = False
+        return fork
+
+    def saved_state(self, length: int) -> Tensors:
+        """The snapshots of the first ``length`` tokens, as tensors that must not be changed."""
+        return {
+            f"{position}.{layer}.{kind}": t
+            for position, each in self._snapshots.items()
+            if position <= length
+            for (layer, kind), t in each.items()
+        }
+
+    @classmethod
+    def of(cls, tensors: Tensors, length: int) -> RecurrentStates:
+        """States for as many of a text's first ``length`` tokens as there is a snapshot of; see ``saved_state``."""
+        states = cls()
+        for name, t in tensors.items():
+            position, layer, kind = name.split(".")
+            if int(position) <= length:
+                states._snapshots.setdefault(int(position), {})[int(layer), kind] = t
+        if states._snapshots:
+            states._restore(max(states._snapshots), max(states._snapshots))
+            states._thin_out()
+        return states
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, but for what others hold as well."""
+        held = [inputs.rows for inputs in self._inputs.values()]
+        held += [t for state in self._states.values() for t in (state.now, state.spare) if t is not None]
+        held += [t for position, each in self._snapshots.items() if position != self._position for t in each.values()]
+        return sum(t.nbytes for t in held)
+
+    @property
+    def max_bytes(self) -> int:
+        """Upper bound of the bytes that a row holds, for a model whose pass has used this one."""
+        inputs = sum(each.rows[:1].nbytes for each in self._inputs.values()) * MAX_INPUTS
+        states = sum(t.nbytes for t in self._now().values())
+        return inputs + states * (MAX_SNAPSHOTS + 4)
+
+    def _planned(self, block: Block) -> _Plan:
+        if self._plan is None or self._plan.block is not block:
+            if block.start != self.length:
+                raise ValueError(f"the block starts at {block.start}, and the states have read {self.length} tokens")
+            end = self.length + len(block.pending)
+            positions = range(self._position // SNAPSHOT_TOKENS + 1, end // SNAPSHOT_TOKENS + 1)
+            saved = {p * SNAPSHOT_TOKENS for p in positions if self._is_kept(p * SNAPSHOT_TOKENS, end)} | {end}
+            tokens = {position - self._position - 1: i for i, position in enumerate(sorted(saved))}
+            order = TokenOrder.of(_parents(block, self.length - self._position), tokens)
+            self._plan = _Plan(block, order, tuple(sorted(saved)))
+        return self._plan
+
+    def _is_kept(self, position: int, end: int) -> bool:
+        """Whether a snapshot is kept when the states have read ``end`` tokens."""
+        return position % self._spacing == 0 or position >= (end // SNAPSHOT_TOKENS - 1) * SNAPSHOT_TOKENS
+
+    def _thin_out(self) -> None:
+        while sum(1 for position in self._snapshots if position % self._spacing == 0) > MAX_SNAPSHOTS:
+            self._spacing *= 2
+        for position in [each for each in self._snapshots if not self._is_kept(each, self._position)]:
+            del self._snapshots[position]
+
+    def clear(self) -> None:
+        """Forget the text."""
+        self.length = self._position = 0
+        self._spacing, self._owned, self._plan = SNAPSHOT_TOKENS, False, None
+        self._inputs, self._states, self._snapshots = {}, {}, {}
+
+    def _windows(self, position: int) -> dict[Key, torch.Tensor]:
+        """What convolutions need at a position."""
+        return {key: inputs.window(position) for key, inputs in self._inputs.items() if key[1] == CONVOLUTION}
+
+    def _now(self) -> dict[Key, torch.Tensor]:
+        return {(layer, STATE): state.now for layer, state in self._states.items() if state.now is not None}
+
+    def _keeps_inputs(self, position: int, length: int) -> bool:
+        """Whether states at ``position`` can be continued up to ``length`` from kept inputs."""
+        return all(
+            inputs.first <= (position if kind == STATE else length - inputs.before)
+            for (_, kind), inputs in self._inputs.items()
+        )
+
+    def _restore(self, position: int, length: int) -> None:
+        """Go back to a snapshot, or to zeros at 0; inputs are replaced if none are to be read from there on."""
+        for state in self._states.values():
+            state.now = state.spare = None
+        for (layer, kind), t in self._snapshots.get(position, {}).items():
+            if kind == STATE:
+                self._states[layer] = _State(t)
+            if position == length:
+                self._inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE else t, length)
+        self.length, self._position, self._owned = length, position, False
+
+
+def _parents(block: Block, before: int) -> IntArray:
+    """The index of each token's parent in a chain of ``before`` tokens with the block behind it; -1 for the first."""
+    first = before + len(block.pending)
+    tree = block.tree.parents
+    return np.concatenate((np.arange(-1, first - 1), np.where(tree == ROOT, first - 1, tree + first)))

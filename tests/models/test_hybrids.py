@@ -1,0 +1,151 @@
+"""Models with recurrent layers: exact in float64, the same bits whatever shares a pass, refused where a state is wrong.
+
+transformers computes their recurrences in float32 even in a float64 model. The oracle here is its own code without
+these casts, so a text is decided by float64 numbers on both sides.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.tiny import HYBRIDS, LEARNING, PROMPTS, OracleDrafter, build, some_were_accepted, tiny
+from transformers import PreTrainedModel
+
+import forerun
+from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
+from forerun.drafting.recipes import RECIPES
+from forerun.kv import recurrent
+from forerun.models.forward import gate
+from forerun.models.forward.exactness import Exactness, probe
+from forerun.models.forward.gate import UnsupportedModelError
+from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.scorer import use_implementations
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+RECURRENCES = re.compile("torch_(chunk|recurrent)_gated_delta_rule|mamba2_(chunk|selective).*|.*_kimi_delta_attention")
+FEW = ("qwen3_next", "lfm2", "bamba")
+"""One family of each recurrence."""
+EVERY_DRAFTER = ("qwen3_next", "lfm2_moe", "falcon_h1", "zamba2")
+SMALL_MODEL = [name for name, recipe in RECIPES.items() if recipe.small]
+
+
+@functools.cache
+def hybrid(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
+    if dtype != torch.float64:
+        return copy.deepcopy(hybrid(name)).to(dtype)
+    return build(*HYBRIDS[name], seed=len(HYBRIDS[name][0]))
+
+
+@contextmanager
+def in_float64(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which transformers' recurrences compute in float64."""
+    module = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in filter(RECURRENCES.fullmatch, list(vars(module))):
+            patch.setattr(module, name, _without_casts(module, name))
+        yield
+
+
+def _without_casts(module: Any, name: str) -> Any:
+    function = inspect.unwrap(getattr(module, name))
+    source = inspect.getsource(function).partition("def ")[2]
+    source = source.replace(".float()", "").replace("torch.float32", "torch.float64")
+    if name == "mamba2_selective_state_update" and "zamba2" in module.__name__:  # only its prompts have this limit
+        source = source.replace("dt = F.softplus(dt)", "dt = F.softplus(dt).clamp(min=0.001)")
+    names = dict(vars(module))
+    exec("def " + source, names)
+    return names[name]
+
+
+@functools.cache
+def plain(name: str, tokens: int) -> list[list[int]]:
+    """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
+    model, texts = hybrid(name), []
+    with in_float64(model), use_implementations(model, experts="eager"):
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            mask = torch.ones_like(ids)
+            texts.append(model.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=tokens, **GREEDY))
+    return [text[0].tolist() for text in texts]
+
+
+def engine(model: PreTrainedModel, drafter: Any, **options: Any) -> forerun.Engine:
+    """Its settings let caches evict, choose anew and grow within a text, and prompts be cut."""
+    settings = LongContextConfig(
+        tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
+    )
+    return forerun.Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False, **options)
+
+
+def cells() -> list[Any]:
+    """Family, drafter and tokens; ``make test`` takes one of each recurrence."""
+    every = [(name, drafter) for name in EVERY_DRAFTER for drafter in RECIPES]
+    every += [(name, drafter) for name in HYBRIDS for drafter in ("none", "trie", "auto", "oracle")]
+    return [
+        *(pytest.param(name, drafter, 24) for name, drafter in zip(FEW, ("trie", "auto", "low-rank"), strict=True)),
+        *(pytest.param(*cell, 200, marks=pytest.mark.matrix) for cell in dict.fromkeys(every)),
+    ]
+
+
+@pytest.mark.parametrize(("name", "drafter", "tokens"), cells())
+def test_output_equals_transformers(name: str, drafter: str, tokens: int) -> None:
+    texts = plain(name, tokens)
+    drafting = engine(hybrid(name), OracleDrafter(texts) if drafter == "oracle" else drafter)
+    if drafter in LEARNING:
+        drafting.warm(texts[1:])
+    batch = drafting.generate([list(prompt) for prompt in PROMPTS], max_new_tokens=tokens, **GREEDY)
+    assert [request.tokens.tolist() for request in batch.requests] == texts
+    if drafter not in ("none", "lookup", *SMALL_MODEL):
+        some_were_accepted(batch.requests)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        alone = drafting.generate(list(prompt), max_new_tokens=tokens, **GREEDY)
+        assert alone.requests[0].tokens.tolist() == text
+
+
+def types() -> list[Any]:
+    every = [torch.float64, torch.float32, torch.bfloat16]
+    few = tuple(zip(FEW, every, strict=True))
+    return [
+        pytest.param(name, dtype, marks=[pytest.mark.matrix] * ((name, dtype) not in few))
+        for name in HYBRIDS
+        for dtype in every
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
+def test_a_token_has_the_same_bits_whatever_shares_its_pass(name: str, dtype: torch.dtype) -> None:
+    model = hybrid(name, dtype)
+    assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_siblings_state_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_the_token_before(block: Block, before: int) -> Any:
+        return np.arange(-1, before + len(block) - 1)
+
+    monkeypatch.setattr(recurrent, "_parents", of_the_token_before)
+    with pytest.raises(UnsupportedModelError, match="its logits over a draft tree differ from its own"):
+        gate.check(hybrid(name))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_path_that_is_not_read_into_the_state_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = recurrent.RecurrentStates.commit
+
+    def without_moving(states: recurrent.RecurrentStates, block: Block, path: Any) -> None:
+        own(states, block, list(range(len(path))))
+
+    monkeypatch.setattr(recurrent.RecurrentStates, "commit", without_moving)
+    with pytest.raises(UnsupportedModelError, match="its logits over a draft tree differ from its own"):
+        gate.check(hybrid(name))
