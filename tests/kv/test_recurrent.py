@@ -1,4 +1,4 @@
-"""States of recurrent layers: the bits of token-by-token reading, whatever was drafted, taken back, forked or stored."""
+"""States of recurrent layers have the bits of token-by-token reading, whatever was drafted, cut, forked or stored."""
 
 from __future__ import annotations
 
