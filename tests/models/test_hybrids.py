@@ -11,21 +11,27 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.tiny import HYBRIDS, LEARNING, PROMPTS, OracleDrafter, build, some_were_accepted, tiny
-from transformers import PreTrainedModel
+from support.tiny import HYBRIDS, LEARNING, PROMPTS, VOCABULARY, OracleDrafter, build, some_were_accepted, tiny
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import forerun
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import RECIPES
+from forerun.engine import kv_store
 from forerun.kv import recurrent
+from forerun.kv.recurrent import SNAPSHOT_TOKENS
 from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.gate import UnsupportedModelError
@@ -86,6 +92,12 @@ def engine(model: PreTrainedModel, drafter: Any, **options: Any) -> forerun.Engi
         tiny("llama"), gamma1=2, gamma2=5, cache_budget=10, chunk=2, sinks=1, window=4, paced=False
     )
     return forerun.Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False, **options)
+
+
+def few_of(names: Iterable[str]) -> list[Any]:
+    """Names, of which ``make test`` takes the first."""
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.matrix) for name in others)]
 
 
 def cells() -> list[Any]:
@@ -149,3 +161,74 @@ def test_a_path_that_is_not_read_into_the_state_is_noticed(name: str, monkeypatc
     monkeypatch.setattr(recurrent.RecurrentStates, "commit", without_moving)
     with pytest.raises(UnsupportedModelError, match="its logits over a draft tree differ from its own"):
         gate.check(hybrid(name))
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer with a letter for each token."""
+    backend = Tokenizer(BPE({letter: i for i, letter in enumerate(ascii_letters[:VOCABULARY])}, [], unk_token="a"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="a", pad_token="a")
+
+
+@pytest.mark.parametrize("name", few_of(FEW))
+def test_a_stop_string_in_a_draft_ends_the_text(name: str) -> None:
+    (prompt, text), tokenizer = (PROMPTS[0], plain(name, 24)[0]), letters()
+    drafting = forerun.Engine(hybrid(name), OracleDrafter([text]), tokenizer=tokenizer)
+    written = tokenizer.decode(text[len(prompt) :])
+    result = drafting.generate(list(prompt), max_new_tokens=24, stop_strings=[written[9:11]], **GREEDY)
+    assert result.finish_reasons == ["stop"]
+    assert tokenizer.decode(result.generated[0]) == written[: written.find(written[9:11]) + 2]
+
+
+BOOK = np.random.default_rng(3).integers(6, VOCABULARY, 150).tolist()
+QUESTIONS = ([7, 8, 9], [12, 9], [30, 31, 32, 33])
+
+
+def answer(one: forerun.Engine, question: list[int]) -> list[int]:
+    return list(one.generate([*BOOK, *question], max_new_tokens=12, **GREEDY).generated[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
+@pytest.mark.parametrize("name", few_of(HYBRIDS))
+def test_a_beginning_that_was_read_gives_the_bits_of_reading_it(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory, from another row of the batch, and from a folder that another engine has filled."""
+    monkeypatch.setattr(kv_store, "MIN_STORED_TOKENS", SNAPSHOT_TOKENS)
+    model, options = hybrid(name, dtype), {"prefill_block": SNAPSHOT_TOKENS, "prune_drafts": False}
+    wanted = [answer(forerun.Engine(model, "none", prune_drafts=False), question) for question in QUESTIONS]
+    one = forerun.Engine(model, "trie", prefix_cache=1 << 26, **options)
+    assert [answer(one, question) for question in QUESTIONS] == wanted
+    assert one.prefixes.hits == 2 * 2 * SNAPSHOT_TOKENS
+    together = forerun.Engine(model, "trie", **options)
+    rows = together.generate([[*BOOK, *question] for question in QUESTIONS], max_new_tokens=12, **GREEDY)
+    assert rows.generated == wanted
+    writer = forerun.Engine(model, "none", kv_store=tmp_path, **options)
+    answer(writer, QUESTIONS[0])
+    writer.close()
+    reader = forerun.Engine(model, "none", kv_store=tmp_path, **options)
+    assert answer(reader, QUESTIONS[1]) == wanted[1]
+    assert reader.prefixes.hits == (2 * SNAPSHOT_TOKENS if name != "mamba2" else 0)  # it has no keys to store
+
+
+@pytest.mark.parametrize("name", few_of(FEW))
+def test_a_cache_that_is_cut_goes_on_as_if_it_were_new(name: str) -> None:
+    one = engine(hybrid(name), "trie")
+    cache = one.prefill(BOOK)
+    for question, cut in zip(QUESTIONS, (148, 90, 20), strict=True):
+        requests = one.requests([*BOOK[:149], *question], max_new_tokens=12, **GREEDY)
+        cache.truncate(min(cut, cache.length))
+        list(one.run(requests, caches=[cache]))
+        alone = one.generate([*BOOK[:149], *question], max_new_tokens=12, **GREEDY)
+        assert requests[0].generated.tolist() == alone.generated[0]
+
+
+def test_what_cannot_be_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="states of recurrent layers are not offloaded"):
+        forerun.Engine(hybrid("lfm2"), "none", kv_memory=1 << 30)
+    with pytest.raises(ValueError, match="draft_model has recurrent layers"):
+        forerun.Engine(tiny("llama"), "streaming", settings=LongContextConfig(hybrid("lfm2")))
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
+    with pytest.raises(UnsupportedModelError, match=r"it has layers of type \['linear_attention'\]"):
+        gate.check(build("MiniMaxForCausalLM", shape | {"layer_types": ["linear_attention", "full_attention"]}, 0))

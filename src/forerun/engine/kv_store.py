@@ -159,7 +159,7 @@ class KVStore:
 
     def _keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
         length = len(keys) * chunk
-        if length < MIN_STORED_TOKENS:
+        if length < MIN_STORED_TOKENS or not cache.layers:  # a model without keys and values has nothing to map
             return None
         space = self._folder(namespace)
         for name, count in self._matches(keys, space)[:1]:

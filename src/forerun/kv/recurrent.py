@@ -64,7 +64,7 @@ class _Inputs:
         """Write rows from position ``end`` on."""
         place, count = end - self.first, len(new)
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
-            kept = self.rows[max(0, place - KEPT_INPUTS) : place]
+            kept = self.rows[max(0, place - self.before - KEPT_INPUTS) : place]
             rows = new.new_empty(len(kept) + count + KEPT_INPUTS, new.shape[1])
             if len(kept):
                 rows[: len(kept)] = kept
@@ -173,7 +173,9 @@ class RecurrentStates:
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         """Keep the block's pending tokens and the tree nodes of ``path``."""
-        plan, end = self._planned(block), self.length + len(block.pending)
+        plan, end = self._plan, self.length + len(block.pending)
+        if plan is None or plan.block is not block:
+            raise ValueError("the states can only keep tokens of the last pass")
         if list(path) != list(range(len(path))):
             nodes = torch.tensor(path) + end
             for inputs in self._inputs.values():
@@ -197,11 +199,11 @@ class RecurrentStates:
             Tokens that are left: ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the
             position of the last snapshot before it.
         """
-        self._plan = None
+        self._plan, length = None, min(length, self.length)
         if length < self._position:
             snapshot = max((position for position in self._snapshots if position <= length), default=0)
-            if not self._keeps_inputs(snapshot, length):
-                length = snapshot
+            if any(inputs.first > snapshot - inputs.before for inputs in self._inputs.values()):
+                length = snapshot  # not all inputs behind it are kept
             if length == 0:
                 self.clear()
                 return 0
@@ -265,10 +267,10 @@ class RecurrentStates:
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound of the bytes that a row holds, for a model whose pass has used this one."""
-        inputs = sum(each.rows[:1].nbytes for each in self._inputs.values()) * MAX_INPUTS
-        states = sum(t.nbytes for t in self._now().values())
-        return inputs + states * (MAX_SNAPSHOTS + 4)
+        """Upper bound of the bytes that a row holds, for a model that has made a pass with this one."""
+        inputs = sum(each.rows[:1].nbytes for each in self._inputs.values()) * (MAX_INPUTS + KEPT_INPUTS)
+        states = sum(next(iter(state.saved.values())).nbytes for state in self._states.values() if state.saved)
+        return inputs + states * (MAX_SNAPSHOTS + 5)
 
     def _planned(self, block: Block) -> _Plan:
         if self._plan is None or self._plan.block is not block:
@@ -304,13 +306,6 @@ class RecurrentStates:
 
     def _now(self) -> dict[Key, torch.Tensor]:
         return {(layer, STATE): state.now for layer, state in self._states.items() if state.now is not None}
-
-    def _keeps_inputs(self, position: int, length: int) -> bool:
-        """Whether states at ``position`` can be continued up to ``length`` from kept inputs."""
-        return all(
-            inputs.first <= (position if kind == STATE else length - inputs.before)
-            for (_, kind), inputs in self._inputs.items()
-        )
 
     def _restore(self, position: int, length: int) -> None:
         """Go back to a snapshot, or to zeros at 0; inputs are replaced if none are to be read from there on."""
