@@ -33,7 +33,7 @@ KEPT_INPUTS = 3 * SNAPSHOT_TOKENS
 """Inputs that are kept at least, in tokens: from the last snapshot but one on, and those of an accepted path."""
 MAX_INPUTS = 4 * KEPT_INPUTS
 """Buffers for more tokens than this were made for a prompt, and go with the next short pass."""
-CONVOLUTION, STATE = "convolution", "state"
+CONVOLUTION_KIND, STATE_KIND = "convolution", "state"
 STATES = "recurrent"
 """Under this name ``saved_state`` is kept with a text."""
 
@@ -96,7 +96,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _BlockPlan:
     """How a pass goes over a block, alike in all layers."""
 
     block: Block
@@ -119,7 +119,7 @@ class RecurrentStates:
         self._snapshots: dict[int, dict[Key, torch.Tensor]] = {}
         self._spacing = SNAPSHOT_TOKENS
         self._owned = False  # whether nothing else refers to the states
-        self._plan: _Plan | None = None
+        self._plan: _BlockPlan | None = None
 
     def __bool__(self) -> bool:
         """True once a pass has used it."""
@@ -140,7 +140,7 @@ class RecurrentStates:
             ``[n, C]``.
         """
         before, end = len(weights) - 1, self.length + len(block)
-        key, plan = (layer, CONVOLUTION), self._planned(block)
+        key, plan = (layer, CONVOLUTION_KIND), self._planned(block)
         if key not in self._inputs:
             self._inputs[key] = _Inputs.after(x.new_zeros(before, x.shape[1]), self.length)
         self._inputs[key].append(x, self.length)
@@ -160,7 +160,7 @@ class RecurrentStates:
         Returns:
             ``[n, heads, out_dim]``.
         """
-        key, plan = (layer, STATE), self._planned(block)
+        key, plan = (layer, STATE_KIND), self._planned(block)
         inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
         inputs.append(rows, self.length)
         state = self._states.setdefault(layer, _State())
@@ -183,7 +183,7 @@ class RecurrentStates:
         for position in plan.saved:
             if position % SNAPSHOT_TOKENS == 0:
                 self._snapshots[position] = self._windows(position) | {
-                    (layer, STATE): state.saved[position] for layer, state in self._states.items()
+                    (layer, STATE_KIND): state.saved[position] for layer, state in self._states.items()
                 }
         for state in self._states.values():
             state.spare = state.now if self._owned else None
@@ -272,7 +272,7 @@ class RecurrentStates:
         states = sum(next(iter(state.saved.values())).nbytes for state in self._states.values() if state.saved)
         return inputs + states * (MAX_SNAPSHOTS + 5)
 
-    def _planned(self, block: Block) -> _Plan:
+    def _planned(self, block: Block) -> _BlockPlan:
         if self._plan is None or self._plan.block is not block:
             if block.start != self.length:
                 raise ValueError(f"the block starts at {block.start}, and the states have read {self.length} tokens")
@@ -281,7 +281,7 @@ class RecurrentStates:
             saved = {p * SNAPSHOT_TOKENS for p in positions if self._is_kept(p * SNAPSHOT_TOKENS, end)} | {end}
             tokens = {position - self._position - 1: i for i, position in enumerate(sorted(saved))}
             order = TokenOrder.of(_parents(block, self.length - self._position), tokens)
-            self._plan = _Plan(block, order, tuple(sorted(saved)))
+            self._plan = _BlockPlan(block, order, tuple(sorted(saved)))
         return self._plan
 
     def _is_kept(self, position: int, end: int) -> bool:
@@ -302,20 +302,20 @@ class RecurrentStates:
 
     def _windows(self, position: int) -> dict[Key, torch.Tensor]:
         """What convolutions need at a position."""
-        return {key: inputs.window(position) for key, inputs in self._inputs.items() if key[1] == CONVOLUTION}
+        return {key: inputs.window(position) for key, inputs in self._inputs.items() if key[1] == CONVOLUTION_KIND}
 
     def _now(self) -> dict[Key, torch.Tensor]:
-        return {(layer, STATE): state.now for layer, state in self._states.items() if state.now is not None}
+        return {(layer, STATE_KIND): state.now for layer, state in self._states.items() if state.now is not None}
 
     def _restore(self, position: int, length: int) -> None:
         """Go back to a snapshot, or to zeros at 0; inputs are replaced if none are to be read from there on."""
         for state in self._states.values():
             state.now = state.spare = None
         for (layer, kind), t in self._snapshots.get(position, {}).items():
-            if kind == STATE:
+            if kind == STATE_KIND:
                 self._states[layer] = _State(t)
             if position == length:
-                self._inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE else t, length)
+                self._inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE_KIND else t, length)
         self.length, self._position, self._owned = length, position, False
 
 

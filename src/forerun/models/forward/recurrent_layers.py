@@ -28,14 +28,14 @@ from forerun.kernels.recurrent.gated_states import GatedShape
 from forerun.models.forward.scorer import STATELESS_LAYERS, Pass, is_recurrent, is_sharded, running
 
 
-class _Mixer(NamedTuple):
+class _RunningMixer(NamedTuple):
     """The mixer that runs in this thread, and the pass that it runs in."""
 
     rows: Pass
     layer: int
 
 
-_mixer: ContextVar[_Mixer] = ContextVar("mixer")
+_mixer: ContextVar[_RunningMixer] = ContextVar("mixer")
 
 
 def causal_convolution(
@@ -69,7 +69,7 @@ def gated_delta_rule(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' ``chunk_gated_delta_rule``, and Kimi's with a gate per channel: ``[1, n, heads, dim]``."""
-    _, n, key_heads, dim = key.shape
+    n, key_heads, dim = key.shape[1:]
     heads, out_dim = value.shape[2:]
     gates = g.shape[3] if g.dim() == 4 else 1
     shape = GatedShape(key_heads, heads, dim, out_dim, gates, True, use_qk_l2norm_in_kernel, dim**-0.5)
@@ -114,7 +114,7 @@ UNSUPPORTED = {"mamba_selective_scan": "Mamba-1's selective scan"}
 def _advance(shape: GatedShape, inputs: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     rows, layer = _mixer.get()
     parts = zip(rows.caches, _split(rows, inputs), _split(rows, q), rows.blocks, strict=True)
-    return torch.cat([cache.recurrent().advance(layer, shape, *each, block) for cache, *each, block in parts])
+    return torch.cat([cache.recurrent().advance(layer, shape, own, query, block) for cache, own, query, block in parts])
 
 
 def _split(rows: Pass, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -131,7 +131,7 @@ def adapt(model: PreTrainedModel) -> None:
     """Let the classes of a model's mixers use Forerun's recurrences inside passes."""
     for kind in {type(mixer) for mixer in mixers(model)}:
         if not hasattr(kind.forward, "recurrent_forward"):
-            kind.forward = _inside_passes(kind.forward)  # type: ignore[method-assign]
+            kind.forward = _inside_passes(kind.forward)
 
 
 def mixers(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -182,7 +182,7 @@ def _inside_passes(own: Any) -> Any:
         if not isinstance(rows, Pass):
             return own(self, *args, **kwargs)
         layer: Any = self.layer_idx
-        before = _mixer.set(_Mixer(rows, layer))
+        before = _mixer.set(_RunningMixer(rows, layer))
         try:
             return inside(self, *args, **kwargs)
         finally:
