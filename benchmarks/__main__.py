@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),
     "evaluate-bundled": ("training.evaluate:EvaluateOptions", "Evaluate the bundled models as MODEL_CARD.md shows it."),
     "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Write what the trie takes evidence to be worth at first."),
+    "train-head": ("training.train_head:HeadOptions", "Train an EAGLE-3 head for a model, from texts that it wrote."),
     "learn-recycled": ("training.learn_recycled:RecycledOptions", "Write what recycled logits are worth at first."),
     "update-pages": ("reporting.update_pages:UpdateOptions", "Put the last measured tables into README.md and docs/."),
 }  # fmt: skip

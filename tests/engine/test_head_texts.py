@@ -11,17 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support.heads import OracleHead, eagle3, mtp_target
+from support.heads import OracleHead, dflash, eagle3, mtp_target
 from support.tiny import ARCHITECTURES, PROMPTS, tiny
 from transformers import PreTrainedModel
 
 from forerun import Engine
 from forerun.core.long_context import LongContextConfig
 from forerun.core.origin import Origin
+from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.head_drafter import HeadDrafter
+from forerun.drafting.merged import merged_estimates
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -32,6 +35,7 @@ ON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 HEADS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
     "eagle3": eagle3,
     "eagle3, speculators": lambda folder, model: eagle3(folder, model, "speculators"),
+    "dflash": dflash,
 }
 
 
@@ -152,3 +156,31 @@ def test_what_takes_no_head_says_so(tmp_path: Path) -> None:
         Engine(tiny("llama"), "triforce", settings=settings)
     with pytest.raises(ValueError, match="needs a trained head"):
         Engine(tiny("llama"), "head")
+
+
+@pytest.mark.parametrize("head", ["eagle3", "dflash", "oracle"])
+def test_auto_with_a_head_changes_nothing_and_keeps_its_trie(head: str, tmp_path: Path) -> None:
+    expected, model = plain("llama", "float64", "greedy"), tiny("llama")
+    given = OracleHead(expected, model) if head == "oracle" else HEADS[head](tmp_path, model)
+    engine = Engine(model, "auto", settings=LongContextConfig(draft_model=given), prefill_block=4)
+    origins: set[int] = set()
+    for turn in range(2):
+        requests = [request for prompt in PROMPTS for request in engine.requests(prompt, do_sample=False, **ON)]
+        origins |= {origin for commit in engine.run(requests) for origin in commit.origins}
+        assert [request.tokens.tolist() for request in requests] == expected
+        assert turn == 0 or sum(sum(request.stats.accepted) for request in requests) > 0
+    assert head != "oracle" or Origin.HEAD in origins
+
+
+def test_trees_of_two_drafters_have_the_better_estimate_of_each_node() -> None:
+    first = DraftTree(np.array([1, 2, 3]), np.array([-1, 0, -1]), probability=np.array([0.5, 0.4, 0.3])).by(Origin.HEAD)
+    second = DraftTree(np.array([3, 4, 1, 5]), np.array([-1, 0, -1, 2]), probability=np.array([0.6, 0.54, 0.1, 0.09]))
+    tree = merged_estimates(first, second.by(Origin.TEXT), 5)
+    found = {tuple(tree.tokens[tree.ancestors[node]]): (round(float(p), 6), int(origin))
+             for node, (p, origin) in enumerate(zip(tree.probability, tree.sources, strict=True))}  # fmt: skip
+    assert found == {
+        (1,): (0.5, Origin.HEAD), (1, 2): (0.4, Origin.HEAD), (3,): (0.6, Origin.TEXT), (3, 4): (0.54, Origin.TEXT),
+        (1, 5): (0.45, Origin.TEXT),
+    }  # fmt: skip
+    assert len(merged_estimates(first, second, 3)) == 3
+    assert merged_estimates(first, DraftTree.empty(), 3) is first

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.heads import eagle3, mtp_target
+from support.heads import dflash, eagle3, mtp_target
 from support.tiny import tiny
 from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
@@ -115,6 +115,64 @@ def test_eagle3_computes_what_its_paper_says(form: str, tmp_path: Path) -> None:
     model = tiny("llama")
     folder = eagle3(tmp_path, model, form)
     check_tree(load_head(folder), model, lambda text, read: eagle3_logits(folder, model, text, read))
+
+
+def dflash_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
+    """Logits of a DFlash head behind a text, of which the target has read ``read`` tokens: written out."""
+    config = json.loads((folder / "config.json").read_text())
+    w = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
+    states = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
+    context = torch.cat([states[layer + 1][0] for layer in config["dflash_config"]["target_layer_ids"]], -1)
+    context = norm(context @ w["fc.weight"].T, w["hidden_norm.weight"])
+    size = config["block_size"]
+    x = model.get_input_embeddings().weight[[text[read], *[2] * (size - 1)]]
+    places = torch.arange(read + size)
+    for layer, kind in enumerate(config.get("layer_types", ["full_attention"] * 2)):
+        at = f"layers.{layer}."
+        y = norm(x, w[at + "input_layernorm.weight"])
+        both = torch.cat([context, y])
+        q = norm((y @ w[at + "self_attn.q_proj.weight"].T).view(size, 4, 8), w[at + "self_attn.q_norm.weight"])
+        k = norm((both @ w[at + "self_attn.k_proj.weight"].T).view(-1, 2, 8), w[at + "self_attn.k_norm.weight"])
+        v = (both @ w[at + "self_attn.v_proj.weight"].T).view(-1, 2, 8)
+        q, k = turn(q, places[read:]), turn(k, places).repeat_interleave(2, 1)
+        scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(8)
+        if kind == "sliding_attention":
+            behind = places[read:, None] - places[None]
+            scores = scores.masked_fill((behind < 0) | (behind >= 6), -torch.inf)
+        out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(2, 1)).flatten(1)
+        x = x + out @ w[at + "self_attn.o_proj.weight"].T
+        y = norm(x, w[at + "post_attention_layernorm.weight"])
+        gate = torch.nn.functional.silu(y @ w[at + "mlp.gate_proj.weight"].T) * (y @ w[at + "mlp.up_proj.weight"].T)
+        x = x + gate @ w[at + "mlp.down_proj.weight"].T
+    return model.lm_head(norm(x, w["norm.weight"]))[len(text) - read]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_dflash_computes_what_its_authors_say(sliding: bool, tmp_path: Path) -> None:
+    model = tiny("llama")
+    folder = dflash(tmp_path, model, sliding=sliding)
+    check_tree(load_head(folder), model, lambda text, read: dflash_logits(folder, model, text, read))
+
+
+DFLASH_WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a tensor less": (lambda f: weights(f, lambda w: w.pop("layers.1.mlp.up_proj.weight")), "lacks the tensor"),
+    "another shape": (lambda f: change(f, lambda c: c.update(intermediate_size=44)), "mlp.gate_proj.*40.*44"),
+    "another width": (lambda f: change(f, lambda c: c.update(hidden_size=64)), "64 numbers, and the target has 32"),
+    "no mask": (lambda f: change(f, lambda c: c["dflash_config"].pop("mask_token_id")), "mask_token_id is None"),
+    "no block": (lambda f: change(f, lambda c: c.update(block_size=1)), "block_size is 1"),
+    "a layer that there is not": (
+        lambda f: change(f, lambda c: c["dflash_config"].update(target_layer_ids=[0, 2])), "the target has 2 layers"),
+    "its next version": (lambda f: change(f, lambda c: c.update(architectures=["DFlash2DraftModel"])), "further form"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DFLASH_WRONG)
+def test_a_dflash_head_that_does_not_fit_is_refused_before_any_work(name: str, tmp_path: Path) -> None:
+    folder = dflash(tmp_path, tiny("llama"))
+    spoil, message = DFLASH_WRONG[name]
+    spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        load_head(folder).bind(Scorer(tiny("llama")))
 
 
 def mtp_logits(heads: MtpModel, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:

@@ -187,7 +187,9 @@ class AdaptiveDrafter(OuterDrafter):
         trees = self.trees if affordable else None
         began = self._clock()
         proposed = _propose(trees, context.within(self._nodes))
-        spent = tree_cost if trees else 0.0
+        extra = trees.extra_seconds if trees else 0.0
+        unit = self._timer.unit
+        spent = tree_cost + (extra / unit if unit else 0.0) if trees else 0.0
         selection = self._pruner.prune(context, proposed, spent, correction)
         self._nodes = max(LEAST_NODES, self._nodes // 2, NODE_GROWTH * max(map(len, selection.trees)))
         tree_end = self._clock()
@@ -204,7 +206,7 @@ class AdaptiveDrafter(OuterDrafter):
             [tree.q is not None for tree in proposed],
             selection,
             "chain" if length else "tree" if trees else None,
-            tree_end - began if trees else 0.0,
+            tree_end - began - extra if trees else 0.0,
             ended - prepared if length else 0.0,
             ended,
         )

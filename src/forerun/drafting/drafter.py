@@ -35,6 +35,9 @@ class Drafter(ABC):
     states: tuple[int, ...] = ()
     """Layers of the target whose hidden states it wants of every committed token; see ``Scorer.score_with_states``."""
 
+    extra_seconds: float = 0.0
+    """Time of its last proposal that was spent on what it decides itself whether it pays, as a head's passes."""
+
     wants_costs: bool = False
     """Whether it goes by the costs of the target's passes, and so wants ``fit``, though it is ``sized``."""
 

@@ -28,8 +28,8 @@ from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.head import Head, HeadText
 
-DEPTH, WIDTH = 6, 8
-"""Levels of a tree, and nodes of a level that the head is asked about; EAGLE-2's defaults are 6 and 10."""
+WIDTH = 8
+"""Nodes of a level that the head is asked about; EAGLE-2's default is 10, over 6 levels."""
 CANDIDATES = 32
 """Tokens among which noise chooses. A head gives the others a few hundredths of the whole."""
 LEAST_CHANCE = 0.05
@@ -46,18 +46,16 @@ class HeadDrafter(Drafter):
 
     Args:
         head: that knows the target.
-        depth: levels of a tree.
         width: nodes of a level that the head is asked about, and tokens that it offers behind each.
 
     Raises:
-        ValueError: for a depth or a width under 1.
+        ValueError: for a width under 1.
     """
 
-    def __init__(self, head: Head, depth: int = DEPTH, width: int = WIDTH) -> None:
-        for name, value in (("depth", depth), ("width", width)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}; it must be at least 1")
-        self.head, self.depth, self.width = head, depth, width
+    def __init__(self, head: Head, width: int = WIDTH) -> None:
+        if width < 1:
+            raise ValueError(f"width is {width}; it must be at least 1")
+        self.head, self.width = head, width
         self._texts: dict[int, HeadText] = {}
 
     @property
@@ -83,7 +81,7 @@ class HeadDrafter(Drafter):
 
     def propose(self, context: PassContext) -> list[DraftTree]:
         """Grow a tree for each row whose last tokens the target has read."""
-        trees = [_GrowingTree(row, min(self.depth, row.max_draft_depth), budget) for row, budget in context]
+        trees = [_GrowingTree(row, min(self.head.levels, row.max_draft_depth), budget) for row, budget in context]
         growing = [tree for tree in trees if tree.depth > 0 and self._unread(tree.fork) is not None]
         if growing:
             self._grow(growing)
@@ -101,8 +99,8 @@ class HeadDrafter(Drafter):
         for tree, growth, row in zip(trees, growths, range(len(rows)), strict=True):
             unread = self._unread(tree.fork)
             for token in () if unread is None else unread.tolist():
-                rows[row] = self.head.extend([growth], [[len(growth.hidden) - 1]], [[token]])
-            tree.base = len(growth.hidden) - 1
+                rows[row] = self.head.extend([growth], [[len(growth) - 1]], [[token]])
+            tree.base = len(growth) - 1
         active = list(zip(trees, growths, rows, strict=True))
         while active:
             for tree, _, own in active:

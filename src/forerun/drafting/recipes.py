@@ -12,7 +12,7 @@ from forerun.drafting.drafter import Drafter, NoDrafter, OuterDrafter
 from forerun.drafting.head_drafter import HeadDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.lookup import LookupDrafter
-from forerun.drafting.merged import MergedDrafter
+from forerun.drafting.merged import MergedDrafter, MergedTreesDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.kv.cache import ROLLBACK_TOKENS
@@ -30,6 +30,9 @@ from forerun.trie.trie import Trie
 
 TRIE_NODES = 16
 """Maximum size of a trie's tree that the target verifies over its sparse cache."""
+
+CONFIDENT_NODES = 4
+"""Accepted nodes expected of a trie's tree from which on a head is not asked: as many as a good head's tree gives."""
 
 HELPED = 0.1
 """First guess of what it costs to draft a token over a sparse cache with the help of a small model or a trie; a pass of
@@ -144,14 +147,23 @@ def _triforce(settings: LongContextConfig, inner: Drafter, nodes: int) -> Drafte
 
 
 def _auto(settings: LongContextConfig) -> Drafter:
-    """All sources: a trie, and the target over a sparse cache, which the trie and a small model draft for."""
-    trie = TrieDrafter()
+    """All sources: a trie, a trained head, and the target over a sparse cache, which the trie and a small model draft
+    for."""
+    trie, head = TrieDrafter(), head_of(settings)
+    if head is not None:
+        return _auto_with_head(settings, trie, HeadDrafter(head))
     small = settings.draft_model is not None
     inner = MergedDrafter(trie, small_drafter(settings, settings.gamma1), settings.gamma1) if small else trie
     levels = _triforce(settings, inner, TRIE_NODES)
     budget = settings.cache_budget
     beyond = 0 if small else budget
     return AdaptiveDrafter(levels, trees=trie, chains=levels, max_length=settings.gamma2, reach=budget, beyond=beyond)
+
+
+def _auto_with_head(settings: LongContextConfig, trie: TrieDrafter, head: HeadDrafter) -> Drafter:
+    levels, budget = _triforce(settings, trie, TRIE_NODES), settings.cache_budget
+    trees = MergedTreesDrafter(levels, trie, head, CONFIDENT_NODES)
+    return AdaptiveDrafter(trees, trees=trees, chains=levels, max_length=settings.gamma2, reach=budget, beyond=budget)
 
 
 def long_context(

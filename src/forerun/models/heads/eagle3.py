@@ -24,6 +24,7 @@ from forerun.models.forward.architecture import text_config
 from forerun.models.forward.scorer import Scorer, running_pass
 from forerun.models.heads.head import (
     GROWTH_TOKENS,
+    ROTARY_FIELDS,
     HeadFile,
     RecurrentHead,
     check_layers,
@@ -185,12 +186,6 @@ class Eagle3Head(RecurrentHead):
         if "head" in self._weights:
             return linear(normed, self._weights["head"])
         return output_logits(self._target, normed)
-
-
-ROTARY_FIELDS = (
-    "hidden_size", "num_attention_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
-)  # fmt: skip
-"""Entries of a configuration that decide rotary positions."""
 
 
 def layer_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -26,6 +26,10 @@ from forerun.models.forward.scorer import Scorer, attending, is_sharded
 
 READ_ENTRIES = 64
 """Entries of a text that are read at once; fewer wait until a draft is wanted, which may be never."""
+ROTARY_FIELDS = (
+    "hidden_size", "num_attention_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+"""Entries of a configuration that decide rotary positions."""
 GROWTH_TOKENS = 256
 """A head's memory of a text grows by this many tokens."""
 
@@ -49,6 +53,9 @@ class HeadText:
         self.hidden: torch.Tensor | None = None
         """What leaves the first layer at the last entry, ``[1, hidden]``."""
 
+    last = -1
+    """The token at ``next``, the first one whose states the head has not seen."""
+
     @property
     def unread(self) -> int:
         """Number of pending entries."""
@@ -66,13 +73,18 @@ class Growth:
 
     Attributes:
         text: that it grows behind.
-        hidden: what left the head at each node, ``[n, hidden]``; at the text's end in row 0.
+        hidden: what left the head at each node, ``[n, hidden]``; at the text's end in row 0. Or logits of each level,
+            ``[levels, V]``, of a head that says all at once.
     """
 
     def __init__(self, text: HeadText, hidden: torch.Tensor) -> None:
         self.text, self.hidden = text, hidden
         self._depths, self._ancestors = [0], [{0}]
         self._tails: list[list[int]] = [[] for _ in text.rows]  # nodes whose keys lie behind the text's, by layer
+
+    def __len__(self) -> int:
+        """Nodes, and the text's end."""
+        return len(self._depths)
 
     def add(self, parents: Sequence[int]) -> int:
         """Add nodes of one level; returns their depth."""
@@ -104,10 +116,12 @@ class Head(ABC):
     Attributes:
         layers: the target's layers whose hidden states it reads; see ``Scorer.score_with_states``.
         tokens: the target's id of each token that it knows, int64 ``[D]``; None if they are the same.
+        levels: of a tree that it is worth asking for.
     """
 
     layers: tuple[int, ...] = ()
     tokens: torch.Tensor | None = None
+    levels = 6
 
     def bind(self, target: Scorer) -> None:
         """Get ready to draft for a target.
@@ -136,7 +150,7 @@ class Head(ABC):
             text.__init__(len(text.rows))  # type: ignore[misc]
         end = min(start + len(states), len(tokens) - 1)
         text.pending.append((states[: end - start], tokens[start + 1 : end + 1].copy()))
-        text.next = end
+        text.next, text.last = end, int(tokens[end])
         if text.unread >= READ_ENTRIES:
             self.read([text])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from forerun.models.heads.dflash import DFlashHead, is_dflash
 from forerun.models.heads.eagle3 import Eagle3Head, is_eagle3
 from forerun.models.heads.head import Head, config_of
 
@@ -15,6 +16,8 @@ def load_head(folder: str | Path) -> Head:
         ValueError: if the folder holds none, or one of a kind that is not known.
     """
     config = config_of(Path(folder))
+    if is_dflash(config):
+        return DFlashHead(folder)
     if is_eagle3(config):
         return Eagle3Head(folder)
     raise ValueError(f"{folder} holds no head that is known: neither EAGLE-3 nor DFlash, by its config.json")
@@ -26,4 +29,4 @@ def is_head(folder: str | Path) -> bool:
         config = config_of(Path(folder))
     except ValueError:
         return False
-    return is_eagle3(config)
+    return is_dflash(config) or is_eagle3(config)

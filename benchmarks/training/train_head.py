@@ -1,0 +1,409 @@
+"""Train an EAGLE-3 head for a model: ``python -m benchmarks train-head --model M --texts FILE --out FOLDER``.
+
+The texts are answers that the model wrote itself; rows without an answer are answered first. The head learns the
+target's distributions at the answers' tokens, by training-time test (Li et al., 2025, section 3.2): behind the target's
+states it reads its own output, as it will when it drafts. It is written in the form of its authors (``config.json`` and
+``model.safetensors``), which vLLM and SGLang load too.
+
+The same command resumes a run that was interrupted. Hidden states are worked out once for each text and kept in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from benchmarks.training import checkpoint
+from benchmarks.training.checkpoint import Progress
+from benchmarks.training.progress import Display
+from forerun.cli.options import DebugOptions
+from forerun.drafting.head_drafter import HeadDrafter
+from forerun.engine.engine import Engine
+from forerun.models.heads.loading import load_head
+from forerun.models.loading.load import load
+
+DECAY = 0.8
+"""Weight of a step's loss, less than that of the step before; the authors' value."""
+CHECKPOINT_SECONDS = 120
+HELD_OUT = 20
+"""One text of so many is held out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOptions(DebugOptions):
+    """Train an EAGLE-3 head for a model, from texts that it wrote."""
+
+    model: Annotated[str, typer.Option(help="The target: a folder, a GGUF file, or bundled.")]
+    texts: Annotated[Path, typer.Option(help="JSON lines of {prompt} or {prompt, answer}, the model's own answers.")]
+    out: Annotated[Path, typer.Option(help="The head's folder.")]
+    minutes: Annotated[float, typer.Option(help="Processor minutes of training, of all threads.")] = 60.0
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
+    draft_vocab: Annotated[int, typer.Option(help="Tokens that the head knows: the most frequent ones.")] = 8192
+    ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
+    length: Annotated[int, typer.Option(help="Tokens of a text that are used.")] = 384
+    batch: Annotated[int, typer.Option(help="Texts of a step.")] = 4
+    rate: Annotated[float, typer.Option(help="Learning rate at first.")] = 1e-3
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer that is written first.")] = 256
+    check: Annotated[int, typer.Option(help="Held-out prompts for the figures at the end.")] = 6
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer, under its authors' names."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size, self.dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(2 * size, heads * self.dim, bias=False),
+                "k_proj": nn.Linear(2 * size, kv_heads * self.dim, bias=False),
+                "v_proj": nn.Linear(2 * size, kv_heads * self.dim, bias=False),
+                "o_proj": nn.Linear(heads * self.dim, size, bias=False),
+            }
+        )
+        self.mlp = LlamaMLP(config)
+        self.hidden_norm, self.input_layernorm, self.post_attention_layernorm = (
+            LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(3)
+        )
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        angles: Any,
+        earlier: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """One step of all entries at once, ``[B, n, hidden]``; its keys and values are added to ``earlier``.
+
+        An entry sees the first step's entries up to its own, and of later steps its own.
+        """
+        x = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], -1)
+        q, k, v = (self.self_attn[f"{part}_proj"](x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for part in "qkv")
+        q, k = apply_rotary_pos_emb(q, k, *angles)
+        k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+        earlier.append((k, v))
+        n = x.shape[1]
+        causal = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
+        scores = [(q @ earlier[0][0].transpose(-1, -2)).masked_fill(~causal, -torch.inf)]
+        scores += [(q * own).sum(-1, keepdim=True) for own, _ in earlier[1:]]
+        weights = (torch.cat(scores, -1) * self.dim**-0.5).softmax(-1)
+        out = weights[..., :n] @ earlier[0][1]
+        for number, (_, own) in enumerate(earlier[1:]):
+            out = out + weights[..., n + number, None] * own
+        hidden = hidden + self.self_attn["o_proj"](out.transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class EagleModel(nn.Module):
+    """A head to be trained, under its authors' names.
+
+    Args:
+        target: gives its sizes, and its head's first weights.
+        known: the target's ids of the tokens that it knows, ascending.
+        layers: of the target that it reads.
+    """
+
+    def __init__(self, target: PreTrainedModel, known: torch.Tensor, layers: Sequence[int]) -> None:
+        super().__init__()
+        base = target.config.get_text_config(decoder=True)
+        size, heads = int(base.hidden_size), int(base.num_attention_heads)
+        self.settings: dict[str, Any] = {
+            "hidden_size": size, "num_attention_heads": heads, "num_key_value_heads": int(base.num_key_value_heads),
+            "head_dim": int(getattr(base, "head_dim", None) or size // heads), "rms_norm_eps": 1e-5,
+            "intermediate_size": int(base.intermediate_size), "hidden_act": "silu", "num_hidden_layers": 1,
+            "vocab_size": int(target.get_input_embeddings().weight.shape[0]),
+            "max_position_embeddings": int(base.max_position_embeddings), "rope_theta": 10000.0,
+        }  # fmt: skip
+        config = LlamaConfig(**self.settings)
+        self.layers = tuple(layers)
+        self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
+        self.midlayer = EagleLayer(config)
+        self.norm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(size, len(known), bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        self.known = known
+        self._start(target)
+
+    @torch.no_grad()
+    def _start(self, target: PreTrainedModel) -> None:
+        """At first it hands on the last of the states, and has the target's head."""
+        torch.manual_seed(0)
+        for weight in self.midlayer.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+        size = self.fc.out_features
+        self.fc.weight.zero_()
+        self.fc.weight[:, -size:] = torch.eye(size)
+        self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.known].float())
+
+    def losses(
+        self, states: torch.Tensor, embeddings: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, ahead: int
+    ) -> tuple[torch.Tensor, list[float]]:
+        """The weighted loss of all steps, and how often each step's best token is the teacher's.
+
+        Args:
+            states: the target's, ``[B, n, layers * hidden]``.
+            embeddings: of the tokens, ``[B, n, hidden]``.
+            teacher: its probabilities of the known tokens behind each token, ``[B, n, D]``.
+            mask: 1 where the token behind is of an answer, ``[B, n]``.
+            ahead: number of steps.
+        """
+        hidden, earlier, right = self.fc(states), list[tuple[torch.Tensor, torch.Tensor]](), list[float]()
+        total, n = states.new_zeros(()), states.shape[1] - ahead
+        for step in range(ahead):
+            places = torch.arange(n, device=states.device)[None] + step
+            hidden = self.midlayer(
+                embeddings[:, step + 1 : step + 1 + n], hidden[:, :n], self.rotary(hidden, places), earlier
+            )
+            logits = self.lm_head(self.norm(hidden)).log_softmax(-1)
+            aim, weight = teacher[:, step + 1 : step + 1 + n], mask[:, step + 1 : step + 1 + n]
+            count = weight.sum().clamp_min(1)
+            total = total - DECAY**step * ((aim * logits).sum(-1) * weight).sum() / count
+            right.append(float(((logits.argmax(-1) == aim.argmax(-1)) * weight).sum() / count))
+        return total, right
+
+
+@dataclass
+class Text:
+    """One text: its tokens, where its answer begins, and what the target says of it once that is known."""
+
+    tokens: list[int]
+    answer: int
+    prompt: str
+    states: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+
+
+class HeadTraining:
+    """A head being trained.
+
+    Args:
+        target: the model, which does not change.
+        model: the head.
+        texts: to learn from.
+        options: of the command.
+    """
+
+    def __init__(self, target: PreTrainedModel, model: EagleModel, texts: Sequence[Text], options: HeadOptions) -> None:
+        self.target, self.model, self.texts, self.options = target, model, texts, options
+        self.head = target.get_output_embeddings().weight[model.known].detach().float()
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        ]
+        self.done = checkpoint.load(self.folder, model, self.optimizers)
+        self.recent: list[list[float]] = []
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's folder."""
+        return self.options.out / "checkpoint"
+
+    @property
+    def progress(self) -> float:
+        """The progress, from 0 to 1."""
+        return self.done.seconds / (60 * self.options.minutes)
+
+    def advance(self) -> None:
+        """Take a step; seconds are processor time divided by threads."""
+        began, options = time.process_time(), self.options
+        chosen = Random(self.done.step).sample(self.texts, min(options.batch, len(self.texts)))
+        loss, right = self.model.losses(*self._batch(chosen), options.ahead)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = options.rate * min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.recent.append([float(loss), *right])
+        seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
+        tokens = self.done.tokens + sum(len(text.tokens) for text in chosen)
+        self.done = Progress(self.done.step + 1, tokens, seconds)
+
+    def _batch(self, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """States, embeddings, the teacher's probabilities and the mask, padded on the right."""
+        for text in texts:
+            if text.states is None:
+                self._look(text)
+        longest, device = max(len(text.tokens) for text in texts), self.head.device
+        ids = torch.zeros(len(texts), longest, dtype=torch.int64, device=device)
+        mask = torch.zeros(len(texts), longest, device=device)
+        for row, text in enumerate(texts):
+            ids[row, : len(text.tokens)] = torch.tensor(text.tokens)
+            mask[row, text.answer - 1 : len(text.tokens) - 1] = 1.0
+        states, last = (
+            nn.utils.rnn.pad_sequence([part.float() for part in parts], batch_first=True)
+            for parts in zip(*((text.states, text.last) for text in texts), strict=True)
+        )
+        embeddings = functional.embedding(ids, self.target.get_input_embeddings().weight).float()
+        return states, embeddings, (last @ self.head.T).softmax(-1), mask
+
+    @torch.no_grad()
+    def _look(self, text: Text) -> None:
+        ids = torch.tensor([text.tokens], device=self.head.device)
+        count = int(self.target.config.get_text_config(decoder=True).num_hidden_layers)
+        found = self.target(ids, output_hidden_states=[*self.model.layers, count], logits_to_keep=1).hidden_states
+        text.states = torch.cat([found[layer][0] for layer in self.model.layers], -1).bfloat16()
+        text.last = found[count][0].bfloat16()
+
+    def save(self) -> None:
+        """Write a checkpoint."""
+        checkpoint.save(self.folder, self.model, self.optimizers, self.done)
+
+    def report(self) -> str:
+        """The means since the last report: loss, and how often each step is right."""
+        means = [sum(column) / len(column) for column in zip(*self.recent, strict=True)]
+        self.recent.clear()
+        entry = {"step": self.done.step, "seconds": round(self.done.seconds, 1), "loss": round(means[0], 4),
+                 "right": [round(each, 4) for each in means[1:]]}  # fmt: skip
+        with (self.options.out / "log.jsonl").open("a") as log:
+            log.write(json.dumps(entry) + "\n")
+        return f"loss {means[0]:.2f}, right {' '.join(f'{each:.2f}' for each in means[1:])}"
+
+
+def run(options: HeadOptions) -> None:
+    """Train, write the head, and count how many tokens a step it gives."""
+    torch.set_num_threads(options.threads)
+    options.out.mkdir(parents=True, exist_ok=True)
+    target, tokenizer = load(options.model, "float32", device=options.device)
+    target.requires_grad_(False)
+    rows = answered(options, target, tokenizer)
+    texts = [text for row in rows if (text := encoded(row, tokenizer, options)) is not None]
+    if len(texts) < 2:
+        raise ValueError(f"{options.texts} has {len(texts)} texts that are long enough; at least 2 are needed")
+    held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
+    known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
+    model = EagleModel(target, known, aux_layers(target)).to(target.device)
+    training = HeadTraining(target, model, learned, options)
+    estimate(training)
+    train(training)
+    export(model, options.out)
+    figures(options, target, tokenizer, held)
+
+
+def answered(options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
+    """All rows with answers; those that had none are written now, and kept beside the head."""
+    rows = [json.loads(line) for line in options.texts.read_text(encoding="utf-8").splitlines() if line.strip()]
+    file = options.out / "answers.jsonl"
+    known = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
+    answers = {row["prompt"]: row["answer"] for row in known}
+    missing = [row for row in rows if "answer" not in row and row["prompt"] not in answers]
+    engine = Engine(target, tokenizer=tokenizer) if missing else None
+    with Display("answers") as display, file.open("a", encoding="utf-8") as out:
+        for number, row in enumerate(missing):
+            assert engine is not None
+            prompt: Any = row["prompt"] if not tokenizer.chat_template else [{"role": "user", "content": row["prompt"]}]
+            result = engine.generate(prompt, max_new_tokens=options.answer_tokens)
+            answers[row["prompt"]] = result.texts[0]
+            out.write(json.dumps({"prompt": row["prompt"], "answer": result.texts[0]}) + "\n")
+            out.flush()
+            display.show((number + 1) / len(missing), {"loss": {}})
+    return [row if "answer" in row else row | {"answer": answers[row["prompt"]]} for row in rows]
+
+
+def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Text | None:
+    """A row as tokens; None for one that is too short to learn from."""
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": row["prompt"]}]
+        before = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    else:
+        before = tokenizer(row["prompt"])["input_ids"]
+    tokens = [*before, *tokenizer(row["answer"], add_special_tokens=False)["input_ids"]][: options.length]
+    enough = len(tokens) > len(before) + options.ahead and len(tokens) > 2 * options.ahead
+    return Text(tokens, len(before), row["prompt"]) if enough else None
+
+
+def frequent(texts: Sequence[Text], count: int, vocabulary: int) -> torch.Tensor:
+    """The most frequent tokens of answers, then those of the lowest ids; ascending, int64."""
+    seen = Counter(token for text in texts for token in text.tokens[text.answer :])
+    order = [token for token, _ in seen.most_common(count)]
+    rest = (token for token in range(vocabulary) if token not in seen)
+    order += [token for token, _ in zip(rest, range(min(count, vocabulary) - len(order)), strict=False)]
+    return torch.tensor(sorted(order), dtype=torch.int64)
+
+
+def aux_layers(target: PreTrainedModel) -> tuple[int, int, int]:
+    """The layers that other engines take by default, where there are as many."""
+    count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
+    return (2, count // 2, count - 3) if count >= 6 else (1, max(1, count // 2), max(1, count - 1))
+
+
+def estimate(training: HeadTraining) -> None:
+    """Say how far the time will go, by the time of two steps that are then undone."""
+    began = training.done
+    for _ in range(2):
+        training.advance()
+    seconds = (training.done.seconds - began.seconds) / 2
+    training.done, options = began, training.options
+    training.recent.clear()
+    left, tokens = max(0.0, 60 * options.minutes - began.seconds), sum(len(text.tokens) for text in training.texts)
+    steps = int(left / seconds)
+    print(
+        f"{len(training.texts)} texts with {tokens:,} tokens; {training.model.lm_head.out_features:,} tokens known; "
+        f"a step of {options.batch} texts takes {seconds:.2f} s at first; about {steps:,} steps "
+        f"({steps * options.batch / len(training.texts):.1f} times through) in {left / 60:.0f} minutes from here",
+        flush=True,
+    )
+
+
+def train(training: HeadTraining) -> None:
+    """Train to the end of the time, with checkpoints and reports."""
+    saved = time.monotonic()
+    with Display("head") as display:
+        while training.progress < 1:
+            training.advance()
+            if training.done.step % 20 == 0:
+                line = training.report()
+                display.show(min(training.progress, 1.0), {"loss": {}})
+                print(f"step {training.done.step}: {line}", flush=True)
+            if time.monotonic() - saved > CHECKPOINT_SECONDS:
+                training.save()
+                saved = time.monotonic()
+    training.save()
+
+
+def export(model: EagleModel, out: Path) -> None:
+    """Write the head in its authors' form."""
+    vocabulary, known = model.settings["vocab_size"], model.known.cpu()
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in model.named_parameters()}
+    if len(known) < vocabulary:
+        tensors["d2t"] = known - torch.arange(len(known))
+        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, known, True)
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", **model.settings,
+        "draft_vocab_size": len(known), "tie_word_embeddings": False, "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(model.layers), "use_aux_hidden_state": True},
+    }  # fmt: skip
+    save_file(tensors, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def figures(
+    options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held: Sequence[Text]
+) -> None:
+    """Print tokens a step on prompts that were held out: counted, not timed, and the last line as JSON."""
+    found: dict[str, float] = {}
+    for name, drafter in (("trie", "trie"), ("head", HeadDrafter(load_head(options.out)))):
+        engine = Engine(target, drafter, tokenizer=tokenizer, prune_drafts=False)
+        steps, tokens = 0, 0
+        for text in held[: options.check]:
+            stats = engine.generate(text.tokens[: text.answer], max_new_tokens=64).requests[0].stats
+            steps, tokens = steps + stats.steps, tokens + stats.tokens
+        found[name] = round(tokens / steps, 3)
+    print(json.dumps({"held_out_prompts": min(len(held), options.check), "tokens_per_step": found}))
