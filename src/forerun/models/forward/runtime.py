@@ -95,7 +95,8 @@ class StartupCache:
         with suppress(KeyError, TypeError, ValueError):
             kept = dict(results.get())
             fresh = 0 <= time.time() - kept.pop("measured") < COSTS_LAST_SECONDS
-            curve = CostCurve(**{name: tuple(v) if isinstance(v, list) else v for name, v in kept.items()})
+            fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in kept.items()}
+            curve = CostCurve(**fields)
             if results.in_process or (fresh and not _disturbed(curve, scorer)):
                 results.keep(results.get(), in_file=False)
                 return curve
