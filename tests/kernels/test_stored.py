@@ -150,7 +150,9 @@ def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
     slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
     m = matrix_of(Weights(rows, name))
     op = LookupOp(m.w, m.row, m.block, m.unpack, 512, x.data_ptr(), x.stride(0) * 4, 1.5)
-    executor.Program([(LOOKUP, op)]).run(n=4, ids=ids.data_ptr(), slots=slots.data_ptr(), slot_size=room)
+    executor.Program([(LOOKUP, op)]).run(
+        torch.get_num_threads(), n=4, ids=ids.data_ptr(), slots=slots.data_ptr(), slot_size=room
+    )
     assert torch.equal(x, weights[ids] * 1.5)
 
 

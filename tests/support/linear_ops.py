@@ -47,5 +47,5 @@ def run(
     op = op._replace(share=share, turn=share * torch.get_num_threads())
     room = -(-linear.scratch_bytes(len(x), words) // 64) * 64
     slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
-    executor.Program([(LINEAR, op)]).run(n=len(x), slots=slots.data_ptr(), slot_size=room)
+    executor.Program([(LINEAR, op)]).run(torch.get_num_threads(), n=len(x), slots=slots.data_ptr(), slot_size=room)
     return y

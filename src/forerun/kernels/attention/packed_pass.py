@@ -83,7 +83,8 @@ class PackedPass:
         self.token_rows: IntArray = np.repeat(np.arange(len(blocks)), self.counts)
         self.tiles = [math.ceil(count * heads.group / TILE_QUERIES) for count in self.counts]
         self.reach = int(self.positions.max()) + 1
-        self._units(threads)
+        self.threads = threads
+        self._units()
 
     @cached_property
     def ids(self) -> IntArray:
@@ -105,7 +106,7 @@ class PackedPass:
             first += count
         return table
 
-    def _units(self, threads: int) -> None:
+    def _units(self) -> None:
         """Cut the rows into units, and assign the places of their states."""
         units: list[UnitFields] = []
         self._states, self._splits, self.states_bytes = [], [], 0
@@ -114,10 +115,10 @@ class PackedPass:
             end = block.start + (len(block) if chain else len(block.pending))
             splits = 0 if chain and tiles > MANY_TILES else math.ceil(end / SPLIT_TOKENS)
             if splits:
-                wanted = math.ceil(UNITS_PER_THREAD * threads / (splits * self.heads.kv_heads * len(self.blocks)))
+                wanted = math.ceil(UNITS_PER_THREAD * self.threads / (splits * self.heads.kv_heads * len(self.blocks)))
                 share = max(1, math.ceil(tiles / wanted))
             else:
-                share = min(UNIT_TILES, max(1, tiles // (UNITS_PER_THREAD * threads)))
+                share = min(UNIT_TILES, max(1, tiles // (UNITS_PER_THREAD * self.threads)))
             cuts = range(0, tiles, share)
             for split in range(splits) if splits else (ALL_SPLITS,):
                 units += [UnitFields(i, split, cut, min(cut + share, tiles)) for cut in cuts]

@@ -199,18 +199,18 @@ class Program:
         self._counters = _aligned(self._count * COUNTER_BYTES)
         self._header = _aligned(PASS_LAYOUT.size)
 
-    def run(self, **fields: int) -> None:
-        """Run all operations on torch's threads; ``fields`` are those of ``PassFields``."""
+    def run(self, threads: int, **fields: int) -> None:
+        """Run all operations on this many of torch's threads; ``fields`` are those of ``PassFields``."""
         self._counters[:] = 0
         own = (0, self._count, self._records.ctypes.data, self._size, self._counters.ctypes.data)
         PASS_LAYOUT.layout.pack_into(self._header.data, 0, *PassFields(*own, **fields))
-        run_on_threads(address_of(work), self._header.ctypes.data, torch.get_num_threads())
+        run_on_threads(address_of(work), self._header.ctypes.data, threads)
 
     def run_in_scratch(self, slot_bytes: int, states_bytes: int = 0, **fields: int) -> None:
         """The same in memory that later runs overwrite, of these sizes: for each thread, and for attention's states."""
         threads, size = torch.get_num_threads(), LINE * -(-slot_bytes // LINE)
         slots = _scratch.claim(threads * size + states_bytes)
-        self.run(slots=slots, slot_size=size, states=slots + threads * size, **fields)
+        self.run(threads, slots=slots, slot_size=size, states=slots + threads * size, **fields)
 
 
 def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

@@ -105,7 +105,7 @@ class CompiledScorer(Scorer):
             topk.fill(compiled.topk, self._states.data_ptr())
         table = packed.rows([row.strides for row in rows])
         logits = torch.empty(len(wanted), decoder.head.count, dtype=torch.float32)
-        compiled.program.run(**_outputs(wanted, logits), **self._fields(packed, table, topk))
+        compiled.program.run(packed.threads, **_outputs(wanted, logits), **self._fields(packed, table, topk))
         self._hand_over_queries(decoder, compiled, packed, caches)
         return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
 
@@ -114,7 +114,7 @@ class CompiledScorer(Scorer):
         return {
             **packed.fields(rows, packed if topk is None else topk), "n": packed.n, "ids": address(packed.ids),
             "positions": address(packed.positions), "states": self._states.data_ptr(), "slots": self._slots.data_ptr(),
-            "slot_size": len(self._slots) // torch.get_num_threads() // LINE * LINE,
+            "slot_size": len(self._slots) // packed.threads // LINE * LINE,
         }  # fmt: skip
 
     def _run_by_layers(
@@ -164,7 +164,7 @@ class CompiledScorer(Scorer):
     ) -> None:
         """One stage of the program, from a piece's residual stream to its next."""
         compiled.x[: piece.packed.n] = piece.x
-        compiled.stages[stage].run(**self._fields(piece.packed, rows), **outputs)
+        compiled.stages[stage].run(piece.packed.threads, **self._fields(piece.packed, rows), **outputs)
         piece.x[:] = compiled.x[: piece.packed.n]
         for columns in compiled.states_by_stage.get(stage, ()):
             piece.states[:, columns] = compiled.states[: piece.packed.n, columns]
@@ -185,7 +185,7 @@ class CompiledScorer(Scorer):
             IndexError: if the embedding does not have a token of the pass.
         """
         self._check(packed)
-        threads = torch.get_num_threads()
+        threads = packed.threads
         work = packed if topk is None else topk
         slot = max(work.slot_size, decoder.scratch_bytes(packed.n)) + SPARE_SCRATCH_BYTES
         if len(self._slots) < threads * slot:
@@ -250,7 +250,7 @@ def _pieces(decoder: Decoder, blocks: Sequence[Block], states: int) -> list[_Row
         ]
         for block in blocks
     ]
-    pieces = []
+    pieces, threads = [], torch.get_num_threads()
     for turn in range(max(map(len, cut))):
         rows = [row for row, own in enumerate(cut) if turn < len(own)]
         ends = [turn + 1 == len(cut[row]) for row in rows]
@@ -259,7 +259,7 @@ def _pieces(decoder: Decoder, blocks: Sequence[Block], states: int) -> list[_Row
             block, own = blocks[row], cut[row][turn]
             tree = block.tree if end else DraftTree.empty()
             parts.append(Block(block.pending[own.start : own.stop], tree, block.start + own.start))
-        packed = PackedPass(parts, decoder.heads, torch.get_num_threads())
+        packed = PackedPass(parts, decoder.heads, threads)
         memory = (torch.zeros(packed.n, count * decoder.hidden) for count in (1, states))
         pieces.append(_RowSlice(rows, packed, ends, *memory))
     return pieces

@@ -76,20 +76,16 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
     text = np.random.default_rng(1).integers(0, scorer.vocabulary, sum(sizes))
     read = FullCache()
     reason = _difference(scorer, read, text, sizes)
-    if reason is None and (length := _long(scorer, read, limit)) > len(text):
+    if reason is None and (length := _long(read, limit)) > len(text):
         far = _repeated(read, length)
         reason = _difference(scorer, far, text[: sum(FAR_PASS_TOKENS)], FAR_PASS_TOKENS)
         reason = None if reason is None else f"{reason}, behind {length} tokens"
     return Exactness("bitwise") if reason is None else Exactness("rounding", reason)
 
 
-def _long(scorer: Scorer, read: FullCache, limit: int | None) -> int:
+def _long(read: FullCache, limit: int | None) -> int:
     """How long a text may and should be to go before another one."""
-    config = scorer.model.config.get_text_config(decoder=True)
-    windows = [spec.window or 0 for spec in read.specs.values()]  # programs record none
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        windows.append(config.sliding_window or 0)
-    window = max(windows, default=0)
+    window = max((spec.window or 0 for spec in read.specs.values()), default=0)
     wanted = max(LONG_TEXT_TOKENS, window + PROBED_BRANCH_TOKENS)
     return wanted if limit is None else min(wanted, limit - sum(FAR_PASS_TOKENS) - 1)
 
