@@ -125,7 +125,7 @@ class Operation:
 @compiled
 def work(address: int) -> None:
     """Each thread's loop over operations and tasks."""
-    this = read_pass(address)
+    this, mode = read_pass(address), keep_denormals()
     scratch, before = this.slots + ticket(address) * this.slot_size, 0
     for i in range(this.operations):
         head, counter = this.records + i * this.record_size, this.counters + i * COUNTER_BYTES
@@ -144,6 +144,7 @@ def work(address: int) -> None:
             call(run, address, op, code, task, scratch)
             ticket(counter + LINE)
         before = tasks
+    restore_mode(mode)
 
 
 @compiled
@@ -181,6 +182,8 @@ class _ScratchMemory(threading.local):
 
 
 _scratch = _ScratchMemory()
+FLUSHING = 0x8040
+"""The bits of x86's control word that turn denormal results and denormal operands into zeros."""
 
 
 class Program:
@@ -242,11 +245,53 @@ def load_counter(typing: Any, counter: Any) -> Code:
 
 
 @intrinsic
+def keep_denormals(typing: Any) -> Code:
+    """Let this thread compute with denormal numbers; returns its mode before. ``torch.set_flush_denormal`` is a setting
+    of the thread that calls it, and a number must not depend on which thread computes it."""
+
+    def emit(e: Emitter) -> ir.Value:
+        if not _is_x86(e):
+            return I64(0)
+        place = cgutils.alloca_once(e.builder, ir.IntType(32))
+        _control(e, "llvm.x86.sse.stmxcsr", place)
+        before = e.builder.load(place)
+        e.builder.store(e.builder.and_(before, ir.IntType(32)(~FLUSHING & 0xFFFFFFFF)), place)
+        _control(e, "llvm.x86.sse.ldmxcsr", place)
+        return e.builder.zext(before, I64)
+
+    return intrinsic_code(0, emit, types.int64)
+
+
+@intrinsic
+def restore_mode(typing: Any, mode: Any) -> Code:
+    """Undo ``keep_denormals``."""
+
+    def emit(e: Emitter, mode: ir.Value) -> None:
+        if _is_x86(e):
+            place = cgutils.alloca_once(e.builder, ir.IntType(32))
+            e.builder.store(e.builder.trunc(mode, ir.IntType(32)), place)
+            _control(e, "llvm.x86.sse.ldmxcsr", place)
+
+    return intrinsic_code(1, emit)
+
+
+def _is_x86(e: Emitter) -> bool:
+    return "x86" in e.builder.module.triple
+
+
+def _control(e: Emitter, name: str, place: ir.Value) -> None:
+    """Read or write the processor's control word of vector arithmetic."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), (byte,))
+    e.builder.call(cgutils.get_or_insert_function(e.builder.module, kind, name), (e.builder.bitcast(place, byte),))
+
+
+@intrinsic
 def pause(typing: Any) -> Code:
     """Let the core's other hardware thread run for a moment."""
 
     def emit(e: Emitter) -> None:
-        _call(e, "llvm.x86.sse2.pause") if "x86" in e.builder.module.triple else None
+        _call(e, "llvm.x86.sse2.pause") if _is_x86(e) else None
 
     return intrinsic_code(0, emit)
 
