@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from forerun.core.fair_eviction import eviction, owner_of
 from forerun.core.request import Request
 from forerun.engine.step import Row
-from forerun.kv.recurrent import STATES
+from forerun.kv.recurrent import RECURRENT_STATES
 from forerun.kv.shared_prefix import SharedPrefix, Tensors
 
 if TYPE_CHECKING:
@@ -206,7 +206,9 @@ class PrefixSharing:
             text = self._store.keep(keys, row.request.namespace, self.chunk, row.cache)
             if text is not None:
                 self._stored[row] = text
-                self._store.add_state(text[0], STATES, row.cache.recurrent().saved_state(text[1] * self.chunk))
+                self._store.add_state(
+                    text[0], RECURRENT_STATES, row.cache.recurrent().saved_state(text[1] * self.chunk)
+                )
                 return
         length = len(keys) * self.chunk
         if length * row.cache.token_bytes <= self._prefixes.limit:

@@ -14,7 +14,7 @@ from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact
-from forerun.kv.recurrent import STATES, RecurrentStates
+from forerun.kv.recurrent import RECURRENT_STATES, RecurrentStates
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
 MIN_GROWTH_TOKENS = 256
@@ -228,7 +228,7 @@ class FullCache(Cache):
                 whole = SharedPrefix.of(self._layers, self.length, self._capacity)
             else:
                 whole = shared.prefix(self.length)
-            whole.add_state(STATES, self._recurrent.saved_state(self.length))
+            whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(self.length))
             self._take_over(whole, self.length)
             self.queries = queries  # of the same text
         assert self._prefix is not None
@@ -238,7 +238,7 @@ class FullCache(Cache):
         """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers by as many as
         there is a snapshot of, if that is more than the cache holds."""
         if self.stateful:
-            states = RecurrentStates.of(prefix.state(STATES) or {}, length)
+            states = RecurrentStates.of(prefix.state(RECURRENT_STATES) or {}, length)
             if states.length <= self.length:
                 return
             self._recurrent, length = states, states.length

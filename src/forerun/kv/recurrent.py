@@ -34,7 +34,7 @@ KEPT_INPUTS = 3 * SNAPSHOT_TOKENS
 MAX_INPUTS = 4 * KEPT_INPUTS
 """Buffers for more tokens than this were made for a prompt, and go with the next short pass."""
 CONVOLUTION_KIND, STATE_KIND = "convolution", "state"
-STATES = "recurrent"
+RECURRENT_STATES = "recurrent"
 """Under this name ``saved_state`` is kept with a text."""
 
 Key = tuple[int, str]
