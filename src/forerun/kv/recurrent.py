@@ -113,7 +113,9 @@ class RecurrentStates:
     """
 
     def __init__(self) -> None:
-        self.length = self._position = 0  # the latter: tokens that the states have read
+        self.length = 0
+        self._origin = 0  # where the states are zeros
+        self._position = 0  # tokens that they have read
         self._inputs: dict[Key, _Inputs] = {}
         self._states: dict[int, _State] = {}
         self._snapshots: dict[int, dict[Key, torch.Tensor]] = {}
@@ -201,28 +203,27 @@ class RecurrentStates:
         """
         self._plan, length = None, min(length, self.length)
         if length < self._position:
-            snapshot = max((position for position in self._snapshots if position <= length), default=0)
+            snapshot = max((position for position in self._snapshots if position <= length), default=self._origin)
             if any(inputs.first > snapshot - inputs.before for inputs in self._inputs.values()):
                 length = snapshot  # not all inputs behind it are kept
-            if length == 0:
-                self.clear()
-                return 0
+            if length == self._origin:
+                self.blank(length)
+                return length
             self._restore(snapshot, length)
         self.length = length
         self._snapshots = {position: each for position, each in self._snapshots.items() if position <= length}
         return length
 
     def blank(self, length: int) -> None:
-        """Hold zeros for ``length`` tokens, as if they were committed; for measurements, after a first pass."""
-        for key, inputs in self._inputs.items():
-            self._inputs[key] = _Inputs.after(torch.zeros_like(inputs.rows[: inputs.before]), length)
-        self._states, self._snapshots, self._plan = {}, {}, None
-        self.length = self._position = length
+        """Hold zeros for ``length`` tokens, as if they were committed; for measurements."""
+        self.clear()
+        self.length = self._position = self._origin = length
 
     def fork(self) -> RecurrentStates:
         """The same states, to go on from independently. Both refer to the same memory, and neither changes it."""
         fork = RecurrentStates()
-        fork.length, fork._position, fork._spacing = self.length, self._position, self._spacing
+        fork.length, fork._position = self.length, self._position
+        fork._origin, fork._spacing = self._origin, self._spacing
         fork._inputs = {
             key: _Inputs(
                 inputs.part(first := self._position - inputs.before, self.length).clone(), first, inputs.before
@@ -230,7 +231,7 @@ class RecurrentStates:
             for key, inputs in self._inputs.items()
         }
         fork._states = {layer: _State(state.now) for layer, state in self._states.items()}
-        if self._position:
+        if self._position > self._origin:
             fork._snapshots = {self._position: self._windows(self._position) | self._now()}
         self._owned = False
         return fork
@@ -296,7 +297,7 @@ class RecurrentStates:
 
     def clear(self) -> None:
         """Forget the text."""
-        self.length = self._position = 0
+        self.length = self._position = self._origin = 0
         self._spacing, self._owned, self._plan = SNAPSHOT_TOKENS, False, None
         self._inputs, self._states, self._snapshots = {}, {}, {}
 
@@ -308,7 +309,7 @@ class RecurrentStates:
         return {(layer, STATE_KIND): state.now for layer, state in self._states.items() if state.now is not None}
 
     def _restore(self, position: int, length: int) -> None:
-        """Go back to a snapshot, or to zeros at 0; inputs are replaced if none are to be read from there on."""
+        """Go back to a snapshot, or to zeros; inputs are replaced if none are to be read from there on."""
         for state in self._states.values():
             state.now = state.spare = None
         for (layer, kind), t in self._snapshots.get(position, {}).items():

@@ -96,6 +96,7 @@ def _repeated(read: FullCache, length: int) -> FullCache:
     while far.length < length:
         count = min(read.length, length - far.length)
         far.extend({layer: read.read(layer, 0, count) for layer in read.layers})
+    far.recurrent().blank(length)
     return far
 
 
