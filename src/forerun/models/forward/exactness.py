@@ -93,10 +93,11 @@ def _long(read: FullCache, limit: int | None) -> int:
 def _repeated(read: FullCache, length: int) -> FullCache:
     """A cache of ``length`` tokens with another's keys and values, over and over."""
     far = FullCache(length + sum(FAR_PASS_TOKENS) + PROBED_BRANCH_TOKENS)
-    while far.length < length:
+    while read.layers and far.length < length:
         count = min(read.length, length - far.length)
         far.extend({layer: read.read(layer, 0, count) for layer in read.layers})
     far.recurrent().blank(length)
+    far.length = length
     return far
 
 
