@@ -15,9 +15,17 @@ from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _math, merge
 from forerun.kernels.gpu import attend as gpu
-from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
+from forerun.kernels.gpu import pass_tables
+from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, splits_of
+from support.triton_bfloat16 import interpret_bfloat16
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
+
+
+@pytest.fixture(autouse=True)
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_bfloat16(monkeypatch)
+
 
 CPU = torch.device("cpu")
 TREE = DraftTree(np.arange(6), np.array([ROOT, ROOT, 0, 1, 3, 3]))
@@ -43,10 +51,11 @@ def run(rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: 
     ``[2, Hkv, n, d]``."""
     found = [memory.places() for memory, *_ in rows]
     blocks = [block for _, block, _, _ in rows]
-    addresses, strides = np.array([[place for place, _ in found]]), np.array([each for _, each in found])
+    addresses, strides = np.array([[place for place, _ in found]]), np.array([[each for _, each in found]])
     positions = np.concatenate([block.positions for block in blocks])
-    batch = PassDescription(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1])
-    places = PassTables(batch.sizes, CPU)
+    group, width = rows[0][2].shape[1] // rows[0][3].shape[1], rows[0][2].element_size()
+    batch = PassDescription(blocks, addresses, strides, positions, group, width)
+    places = PassTables(batch.sizes, CPU, batch.aligned)
     places.fill(batch)
     q = torch.cat([each for _, _, each, _ in rows], 2)
     new = torch.cat([each for *_, each in rows], 2)
@@ -76,18 +85,22 @@ SPECS = {
 CELLS = [
     (held, dtype, kind)
     for held in (3, 530)
-    for dtype in (torch.float32, torch.float16)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
     for kind in SPECS
     if held == 3 or dtype == torch.float32 or kind == "plain"
 ]
 
 
-@pytest.mark.parametrize(
-    ("held", "dtype", "kind"),
-    CELLS,
-)
-def test_right_and_the_same_bits(held: int, dtype: torch.dtype, kind: str) -> None:
-    """A branch has the bits of the text alone: token by token, as a chain, in a tree, and beside another row."""
+ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.mark.parametrize("merging", [False, True])
+@pytest.mark.parametrize(("held", "dtype", "kind"), CELLS)
+def test_right_and_the_same_bits(
+    held: int, dtype: torch.dtype, kind: str, merging: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A branch has the bits of the text alone: token by token, as a chain, in a tree, and beside another row. So it has
+    where one program does all splits of a tile (``merging``), while each split had its own for the text alone."""
     generator = torch.Generator().manual_seed(held)
     spec = AttentionSpec(scaling=0.3, **SPECS[kind])
     length = held + 1 + len(PATH)
@@ -102,9 +115,11 @@ def test_right_and_the_same_bits(held: int, dtype: torch.dtype, kind: str) -> No
     right = torch.cat(alone, 2)
     for i, at in enumerate(here):
         wanted = reference(queries[:, :, at : at + 1], text, at, spec)
-        torch.testing.assert_close(right[:, :, i : i + 1].double(), wanted, atol=1e-5 if dtype.itemsize > 2 else 4e-3,
+        torch.testing.assert_close(right[:, :, i : i + 1].double(), wanted, atol=ERRORS[dtype],
                                    rtol=0)  # fmt: skip
 
+    if merging:
+        monkeypatch.setattr(gpu, "MERGING_PROGRAMS", 1)
     chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(len(PATH))), held)
     (found,) = run([(Memory(text, held, length), chain, queries[:, :, held:], text[:, :, held:])], spec)
     assert torch.equal(found, right)
@@ -135,5 +150,35 @@ def test_another_order_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         return out
 
     before = once()
-    monkeypatch.setattr(gpu, "GPU_SPLIT_TOKENS", 64)
+    for module in (gpu, pass_tables):
+        monkeypatch.setattr(module, "GPU_SHORT_SPLIT_TOKENS", 64)
     assert not torch.equal(once(), before)
+
+
+def test_splits_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short splits, then long ones: right, and with the same bits from any number of programs and from one that
+    merges."""
+    for module in (gpu, pass_tables):
+        monkeypatch.setattr(module, "GPU_SHORT_SPLITS", 2)
+        monkeypatch.setattr(module, "GPU_SHORT_SPLIT_TOKENS", 32)
+        monkeypatch.setattr(module, "GPU_SPLIT_TOKENS", 64)
+    assert [splits_of(length) for length in (0, 1, 32, 33, 64, 65, 128, 129)] == [0, 1, 1, 2, 2, 3, 3, 4]
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randn(2, 1, 900, 16, generator=generator)
+    q = torch.randn(1, 2, 1, 16, generator=generator)
+    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 899)
+    found = []
+    for programs, merging in ((1024, 512), (2, 512), (1, 1)):
+        monkeypatch.setattr(gpu, "SCAN_PROGRAMS", programs)
+        monkeypatch.setattr(gpu, "MERGING_PROGRAMS", merging)
+        found += run([(Memory(text, 899, 900), block, q, text[:, :, 899:])], AttentionSpec(scaling=0.3))
+    wanted = reference(q, text, 899, AttentionSpec(scaling=0.3))
+    torch.testing.assert_close(found[0].double(), wanted, atol=1e-5, rtol=0)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_numbers_of_a_head_must_be_contiguous() -> None:
+    q = torch.randn(1, 2, 16, 4).transpose(2, 3)
+    with pytest.raises(ValueError, match="contiguous"):
+        gpu.attend(0, q, 1, 16, None, (1.0, None, None, None))

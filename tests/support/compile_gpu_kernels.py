@@ -1,52 +1,108 @@
-"""Compile all GPU kernels for a processor that need not be there; prints the tensor-core instructions of bfloat16."""
+"""Compile all GPU kernels for a processor that need not be there, as passes of several sizes launch them; prints what
+their code has: ``python tests/support/compile_gpu_kernels.py 90``."""
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 import sys
+import tempfile
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from forerun.kernels.gpu import attend, linear, scan
+from forerun.kernels.gpu.linear import LINEAR_TILES
+from forerun.kernels.gpu.pass_tables import (
+    GPU_BLOCK_TOKENS,
+    GPU_COMBINE_QUERIES,
+    GPU_SHORT_SPLIT_TOKENS,
+    GPU_SHORT_SPLITS,
+    GPU_SPLIT_TOKENS,
+    GPU_TILE_QUERIES,
+)
 
-WIDE = {"WIDE": 128, "OUT_WIDE": 128}
-SHAPE = {"SOFTCAP": True, "GPU_TILE_QUERIES": 16, "GPU_BLOCK_TOKENS": 32, "GPU_SPLIT_TOKENS": 512}
-TILE = {"BIAS": True, "GPU_LINEAR_TOKENS": 16, "OUTPUTS": 64, "STEP": 64, "GPU_LINEAR_COLUMNS": 1024}
-TABLES = dict.fromkeys(("addresses", "strides", "tokens", "tiles", "rows", "own"), "*i64")
-ASKED = {**TABLES, "state": "*fp32", "sinks": "*fp32", "scale": "fp32", "softcap": "fp32"}
+CUTS = {"SHORT": GPU_SHORT_SPLIT_TOKENS, "SHORTS": GPU_SHORT_SPLITS, "LONG": GPU_SPLIT_TOKENS}
+TABLES = dict.fromkeys(("addresses", "strides", "tokens", "tiles", "rows", "own", "ids"), "*i64")
+FLOATS = {"state": "*fp32", "sums": "*fp32", "sinks": "*fp32", "parts": "*fp32", "scale": "fp32", "softcap": "fp32"}
+SINGLE = {"x_column": 1, "w_column": 1}
+"""Integers that are 1 in every call; Triton compiles them in."""
+UNALIGNED = {"n", "splits", "width", "size", "pieces", "window", "group", "kv_heads"}
+"""Integers that need not be multiples of 16."""
 
 
-def compiled(kernel, capability: int, constants: dict[str, object], **types: str) -> str:
-    """A kernel's code, given the types of its arguments that are no 32-bit integers."""
-    signature = dict.fromkeys(kernel.arg_names, "i32") | {
-        name: kind for name, kind in types.items() if name in kernel.arg_names
-    }
+def code(kernel: Any, capability: int, constants: dict[str, object], warps: int = 4, stages: int = 3, **types: str):
+    """What a kernel's code has, given the types of its arguments that are no 32-bit integers."""
+    known = TABLES | FLOATS | types
+    signature = {name: known.get(name, "i32") for name in kernel.arg_names}
+    constants = constants | {name: value for name, value in SINGLE.items() if name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(kernel.arg_names)
+        if name not in constants and name not in UNALIGNED and "fp" not in signature[name].replace("*fp", "")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": stages}
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    return {
+        "products": sorted(set(re.findall(r"(?:wgmma|mma\.sync)[.\w]*", ptx))),
+        "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
+        "copies": sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*?0x(\d+)", ptx)}),
+        "spills": _spills(ptx, capability),
+    }
+
+
+def _spills(ptx: str, capability: int) -> int:
+    """Bytes of registers that the kernel keeps in memory."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        arch = f"sm_{capability}" + ("a" if capability == 90 else "")
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(int(count) for count in re.findall(r"(\d+) bytes spill", said))
+
+
+def all_codes(capability: int, kind: str) -> dict[str, Any]:
+    """Every kernel's code for numbers of this type, in heads of 128."""
+    own = dict.fromkeys(("x", "w", "bias", "q", "k", "v"), f"*{kind}")
+    found = {}
+    for tile in LINEAR_TILES:
+        for alone in (True, False) if tile is LINEAR_TILES[-1] else (True,):
+            cut = {"ALONE": alone, "TOKENS": tile.tokens, "OUTPUTS": linear.OUTPUTS, "STEP": linear.STEP,
+                   "GPU_LINEAR_COLUMNS": linear.GPU_LINEAR_COLUMNS}  # fmt: skip
+            name = f"sums {tile.tokens} {'alone' if alone else 'in turn'}"
+            found[name] = code(linear._sums, capability, cut, tile.warps, 4, **own, y="*fp32")
+    wide = {"DIM": 128, "OUT_DIM": 128, "WIDE": 128, "ALIGNED": True, "GPU_BLOCK_TOKENS": GPU_BLOCK_TOKENS, **CUTS}
+    for tile in (GPU_COMBINE_QUERIES, GPU_TILE_QUERIES):
+        for merging in (False, True):
+            how = {"TILE": tile, "MERGING": merging, "SOFTCAP": False, **wide}
+            name = f"{tile} {'merging' if merging else 'spread'}"
+            found[f"scan {name}"] = code(attend._scan, capability, how | {"OUT_WIDE": 128}, **own)
+            more = {"OUT_WIDE": attend.GPU_COMBINE_NUMBERS, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES,
+                    "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "SINKS": True}  # fmt: skip
+            found[f"combine {name}"] = code(attend._combine, capability, how | more, **own, y=f"*{kind}")
+    found["store"] = code(attend._store, capability, {"WIDE": 128, "OUT_WIDE": 128}, **own)
+    rows = {"BIAS": True, "GPU_LINEAR_ROWS": linear.GPU_LINEAR_ROWS}
+    found["total"] = code(linear._total, capability, rows, **own, y=f"*{kind}")
+    columns = {"GPU_MEAN_COLUMNS": linear.GPU_MEAN_COLUMNS}
+    found["mean"] = code(linear._mean, capability, columns, **own, y=f"*{kind}")
+    return found
 
 
 def main() -> None:
     capability = int(sys.argv[1])
-    for kind in ("bf16", "fp32"):
-        own = dict.fromkeys(("x", "w", "bias", "q", "k", "v", "y"), f"*{kind}")
-        codes = [
-            compiled(linear._sums, capability, {**TILE, "ALONE": True}, **(own | {"y": "*fp32"})),
-            compiled(linear._sums, capability, {**TILE, "ALONE": False}, **own),
-            compiled(attend._scan, capability, {**WIDE, **SHAPE}, **own, **ASKED),
-            compiled(attend._combine, capability, {**WIDE, **SHAPE, "SINKS": True}, **own, **ASKED),
-        ]
-        compiled(attend._store, capability, WIDE, **own, **TABLES)
-        compiled(linear._total, capability, {"BIAS": True, "GPU_LINEAR_ROWS": 1024}, **own, parts="*fp32")
-        compiled(linear._mean, capability, {"GPU_MEAN_COLUMNS": 1024}, **own)
-        if kind == "bf16":
-            found = {name for code in codes for name in re.findall(r"(?:wgmma|mma\.sync)[.\w]*", code)}
-            sys.stdout.write(" ".join(sorted(found)))
-    short = {"WIDE": 32, "CHUNK": 16, "QUADS": 6, "GROUP": 16, "QUAD": 4, "GPU_TILE_QUERIES": 16}
-    compiled(scan._best, capability, short, index="*u8", q="*fp32", scale="*fp32", out="*fp32")
+    found = {kind: all_codes(capability, kind) for kind in sys.argv[2:] or ("bf16", "fp32")}
+    short = {"WIDE": 32, "CHUNK": 16, "QUADS": 6, "GROUP": 16, "QUAD": 4, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES}
+    found["bytes"] = {
+        "best": code(scan._best, capability, short, rows="i32", index="*u8", q="*fp32", scale="*fp32", out="*fp32")
+    }
+    sys.stdout.write(json.dumps(found))
 
 
 if __name__ == "__main__":

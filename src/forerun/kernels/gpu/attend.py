@@ -2,9 +2,15 @@
 
 The order is that of ``ordered_attention.py``, with longer splits: positions are cut into splits, and splits into
 blocks, at fixed places. A split goes block by block with a running maximum and sum; splits are merged in order. All
-rows of a batch share two calls. *Scan* goes over the keys that lie in text order, a program for each tile of queries,
-KV head and split. *Combine* merges each token's splits, goes over the keys that only this token sees, and divides. Rows
-keep their own memory: a table has its addresses.
+rows of a batch share two calls:
+
+- *Scan* goes over the keys that lie in text order. For few queries the splits of a tile of queries go to several
+  programs, and each split's state is kept. For many queries one program does a tile's splits one after the other, and
+  merges them itself. The operations and their order are the same, so the bits are as well.
+- *Combine* merges each token's splits, goes over the keys that only this token sees, and divides. Each program does
+  some numbers of a head's output.
+
+Rows keep their own memory: a table has its addresses.
 
 This has run in Triton's interpreter only; it has not run on a GPU.
 """
@@ -17,9 +23,27 @@ import torch
 import triton
 import triton.language as tl
 
-from forerun.kernels.gpu.pass_tables import GPU_BLOCK_TOKENS, GPU_SPLIT_TOKENS, GPU_TILE_QUERIES, PassTables
+from forerun.kernels.gpu.pass_tables import (
+    GPU_BLOCK_TOKENS,
+    GPU_COMBINE_QUERIES,
+    GPU_SHORT_SPLIT_TOKENS,
+    GPU_SHORT_SPLITS,
+    GPU_SPLIT_TOKENS,
+    PassTables,
+)
 
 GPU_ATTENTION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU_COMBINE_NUMBERS = 32
+"""Numbers of a head's output that a program combines."""
+GPU_COMBINE_SPLITS = 8
+"""Splits whose states are loaded before any of them is merged: a load takes as long as hundreds of sums."""
+SCAN_PROGRAMS = 1024
+"""Programs of a scan for which its splits are spread: several for each of an H100's 132 processors."""
+MERGING_PROGRAMS = 512
+"""From this many tiles and KV heads on there are enough programs without spreading splits, and no states to keep."""
+
+Spec = tuple[float, int | None, float | None, torch.Tensor | None]
+"""Scaling, window, soft cap and sinks, as in ``AttentionSpec``."""
 
 
 def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -30,20 +54,14 @@ def attends(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def store(layer: int, k: torch.Tensor, v: torch.Tensor, places: PassTables) -> None:
     """Write a pass's keys and values ``[1, Hkv, n, d]`` to their rows' memory."""
     heads, n = k.shape[1:3]
+    _contiguous_numbers(k, v)
     _store[(n, heads)](
-        k, v, places.addresses[layer], places.strides, places.tokens, *k.stride()[1:3], *v.stride()[1:3],
+        k, v, places.addresses[layer], places.strides[layer], places.tokens, *k.stride()[1:3], *v.stride()[1:3],
         k.shape[3], v.shape[3], triton.next_power_of_2(k.shape[3]), triton.next_power_of_2(v.shape[3]),
     )  # fmt: skip
 
 
-def attend(
-    layer: int,
-    q: torch.Tensor,
-    kv_heads: int,
-    out_dim: int,
-    places: PassTables,
-    how: tuple[float, int | None, float | None, torch.Tensor | None],
-) -> torch.Tensor:
+def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: PassTables, spec: Spec) -> torch.Tensor:
     """Attention of packed queries over their rows' keys, which are in the caches already.
 
     Args:
@@ -52,30 +70,51 @@ def attend(
         kv_heads: the number of KV heads.
         out_dim: numbers of a value.
         places: where everything lies.
-        how: scaling, window, soft cap and sinks, as in ``AttentionSpec``.
+        spec: the attention's parameters.
 
     Returns:
         ``[1, H, n, dv]``.
     """
-    (_, heads, n, dim), (scaling, window, softcap, sinks) = q.shape, how
-    group = heads // kv_heads
-    size, addresses = places.sizes, places.addresses[layer]
-    state = q.new_empty(size.tiles, kv_heads, size.splits, GPU_TILE_QUERIES, out_dim + 2, dtype=torch.float32)
+    (_, heads, n, dim), (scaling, window, softcap, sinks) = q.shape, spec
+    _contiguous_numbers(q)
+    group, size = heads // kv_heads, places.sizes
+    merging = size.tiles * kv_heads >= MERGING_PROGRAMS
+    splits = 2 if merging else size.splits
+    state = q.new_empty(size.tiles, kv_heads, splits, size.tile, out_dim, dtype=torch.float32)
+    sums = q.new_empty(size.tiles, kv_heads, splits, 2, size.tile, dtype=torch.float32)
     out = q.new_empty(n, heads, out_dim)
-    sizes = (dim, out_dim, max(16, triton.next_power_of_2(dim)), max(16, triton.next_power_of_2(out_dim)))
-    queries = (q, addresses, places.strides, places.tokens, q.stride(1), q.stride(2), scaling / math.log(2),
-             window or 0, softcap or 0.0, group)  # fmt: skip
-    limits = (softcap is not None, GPU_TILE_QUERIES, GPU_BLOCK_TOKENS, GPU_SPLIT_TOKENS)
+    queries = (q, places.addresses[layer], places.strides[layer], places.tokens, places.rows, state, sums, q.stride(1),
+               q.stride(2), scaling / math.log(2), window or 0, softcap or 0.0, group, splits)  # fmt: skip
+    widths = (dim, out_dim, _width(dim), _width(out_dim))
+    how = (softcap is not None, places.aligned, size.tile, GPU_BLOCK_TOKENS)
+    cuts = (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS)
     if size.splits:
-        _scan[(size.tiles, kv_heads, size.splits)](
-            *queries, places.tiles, places.rows, state, size.splits, *sizes, *limits, enable_fp_fusion=False
+        spread = 1 if merging else min(size.splits, max(1, SCAN_PROGRAMS // (size.tiles * kv_heads)))
+        _scan[(size.tiles, kv_heads, spread)](
+            *queries, places.tiles, merging, *widths, *how, *cuts, enable_fp_fusion=False
         )
     floats = None if sinks is None else sinks.detach().float().contiguous()
-    _combine[(n, kv_heads, triton.cdiv(group, GPU_TILE_QUERIES))](
-        *queries, places.own, size.own, places.rows, state, size.splits, kv_heads, q if floats is None else floats,
-        floats is not None, out, *sizes, *limits, enable_fp_fusion=False,
+    part = min(GPU_COMBINE_NUMBERS, _width(out_dim))
+    _combine[(n, kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part))](
+        *queries, places.own, size.own, kv_heads, q if floats is None else floats, floats is not None, out, merging,
+        dim, out_dim, _width(dim), part, *how, GPU_COMBINE_QUERIES, GPU_COMBINE_SPLITS, *cuts, enable_fp_fusion=False,
     )  # fmt: skip
     return out.transpose(0, 1)[None]
+
+
+def _width(dim: int) -> int:
+    return max(16, triton.next_power_of_2(dim))
+
+
+def _contiguous_numbers(*tensors: torch.Tensor) -> None:
+    """Refuse what the kernels would read wrongly: heads whose numbers are not side by side.
+
+    Raises:
+        ValueError: with the strides.
+    """
+    for tensor in tensors:
+        if tensor.stride(3) != 1:
+            raise ValueError(f"numbers of a head must be contiguous; the strides are {tensor.stride()}")
 
 
 @triton.jit
@@ -97,24 +136,45 @@ def _store(
 
 
 @triton.jit
-def _memory(q, addresses, strides, row, head):
-    """A row's keys and values of a head, of the queries' type, and how far tokens are apart in both."""
+def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
+    """A row's keys and values of a head, of the queries' type, and how far tokens are apart in both.
+
+    Addresses and strides come from tables, so the compiler must be told what they are multiples of. Otherwise it loads
+    number by number.
+    """
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty))
     values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
-    keys += head * tl.load(strides + row * 4)
-    values += head * tl.load(strides + row * 4 + 2)
-    return keys, values, tl.load(strides + row * 4 + 1), tl.load(strides + row * 4 + 3)
+    k_head, k_row = tl.load(strides + row * 4), tl.load(strides + row * 4 + 1)
+    v_head, v_row = tl.load(strides + row * 4 + 2), tl.load(strides + row * 4 + 3)
+    if ALIGNED:
+        keys, values = tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+        k_head, k_row = tl.multiple_of(k_head, 16), tl.multiple_of(k_row, 16)
+        v_head, v_row = tl.multiple_of(v_head, 16), tl.multiple_of(v_row, 16)
+    return keys + head * k_head, values + head * v_head, k_row, v_row
+
+
+@triton.jit
+def _split_begin(split, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
+    """The position at which a split begins."""
+    return tl.minimum(split, SHORTS) * SHORT + tl.maximum(split - SHORTS, 0) * LONG
+
+
+@triton.jit
+def _split_of(position, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
+    """The split of a position: the number of splits that end at it or before."""
+    return tl.minimum(position, SHORTS * SHORT) // SHORT + tl.maximum(position - SHORTS * SHORT, 0) // LONG
 
 
 @triton.jit
 def _block(
-    q, keys, values, slots, seen, inside, top, total, out, k_row, v_row, scale, softcap, dim, out_dim,
-    WIDE: tl.constexpr, OUT_WIDE: tl.constexpr, SOFTCAP: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
+    q, keys, values, slots, seen, inside, top, total, out, k_row, v_row, first, scale, softcap, DIM: tl.constexpr,
+    OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr, SOFTCAP: tl.constexpr,
+    GPU_BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Go over one block of keys: queries ``[GPU_TILE_QUERIES, WIDE]``, and which of the keys each of them sees. A block
-    of which a query sees nothing changes none of its bits."""
-    d, dv = tl.arange(0, WIDE), tl.arange(0, OUT_WIDE)
-    k = tl.load(keys + slots[None, :] * k_row + d[:, None], inside[None, :] & (d < dim)[:, None], 0.0)
+    """Go over one block of keys: queries ``[TILE, WIDE]``, and which of the keys each of them sees. Of the values, the
+    ``OUT_WIDE`` numbers from ``first`` on. A block of which a query sees nothing changes none of its bits."""
+    d, dv = tl.arange(0, WIDE), first + tl.arange(0, OUT_WIDE)
+    k = tl.load(keys + slots[None, :] * k_row + d[:, None], inside[None, :] & (d < DIM)[:, None], 0.0)
     scores = tl.dot(q, k, input_precision="ieee")
     if SOFTCAP:
         capped = scores * (scale * 0.6931471805599453 / softcap)
@@ -129,7 +189,7 @@ def _block(
         (GPU_BLOCK_TOKENS, 16), 1.0, values.dtype.element_ty
     )  # whose product sums in one order in both kernels
     sums = tl.max(tl.dot(weights, ones, input_precision="ieee"), 1)
-    v = tl.load(values + slots[:, None] * v_row + dv[None, :], inside[:, None] & (dv < out_dim)[None, :], 0.0)
+    v = tl.load(values + slots[:, None] * v_row + dv[None, :], inside[:, None] & (dv < OUT_DIM)[None, :], 0.0)
     out = tl.dot(weights, v, out * before[:, None], input_precision="ieee")
     return highest, total * before + sums, out
 
@@ -142,109 +202,151 @@ def _merge(top, total, out, top2, total2, out2):
     return highest, total * one + total2 * two, out * one[:, None] + out2 * two[:, None]
 
 
+@triton.jit
+def _nothing(TILE: tl.constexpr, OUT_WIDE: tl.constexpr):
+    """The state of queries that have seen nothing. To merge it changes nothing."""
+    return (tl.full((TILE,), -3e38, tl.float32), tl.zeros((TILE,), tl.float32), tl.zeros((TILE, OUT_WIDE), tl.float32))
+
+
+@triton.jit
+def _put(state, sums, place, lane, mask, top, total, out, OUT_DIM: tl.constexpr, OUT_WIDE: tl.constexpr,
+         TILE: tl.constexpr):  # fmt: skip
+    """Keep a state at a place, a number of tiles of queries."""
+    dv = tl.arange(0, OUT_WIDE)
+    here = state + (place * TILE + lane)[:, None] * OUT_DIM + dv[None, :]
+    tl.store(here, out, mask[:, None] & (dv < OUT_DIM)[None, :])
+    tl.store(sums + place * 2 * TILE + lane, top, mask)
+    tl.store(sums + place * 2 * TILE + TILE + lane, total, mask)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _scan(
-    q, addresses, strides, tokens, q_head, q_token, scale, window, softcap, group, tiles, rows, state, splits,
-    dim, out_dim, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr, SOFTCAP: tl.constexpr, GPU_TILE_QUERIES: tl.constexpr,
-    GPU_BLOCK_TOKENS: tl.constexpr, GPU_SPLIT_TOKENS: tl.constexpr,
+    q, addresses, strides, tokens, rows, state, sums, q_head, q_token, scale, window, softcap, group, splits, tiles,
+    MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
+    SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries over one split of the keys in text order."""
-    tile, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """A tile of queries over splits of the keys in text order.
+
+    Without ``MERGING`` a program does every ``num_programs(2)``-th split, as many as the tables say there are. With it,
+    a program does all of them and keeps two states for each query: of all whole splits, and of the one after them.
+    """
+    tile, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.load(tiles + tile * 2)
     first, count = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1)
-    lane = tl.arange(0, GPU_TILE_QUERIES)
-    query = tl.load(tiles + tile * 2 + 1) * GPU_TILE_QUERIES + lane
+    lane = tl.arange(0, TILE)
+    query = tl.load(tiles + tile * 2 + 1) * TILE + lane
     real = query < count * group
     token = (first + tl.where(real, query // group, 0)).to(tl.int64)
-    position = tl.load(tokens + token * 4 + 2)
     end = tl.where(real, tl.load(tokens + token * 4 + 3), 0)
-    start = tl.where(window > 0, position - window + 1, 0)
-    last = tl.minimum(tl.max(end, 0), (split + 1) * GPU_SPLIT_TOKENS)
-    begin = split * GPU_SPLIT_TOKENS
-    if begin < last:
-        d, dv = tl.arange(0, WIDE), tl.arange(0, OUT_WIDE)
+    start = tl.where(window > 0, tl.maximum(tl.load(tokens + token * 4 + 2) - window + 1, 0), 0)
+    earliest = tl.min(tl.where(real, start, 4611686018427387904), 0)
+    last = tl.max(end, 0)
+    if earliest < last:
+        d = tl.arange(0, WIDE)
         queries = tl.load(
             q + (head * group + query % group)[:, None] * q_head + token[:, None] * q_token + d[None, :],
-            real[:, None] & (d < dim)[None, :], 0.0,
+            real[:, None] & (d < DIM)[None, :], 0.0,
         )  # fmt: skip
-        keys, values, k_row, v_row = _memory(q, addresses, strides, row, head)
-        top = tl.full((GPU_TILE_QUERIES,), -3e38, tl.float32)
-        total = tl.zeros((GPU_TILE_QUERIES,), tl.float32)
-        out = tl.zeros((GPU_TILE_QUERIES, OUT_WIDE), tl.float32)
-        earliest = (
-            tl.maximum(tl.min(tl.where(real, start, 2147483647), 0), begin) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
-        )
-        for at in range(earliest, last, GPU_BLOCK_TOKENS):
-            slots = at + tl.arange(0, GPU_BLOCK_TOKENS)
-            seen = (slots[None, :] < end[:, None]) & (slots[None, :] >= start[:, None])
-            top, total, out = _block(
-                queries, keys, values, slots.to(tl.int64), seen, slots < last, top, total, out, k_row, v_row, scale,
-                softcap, dim, out_dim, WIDE, OUT_WIDE, SOFTCAP, GPU_BLOCK_TOKENS,
-            )  # fmt: skip
-        to = state + ((tile * tl.num_programs(1) + head) * splits + split) * GPU_TILE_QUERIES * (out_dim + 2)
-        place = to + lane * (out_dim + 2)
-        tl.store(place[:, None] + dv[None, :], out, (dv < out_dim)[None, :])
-        tl.store(place + out_dim, top)
-        tl.store(place + out_dim + 1, total)
+        keys, values, k_row, v_row = _memory(q, addresses, strides, row, head, ALIGNED)
+        place = (tile * tl.num_programs(1) + head) * splits
+        top, total, out = _nothing(TILE, OUT_WIDE)
+        skipped = _split_of(earliest, SHORT, SHORTS, LONG)
+        count_of_splits = _split_of(last - 1, SHORT, SHORTS, LONG) + 1
+        for split in range(skipped + tl.program_id(2), count_of_splits, tl.num_programs(2)):
+            begin, stop = _split_begin(split, SHORT, SHORTS, LONG), _split_begin(split + 1, SHORT, SHORTS, LONG)
+            top2, total2, out2 = _nothing(TILE, OUT_WIDE)
+            near = tl.maximum(earliest, begin) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
+            for at in range(near, tl.minimum(stop, last), GPU_BLOCK_TOKENS):
+                slots = at + tl.arange(0, GPU_BLOCK_TOKENS)
+                seen = (slots[None, :] < end[:, None]) & (slots[None, :] >= start[:, None])
+                top2, total2, out2 = _block(
+                    queries, keys, values, slots, seen, slots < last, top2, total2, out2, k_row, v_row, 0, scale,
+                    softcap, DIM, OUT_DIM, WIDE, OUT_WIDE, SOFTCAP, GPU_BLOCK_TOKENS,
+                )  # fmt: skip
+            if MERGING:
+                whole = end >= stop
+                _put(state, sums, place + 1, lane, (end > begin) & (end < stop), top2, total2, out2, OUT_DIM, OUT_WIDE,
+                     TILE)  # fmt: skip
+                top3, total3, out3 = _merge(top, total, out, top2, total2, out2)
+                top, total = tl.where(whole, top3, top), tl.where(whole, total3, total)
+                out = tl.where(whole[:, None], out3, out)
+            else:
+                _put(state, sums, place + split, lane, real & (end > begin), top2, total2, out2, OUT_DIM, OUT_WIDE,
+                     TILE)  # fmt: skip
+        if MERGING:
+            _put(state, sums, place, lane, real, top, total, out, OUT_DIM, OUT_WIDE, TILE)
 
 
 @triton.jit(do_not_specialize=["splits", "width"])
 def _combine(
-    q, addresses, strides, tokens, q_head, q_token, scale, window, softcap, group, own, width, rows, state,
-    splits, kv_heads, sinks, SINKS: tl.constexpr, y, dim, out_dim, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr,
-    SOFTCAP: tl.constexpr, GPU_TILE_QUERIES: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
-    GPU_SPLIT_TOKENS: tl.constexpr,
+    q, addresses, strides, tokens, rows, state, sums, q_head, q_token, scale, window, softcap, group, splits, own,
+    width, kv_heads, sinks, SINKS: tl.constexpr, y, MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr,
+    WIDE: tl.constexpr, OUT_WIDE: tl.constexpr, SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr,
+    GPU_BLOCK_TOKENS: tl.constexpr, GPU_COMBINE_QUERIES: tl.constexpr, GPU_COMBINE_SPLITS: tl.constexpr,
+    SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """One token's heads of a group: its splits in order, its own keys, and the division."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    member = tl.program_id(2) * GPU_TILE_QUERIES + tl.arange(0, GPU_TILE_QUERIES)
+    """One token's heads of a group, ``OUT_WIDE`` numbers of each: its splits in order, its own keys, and the division.
+
+    ``TILE`` is that of the scan.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head, first = tl.program_id(1) % kv_heads, tl.program_id(2) * OUT_WIDE
+    member = tl.program_id(1) // kv_heads * GPU_COMBINE_QUERIES + tl.arange(0, GPU_COMBINE_QUERIES)
     real = member < group
     row, position = tl.load(tokens + token * 4), tl.load(tokens + token * 4 + 2)
     base = tl.load(tokens + token * 4 + 3)
-    start = tl.where(window > 0, position - window + 1, 0)
-    d, dv = tl.arange(0, WIDE), tl.arange(0, OUT_WIDE)
+    start = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    d, dv = tl.arange(0, WIDE), first + tl.arange(0, OUT_WIDE)
     query = (token - tl.load(rows + row * 3)) * group + tl.where(real, member, 0)
-    tile = tl.load(rows + row * 3 + 2) + query // GPU_TILE_QUERIES
-    place = state + ((tile * kv_heads + head) * splits * GPU_TILE_QUERIES + query % GPU_TILE_QUERIES) * (out_dim + 2)
-    top = tl.full((GPU_TILE_QUERIES,), -3e38, tl.float32)
-    total = tl.zeros((GPU_TILE_QUERIES,), tl.float32)
-    out = tl.zeros((GPU_TILE_QUERIES, OUT_WIDE), tl.float32)
-    for split in range(base // GPU_SPLIT_TOKENS):
-        part = place + split * GPU_TILE_QUERIES * (out_dim + 2)
-        out2 = tl.load(part[:, None] + dv[None, :], (dv < out_dim)[None, :], 0.0)
-        top, total, out = _merge(top, total, out, tl.load(part + out_dim), tl.load(part + out_dim + 1), out2)
-    begun = member * 0 < base % GPU_SPLIT_TOKENS
-    last = place + (base // GPU_SPLIT_TOKENS) * GPU_TILE_QUERIES * (out_dim + 2)
-    top2 = tl.load(last + out_dim, begun, -3e38)
-    total2 = tl.load(last + out_dim + 1, begun, 0.0)
-    out2 = tl.load(last[:, None] + dv[None, :], begun[:, None] & (dv < out_dim)[None, :], 0.0)
+    tile = tl.load(rows + row * 3 + 2) + query // TILE
+    place = (tile * kv_heads + head) * splits
+    numbers = (dv < OUT_DIM)[None, :]
+    top, total, out = _nothing(GPU_COMBINE_QUERIES, OUT_WIDE)
+    whole = _split_of(base, SHORT, SHORTS, LONG)
+    partial = real & (member * 0 + base > tl.maximum(_split_begin(whole, SHORT, SHORTS, LONG), start))
+    skipped = _split_of(start, SHORT, SHORTS, LONG)
+    after = whole
+    if MERGING:
+        skipped, whole, after = 0, (skipped < whole).to(tl.int64), 1
+    for at in range(skipped, whole, GPU_COMBINE_SPLITS):
+        for i in tl.static_range(GPU_COMBINE_SPLITS):
+            here = real & (member * 0 + at + i < whole)
+            top, total, out = _merge(
+                top, total, out, *_kept(state, sums, place + at + i, query % TILE, here, dv, numbers, OUT_DIM, TILE)
+            )
+    top2, total2, out2 = _kept(state, sums, place + after, query % TILE, partial, dv, numbers, OUT_DIM, TILE)
     if base <= position:
         queries = tl.load(
             q + (head * group + member)[:, None] * q_head + token * q_token + d[None, :],
-            real[:, None] & (d < dim)[None, :], 0.0,
+            real[:, None] & (d < DIM)[None, :], 0.0,
         )  # fmt: skip
-        keys, values, k_row, v_row = _memory(q, addresses, strides, row, head)
+        keys, values, k_row, v_row = _memory(q, addresses, strides, row, head, ALIGNED)
         for at in range(base, position + 1, GPU_BLOCK_TOKENS):
-            if (at % GPU_SPLIT_TOKENS == 0) & (at > base):
+            if (at == _split_begin(_split_of(at, SHORT, SHORTS, LONG), SHORT, SHORTS, LONG)) & (at > base):
                 top, total, out = _merge(top, total, out, top2, total2, out2)
-                top2 = tl.full((GPU_TILE_QUERIES,), -3e38, tl.float32)
-                total2 = tl.zeros((GPU_TILE_QUERIES,), tl.float32)
-                out2 = tl.zeros((GPU_TILE_QUERIES, OUT_WIDE), tl.float32)
+                top2, total2, out2 = _nothing(GPU_COMBINE_QUERIES, OUT_WIDE)
             places = at + tl.arange(0, GPU_BLOCK_TOKENS)
             inside = places <= position
             slots = tl.load(own + token * width + places - base, inside, 0).to(tl.int64)
             seen = (inside & (places >= start))[None, :] & real[:, None]
             top2, total2, out2 = _block(
-                queries, keys, values, slots, seen, inside, top2, total2, out2, k_row, v_row, scale, softcap,
-                dim, out_dim, WIDE, OUT_WIDE, SOFTCAP, GPU_BLOCK_TOKENS,
+                queries, keys, values, slots, seen, inside, top2, total2, out2, k_row, v_row, first, scale, softcap,
+                DIM, OUT_DIM, WIDE, OUT_WIDE, SOFTCAP, GPU_BLOCK_TOKENS,
             )  # fmt: skip
     top, total, out = _merge(top, total, out, top2, total2, out2)
     if SINKS:
         sink = tl.load(sinks + head * group + member, real, 0.0) * 1.4426950408889634
-        top, total, out = _merge(top, total, out, sink, tl.full((GPU_TILE_QUERIES,), 1.0, tl.float32), out * 0.0)
-    to = y + (token * kv_heads * group + head * group + member)[:, None] * out_dim + dv[None, :]
-    tl.store(
-        to,
-        (out / tl.where(total > 0, total, 1.0)[:, None]).to(y.dtype.element_ty),
-        real[:, None] & (dv < out_dim)[None, :],
-    )
+        one = tl.full((GPU_COMBINE_QUERIES,), 1.0, tl.float32)
+        top, total, out = _merge(top, total, out, sink, one, out * 0.0)
+    to = y + (token * kv_heads * group + head * group + member)[:, None] * OUT_DIM + dv[None, :]
+    divided = out / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(to, divided.to(y.dtype.element_ty), real[:, None] & numbers)
+
+
+@triton.jit
+def _kept(state, sums, place, lane, mask, dv, numbers, OUT_DIM: tl.constexpr, TILE: tl.constexpr):
+    """A state that a scan kept; that of nothing where there is none."""
+    out = tl.load(state + (place * TILE + lane)[:, None] * OUT_DIM + dv[None, :], mask[:, None] & numbers, 0.0)
+    top = tl.load(sums + place * 2 * TILE + lane, mask, -3e38)
+    return top, tl.load(sums + place * 2 * TILE + TILE + lane, mask, 0.0), out

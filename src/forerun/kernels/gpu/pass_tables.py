@@ -19,12 +19,22 @@ from forerun.kernels.attention.packed_pass import wanted_tokens
 
 GPU_BLOCK_TOKENS = 32
 """Positions of a block. A tree's own keys begin at one."""
-GPU_TILE_QUERIES = 16
-"""Queries of a tile: the least that a tensor core takes. A larger tile may take another instruction, which may sum in
-another order."""
-GPU_SPLIT_TOKENS = 512
-"""Positions of a split. The states of a pass over 16 tokens are then a sixteenth of the keys and values that it reads,
-for heads of 128 numbers of 16 bits."""
+GPU_COMBINE_QUERIES = 16
+"""Queries of a small tile: the least that a tensor core takes."""
+GPU_TILE_QUERIES = 32
+"""Queries of a large tile, for rows that have more than fit a small one: their keys are then read half as often. Both
+sizes take the same instruction of the tensor cores (a test reads it), and so sum in the same order."""
+GPU_SHORT_SPLIT_TOKENS = 256
+"""Positions of a split at the beginning of a text. Eight KV heads at position 2,048 are then work for 64 programs."""
+GPU_SHORT_SPLITS = 16
+"""Splits of that length; they end at position 4,096."""
+GPU_SPLIT_TOKENS = 1024
+"""Positions of a later split: a multiple of the others. At position 122,000 there are then 132 splits to be merged, and
+the states of a pass over 16 tokens are a sixteenth of the keys and values that it reads."""
+RECORDED_OWN_KEYS = 96
+"""The most keys that only one token of a recorded pass sees: those of a block, and of a draft of 64 tokens."""
+TABLE_ALIGNMENT = 16
+"""Bytes of whose multiples tables and rows begin. Triton compiles a kernel anew for a pointer that is less aligned."""
 
 
 class TableSizes(NamedTuple):
@@ -35,6 +45,7 @@ class TableSizes(NamedTuple):
         rows: of the batch.
         tokens: of all rows.
         tiles: of queries of all rows.
+        tile: queries of a tile.
         own: the most keys that only one token sees.
         wanted: tokens whose logits are wanted.
         splits: of the longest scan.
@@ -44,14 +55,25 @@ class TableSizes(NamedTuple):
     rows: int
     tokens: int
     tiles: int
+    tile: int
     own: int
     wanted: int
     splits: int
 
-    def rounded(self) -> TableSizes:
-        """The next larger size of few, with a spare row."""
-        rounded = (1 << (size - 1).bit_length() if size else 0 for size in self[2:])
-        return TableSizes(self.layers, (1 << (self.rows - 1).bit_length()) + 1, *rounded)
+    def rounded(self, group: int) -> TableSizes:
+        """The next larger size of few, with a spare row, for ``group`` query heads of a KV head. It depends on tokens
+        and rows, each rounded up to a power of two, and on the text's length, rounded up to a power of four."""
+        tokens, rows = _next_power(self.tokens, 2), _next_power(self.rows, 2)
+        tiles = min(-(-tokens * group // self.tile) + rows, tokens * -(-group // self.tile))
+        splits = max(GPU_SHORT_SPLITS, _next_power(self.splits, 4))
+        return TableSizes(self.layers, rows + 1, tokens, tiles, self.tile, RECORDED_OWN_KEYS, tokens, splits)
+
+
+def _next_power(number: int, base: int) -> int:
+    power = 1
+    while power < number:
+        power *= base
+    return power
 
 
 class PassTables:
@@ -62,21 +84,23 @@ class PassTables:
         positions: of the tokens for the model, ``[n]``.
         wanted: indices of the tokens whose logits are wanted.
         addresses: of each layer's and row's keys and values, ``[layers, R, 2]``.
-        strides: numbers from head to head and from token to token, of keys and of values, ``[R, 4]``.
+        strides: of each layer and row, numbers from head to head and from token to token, of keys and of values,
+            ``[layers, R, 4]``.
         tokens: of each token its row, its slot in the row's memory, its position, and where its scan ends, ``[n, 4]``.
         own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
         rows: of each row its first token, its number of tokens, and its first tile, ``[R, 3]``.
         tiles: of each tile its row, and its number within the row, ``[T, 2]``.
+        aligned: whether all rows' memory, and each token in it, begins at multiples of 16 bytes.
     """
 
-    def __init__(self, sizes: TableSizes, device: torch.device) -> None:
-        self.sizes = sizes
+    def __init__(self, sizes: TableSizes, device: torch.device, aligned: bool = True) -> None:
+        self.sizes, self.aligned = sizes, aligned
         shapes = {
             "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
-            "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.rows, 4), "tokens": (sizes.tokens, 4),
+            "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.layers, sizes.rows, 4), "tokens": (sizes.tokens, 4),
             "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3), "tiles": (sizes.tiles, 2),
         }  # fmt: skip
-        total = sum(int(np.prod(shape)) for shape in shapes.values())
+        total = sum(_padded(shape) for shape in shapes.values())
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._there = self._host if device.type == "cpu" else torch.zeros(total, dtype=torch.int64, device=device)
         self._copied: torch.cuda.Event | None = None
@@ -86,7 +110,7 @@ class PassTables:
             last = first + int(np.prod(shape))
             self._tables[name] = self._host.numpy()[first:last].reshape(shape)
             setattr(self, name, self._there[first:last].view(shape))
-            first = last
+            first += _padded(shape)
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -109,13 +133,19 @@ class PassTables:
             whole[tuple(slice(count) for count in table.shape)] = table
         if spare is not None:
             self._tables["addresses"][:, size.rows] = spare.addresses
-            self._tables["strides"][size.rows] = spare.strides
+            self._tables["strides"][:, size.rows] = spare.strides
             self._tables["tokens"][size.tokens :] = size.rows, 0, -1, 0
             self._tables["tiles"][size.tiles :, 0] = size.rows
         if self._there is not self._host:
             self._there.copy_(self._host, non_blocking=True)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
+
+
+def _padded(shape: tuple[int, ...]) -> int:
+    """Numbers of a table, so that the next one begins at a multiple of ``TABLE_ALIGNMENT`` bytes."""
+    multiple = TABLE_ALIGNMENT // 8
+    return -(-int(np.prod(shape)) // multiple) * multiple
 
 
 class SpareRow(NamedTuple):
@@ -135,19 +165,28 @@ class PassDescription:
 
     Args:
         blocks: each row's input; its start is the number of tokens in the row's memory.
-        addresses, strides: as in ``PassTables``.
+        addresses, strides: as in ``PassTables``; strides in numbers of ``width`` bytes.
         positions: of the tokens for the model, ``[n]``.
         group: query heads of a KV head.
     """
 
     def __init__(
-        self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, positions: IntArray, group: int
+        self,
+        blocks: Sequence[Block],
+        addresses: IntArray,
+        strides: IntArray,
+        positions: IntArray,
+        group: int,
+        width: int,
     ) -> None:
         counts = np.array([len(block) for block in blocks])
-        ends, tiles = np.cumsum(counts), -(-counts * group // GPU_TILE_QUERIES)
+        tile = GPU_COMBINE_QUERIES if counts.max() * group <= GPU_COMBINE_QUERIES else GPU_TILE_QUERIES
+        self.group = group
+        self.aligned = not ((addresses % TABLE_ALIGNMENT).any() or (strides * width % TABLE_ALIGNMENT).any())
+        ends, tiles = np.cumsum(counts), -(-counts * group // tile)
         parts = [_described(row, block) for row, block in enumerate(blocks)]
         tokens = np.concatenate([part for part, _ in parts])
-        width = max(own.shape[1] for _, own in parts)
+        most = max(own.shape[1] for _, own in parts)
         self.tables: dict[str, IntArray] = {
             "ids": np.concatenate([block.tokens for block in blocks]),
             "positions": positions,
@@ -155,13 +194,21 @@ class PassDescription:
             "addresses": addresses,
             "strides": strides,
             "tokens": tokens,
-            "own": np.concatenate([np.pad(own, ((0, 0), (0, width - own.shape[1]))) for _, own in parts]),
+            "own": np.concatenate([np.pad(own, ((0, 0), (0, most - own.shape[1]))) for _, own in parts]),
             "rows": np.stack((ends - counts, counts, np.cumsum(tiles) - tiles), 1),
             "tiles": np.array([(row, tile) for row, count in enumerate(tiles.tolist()) for tile in range(count)]),
         }
         count = len(self.tables["wanted"])
-        splits = -(-int(tokens[:, 3].max()) // GPU_SPLIT_TOKENS)
-        self.sizes = TableSizes(len(addresses), len(blocks), len(tokens), int(tiles.sum()), width, count, splits)
+        splits = splits_of(int(tokens[:, 3].max()))
+        self.sizes = TableSizes(
+            len(addresses), len(blocks), len(tokens), int(tiles.sum()), tile, most + most % 2, count, splits
+        )
+
+
+def splits_of(length: int) -> int:
+    """The number of splits in which so many positions lie."""
+    short = GPU_SHORT_SPLITS * GPU_SHORT_SPLIT_TOKENS
+    return -(-min(length, short) // GPU_SHORT_SPLIT_TOKENS) + -(-max(length - short, 0) // GPU_SPLIT_TOKENS)
 
 
 def _described(row: int, block: Block) -> tuple[IntArray, IntArray]:

@@ -105,12 +105,27 @@ class DecoderLayer:
 
 def known(model: PreTrainedModel) -> bool:
     """Whether a program can be written for this model as it is now."""
+    return fused() and model.dtype in PROGRAM_DTYPES and _described(model, "cpu") and _fits(model)
+
+
+def known_on_gpu(model: PreTrainedModel) -> bool:
+    """Whether ``GpuForward`` can run this model as it is now, on the device where it is."""
+    if not _described(model, model.device.type):
+        return False
+    described = layers(model)
+    matrices = [each.module for layer in described for each in layer.matrices] + [model.lm_head]
+    norms = [(layer.q_norm is None) == (layer.k_norm is None) for layer in described]
+    return all(type(each) is nn.Linear for each in matrices) and model.lm_head.bias is None and all(norms)
+
+
+def _described(model: PreTrainedModel, device: str) -> bool:
+    """Whether the model's layers are of the known kind, unchanged, and on one kind of device."""
     config, decoder = text_config(model), decoder_of(model)
-    if not fused() or config.model_type not in FAMILIES or model.dtype not in PROGRAM_DTYPES:
+    if config.model_type not in FAMILIES or activation(config) not in ACTIVATIONS:
         return False
-    if activation(config) not in ACTIVATIONS or not hasattr(decoder, "layers") or not hasattr(model, "lm_head"):
+    if not hasattr(decoder, "layers") or not hasattr(model, "lm_head"):
         return False
-    return _plain(model) and _fits(model) and "dynamic" not in scalings(decoder.rotary_emb)
+    return _plain(model, device) and "dynamic" not in scalings(decoder.rotary_emb)
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -222,14 +237,14 @@ class WeightWatch:
         return [weight.data_ptr() for owner in self._owners for weight in owner.values() if weight is not None]
 
 
-def _plain(model: PreTrainedModel) -> bool:
-    """Whether every module is of an unchanged, known class, and all weights have one type."""
+def _plain(model: PreTrainedModel, device: str) -> bool:
+    """Whether every module is of an unchanged, known class, and all weights have one type and are on such a device."""
     if any(hooked(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
     blocks = {module.weight for module in model.modules() if as_stored(module)}
     return all(
         weight.dtype == (torch.uint8 if weight in blocks else model.dtype)
-        and weight.device.type == "cpu"
+        and weight.device.type == device
         and weight.is_contiguous()
         for weight in model.parameters()
     )

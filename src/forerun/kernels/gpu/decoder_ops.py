@@ -1,0 +1,253 @@
+"""What a decoder does between its products and its attention, on a GPU: norms, rotary positions, gates.
+
+Each kernel begins where a product ends: it adds the parts of the product in order (``linear.sums``), so that no kernel
+does only that. Every program works on one token, so a token's bits do not depend on what shares the pass.
+
+This has run in Triton's interpreter only; it has not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from forerun.kernels.gpu.pass_tables import PassTables
+
+GATE_COLUMNS = 1024
+"""Numbers of a gated row that a program works out."""
+NORM_WARPS = 8
+"""Warps of a program that norms a whole row."""
+
+
+class Summands(NamedTuple):
+    """A product whose parts are not added up yet.
+
+    Attributes:
+        parts: ``[parts, n, O]``, of any type.
+        bias: ``[O]``, or None.
+    """
+
+    parts: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+class NormWeight(NamedTuple):
+    """A root mean square norm.
+
+    Attributes:
+        weight: ``[columns]``.
+        offset: added to the weight: 1 for Gemma's, else 0.
+        eps: added to the mean of squares.
+    """
+
+    weight: torch.Tensor
+    offset: int
+    eps: float
+
+
+class RotaryHeads(NamedTuple):
+    """How queries and keys become what attention reads.
+
+    Attributes:
+        heads, kv_heads, dim: counts of query heads and KV heads, and numbers of a head.
+        q_norm, k_norm: norms of each head, or None; both or neither.
+        cos, sin: float32 ``[n, half]``; None if nothing is rotated.
+    """
+
+    heads: int
+    kv_heads: int
+    dim: int
+    q_norm: NormWeight | None
+    k_norm: NormWeight | None
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+
+
+def add_norm(
+    x: torch.Tensor, added: Summands | None, after: NormWeight | None, before: NormWeight | None, factor: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place, and norm the sum.
+
+    Args:
+        added: the product, or None to add nothing.
+        after: the norm of what is added, or None.
+        before: the norm of what the next product reads, or None.
+        factor: on what is added.
+        dtype: of the result.
+
+    Returns:
+        ``[n, columns]``.
+    """
+    n, columns = x.shape
+    y = torch.empty(n, columns, dtype=dtype, device=x.device)
+    parts, bias = added or Summands(x[None])
+    one, two = after or before or NormWeight(x, 0, 0.0), before or after or NormWeight(x, 0, 0.0)
+    _add_norm[(n,)](
+        x, parts, len(parts), parts.stride(0), x if bias is None else bias, one.weight, two.weight, y, columns, factor,
+        one.eps, two.eps, added is not None, bias is not None, after is not None, before is not None, one.offset,
+        two.offset, triton.next_power_of_2(columns), enable_fp_fusion=False, num_warps=NORM_WARPS,
+    )  # fmt: skip
+    return y
+
+
+def norm_columns(x: torch.Tensor, first: int, norm: NormWeight) -> None:
+    """Norm the columns of ``x``, float32 ``[n, O]``, from ``first`` on, as many as the norm has weights, in place."""
+    columns = len(norm.weight)
+    _norm_columns[(len(x),)](
+        x, norm.weight, first, x.stride(0), columns, norm.eps, norm.offset, triton.next_power_of_2(columns),
+        enable_fp_fusion=False, num_warps=NORM_WARPS,
+    )  # fmt: skip
+
+
+def rotate_and_store(layer: int, qkv: Summands, how: RotaryHeads, places: PassTables, dtype: torch.dtype) -> torch.Tensor:
+    """Finish queries, keys and values, and write keys and values to their rows' memory.
+
+    Args:
+        layer: the layer's index in the tables.
+        qkv: queries, keys and values side by side.
+
+    Returns:
+        Queries ``[1, H, n, d]``.
+    """
+    parts, bias = qkv
+    n, width = parts.shape[1:]
+    q = torch.empty(n, how.heads, how.dim, dtype=dtype, device=parts.device)
+    half = 0 if how.cos is None else how.cos.shape[1]
+    none = NormWeight(parts, 0, 0.0)
+    q_norm, k_norm = how.q_norm or none, how.k_norm or none
+    _rotate_and_store[(n, how.heads + 2 * how.kv_heads)](
+        parts, len(parts), parts.stride(0), width, parts if bias is None else bias, q_norm.weight, k_norm.weight,
+        parts if how.cos is None else how.cos, parts if how.sin is None else how.sin, q, places.addresses[layer],
+        places.strides[layer], places.tokens, q_norm.eps, how.heads, how.kv_heads, how.dim, half, q_norm.offset,
+        bias is not None, how.q_norm is not None, triton.next_power_of_2(how.dim),
+        enable_fp_fusion=False, num_warps=1,
+    )  # fmt: skip
+    return q.transpose(0, 1)[None]
+
+
+def gate(gate_up: Summands, silu: bool, dtype: torch.dtype) -> torch.Tensor:
+    """``activation(gate) * up`` of a product ``[n, 2 * inner]`` that has both side by side; ``[n, inner]``. The
+    activation is SiLU, or else GELU in its tanh approximation."""
+    parts, bias = gate_up
+    n, inner = parts.shape[1], parts.shape[2] // 2
+    y = torch.empty(n, inner, dtype=dtype, device=parts.device)
+    _gate[(n, triton.cdiv(inner, GATE_COLUMNS))](
+        parts, len(parts), parts.stride(0), parts if bias is None else bias, y, inner, bias is not None,
+        silu, GATE_COLUMNS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _summed(parts, count, step, bias, at, inside, here, BIAS: tl.constexpr):
+    """A product's numbers at columns ``at`` of the row that begins at ``here``."""
+    total = at * 0.0
+    for part in range(count):
+        total += tl.load(parts + part * step + here + at, inside, 0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + at, inside, 0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _scale(y, columns, eps):
+    """One over the root of the mean of squares of ``columns`` numbers; others are 0."""
+    return 1.0 / tl.sqrt_rn(tl.sum(y * y, 0) / columns + eps)
+
+
+@triton.jit(do_not_specialize=["count", "step"])
+def _add_norm(
+    x, parts, count, step, bias, after, before, y, columns, factor, after_eps, before_eps, ADDED: tl.constexpr,
+    BIAS: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, AFTER_OFFSET: tl.constexpr,
+    BEFORE_OFFSET: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One token."""
+    here, at = tl.program_id(0).to(tl.int64) * columns, tl.arange(0, WIDE)
+    inside = at < columns
+    stream = tl.load(x + here + at, inside, 0.0)
+    if ADDED:
+        added = _summed(parts, count, step, bias, at, inside, here, BIAS)
+        if AFTER:
+            weight = tl.load(after + at, inside, 0.0).to(tl.float32) + AFTER_OFFSET
+            added = added * _scale(added, columns, after_eps) * weight
+        stream += added * factor
+        tl.store(x + here + at, stream, inside)
+    if BEFORE:
+        weight = tl.load(before + at, inside, 0.0).to(tl.float32) + BEFORE_OFFSET
+        stream = stream * _scale(stream, columns, before_eps) * weight
+    tl.store(y + here + at, stream.to(y.dtype.element_ty), inside)
+
+
+@triton.jit
+def _norm_columns(x, w, first, row, columns, eps, OFFSET: tl.constexpr, WIDE: tl.constexpr):
+    """One token."""
+    here, at = x + tl.program_id(0).to(tl.int64) * row + first, tl.arange(0, WIDE)
+    inside = at < columns
+    y = tl.load(here + at, inside, 0.0)
+    weight = tl.load(w + at, inside, 0.0).to(tl.float32) + OFFSET
+    tl.store(here + at, y * _scale(y, columns, eps) * weight, inside)
+
+
+@triton.jit(do_not_specialize=["count", "step"])
+def _rotate_and_store(
+    parts, count, step, width, bias, q_norm, k_norm, cos, sin, q, addresses, strides, tokens, eps, heads, kv_heads,
+    DIM: tl.constexpr, HALF: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: a query, a key or a value."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDE)
+    inside, here = at < DIM, token * width
+    number = _summed(parts, count, step, bias, head * DIM + at, inside, here, BIAS)
+    if head < heads + kv_heads:
+        other_at = tl.where(at < HALF, at + HALF, tl.where(at < 2 * HALF, at - HALF, at))
+        other = number
+        if HALF > 0:
+            other = _summed(parts, count, step, bias, head * DIM + other_at, inside, here, BIAS)
+        if NORM:
+            scale = _scale(number, DIM, eps)
+            number = number * scale * _head_weight(q_norm, k_norm, at, inside, head < heads, OFFSET)
+            other = other * scale * _head_weight(q_norm, k_norm, other_at, inside, head < heads, OFFSET)
+        if HALF > 0:
+            angle = token * HALF + at % HALF
+            cosine = tl.load(cos + angle, at < 2 * HALF, 1.0)
+            sine = tl.load(sin + angle, at < 2 * HALF, 0.0)
+            number = number * cosine + tl.where(at < HALF, -other, other) * sine
+    if head < heads:
+        tl.store(q + (token * heads + head) * DIM + at, number.to(q.dtype.element_ty), inside)
+    else:
+        row, slot = tl.load(tokens + token * 4), tl.load(tokens + token * 4 + 1).to(tl.int64)
+        value = (head >= heads + kv_heads).to(tl.int64)
+        memory = tl.load(addresses + row * 2 + value).to(tl.pointer_type(q.dtype.element_ty))
+        kv_head = head - heads - value * kv_heads
+        place = kv_head * tl.load(strides + row * 4 + 2 * value) + slot * tl.load(strides + row * 4 + 2 * value + 1)
+        tl.store(memory + place + at, number.to(q.dtype.element_ty), inside)
+
+
+@triton.jit
+def _head_weight(q_norm, k_norm, at, inside, is_query, OFFSET: tl.constexpr):
+    """The norm of a query's or of a key's head."""
+    query = at * 0 + is_query.to(tl.int32) > 0
+    weight = tl.load(q_norm + at, inside & query, 0.0).to(tl.float32)
+    return weight + tl.load(k_norm + at, inside & ~query, 0.0).to(tl.float32) + OFFSET
+
+
+@triton.jit(do_not_specialize=["count", "step"])
+def _gate(
+    parts, count, step, bias, y, inner, BIAS: tl.constexpr, SILU: tl.constexpr, GATE_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Some numbers of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * GATE_COLUMNS + tl.arange(0, GATE_COLUMNS)
+    inside, here = at < inner, token * 2 * inner
+    g = _summed(parts, count, step, bias, at, inside, here, BIAS)
+    up = _summed(parts, count, step, bias, at + inner, inside, here, BIAS)
+    if SILU:
+        active = g / (1.0 + tl.exp(-g))
+    else:
+        active = 0.5 * g * (2.0 - 2.0 / (1.0 + tl.exp(1.5957691216057308 * (g + 0.044715 * g * g * g))))
+    tl.store(y + token * inner + at, (active * up).to(y.dtype.element_ty), inside)

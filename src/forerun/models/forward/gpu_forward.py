@@ -1,0 +1,204 @@
+"""A known decoder's pass on a GPU: nine kernels a layer, over the model's own weights.
+
+The description of layers is the compiled program's (``architecture.py``). Matrices that read the same input (queries,
+keys and values; gate and up) become one product: their weights are moved once, to lie one below the other, and the
+model's modules go on with views of them. The residual stream is float32; a product's input has the weights' type.
+
+Its logic has run on a CPU, in Triton's interpreter. It has not run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+from transformers import PreTrainedModel
+
+from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.gpu import attend, decoder_ops, linear
+from forerun.kernels.gpu.decoder_ops import NormWeight, RotaryHeads, Summands
+from forerun.kernels.gpu.pass_tables import PassTables
+from forerun.kernels.linear.rowwise import SILU
+from forerun.kv.cache import Rows
+from forerun.models.forward.architecture import (
+    ACTIVATIONS,
+    DecoderLayer,
+    MatrixRows,
+    activation,
+    decoder_of,
+    embedding_factor,
+    eps,
+    layers,
+    text_config,
+    weight_offset,
+)
+
+CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
+"""Models that cap their logits; others may have a cap in their configuration and ignore it."""
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Parts of ``x @ weight.T``, ``[parts, n, O]``."""
+Attention = Callable[[int, torch.Tensor, int, PassTables, AttentionSpec], torch.Tensor]
+"""Attention of a layer's queries ``[1, H, n, d]``, given the number of KV heads; ``[1, H, n, d]``."""
+
+
+class JoinedMatrix(NamedTuple):
+    """Matrices one below the other, ``[O, K]``, and their biases, ``[O]``."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class GpuLayer(NamedTuple):
+    """A layer's description, and its matrices as products read them."""
+
+    parts: DecoderLayer
+    qkv: JoinedMatrix
+    output: JoinedMatrix
+    gate_up: JoinedMatrix
+    down: JoinedMatrix
+
+
+def join(matrices: Sequence[MatrixRows]) -> JoinedMatrix:
+    """Let matrices lie one below the other in memory. Modules keep their parameters; these become views."""
+    modules = list(dict.fromkeys(each.module for each in matrices))
+    if len(modules) == 1:
+        return JoinedMatrix(modules[0].weight.detach(), None if modules[0].bias is None else modules[0].bias.detach())
+    biases = [module.bias for module in modules if module.bias is not None]
+    if len(biases) not in (0, len(modules)):
+        raise ValueError("some of the matrices that read the same input have a bias, and some have none")
+    return JoinedMatrix(_joined([module.weight for module in modules]), _joined(biases) if biases else None)
+
+
+def _joined(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    whole, first = torch.cat([tensor.data for tensor in tensors]), 0
+    for tensor in tensors:
+        tensor.data = whole[first : first + len(tensor)]
+        first += len(tensor)
+    return whole
+
+
+class GpuForward:
+    """A model that ``architecture.known_on_gpu`` knows.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        decoder, config = decoder_of(model), text_config(model)
+        self._layers = [
+            GpuLayer(each, join(each.qkv), join([each.output]), join(each.gate_up), join([each.down]))
+            for each in layers(model)
+        ]
+        self._embedding: Any = model.get_input_embeddings()
+        self._factor = embedding_factor(decoder, self._embedding)
+        self._rotary, self._norm, self._head = decoder.rotary_emb, _norm(decoder.norm), model.lm_head
+        self._silu = ACTIVATIONS[activation(config)] == SILU
+        self._scaling = float(config.logits_scaling) if config.model_type == "granite" else 1.0
+        self._softcap = config.final_logit_softcapping if type(model).__name__ in CAPPED_LOGITS else None
+        self._dtype = model.dtype
+
+    def run(self, places: PassTables, attention: Attention, product: Product = linear.sums) -> torch.Tensor:
+        """A pass, whose input is in the tables: float32 logits ``[wanted, V]``.
+
+        Args:
+            places: the tables.
+            attention: reads keys and values that are in their rows' memory already.
+            product: of linear layers.
+        """
+        x = self._embedding.weight[places.ids].float() * self._factor
+        angles = self._angles(x, places.positions)
+        added: Summands | None = None
+        after, factor = None, 1.0
+        for number, layer in enumerate(self._layers):
+            parts = layer.parts
+            h = decoder_ops.add_norm(x, added, after, _norm(parts.before_attention), factor, self._dtype)
+            mixed = self._attend(number, layer, h, places, angles[parts.rotary], attention, product)
+            factor = parts.residual_multiplier
+            added, after = Summands(product(mixed, layer.output.weight), layer.output.bias), _norm(parts.after_attention)
+            h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mlp), factor, self._dtype)
+            gate_up = Summands(product(h, layer.gate_up.weight), layer.gate_up.bias)
+            gated = decoder_ops.gate(gate_up, self._silu, self._dtype)
+            added, after = Summands(product(gated, layer.down.weight), layer.down.bias), _norm(parts.after_mlp)
+        h = decoder_ops.add_norm(x, added, after, self._norm, factor, self._dtype)
+        return self._finished(linear.product(h[places.wanted], self._head.weight, to=torch.float32))
+
+    def _angles(self, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
+        """Cosines and sines for each kind of layer, ``[n, half]`` each."""
+        found = {}
+        for kind in {layer.parts.rotary for layer in self._layers}:
+            both = self._rotary(like, positions[None]) if kind is None else self._rotary(like, positions[None], kind)
+            half = both[0].shape[-1] // 2
+            found[kind] = tuple(each[0, :, :half].float().contiguous() for each in both)
+        return found
+
+    def _attend(
+        self, number: int, layer: GpuLayer, h: torch.Tensor, places: PassTables,
+        angles: tuple[torch.Tensor, torch.Tensor], attention: Attention, product: Product,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention's part of a layer, before its last product; ``[n, H * d]``."""
+        parts, qkv = layer.parts, Summands(product(h, layer.qkv.weight), layer.qkv.bias)
+        dim = parts.head_dim
+        heads, kv_heads = parts.qkv[0].count // dim, parts.qkv[1].count // dim
+        norms = _norm(parts.q_norm), _norm(parts.k_norm)
+        if norms[0] is not None and norms[1] is not None and len(norms[0].weight) != dim:  # over all heads together
+            qkv = Summands(_added(qkv)[None])
+            for first, norm in zip((0, heads * dim), norms, strict=True):
+                decoder_ops.norm_columns(qkv.parts[0], first, norm)
+            norms = None, None
+        cos, sin = angles if parts.rotates else (None, None)
+        how = RotaryHeads(heads, kv_heads, dim, *norms, cos, sin)
+        q = decoder_ops.rotate_and_store(number, qkv, how, places, self._dtype)
+        return attention(number, q, kv_heads, places, parts.spec).transpose(1, 2).reshape(len(h), heads * dim)
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the model's own head does with logits, scaling and soft cap."""
+        if self._scaling != 1.0:
+            logits = logits / self._scaling
+        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+
+def _added(product: Summands) -> torch.Tensor:
+    """A product's parts, added in order: float32 ``[n, O]``."""
+    total = product.parts[0].float()
+    for part in product.parts[1:]:
+        total = total + part
+    return total.clone() if product.bias is None else total + product.bias.float()
+
+
+def _norm(module: Any) -> NormWeight | None:
+    return None if module is None else NormWeight(module.weight.detach(), weight_offset(module), eps(module))
+
+
+def ordered_attention(
+    layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec
+) -> torch.Tensor:
+    """Attention in a fixed order; see ``Attention``."""
+    how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
+    return attend.attend(layer, q, kv_heads, q.shape[3], places, how)
+
+
+def library_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A product by torch's library, whose bits depend on the number of rows; see ``Product``."""
+    return functional.linear(x, weight)[None]
+
+
+def library_attention(rows: Sequence[Rows]) -> Attention:
+    """Attention of one row's last tokens by torch, over each layer's keys and values ``[1, Hkv, m, d]``. What torch
+    lacks (windows, soft caps, sinks) goes in a fixed order."""
+
+    def attention(
+        layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec
+    ) -> torch.Tensor:
+        (k, v), n = rows[layer], q.shape[2]
+        if spec.softcap is not None or spec.sinks is not None or (spec.window or n + k.shape[2]) < k.shape[2]:
+            return ordered_attention(layer, q, kv_heads, places, spec)
+        return functional.scaled_dot_product_attention(
+            q, k, v, causal_lower_right(n, k.shape[2]), scale=spec.scaling, enable_gqa=True
+        )
+
+    return attention
