@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.generation.logits_process as theirs
-from support.away import PLACE, AwayScorer, Device, tokens_of
+from support.away import PLACE, AwayScorer, Device, there, tokens_of
 from support.mocks import PROMPT, MockScorer, MockTarget, TokenCache, ban_repeats
 from support.tiny import PROMPTS, tiny
 
@@ -19,11 +19,12 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
-from forerun.core.transfers import carried, foresee, settle
+from forerun.core.transfers import RowChoices, carried, foresee, settle
 from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import NoDrafter
 from forerun.drafting.hierarchy import HierarchyDrafter
 from forerun.drafting.model_drafter import ModelDrafter
+from forerun.drafting.trie_drafter import TrieDrafter
 from forerun.engine.step import DecodingStep, Row
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.runtime import Runtime, default_runtime
@@ -120,7 +121,38 @@ def test_a_row_that_fails_leaves_the_others_their_transfer() -> None:
     assert device.reads == ["cpu"]
     assert [len(row.request.generated) for row in rows] == [1, 0, 1] and isinstance(rows[1].request.error, LookupError)
     told = foresee([DraftTree.empty()] * 2, [LookupError(), torch.eye(3)], [Request([1], 2), Request([1], 2)])
-    assert told == [None, None] and carried([]) == []
+    assert told == [RowChoices(), RowChoices()] and carried([]) == []
+
+
+def test_recycled_logits_and_chances_come_with_the_choices() -> None:
+    """All that a step's drafter and verification read of two rows is one transfer."""
+    trees = [DraftTree.chain([1, 2]), DraftTree.empty()]
+    logits = [torch.randn(3, 9, generator=torch.Generator().manual_seed(3)), torch.arange(9.0)[None]]
+    requests = [Request([1], 5), Request([1], 5)]
+    with Device() as device:
+        found = foresee(trees, [there(each) for each in logits], requests, best=4, chances=True)
+    assert device.reads == ["cpu"]
+    for own, mine in zip(logits, found, strict=True):
+        best = own.topk(4)
+        assert mine.choices is not None and mine.best is not None and mine.chances is not None
+        assert mine.choices.tolist() == own.argmax(-1).tolist()
+        assert mine.best.tokens.tolist() == best.indices.tolist() and mine.best.scores.tolist() == best.values.tolist()
+        assert torch.allclose(torch.tensor(mine.chances), own.softmax(-1).amax(-1).double(), atol=1e-7)
+
+
+def test_a_trie_learns_from_the_step_s_own_transfer() -> None:
+    """Recycled logits of all rows ride along."""
+    drafter, rows = TrieDrafter(), rows_of([Sampler()] * 3)
+    drafter.bind(AwayScorer(MockTarget(6)), default_runtime())  # type: ignore[arg-type]
+    for row in rows:
+        drafter.begin(row.request)
+    step = DecodingStep(AwayScorer(MockTarget(6, peak=2.0, seed=3)), drafter, 8)  # type: ignore[arg-type]
+    with Device() as device:
+        for number in range(3):
+            step(rows, {})
+            assert device.reads == ["cpu"] * (number + 1)
+    for row in rows:
+        drafter.finish(row.request)
 
 
 def test_log_probabilities_of_a_step_take_one_transfer() -> None:
@@ -135,16 +167,17 @@ def test_log_probabilities_of_a_step_take_one_transfer() -> None:
 
 @pytest.mark.parametrize("module", ["forerun.engine.step", "forerun.drafting.hierarchy"])
 def test_a_pass_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """A pass takes five seconds, which go by where someone waits for it."""
+    """A pass takes five seconds, which go by where someone waits for it: with the transfer of its choices."""
     now, waited, own = [0.0], [], importlib.import_module(module)
     if module.endswith("step"):
         monkeypatch.setattr(own, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    def wait(device: torch.device) -> None:
-        waited.append(device.type)
+    def wait(trees: Any, logits: Any, *rest: Any, **options: Any) -> Any:
+        waited.append(logits[-1].device.type)
         now[0] += 5.0
+        return foresee(trees, logits, *rest, **options)
 
-    monkeypatch.setattr(own, "settle", wait)
+    monkeypatch.setattr(own, "foresee", wait)
     target = MockTarget(6, peak=2.0, seed=3)
     [row] = rows_of([Sampler()])
     with Device():

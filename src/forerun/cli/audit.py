@@ -29,7 +29,7 @@ from forerun.models.text.prompts import encode
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000
-"""The most parameters for which float64 is the default."""
+"""The most parameters for which float64 is the default on a CPU. GPUs have kernels with a fixed order for other types."""
 
 REFERENCES = {
     "greedy": "transformers' generate",
@@ -75,7 +75,7 @@ def _plan(options: AuditOptions, model: PreTrainedModel, tokenizer: PreTrainedTo
 
 def _load(options: AuditOptions) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     model, tokenizer = load_target(options)
-    if options.dtype is None and model.num_parameters() < SMALL:
+    if options.dtype is None and model.num_parameters() < SMALL and model.device.type == "cpu":
         model = model.to(torch.float64)
     return model, tokenizer
 

@@ -18,12 +18,15 @@ class Block:
             committed token. After a prefill: the end of the prompt.
         tree: the draft under the last pending token.
         start: tokens in the cache; the position of ``pending[0]``.
+        whole_chunk: whether it is a whole chunk of a prompt, which is read in one pass whatever else there is to do. A
+            scorer may read it in an order of sums of its own; see ``Scorer.prompt_chunk``.
     """
 
-    def __init__(self, pending: IntArray, tree: DraftTree, start: int) -> None:
+    def __init__(self, pending: IntArray, tree: DraftTree, start: int, whole_chunk: bool = False) -> None:
         self.pending = pending
         self.tree = tree
         self.start = start
+        self.whole_chunk = whole_chunk
         self._biases: dict[tuple[object, ...], torch.Tensor | None] = {}
 
     def __len__(self) -> int:

@@ -27,7 +27,8 @@ class LongContextConfig:
             target's streaming cache fills ``cache_budget``.
         sparse: the target's sparse cache in ``triforce``, ``triforce-trie`` and ``triforce-auto``. ``low-rank``: each
             query finds its own chunks (``LowRankCache``). ``retrieval``: chunks are chosen in advance for the queries
-            to come, as in the paper (``RetrievalCache``).
+            to come, as in the paper (``RetrievalCache``). None: ``retrieval`` on a GPU, where passes over it take few
+            calls and its choice is seldom, and else ``low-rank``.
 
     Raises:
         ValueError: for a value out of range.
@@ -42,7 +43,7 @@ class LongContextConfig:
     refresh: Policy = "acceptance"
     sinks: int = 4
     window: int = 252
-    sparse: Sparse = "low-rank"
+    sparse: Sparse | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -50,7 +51,7 @@ class LongContextConfig:
         ):  # fmt: skip
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.sparse not in ("low-rank", "retrieval"):
+        if self.sparse not in (None, "low-rank", "retrieval"):
             raise ValueError(f"sparse is {self.sparse!r}; allowed are 'low-rank' and 'retrieval'")
         if self.cache_budget < self.chunk:
             raise ValueError(

@@ -20,6 +20,7 @@ from forerun.core import noise
 from forerun.core.compiling import COMPILES
 from forerun.core.constraint import Constraint
 from forerun.core.noise import BITS, GOLDEN, MIX1, MIX2
+from forerun.core.pinned import brought
 
 Method = Literal["greedy", "coupled", "rejection"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -140,7 +141,7 @@ class Sampler:
             scores = self.constraint.mask(ids, scores)
         if self.processor is None:
             return scores
-        return self.processor(ids[None].to(scores.device, non_blocking=True), scores[None])[0]
+        return self.processor(brought(ids[None], scores.device), scores[None])[0]
 
     def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """``scores`` of many rows at once, ``[n, V]`` in and out; for samplers that are ``rowwise``."""
@@ -230,8 +231,8 @@ def _gumbel_of_rows(
     distinct, rows = np.unique(positions, return_inverse=True)
     keys = torch.tensor([_signed(_key(seed, position, salt)) for position in distinct.tolist()])
     bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN))
-    noise = _gumbel(bits + keys.to(device, non_blocking=True)[:, None])
-    return noise.index_select(0, torch.from_numpy(rows).to(device, non_blocking=True))
+    noise = _gumbel(bits + brought(keys, device)[:, None])
+    return noise.index_select(0, brought(torch.from_numpy(rows), device))
 
 
 def _gumbel(bits: torch.Tensor) -> torch.Tensor:

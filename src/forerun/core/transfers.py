@@ -11,13 +11,16 @@ On a CPU nothing of this happens. It has not run on a GPU.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
 
+from forerun.core.pinned import brought
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, highest_of_rows
 from forerun.core.tree import DraftTree, IntArray
@@ -46,28 +49,81 @@ def carried(vectors: Sequence[torch.Tensor]) -> list[IntArray]:
     return np.split(torch.cat(list(vectors)).cpu().numpy(), ends[:-1]) if vectors else []
 
 
-def foresee(trees: Sequence[DraftTree], logits: Sequence[object], requests: Sequence[Request]) -> list[IntArray | None]:
-    """Everything that ``verify`` needs of each row's logits, in one transfer for all of them.
+class BestTokens(NamedTuple):
+    """The best tokens of rows of logits, best first, int32 ``[n, count]``, and their logits, float32."""
+
+    tokens: npt.NDArray[np.int32]
+    scores: npt.NDArray[np.float32]
+
+
+class RowChoices(NamedTuple):
+    """What one transfer brings of a row.
+
+    Attributes:
+        choices: the result of ``foretell``; None for a row on a CPU, one whose sampler needs more than logits, and one
+            that failed here. It will fail again when it is verified, alone.
+        best: the best tokens at the root and at each node; None if none were wanted, or the row is on a CPU.
+        chances: the model's probability of each token in ``choices``, before any processor; None unless wanted, or if
+            a chain is tested by rejection.
+    """
+
+    choices: IntArray | None = None
+    best: BestTokens | None = None
+    chances: npt.NDArray[np.float64] | None = None
+
+
+def foresee(
+    trees: Sequence[DraftTree],
+    logits: Sequence[object],
+    requests: Sequence[Request],
+    best: int = 0,
+    chances: bool = False,
+) -> list[RowChoices]:
+    """Everything that a step needs of each row's logits, in one transfer for all of them.
 
     Args:
         trees, requests: of the rows.
         logits: of each row, ``[n + 1, V]``; anything else for a row without logits.
-
-    Returns:
-        For each row the result of ``foretell``; None for a row on a CPU, one whose sampler needs more than logits, and
-        one that failed here. It will fail again when it is verified, alone.
+        best: number of best tokens that are wanted of each row of logits.
+        chances: whether the choices' probabilities are wanted.
     """
-    choices: list[IntArray | None] = [None] * len(trees)
-    vectors: dict[int, torch.Tensor] = {}
+    vectors: dict[tuple[int, str], torch.Tensor] = {}
     for row, (tree, own, request) in enumerate(zip(trees, logits, requests, strict=True)):
-        if isinstance(own, torch.Tensor) and elsewhere(own) and request.sampler.rowwise:
-            try:
-                vectors[row] = foretell(tree, own, request)
-            except Exception as error:  # a processor may raise anything
-                log.debug("row %d cannot be verified: %s", row, error)
-    for row, values in zip(vectors, carried(list(vectors.values())), strict=True):
-        choices[row] = values
-    return choices
+        if isinstance(own, torch.Tensor) and elsewhere(own):
+            vectors |= {(row, name): each for name, each in _vectors(tree, own, request, best, chances)}
+    found: list[dict[str, IntArray]] = [{} for _ in trees]
+    for (row, name), values in zip(vectors, carried(list(vectors.values())), strict=True):
+        found[row][name] = values
+    return [_choices(len(tree) + 1, parts) for tree, parts in zip(trees, found, strict=True)]
+
+
+def _vectors(
+    tree: DraftTree, logits: torch.Tensor, request: Request, best: int, chances: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parts of a row's transfer by their names, as int64 vectors; numbers as the bits of float64."""
+    if best:
+        values, indices = logits.float().topk(min(best, logits.shape[-1]))
+        yield "tokens", indices.flatten()
+        yield "scores", values.double().flatten().view(torch.int64)
+    if not request.sampler.rowwise:
+        return
+    try:
+        choices = foretell(tree, logits, request)
+    except Exception as error:  # a processor may raise anything
+        log.debug("a row cannot be verified: %s", error)
+        return
+    yield "choices", choices
+    if chances and len(choices) == len(logits):
+        yield "chances", logits.softmax(-1).gather(1, choices[:, None])[:, 0].double().view(torch.int64)
+
+
+def _choices(rows: int, parts: Mapping[str, IntArray]) -> RowChoices:
+    best = None
+    if "tokens" in parts:
+        tokens, scores = parts["tokens"].astype(np.int32), parts["scores"].view(np.float64).astype(np.float32)
+        best = BestTokens(tokens.reshape(rows, -1), scores.reshape(rows, -1))
+    chances = parts["chances"].view(np.float64) if "chances" in parts else None
+    return RowChoices(parts.get("choices"), best, chances)
 
 
 def foretell(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
@@ -140,7 +196,7 @@ def _trial(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Requ
     last = sampler.choices(scores[-1:], [positions.stop])
     if not len(tree):
         return last
-    tokens = torch.from_numpy(tree.tokens).to(logits.device, non_blocking=True)[:, None]
+    tokens = brought(torch.from_numpy(tree.tokens), logits.device)[:, None]
     p = scores[:-1].double().softmax(-1)
     q = pad(q, (0, p.shape[-1] - q.shape[-1])).double()
     residual = (p - q).clamp_min(0)

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, draw, uniform
-from forerun.core.transfers import Trial, elsewhere, foresee, tested
+from forerun.core.transfers import BestTokens, Trial, elsewhere, foresee, tested
 from forerun.core.tree import ROOT, DraftTree, IntArray
 
 
@@ -43,11 +43,13 @@ class Outcome:
         tree: the tree that was scored.
         verdict: the part of it that was committed.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
+        best: the best tokens of each row of logits, if the drafter wants them and they came with the step's transfer.
     """
 
     tree: DraftTree
     verdict: Verdict
     logits: torch.Tensor
+    best: BestTokens | None = None
 
     @property
     def origins(self) -> list[int]:
@@ -71,7 +73,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
     q = tested(tree, request)
     if elsewhere(logits):
         if choices is None:
-            [choices] = foresee([tree], [logits], [request])
+            choices = foresee([tree], [logits], [request])[0].choices
         if choices is None and request.sampler.anywhere:
             logits, q = logits.cpu(), q if q is None else q.cpu()
     if q is not None:

@@ -32,6 +32,9 @@ class Drafter(ABC):
     sized: bool = False
     """Whether it decides itself how much to draft, so that its trees need no pruning."""
 
+    best_tokens: int = 0
+    """Number of best tokens that it wants of each row of the target's logits; see ``Outcome.best``."""
+
     states: tuple[int, ...] = ()
     """Layers of the target whose hidden states it wants of every committed token; see ``Scorer.score_with_states``."""
 
@@ -139,6 +142,10 @@ class OuterDrafter(Drafter):
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
+
+    @property
+    def best_tokens(self) -> int:  # type: ignore[override]
+        return self.inner.best_tokens
 
     @property
     def states(self) -> tuple[int, ...]:  # type: ignore[override]

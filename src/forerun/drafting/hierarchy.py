@@ -17,8 +17,8 @@ import torch
 from forerun.core.origin import Origin
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
-from forerun.core.transfers import settle
-from forerun.core.tree import DraftTree
+from forerun.core.transfers import RowChoices, foresee, settle
+from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.drafter import Drafter, OuterDrafter
 from forerun.kv.cache import Cache
@@ -153,16 +153,18 @@ class HierarchyDrafter(OuterDrafter):
         trees = trees if selection is None else selection.trees
         times.append(self._clock())
         scored = self._level.score(context.rows, trees)
-        settle(scored[-1][1].device)
+        every = foresee(trees, [logits for _, logits in scored], context.rows, chances=stop is not None)
+        if every[-1].choices is None:
+            settle(scored[-1][1].device)
         times.append(self._clock())
         tokens = 0
-        for row, (draft, tree, (block, logits)) in enumerate(zip(drafts, trees, scored, strict=True)):
-            verdict = draft.extend(tree, logits)
+        for row, (draft, tree, (block, logits), chosen) in enumerate(zip(drafts, trees, scored, every, strict=True)):
+            verdict = draft.extend(tree, logits, chosen.choices)
             self._level.commit(draft.fork, block, verdict.path)
             tokens += len(verdict.tokens)
             if self._pruner is not None:
                 self._pruner.learn(row, Outcome(tree, verdict, logits), tree.q is not None)
-            if stop is not None and any(stop(draft.fork, p) for p in probabilities(verdict, logits)):
+            if stop is not None and any(stop(draft.fork, p) for p in _probabilities(verdict, logits, chosen)):
                 draft.length = 0
         if self._pruner is not None and selection is not None:
             self._pruner.end(selection, tokens)
@@ -228,11 +230,12 @@ class _VerifiedChain:
         """Tokens still wanted."""
         return self.length - len(self._tokens)
 
-    def extend(self, tree: DraftTree, logits: torch.Tensor) -> Verdict:
-        """Verify a tree by the middle level's logits ``[n + 1, V]``, and keep the tokens that it commits."""
+    def extend(self, tree: DraftTree, logits: torch.Tensor, choices: IntArray | None) -> Verdict:
+        """Verify a tree by the middle level's logits ``[n + 1, V]``, and keep the tokens that it commits. ``choices``
+        are from ``foresee``."""
         rejecting = self.fork.sampler.method == "rejection"
         before = self.fork.fork() if rejecting else None
-        verdict = verify(tree, logits, self.fork)
+        verdict = verify(tree, logits, self.fork, choices)
         if before is not None:
             self._q += distributions(verdict, logits, before)
         self.fork.stats.record(len(tree), len(verdict.path), len(verdict.tokens))
@@ -248,9 +251,12 @@ class _VerifiedChain:
         return DraftTree.chain(self._tokens, torch.stack(self._q) if self._q else None, origins)
 
 
-def probabilities(verdict: Verdict, logits: torch.Tensor) -> list[float]:
-    """A model's probability of each token of a verdict, by its logits ``[n + 1, V]`` before any processor."""
+def _probabilities(verdict: Verdict, logits: torch.Tensor, choices: RowChoices) -> list[float]:
+    """A model's probability of each token of a verdict, by its logits ``[n + 1, V]`` before any processor. They are
+    there already if they came with the choices."""
     rows = [0, *(node + 1 for node in verdict.path)][: len(verdict.tokens)]
+    if choices.chances is not None:
+        return [float(chance) for chance in choices.chances[rows]]
     probability: list[float] = logits[rows].softmax(-1)[range(len(rows)), verdict.tokens].tolist()
     return probability
 

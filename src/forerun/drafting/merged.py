@@ -46,6 +46,10 @@ class MergedDrafter(Drafter):
         self.confident = confident
         self._choice = CostlyDrafterChoice()
 
+    @property
+    def best_tokens(self) -> int:  # type: ignore[override]
+        return max(self.cheap.best_tokens, self.costly.best_tokens)
+
     def bind(self, target: Scorer, runtime: Runtime) -> None:
         self.cheap.bind(target, runtime)
         self.costly.bind(target, runtime)

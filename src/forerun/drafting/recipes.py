@@ -15,7 +15,7 @@ from forerun.drafting.lookup import LookupDrafter
 from forerun.drafting.merged import MergedDrafter, MergedTreesDrafter
 from forerun.drafting.model_drafter import ModelDrafter
 from forerun.drafting.trie_drafter import TrieDrafter
-from forerun.kv.cache import ROLLBACK_TOKENS
+from forerun.kv.cache import ROLLBACK_TOKENS, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
@@ -138,8 +138,14 @@ SPARSE: dict[str, Callable[[LongContextConfig], CacheFactory]] = {
 
 
 def sparse_cache(settings: LongContextConfig) -> CacheFactory:
-    """The middle level's cache."""
-    return SPARSE[settings.sparse](settings)
+    """The middle level's cache: the one that is set, or the faster one on the model's device."""
+    makers = {name: make(settings) for name, make in SPARSE.items()}
+
+    def made(scorer: Scorer, source: FullCache) -> Cache:
+        by_device = "retrieval" if scorer.device.type == "cuda" else "low-rank"
+        return makers[settings.sparse or by_device](scorer, source)
+
+    return made
 
 
 def _triforce(settings: LongContextConfig, inner: Drafter, nodes: int) -> Drafter:

@@ -39,6 +39,8 @@ class TrieDrafter(Drafter):
         ValueError: if both are given.
     """
 
+    best_tokens = LISTED
+
     def __init__(self, config: TrieConfig | None = None, trie: Trie | None = None) -> None:
         if config is not None and trie is not None:
             raise ValueError("config and trie are both given; a trie brings its own configuration")
@@ -101,7 +103,7 @@ class TrieDrafter(Drafter):
         last, before = np.empty(len(tree) + 1, np.int64), np.empty(len(tree) + 1, np.int64)
         last[0], before[0] = text[end - 1], text[end - 2] if end > 1 else -1
         last[1:], before[1:] = tree.tokens, last[tree.parents + 1]
-        tokens, scores = best_of_rows(outcome.logits)
+        tokens, scores = outcome.best or best_of_rows(outcome.logits)
         self._rows.setdefault(request.id, []).append((len(request), RecycledRows(before, last, tokens, scores)))
 
     def learn(self, request: Request) -> None:
@@ -135,7 +137,7 @@ def _noise_of(sampler: Sampler) -> SamplingNoise | None:
 def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
     """The best tokens of each row of logits ``[n, V]`` and their logits, best first; ``[n, LISTED]`` each."""
     if elsewhere(logits):
-        values, indices = logits.float().topk(min(LISTED, logits.shape[-1]))  # it has not run on a GPU
+        values, indices = logits.float().topk(min(LISTED, logits.shape[-1]))
         both = torch.cat((indices.int(), values.view(torch.int32)), 1).cpu().numpy()  # one transfer
         count = both.shape[1] // 2
         return both[:, :count].copy(), both[:, count:].copy().view(np.float32)

@@ -48,6 +48,7 @@ class Batch:
         offloaded_chunks: int | None = None, pacing: PrefillPacing | None = None,
     ) -> None:  # fmt: skip
         self._step, self._lock, self._sharing, self._make, self._free = step, lock, sharing, make, free
+        self._fixed = step.target.prompt_chunk is not None
         self.chunk, self.limit = min(chunk, limit), limit
         self._offloaded_chunks, self._pacing = offloaded_chunks, pacing
         self._rows: dict[int, Row] = {}
@@ -95,7 +96,7 @@ class Batch:
         if cache is None:
             cache = self._make(self.tokens(request), self._sharing.shares(request))
         pass_tokens = None if self._offloaded_chunks is None else self._offloaded_chunks * self.chunk
-        row = Row(request, cache, self.chunk, self._step.target.reads_whole(cache), pass_tokens, own)
+        row = Row(request, cache, self.chunk, self._step.target.reads_whole(cache), pass_tokens, self._fixed, own)
         self._rows[request.id] = row
         try:
             with self._lock:

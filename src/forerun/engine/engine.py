@@ -369,8 +369,10 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step, chunk = DecodingStep(self.target, self.drafter, self.budget), min(self.prefill_block, limit)
-        shared_chunk = min(SHARED_CHUNK_TOKENS, chunk) if self.exactness.level == "bitwise" else chunk
+        step, fixed = DecodingStep(self.target, self.drafter, self.budget), self.target.prompt_chunk
+        chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))
+        anywhere = fixed is None and self.exactness.level == "bitwise"
+        shared_chunk = min(SHARED_CHUNK_TOKENS, chunk) if anywhere else chunk
         sharing = PrefixSharing(self.prefixes, self.store, shared_chunk)
         free = None if self.tiers is None else self.tiers.free
         return Batch(step, self._lock, chunk, limit, sharing, self._cache, free, offloaded_chunks, pacing)

@@ -23,7 +23,7 @@ import torch
 from forerun.core.block import Block
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
-from forerun.core.transfers import foresee, settle
+from forerun.core.transfers import BestTokens, RowChoices, foresee, settle
 from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.drafter import Drafter, NoDrafter, check_trees
@@ -63,6 +63,7 @@ class Row:
         chunk: maximum tokens of a chunk.
         whole: whether chunks but the last are read together in one pass; see ``Scorer.reads_whole``.
         pass_tokens: maximum tokens of such a pass, in whole chunks; None for no limit.
+        fixed: whether whole chunks are read in one pass each, however long that takes; see ``Scorer.prompt_chunk``.
         own: whether the cache was made for this row alone, and goes with it.
         reads, prepares: tokens of its prompt that a step reads, or prepares drafts for, beside others; see
             ``PrefillPacing``.
@@ -78,6 +79,7 @@ class Row:
     chunk: int
     whole: bool = False
     pass_tokens: int | None = None
+    fixed: bool = False
     own: bool = False
     reads: int = field(init=False)
     prepares: int = field(init=False)
@@ -104,7 +106,7 @@ class Row:
                 return self.unread
             return min(self.unread, self.pass_tokens - self.cache.length % self.pass_tokens)
         count = min(len(self.pending), self.chunk - self.cache.length % self.chunk)
-        return count if limit is None else min(count, limit)
+        return count if limit is None or self.fixed else min(count, limit)
 
     @property
     def begun(self) -> bool:
@@ -119,7 +121,8 @@ class Row:
 
     def prompt_block(self, tokens: int) -> Block:
         """Input of a pass that reads on in the prompt."""
-        return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length)
+        whole = self.fixed and tokens == self.chunk
+        return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length, whole)
 
     def block(self, tree: DraftTree) -> Block:
         """Input of a verifying pass: the pending tokens, and a tree under the last of them."""
@@ -201,11 +204,10 @@ class DecodingStep:
         blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
         blocks += [row.prompt_block(tokens) for row, tokens in reading.items()]
         results = self._score(rows, blocks)
+        choices = self._choices(decoding, trees, results)
         scored = time.perf_counter()
         lengths = [len(row.request) for row in rows]
         scores = list(zip(rows, blocks, results, strict=True))
-        logits = [result.logits if isinstance(result, RowScores) else None for result in results]
-        choices = foresee(trees, logits[: len(decoding)], [row.request for row in decoding])
         outcomes = [
             self._verify(*parts, len(chain), choice)
             for parts, chain, choice in zip(scores, forced, choices, strict=False)
@@ -250,8 +252,19 @@ class DecodingStep:
             for row, chain, tree in zip(rows, forced, trees, strict=True)
         ]
 
+    def _choices(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], results: Sequence[Scored]
+    ) -> Sequence[RowChoices]:
+        """What verification and the drafter need of the pass, once it is done: one transfer for all rows that decode.
+        If nothing is brought, this waits for the pass, so that a clock can be read."""
+        logits = [result.logits if isinstance(result, RowScores) else None for result in results]
+        choices = foresee(trees, logits[: len(rows)], [row.request for row in rows], self.drafter.best_tokens)
+        if all(each.choices is None and each.best is None for each in choices) and logits[-1] is not None:
+            settle(logits[-1].device)
+        return choices
+
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        """Logits of each row, once they are there. A pass that fails leaves no trace; then each row has a pass of its
+        """Logits of each row; on a GPU they may be still to come. A pass that fails leaves no trace; then each row has a pass of its
         own, and those that fail again are the ones to blame."""
         most = self.limit.now(len(rows))
         parts = [slice(first, first + most) for first in range(0, len(rows), most)]
@@ -266,7 +279,6 @@ class DecodingStep:
                 logits, states = self.target.score_with_states(blocks, caches, wanted)
             else:
                 logits, states = self.target.score(blocks, caches), []
-            settle(logits[-1].device)
             return [RowScores(*each) for each in zip_longest(logits, states)]
         except Exception as error:
             if len(rows) == 1:
@@ -285,7 +297,7 @@ class DecodingStep:
             chain = len(path) == 0 or path[-1] == len(path) - 1
             self.drafter.record_states(request, block.start, states[: len(rows)] if chain else states[rows])
 
-    def _verify(self, row: Row, block: Block, scored: Scored, forced: int, choices: IntArray | None) -> Outcome | None:
+    def _verify(self, row: Row, block: Block, scored: Scored, forced: int, choices: RowChoices) -> Outcome | None:
         """Verify a row's tree, which begins with ``forced`` forced tokens; None for a row that failed. ``choices`` are
         from ``foresee``."""
         if isinstance(scored, Exception):
@@ -293,10 +305,10 @@ class DecodingStep:
             return None
         try:
             logits = scored.logits
-            verdict = verify(block.tree, logits, row.request, choices)
+            verdict = verify(block.tree, logits, row.request, choices.choices)
             row.commit(block, verdict)
             row.request.keep_logprobs(verdict.tokens, logits, [0, *(node + 1 for node in verdict.path)])
-            outcome = Outcome(block.tree, verdict, logits)
+            outcome = Outcome(block.tree, verdict, logits, choices.best)
             self._record_states(row.request, block, verdict.path, scored.states)
             if row.request.drafts:
                 self.drafter.observe(row.request, _behind(outcome, forced))
@@ -323,7 +335,9 @@ def _behind(outcome: Outcome, chain: int) -> Outcome:
         return outcome
     verdict = outcome.verdict
     path = [node - chain for node in verdict.path[chain:]]
-    return Outcome(outcome.tree.behind(chain), Verdict(path, verdict.tokens[chain:]), outcome.logits[chain:])
+    best = outcome.best
+    best = None if best is None else BestTokens(best.tokens[chain:], best.scores[chain:])
+    return Outcome(outcome.tree.behind(chain), Verdict(path, verdict.tokens[chain:]), outcome.logits[chain:], best)
 
 
 def _commit(request: Request, length: int, outcome: Outcome | None, seconds: float) -> Commit:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
+from forerun.core.pinned import brought
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, attend_in_order
 from forerun.kernels.runtime.addresses import head_rows
@@ -211,6 +212,6 @@ def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
     """Move the nodes of ``path`` side by side. The tree starts at row ``start``; a chain needs no move."""
     if list(path) == list(range(len(path))):
         return
-    chosen = torch.tensor([start + node for node in path], device=rows[0].device)
+    chosen = brought(torch.tensor([start + node for node in path]), rows[0].device)
     for t in rows:
         t[:, :, start : start + len(path)] = t.index_select(2, chosen)

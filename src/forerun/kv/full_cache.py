@@ -13,7 +13,7 @@ import torch
 from forerun.core.block import Block
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows
-from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact
+from forerun.kv.cache import Addresses, Cache, KVShape, LayerShape, append, compact, reserve
 from forerun.kv.recurrent import RECURRENT_STATES, RecurrentStates
 from forerun.kv.shared_prefix import Layout, SharedMemory, SharedPrefix, Tensors
 
@@ -116,6 +116,19 @@ class FullCache(Cache):
             self._hold(store)
         assert self._store is not None
         return self._store
+
+    def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
+        """Make room for ``count`` tokens after the committed ones, in layers that differ.
+
+        Args:
+            likes: keys and values of any tokens of each layer.
+            count: tokens.
+        """
+        end = self.length + count
+        self._grow(end)
+        for layer, like in likes.items():
+            self._layers[layer] = reserve(self._layers.get(layer), like, self.length, end, self._capacity)
+        return self._layers
 
     def addressed(self, layers: int, like: torch.Tensor, count: int) -> Addresses | None:
         if self.offloaded:

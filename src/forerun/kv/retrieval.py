@@ -17,6 +17,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.long_context import Policy
+from forerun.core.transfers import elsewhere
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, append, compact, reserve
 from forerun.kv.full_cache import KEYS_PER_READ_TOKEN, FullCache, View
@@ -318,12 +319,28 @@ class ChosenChunks:
         wanted.scatter_(1, best, True)
         stays = wanted.gather(1, self._chosen)
         wanted.scatter_(1, self._chosen, False)
+        if elsewhere(best) and not source.offloaded:
+            self._write_all(stays, wanted, source, layer)
+            return
         head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
         chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
         for mine, new in zip(self._rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
             slots = self._in_chunks(mine[0, :, : best.shape[1] * self._chunk])
             slots[head, slot] = new
+
+    def _write_all(self, stays: torch.Tensor, wanted: torch.Tensor, source: FullCache, layer: int) -> None:
+        """Write all slots anew. How many of them changed is known on the device only, and asking it would take longer
+        than writing them."""
+        assert self._rows is not None
+        numbers = torch.arange(wanted.shape[1], device=wanted.device)
+        missing = numbers.where(wanted, wanted.shape[1]).sort(1).values
+        chunk = self._chosen.where(stays, missing.gather(1, ((~stays).cumsum(1) - 1).clamp_min(0)))
+        self._chosen, count = chunk, chunk.shape[1]
+        head = torch.arange(len(chunk), device=chunk.device).repeat_interleave(count)
+        for mine, new in zip(self._rows, source.chunks(layer, head, chunk.flatten(), self._chunk), strict=True):
+            slots = self._in_chunks(mine[0, :, : count * self._chunk])
+            slots.copy_(new.view(slots.shape))
 
 
 def _grown(end: int) -> int:

@@ -103,7 +103,7 @@ def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: Pas
 
 
 def _width(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, 1 << (dim - 1).bit_length())
 
 
 def _contiguous_numbers(*tensors: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
 """Passes of few tokens, recorded once for each size and replayed: a replay needs no Python between its kernels.
 
-A recording reads its input from tables that stay where they are, so sizes are rounded up to few
-(``TableSizes.rounded``). It is made when a size comes for the second time. Recording takes as long as some passes; the
-first one compiles.
+A recording reads its input from tables that stay where they are, so sizes are rounded up to few: powers of two of
+tokens and of rows, and powers of four of the text's splits (``TableSizes.rounded``). All else that differs between
+passes is read on the device. So there is a bound on recordings, and none is made twice. A recording is made when a size
+comes for the second time. It takes as long as some passes; the first one compiles.
 
 The logic has run on a CPU, with a recording that runs the pass again. CUDA's graphs have not run.
 """
@@ -10,19 +11,18 @@ The logic has run on a CPU, with a recording that runs the pass again. CUDA's gr
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, SpareRow, TableSizes
+from forerun.kernels.gpu.pass_tables import RECORDED_OWN_KEYS, PassDescription, PassTables, SpareRow, TableSizes
 
 Result = TypeVar("Result")
 RECORDED_TOKENS = 64
 """The largest pass that is recorded, in tokens. Larger ones compute for longer than Python takes to launch them."""
-RECORDINGS_KEPT = 32
-"""Recordings that are kept; the one not used for longest goes."""
+RECORDINGS_KEPT = 128
+"""The most recordings. Passes of one row have seven sizes, and batches 28; that of a text's length has three or four."""
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,21 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Run a function and return how to run it again, and its result, which is overwritten then."""
+        """Run a function and return how to run it again, and its result, which is overwritten then.
+
+        ``torch.cuda.graph`` would wait for the device and empty the allocator's memory first; here other work goes on.
+        """
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # compiles kernels
-            work()
-        torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):  # other threads may allocate
-            result = work()
+        with torch.cuda.stream(beside):
+            work()  # compiles kernels
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads may allocate
+            try:
+                result = work()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(beside)
         return graph.replay, result
 
 
@@ -64,29 +70,34 @@ class GraphCache(Generic[Result]):
     def __init__(self, run: Callable[[PassTables], Result], spare: SpareRow, device: torch.device) -> None:
         self._run, self._spare, self._device = run, spare, device
         self._recorder = Recorder()
-        self._kept: OrderedDict[TableSizes, _Recording[Result] | None] = OrderedDict()
+        self._kept: dict[TableSizes, _Recording[Result] | None] = {}
         self._refused = False
+
+    @property
+    def recordings(self) -> int:
+        """The number of recordings made so far."""
+        return sum(each is not None for each in self._kept.values())
 
     def run(self, batch: PassDescription) -> Result:
         """A pass's result; it is valid until the next pass."""
-        sizes = batch.sizes.rounded()
-        if self._refused or batch.sizes.tokens > RECORDED_TOKENS:
+        small = batch.sizes.tokens <= RECORDED_TOKENS and batch.sizes.own <= RECORDED_OWN_KEYS
+        sizes = batch.sizes.rounded(batch.group)
+        if self._refused or not small or not batch.aligned:
             return self._at_once(batch)
         if sizes not in self._kept:
             self._kept[sizes] = None
             return self._at_once(batch)
         recording = self._kept[sizes]
-        if recording is None:
+        if recording is None and self.recordings < RECORDINGS_KEPT:
             recording = self._recorded(batch, sizes)
-            if recording is None:
-                return self._at_once(batch)
+        if recording is None:
+            return self._at_once(batch)
         recording.places.fill(batch, self._spare)
         recording.replay()
-        self._kept.move_to_end(sizes)
         return recording.result
 
     def _at_once(self, batch: PassDescription) -> Result:
-        places = PassTables(batch.sizes, self._device)
+        places = PassTables(batch.sizes, self._device, batch.aligned)
         places.fill(batch)
         return self._run(places)
 
@@ -100,6 +111,4 @@ class GraphCache(Generic[Result]):
             self._refused = True
             return None
         self._kept[sizes] = recording = _Recording(places, replay, result)
-        while len(self._kept) > RECORDINGS_KEPT:
-            self._kept.popitem(last=False)
         return recording

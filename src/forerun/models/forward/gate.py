@@ -127,8 +127,28 @@ def _reason_in_numbers(scorer: Scorer) -> str | None:
         except _PassError as failure:
             return str(failure) if scorer.model._can_set_attn_implementation() else FOREIGN
         if errors[-1] <= limit:
-            return None
+            return _reason_in_chunk(scorer)
     return f"its logits over a draft tree differ from its own by {min(errors):.2g} (relative; {limit:g} is allowed)"
+
+
+def _reason_in_chunk(scorer: Scorer) -> str | None:
+    """Why whole chunks of a prompt, which a scorer may read in a way of its own, are read wrongly; or None."""
+    count, limit = scorer.prompt_chunk, position_limit(scorer.model)
+    if count is None or (limit is not None and limit < 2 * count):
+        return None
+    tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, 2 * count)
+    last = []
+    for whole in (True, False):
+        cache = FullCache()
+        for start in (0, count):
+            block = Block(tokens[start : start + count], DraftTree.empty(), start, whole)
+            logits = scorer.score([block], [cache])[0]
+            cache.commit(block, [])
+        last.append(logits)
+    error = relative_error(*last)
+    if error <= TOLERANCE[scorer.model.dtype]:
+        return None
+    return f"a whole chunk of a prompt gives logits that are off by {error:.2g} (relative)"
 
 
 def _has_experts(model: PreTrainedModel) -> bool:

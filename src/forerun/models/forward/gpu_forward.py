@@ -17,12 +17,11 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 from transformers import PreTrainedModel
 
-from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kernels.gpu.decoder_ops import NormWeight, RotaryHeads, Summands
 from forerun.kernels.gpu.pass_tables import PassTables
 from forerun.kernels.linear.rowwise import SILU
-from forerun.kv.cache import Rows
 from forerun.models.forward.architecture import (
     ACTIVATIONS,
     DecoderLayer,
@@ -32,13 +31,18 @@ from forerun.models.forward.architecture import (
     embedding_factor,
     eps,
     layers,
+    scalings,
     text_config,
     weight_offset,
 )
+from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.scorer import PassResult
 
 CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Models that cap their logits; others may have a cap in their configuration and ignore it."""
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, float32 ``[n, half]``."""
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Parts of ``x @ weight.T``, ``[parts, n, O]``."""
 Attention = Callable[[int, torch.Tensor, int, PassTables, AttentionSpec], torch.Tensor]
@@ -73,6 +77,8 @@ def join(matrices: Sequence[MatrixRows]) -> JoinedMatrix:
     return JoinedMatrix(_joined([module.weight for module in modules]), _joined(biases) if biases else None)
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _joined(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     whole, first = torch.cat([tensor.data for tensor in tensors]), 0
     for tensor in tensors:
@@ -101,22 +107,37 @@ class GpuForward:
         self._scaling = float(config.logits_scaling) if config.model_type == "granite" else 1.0
         self._softcap = config.final_logit_softcapping if type(model).__name__ in CAPPED_LOGITS else None
         self._dtype = model.dtype
+        limit = position_limit(model) if "longrope" in scalings(self._rotary) else None
+        like, table = torch.empty(0, device=model.device), None
+        if limit is not None:  # the module looks at positions on the CPU, which waits for the device
+            table = self._rotated(like, torch.arange(limit, device=model.device), None)
+        self._table = table
+        """Angles of all positions, where the model's module cannot compute them in a recorded pass."""
 
-    def run(self, places: PassTables, attention: Attention, product: Product = linear.sums) -> torch.Tensor:
-        """A pass, whose input is in the tables: float32 logits ``[wanted, V]``.
+    def run(
+        self,
+        places: PassTables,
+        attention: Attention,
+        states_of: tuple[int, ...] = (),
+        product: Product = linear.sums,
+    ) -> PassResult:
+        """A pass, whose input is in the tables: float32 logits ``[wanted, V]``, and hidden states.
 
         Args:
             places: the tables.
             attention: reads keys and values that are in their rows' memory already.
+            states_of: layers, as in ``Scorer.score_with_states``.
             product: of linear layers.
         """
         x = self._embedding.weight[places.ids].float() * self._factor
-        angles = self._angles(x, places.positions)
+        angles, states = self._angles(x, places.positions), dict[int, torch.Tensor]()
         added: Summands | None = None
         after, factor = None, 1.0
         for number, layer in enumerate(self._layers):
             parts = layer.parts
             h = decoder_ops.add_norm(x, added, after, _norm(parts.before_attention), factor, self._dtype)
+            if number in states_of:
+                states[number] = x.clone()
             mixed = self._attend(number, layer, h, places, angles[parts.rotary], attention, product)
             factor = parts.residual_multiplier
             added, after = Summands(product(mixed, layer.output.weight), layer.output.bias), _norm(parts.after_attention)
@@ -125,33 +146,39 @@ class GpuForward:
             gated = decoder_ops.gate(gate_up, self._silu, self._dtype)
             added, after = Summands(product(gated, layer.down.weight), layer.down.bias), _norm(parts.after_mlp)
         h = decoder_ops.add_norm(x, added, after, self._norm, factor, self._dtype)
-        return self._finished(linear.product(h[places.wanted], self._head.weight, to=torch.float32))
+        states[len(self._layers)] = h.float()
+        logits = self._finished(linear.product(h[places.wanted], self._head.weight, to=torch.float32))
+        return PassResult(logits, torch.cat([states[layer] for layer in states_of], -1) if states_of else None)
 
-    def _angles(self, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, tuple[torch.Tensor, torch.Tensor]]:
-        """Cosines and sines for each kind of layer, ``[n, half]`` each."""
-        found = {}
-        for kind in {layer.parts.rotary for layer in self._layers}:
-            both = self._rotary(like, positions[None]) if kind is None else self._rotary(like, positions[None], kind)
-            half = both[0].shape[-1] // 2
-            found[kind] = tuple(each[0, :, :half].float().contiguous() for each in both)
-        return found
+    def _angles(self, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, Angles]:
+        """Cosines and sines for each kind of layer."""
+        if self._table is not None:
+            cos, sin = self._table
+            return {None: (cos[positions], sin[positions])}
+        return {kind: self._rotated(like, positions, kind) for kind in {layer.parts.rotary for layer in self._layers}}
+
+    def _rotated(self, like: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Angles:
+        both = self._rotary(like, positions[None]) if kind is None else self._rotary(like, positions[None], kind)
+        half = both[0].shape[-1] // 2
+        cos, sin = (each[0, :, :half].float().contiguous() for each in both)
+        return cos, sin
 
     def _attend(
         self, number: int, layer: GpuLayer, h: torch.Tensor, places: PassTables,
-        angles: tuple[torch.Tensor, torch.Tensor], attention: Attention, product: Product,
+        angles: Angles, attention: Attention, product: Product,
     ) -> torch.Tensor:  # fmt: skip
         """Attention's part of a layer, before its last product; ``[n, H * d]``."""
         parts, qkv = layer.parts, Summands(product(h, layer.qkv.weight), layer.qkv.bias)
         dim = parts.head_dim
         heads, kv_heads = parts.qkv[0].count // dim, parts.qkv[1].count // dim
-        norms = _norm(parts.q_norm), _norm(parts.k_norm)
-        if norms[0] is not None and norms[1] is not None and len(norms[0].weight) != dim:  # over all heads together
+        q_norm, k_norm = _norm(parts.q_norm), _norm(parts.k_norm)
+        if q_norm is not None and k_norm is not None and len(q_norm.weight) != dim:  # over all heads together
             qkv = Summands(_added(qkv)[None])
-            for first, norm in zip((0, heads * dim), norms, strict=True):
-                decoder_ops.norm_columns(qkv.parts[0], first, norm)
-            norms = None, None
+            decoder_ops.norm_columns(qkv.parts[0], 0, q_norm)
+            decoder_ops.norm_columns(qkv.parts[0], heads * dim, k_norm)
+            q_norm = k_norm = None
         cos, sin = angles if parts.rotates else (None, None)
-        how = RotaryHeads(heads, kv_heads, dim, *norms, cos, sin)
+        how = RotaryHeads(heads, kv_heads, dim, q_norm, k_norm, cos, sin)
         q = decoder_ops.rotate_and_store(number, qkv, how, places, self._dtype)
         return attention(number, q, kv_heads, places, parts.spec).transpose(1, 2).reshape(len(h), heads * dim)
 

@@ -13,8 +13,8 @@ Its logic has run on a CPU, in Triton's interpreter. It has not run on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 from forerun.core.block import Block
 from forerun.core.fair_lock import FairLock
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kernels.gpu import attend
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
-from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, SpareRow
+from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables, SpareRow
 from forerun.kv.cache import Cache, LayerShape
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import WeightWatch, known_on_gpu
@@ -38,7 +39,7 @@ from forerun.models.forward.gpu_forward import (
     library_product,
     ordered_attention,
 )
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import PassResult, Scorer
 
 PROMPT_CHUNK_TOKENS = 512
 """Tokens of a prompt's chunk that libraries read: enough that arithmetic, not memory, decides how long it takes."""
@@ -56,13 +57,13 @@ class TableLayers(NamedTuple):
 
     Attributes:
         places: each layer's index in the tables.
-        likes: each layer's keys and values of no token, ``[1, Hkv, 0, d]``.
+        likes: each layer's keys and values of no token, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
         group: the most query heads of a KV head.
         uniform: whether all keys and values have one shape.
     """
 
     places: dict[int, int]
-    likes: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    likes: dict[int, Rows]
     group: int
     uniform: bool
 
@@ -74,6 +75,12 @@ class TableRow(NamedTuple):
     addresses: IntArray
     strides: IntArray
     place: int
+
+
+_Row = tuple[Block, Cache, TableRow]
+_Kept = tuple[bool, tuple[int, ...]]
+"""What a pass keeps: queries or not, and hidden states of these layers."""
+_Results = tuple[PassResult, LayerQueries]
 
 
 class GpuScorer(Scorer):
@@ -90,111 +97,120 @@ class GpuScorer(Scorer):
 
     def _begin(self) -> None:
         known = known_on_gpu(self.model) and self.model.dtype in GPU_LINEAR_DTYPES
-        self._forward = GpuForward(self.model) if known else None
+        self._decoder = GpuForward(self.model) if known else None
         self.prompt_chunk = PROMPT_CHUNK_TOKENS if known else None
         self._watch = WeightWatch(self.model)
         self._inputs = self.model.get_input_embeddings()
-        self._graphs: GraphCache[tuple[torch.Tensor, LayerQueries]] | None = None
-        self._asking = False
+        self._graphs: dict[_Kept, GraphCache[_Results]] = {}
 
     @cached_property
-    def _tabled(self) -> TableLayers | None:
+    def _layers(self) -> TableLayers | None:
         """None if tables cannot describe the layers."""
         shapes = Scorer(self.model).kv.layers
         heads = getattr(self.model.config.get_text_config(), "num_attention_heads", 0)
         known = heads and all(not heads % shape.heads for shape in shapes.values())
         if not known or any(shape.width != self.model.dtype.itemsize for shape in shapes.values()):
             return None
-        uniform = list(shapes) == list(range(len(shapes))) and len(set(shapes.values())) == 1
         first = next(iter(shapes.values()))
+        in_order = list(shapes) == list(range(len(shapes)))
         return TableLayers(
             {layer: place for place, layer in enumerate(shapes)},
-            {layer: self._nothing(shape) for layer, shape in shapes.items()},
+            {layer: self._no_tokens(shape) for layer, shape in shapes.items()},
             max(heads // shape.heads for shape in shapes.values()),
-            uniform and first.dim == first.out_dim,
+            in_order and len(set(shapes.values())) == 1 and first.dim == first.out_dim,
         )
 
-    def _nothing(self, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
-        make = torch.empty(1, shape.heads, 0, shape.dim, dtype=self.model.dtype, device=self.device)
-        return make, make.new_empty(1, shape.heads, 0, shape.out_dim)
+    def _no_tokens(self, shape: LayerShape) -> Rows:
+        keys = torch.empty(1, shape.heads, 0, shape.dim, dtype=self.model.dtype, device=self.device)
+        return keys, keys.new_empty(1, shape.heads, 0, shape.out_dim)
 
-    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        tabled = self._tabled
+    def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
+        tables = self._layers
         with self._lock:
             if not self._watch.same():
                 self._begin()
-            rows = None if tabled is None else _rows(tabled, blocks, caches)
-            if tabled is not None and rows is not None:
-                return self._score(tabled, blocks, caches, rows)
-        return super().score(blocks, caches)
+            rows = None if tables is None else _rows(tables, blocks, caches)
+            if tables is not None and rows is not None:
+                return self._score(tables, list(zip(blocks, caches, rows, strict=True)), layers)
+        return super()._pass(blocks, caches, layers)
 
-    def _score(
-        self, tabled: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[TableRow]
-    ) -> list[torch.Tensor]:
+    def _score(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> PassResult:
         """Whole chunks of prompts one by one, and all else together."""
-        logits: dict[int, torch.Tensor] = {}
-        whole = [n for n, block in enumerate(blocks) if block.whole_chunk and self._forward is not None]
-        for n in whole:
-            logits[n] = self._read(tabled, blocks[n], caches[n], rows[n])
-        others = [n for n in range(len(blocks)) if n not in whole]
-        if others:
-            some = [blocks[n] for n in others], [caches[n] for n in others], [rows[n] for n in others]
-            logits |= zip(others, self._score_together(tabled, *some), strict=True)
-        return [logits[n] for n in range(len(blocks))]
+        chunks = [self._reads_chunk(block, cache) for block, cache, _ in rows]
+        if not any(chunks):
+            return self._score_together(tables, rows, layers)
+        others = [row for row, chunk in zip(rows, chunks, strict=True) if not chunk]
+        together = iter(self._by_row(tables, others, layers))
+        parts = [
+            self._read_chunk(tables, row, layers) if chunk else next(together)
+            for row, chunk in zip(rows, chunks, strict=True)
+        ]
+        states = [part.states for part in parts if part.states is not None]
+        return PassResult(torch.cat([part.logits for part in parts]), torch.cat(states) if states else None)
 
-    def _read(self, tabled: TableLayers, block: Block, cache: Cache, row: TableRow) -> torch.Tensor:
-        """A whole chunk of a prompt."""
-        if not isinstance(cache, FullCache) or self._forward is None:
-            return self._score_together(tabled, [block], [cache], [row])[0]
-        batch = self._description(tabled, [block], [cache], [row])
+    def _reads_chunk(self, block: Block, cache: Cache) -> bool:
+        return block.whole_chunk and len(block) == self.prompt_chunk and isinstance(cache, FullCache)
+
+    def _by_row(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> list[PassResult]:
+        if not rows:
+            return []
+        logits, states = self._score_together(tables, rows, layers)
+        each = torch.split(logits, [len(block.tree) + 1 for block, _, _ in rows])
+        if states is None:
+            return [PassResult(own, None) for own in each]
+        return list(map(PassResult, each, torch.split(states, [len(block) for block, _, _ in rows])))
+
+    def _read_chunk(self, tables: TableLayers, row: _Row, states_of: tuple[int, ...]) -> PassResult:
+        """A whole chunk of a prompt, by torch's libraries."""
+        block, cache, _ = row
+        assert self._decoder is not None
+        assert isinstance(cache, FullCache)
+        batch = self._description(tables, [row])
         places = PassTables(batch.sizes, self.device, batch.aligned)
         places.fill(batch)
-        keys_and_values = [cache.read(layer, 0, cache.length + len(block)) for layer in tabled.places]
+        memory = [cache.read(layer, 0, cache.length + len(block)) for layer in tables.places]
         layers = LayerQueries({}, {})
-        attention = _recording(layers, self.keeps_queries, library_attention(keys_and_values))
-        logits = self._forward.run(places, attention, library_product)
-        self._hand_over_queries(layers, [block], [cache])
-        return logits
+        attention = _recording(layers, self.keeps_queries, library_attention(memory))
+        result = self._decoder.run(places, attention, states_of, library_product)
+        self._hand_over_queries(layers, [row])
+        return result
 
-    def _score_together(
-        self, tabled: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[TableRow]
-    ) -> list[torch.Tensor]:
-        batch = self._description(tabled, blocks, caches, rows)
-        if self._graphs is None or self._asking != self.keeps_queries:  # a recording keeps queries, or it does not
-            self._asking = self.keeps_queries
-            self._graphs = GraphCache(self._run, self._spare(tabled), self.device)
-        logits, layers = self._graphs.run(batch)
-        self._hand_over_queries(layers, blocks, caches)
-        return list(torch.split(logits[: batch.sizes.wanted].clone(), [len(block.tree) + 1 for block in blocks]))
+    def _score_together(self, tables: TableLayers, rows: Sequence[_Row], states_of: tuple[int, ...]) -> PassResult:
+        batch, kept = self._description(tables, rows), (self.keeps_queries, states_of)
+        if kept not in self._graphs:  # a recording keeps queries and states, or it does not
+            self._graphs[kept] = GraphCache(partial(self._run, tables, kept), self._spare(tables), self.device)
+        (logits, states), layers = self._graphs[kept].run(batch)
+        self._hand_over_queries(layers, rows)
+        states = None if states is None else states[: batch.sizes.tokens].clone()
+        return PassResult(logits[: batch.sizes.wanted].clone(), states)
 
-    def _description(
-        self, tabled: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache], rows: Sequence[TableRow]
-    ) -> PassDescription:
-        placed = [Block(block.pending, block.tree, row.place) for block, row in zip(blocks, rows, strict=True)]
-        positions = np.concatenate([cache.positions(block) for cache, block in zip(caches, blocks, strict=True)])
-        addresses, width = np.stack([row.addresses for row in rows], 1), self.model.dtype.itemsize
-        strides = np.stack([row.strides for row in rows], 1) // width
-        return PassDescription(placed, addresses, strides, positions, tabled.group, width)
+    def _description(self, tables: TableLayers, rows: Sequence[_Row]) -> PassDescription:
+        placed = [Block(block.pending, block.tree, row.place) for block, _, row in rows]
+        positions = np.concatenate([cache.positions(block) for block, cache, _ in rows])
+        addresses, width = np.stack([row.addresses for *_, row in rows], 1), self.model.dtype.itemsize
+        strides = np.stack([row.strides for *_, row in rows], 1) // width
+        return PassDescription(placed, addresses, strides, positions, tables.group, width)
 
-    def _run(self, places: PassTables) -> tuple[torch.Tensor, LayerQueries]:
+    def _run(self, tables: TableLayers, kept: _Kept, places: PassTables) -> _Results:
         """A pass, whose input is in the tables."""
-        if self._forward is not None:
+        keeps_queries, states_of = kept
+        if self._decoder is not None:
             layers = LayerQueries({}, {})
-            return self._forward.run(places, _recording(layers, self.keeps_queries, ordered_attention)), layers
-        assert self._tabled is not None
-        rows = TabledPass(places, self._tabled.places, self.keeps_queries)
-        return Scorer._forward_model(self, places.ids, places.positions, rows, places.wanted), rows.layers
+            return self._decoder.run(places, _recording(layers, keeps_queries, ordered_attention), states_of), layers
+        rows = TabledPass(places, tables, keeps_queries)
+        return self._forward(places.ids, places.positions, rows, places.wanted, states_of), rows.layers
 
-    def _spare(self, tabled: TableLayers) -> SpareRow:
-        likes = tabled.likes.values()
-        self._spare_memory = [max((both[i] for both in likes), key=_head_numbers).new_zeros(_most(likes, i)) for i in (0, 1)]
-        keys, values = self._spare_memory
-        return SpareRow((keys.data_ptr(), values.data_ptr()), (0, 0, 0, 0))
+    def _spare(self, tables: TableLayers) -> SpareRow:
+        """Memory for one token, which all heads of all layers share."""
+        most = max(t.shape[3] for rows in tables.likes.values() for t in rows)
+        keys, _ = next(iter(tables.likes.values()))
+        self._spare_memory = keys.new_zeros(2, -(-most // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)
+        return SpareRow((self._spare_memory[0].data_ptr(), self._spare_memory[1].data_ptr()), (0, 0, 0, 0))
 
-    def _hand_over_queries(self, layers: LayerQueries, blocks: Sequence[Block], caches: Sequence[Cache]) -> None:
+    def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
         """Give full caches what sparse caches read from them."""
         first = 0
-        for block, cache in zip(blocks, caches, strict=True):
+        for block, cache, _ in rows:
             last = first + len(block)
             if isinstance(cache, FullCache):
                 cache.specs, cache.queries = dict(layers.specs), {}
@@ -202,3 +218,73 @@ class GpuScorer(Scorer):
                 for layer, queries in layers.queries.items():
                     cache.record_queries(layer, queries[:, :, first:last].clone())
             first = last
+
+
+class TabledPass:
+    """A pass as the attention function sees it (``Scorer``): over rows whose places are in tables.
+
+    Args:
+        places: the tables.
+        tables: the layers that they have.
+        keeps: whether to keep queries.
+    """
+
+    def __init__(self, places: PassTables, tables: TableLayers, keeps: bool) -> None:
+        self.places, self.tables, self.keeps = places, tables, keeps
+        self.layers = LayerQueries({}, {})
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    ) -> torch.Tensor:
+        keys, values = self.tables.likes[layer]
+        if (k.shape[1::2], v.shape[1::2]) != (keys.shape[1::2], values.shape[1::2]) or (
+            q.shape[1] > k.shape[1] * self.tables.group
+        ):
+            raise RuntimeError(f"layer {layer} has other heads than in the pass before: {q.shape}, {k.shape}, {v.shape}")
+        if self.keeps:
+            self.layers.queries[layer] = q
+        self.layers.specs[layer] = spec
+        place = self.tables.places[layer]
+        attend.store(place, _with_numbers_side_by_side(k), _with_numbers_side_by_side(v), self.places)
+        how = (spec.scaling, spec.window, spec.softcap, spec.sinks)
+        return attend.attend(place, _with_numbers_side_by_side(q), k.shape[1], v.shape[3], self.places, how)
+
+
+def _with_numbers_side_by_side(t: torch.Tensor) -> torch.Tensor:
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def _recording(layers: LayerQueries, keeps: bool, attention: Attention) -> Attention:
+    """Attention that notes each layer's queries, if they are kept, and parameters."""
+
+    def recorded(
+        layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec
+    ) -> torch.Tensor:
+        if keeps:
+            layers.queries[layer] = q
+        layers.specs[layer] = spec
+        return attention(layer, q, kv_heads, places, spec)
+
+    return recorded
+
+
+def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[TableRow] | None:
+    """Where all rows' keys and values are; None if a cache does not say, or its queries choose."""
+    found = []
+    for block, cache in zip(blocks, caches, strict=True):
+        if not tables.uniform and isinstance(cache, FullCache) and not cache.offloaded:
+            rows = cache.reserve_layers(tables.likes, len(block))
+            addresses = np.array([[t.data_ptr() for t in rows[layer]] for layer in tables.places], np.int64)
+            strides = np.array([_strides(rows[layer]) for layer in tables.places], np.int64)
+            found.append(TableRow(addresses, strides, cache.length))
+            continue
+        row = cache.addressed(len(tables.likes), next(iter(tables.likes.values()))[0], len(block))
+        if row is None or row.topk is not None:
+            return None
+        found.append(TableRow(row.layers, np.tile(np.array(row.strides), (len(row.layers), 1)), row.place))
+    return found
+
+
+def _strides(rows: Rows) -> list[int]:
+    """Bytes from head to head and from token to token, of keys and of values."""
+    return [stride * t.element_size() for t in rows for stride in t.stride()[1:3]]

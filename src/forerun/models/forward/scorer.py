@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from forerun.core.block import Block
+from forerun.core.pinned import brought
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, Packings, attend_in_order
 from forerun.kernels.attention.packed_pass import wanted_tokens
@@ -207,6 +208,10 @@ class Scorer:
         self.recurrent = is_recurrent(model)
         """True if some layers keep a state of the text in place of keys and values."""
         self._keeps_logits = model._supports_logits_to_keep()
+        self.prompt_chunk: int | None = None
+        """Tokens of a prompt's chunk for which it has an order of sums of its own, faster than that of other passes.
+        Prompts are then cut into chunks of this size, and into nothing smaller but the last one. None if all passes sum
+        in one order."""
         self.keeps_queries = False
         """Whether full caches keep each pass's queries; see ``keep_queries``."""
 
@@ -284,8 +289,14 @@ class Scorer:
         """All rows' logits, and states if there are layers."""
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))
         positions = np.concatenate([cache.positions(block) for block, cache in zip(blocks, caches, strict=True)])
-        places = torch.from_numpy(positions).to(self.device)
-        return self._forward(ids.to(self.device), places, Pass(blocks, caches), _wanted(blocks), layers)
+        places = brought(torch.from_numpy(positions), self.device)
+        return self._forward(brought(ids, self.device), places, Pass(blocks, caches), self._wanted(blocks), layers)
+
+    def _wanted(self, blocks: Sequence[Block]) -> int | torch.Tensor:
+        """Which tokens need logits: 0 for all, or their indices in the packed sequence."""
+        if all(len(block.pending) == 1 for block in blocks):
+            return 0
+        return brought(torch.from_numpy(wanted_tokens(blocks)), self.device)
 
     def _forward(
         self,
@@ -342,13 +353,6 @@ def attending(rows: AttentionPass) -> Iterator[None]:
         yield
     finally:
         running.reset(before)
-
-
-def _wanted(blocks: Sequence[Block]) -> int | torch.Tensor:
-    """Which tokens need logits: 0 for all, or their indices in the packed sequence."""
-    if all(len(block.pending) == 1 for block in blocks):
-        return 0
-    return torch.from_numpy(wanted_tokens(blocks))
 
 
 # models that transformers has cut into parts, one for each process (``DistributedConfig(tp_size=...)``)
