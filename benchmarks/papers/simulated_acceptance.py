@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
 from forerun.core.block import Block
+from forerun.core.pinned import brought
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, uniform
 from forerun.core.tree import DraftTree
@@ -93,6 +94,15 @@ class SimulatedSampler(Sampler):
         for level, agreement in enumerate(self.agreement[: self.level], 1):
             token += uniform(self.seed + level, position, Salt.ACCEPT) >= agreement
         return token % self.vocabulary
+
+    def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt = Salt.TARGET) -> torch.Tensor:
+        """``choose`` at each of these positions, on the scores' device."""
+        tokens = [self.choose(scores[:1], position, salt) for position in positions]
+        return brought(torch.tensor(tokens), scores.device)
+
+    def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits, unchanged."""
+        return logits
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """The logits, unchanged."""

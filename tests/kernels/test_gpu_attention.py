@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from support.triton_bfloat16 import interpret_bfloat16
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
@@ -17,7 +18,6 @@ from forerun.kernels.attention.attention import AttentionSpec, AttentionState, _
 from forerun.kernels.gpu import attend as gpu
 from forerun.kernels.gpu import pass_tables
 from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, splits_of
-from support.triton_bfloat16 import interpret_bfloat16
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -97,12 +98,24 @@ def test_the_best_keys(monkeypatch: pytest.MonkeyPatch, rank: int, count: int) -
     assert torch.equal(topk_rank.by_definition(index, count, q), right)
 
 
-def test_kernels_compile() -> None:
-    """For Hopper, without a GPU (for Ampere: ``python tests/compile_gpu_kernels.py 80``); products of 16-bit numbers of
-    all kernels by one instruction."""
+PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_code_of_the_kernels(capability: int) -> None:
+    """For Ampere and Hopper, without a GPU: products of all sizes are one instruction, so that sums have one order;
+    weights, keys and values come 16 bytes at a time, asynchronously; and no kernel lacks registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parents[1] / "support" / "compile_gpu_kernels.py"
-    done = subprocess.run([sys.executable, script, "90"], env=environment, capture_output=True, text=True)
+    command = [sys.executable, script, str(capability), "bf16"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = done.stdout.split()
-    assert set(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    found = json.loads(done.stdout)
+    assert {name: code["spills"] for kind in found.values() for name, code in kind.items() if code["spills"]} == {}
+    reading = {name: code for name, code in found["bf16"].items() if name.split()[0] in ("sums", "scan", "combine")}
+    assert len(reading) == 12
+    for name, code in reading.items():
+        assert code["products"] == [PRODUCT], name
+        assert 16 in code["copies"], name
+        assert set(code["copies"]) <= {8, 16}, name  # eight bytes: the places of a tree's own keys
+        assert "ld.global.b16" not in code["loads"], name

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+import transformers
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+from support.triton_bfloat16 import interpret_bfloat16
 
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -18,8 +20,9 @@ from forerun.core.tree import ROOT, DraftTree
 from forerun.drafting.recipes import build_drafter
 from forerun.engine.engine import Engine
 from forerun.kernels import gpu
+from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward import cuda_graphs
+from forerun.models.forward import cuda_graphs, gpu_forward, gpu_scorer
 from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.scorer import Scorer
@@ -54,10 +57,31 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return recorded
 
 
-def model(kind: str = "llama") -> Any:
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "olmo2": ("Olmo2", {}),
+    "granite": ("Granite", {"residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt-neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+    "mla": (
+        "DeepseekV3",
+        {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+         "v_head_dim": 8, "first_k_dense_replace": 1},
+    ),
+}  # fmt: skip
+"""Models whose own code runs; heads of keys and of values differ in ``mla``."""
+
+
+def model(kind: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    made = LlamaForCausalLM(LlamaConfig(**SMALL)) if kind == "llama" else Qwen2ForCausalLM(Qwen2Config(**SMALL))
-    return made.eval()
+    name, more = (FAMILIES | OTHERS)[kind]
+    config = getattr(transformers, f"{name}Config")(**SMALL | more)
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).eval()
 
 
 def read(scorer: Scorer, count: int) -> FullCache:
@@ -68,12 +92,23 @@ def read(scorer: Scorer, count: int) -> FullCache:
     return cache
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+CELLS = [(kind, torch.float32) for kind in FAMILIES | OTHERS] + [
+    ("llama", torch.bfloat16),
+    ("gpt-neox", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), CELLS)
 @torch.inference_mode()
-def test_logits_are_the_models(on_gpu: list[int], kind: str) -> None:
-    own = model(kind)
+def test_logits_are_the_models(
+    on_gpu: list[int], kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret_bfloat16(monkeypatch)
+    own = model(kind, dtype)
     scorer = admit(own)
     assert type(scorer) is GpuScorer
+    assert (scorer._decoder is not None) == (kind in FAMILIES)
+    assert scorer._layers is not None
     trees = [TREE, DraftTree.chain(np.arange(3)), DraftTree.empty()]
     counts = [15, 7, 10]
     caches = [read(scorer, count) for count in counts]
@@ -84,7 +119,109 @@ def test_logits_are_the_models(on_gpu: list[int], kind: str) -> None:
         cache = FullCache()
         whole = Block(TEXT[: count + 1], block.tree, 0)
         (right,) = plain.score([whole], [cache])
-        torch.testing.assert_close(logits, right, atol=2e-5, rtol=0)
+        torch.testing.assert_close(logits.float(), right.float(), atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+@torch.inference_mode()
+def test_hidden_states(on_gpu: list[int]) -> None:
+    own, layers = model(), (0, 1)
+    scorer = GpuScorer(own)
+    _, [found] = scorer.score_with_states([Block(TEXT[:9], DraftTree.empty(), 0)], [FullCache()], layers)
+    right = own(input_ids=torch.tensor(TEXT[None, :9]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(found, torch.cat([right[layer][0] for layer in layers], -1), atol=2e-5, rtol=0)
+
+
+@torch.inference_mode()
+def test_recordings_are_few_and_never_made_twice(on_gpu: list[int]) -> None:
+    """Powers of two of tokens, whatever a tree looks like and wherever in the text it is."""
+    scorer = GpuScorer(model())
+    caches = [read(scorer, length) for length in (9, 8, 3)]
+    on_gpu.clear()
+    trees = [DraftTree.empty(), *(DraftTree.chain(np.arange(depth)) for depth in (1, 2, 3, 5, 7)), TREE]
+    for _ in range(2):
+        for cache in caches:
+            for tree in trees:
+                scorer.score([Block(TEXT[cache.length : cache.length + 1], tree, cache.length)], [cache])
+    assert len(on_gpu) == 4  # 1, 2, 4 and 8 tokens
+    [graphs] = scorer._graphs.values()
+    assert graphs.recordings == 4
+
+
+class Launches:
+    """A kernel that notes what Triton compiles anew for: constants, and which integers and pointers are multiples of 16
+    or 1."""
+
+    def __init__(self, kernel: Any, seen: set[Any]) -> None:
+        self.kernel, self.seen = kernel, seen
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        fixed = {parameter.num for parameter in self.kernel.params if parameter.is_constexpr}
+        free = {parameter.num for parameter in self.kernel.params if parameter.do_not_specialize}
+
+        def launch(*arguments: Any, **options: Any) -> Any:
+            kinds = [
+                value if number in fixed else None if number in free else _kind(value)
+                for number, value in enumerate(arguments)
+            ]
+            self.seen.add((self.kernel.fn.__name__, *kinds))
+            return self.kernel[grid](*arguments, **options)
+
+        return launch
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return (value == 1, value % 16 == 0) if isinstance(value, int) else float
+
+
+@torch.inference_mode()
+def test_no_kernel_is_compiled_in_the_middle(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of all sizes and rows, beyond those that were seen first, need no further variant of a kernel."""
+    seen: set[Any] = set()
+    for module, names in ((attend, ("_scan", "_combine")), (linear, ("_sums", "_total")),
+                          (decoder_ops, ("_add_norm", "_rotate_and_store", "_gate"))):  # fmt: skip
+        for name in names:
+            monkeypatch.setattr(module, name, Launches(getattr(module, name), seen))
+    monkeypatch.setattr(cuda_graphs, "RECORDED_TOKENS", 0)
+    scorer = GpuScorer(model())
+    caches = [read(scorer, 8), read(scorer, 5)]
+
+    def score(sizes: tuple[int, ...]) -> None:
+        blocks = [
+            Block(TEXT[cache.length : cache.length + 1], DraftTree.chain(np.arange(size)), cache.length)
+            for size, cache in zip(sizes, caches, strict=False)
+        ]
+        scorer.score(blocks, caches[: len(sizes)])
+
+    for sizes in ((0,), (10,), (3, 2)):
+        score(sizes)
+    known = set(seen)
+    for sizes in ((1,), (2,), (5,), (7,), (12,), (0, 0), (1, 1), (6, 1), (4, 9)):
+        score(sizes)
+    assert seen == known
+
+
+def test_a_prompt_is_read_by_libraries_and_its_bits_do_not_depend_on_drafts(
+    on_gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole chunks are read alone; also where chunks of two prompts and a decoding row share a step."""
+    monkeypatch.setattr(gpu_scorer, "PROMPT_CHUNK_TOKENS", 4)
+    read, library = [], gpu_forward.library_product
+    monkeypatch.setattr(gpu_scorer, "library_product", lambda x, w: (read.append(len(x)), library(x, w))[1])
+    prompts = [torch.tensor(TEXT[None, :11]), torch.tensor(TEXT[None, [3, 4, 5] * 2])]
+    texts = {}
+    for drafter in ("none", "trie"):
+        engine = Engine(model(), drafter)
+        assert engine.target.prompt_chunk == 4
+        read.clear()
+        alone = [engine.generate(prompt, max_new_tokens=6).generated for prompt in prompts]
+        assert set(read) == {4}
+        assert len(read) == 4 * 3  # products of a layer, times chunks
+        together = engine.generate([prompt[0].tolist() for prompt in prompts], max_new_tokens=6).generated
+        texts[drafter] = [alone, [[own] for own in together]]
+    assert texts["none"] == texts["trie"]
+    assert texts["none"][0] == texts["none"][1]
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from forerun.kernels.gpu import attend, linear, scan
+from forerun.kernels.gpu import attend, decoder_ops, linear, scan
 from forerun.kernels.gpu.linear import LINEAR_TILES
 from forerun.kernels.gpu.pass_tables import (
     GPU_BLOCK_TOKENS,
@@ -28,10 +28,13 @@ from forerun.kernels.gpu.pass_tables import (
 
 CUTS = {"SHORT": GPU_SHORT_SPLIT_TOKENS, "SHORTS": GPU_SHORT_SPLITS, "LONG": GPU_SPLIT_TOKENS}
 TABLES = dict.fromkeys(("addresses", "strides", "tokens", "tiles", "rows", "own", "ids"), "*i64")
-FLOATS = {"state": "*fp32", "sums": "*fp32", "sinks": "*fp32", "parts": "*fp32", "scale": "fp32", "softcap": "fp32"}
+FLOATS = {
+    **dict.fromkeys(("state", "sums", "sinks", "parts", "cos", "sin"), "*fp32"),
+    **dict.fromkeys(("scale", "softcap", "factor", "eps", "after_eps", "before_eps"), "fp32"),
+}
 SINGLE = {"x_column": 1, "w_column": 1}
 """Integers that are 1 in every call; Triton compiles them in."""
-UNALIGNED = {"n", "splits", "width", "size", "pieces", "window", "group", "kv_heads"}
+UNALIGNED = {"n", "splits", "width", "size", "pieces", "window", "group", "kv_heads", "heads", "count", "step"}
 """Integers that need not be multiples of 16."""
 
 
@@ -83,10 +86,20 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
         for merging in (False, True):
             how = {"TILE": tile, "MERGING": merging, "SOFTCAP": False, **wide}
             name = f"{tile} {'merging' if merging else 'spread'}"
-            found[f"scan {name}"] = code(attend._scan, capability, how | {"OUT_WIDE": 128}, **own)
+            found[f"scan {name}"] = code(
+                attend._scan, capability, how | {"OUT_WIDE": 128}, attend.scan_warps(tile), **own
+            )
             more = {"OUT_WIDE": attend.GPU_COMBINE_NUMBERS, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES,
                     "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "SINKS": True}  # fmt: skip
             found[f"combine {name}"] = code(attend._combine, capability, how | more, **own, y=f"*{kind}")
+    norms = {"ADDED": True, "BIAS": False, "AFTER": True, "BEFORE": True, "AFTER_OFFSET": 1, "BEFORE_OFFSET": 0}
+    kinds = {"after": f"*{kind}", "before": f"*{kind}", "y": f"*{kind}", "x": "*fp32"}
+    found["add and norm"] = code(decoder_ops._add_norm, capability, norms | {"WIDE": 4096}, 8, **own | kinds)
+    heads = {"DIM": 128, "HALF": 64, "OFFSET": 0, "BIAS": True, "NORM": True, "WIDE": 128}
+    kinds = {"q_norm": f"*{kind}", "k_norm": f"*{kind}"}
+    found["rotate"] = code(decoder_ops._rotate_and_store, capability, heads, 1, **own | kinds)
+    gated = {"BIAS": False, "SILU": True, "GATE_COLUMNS": decoder_ops.GATE_COLUMNS}
+    found["gate"] = code(decoder_ops._gate, capability, gated, **own, y=f"*{kind}")
     found["store"] = code(attend._store, capability, {"WIDE": 128, "OUT_WIDE": 128}, **own)
     rows = {"BIAS": True, "GPU_LINEAR_ROWS": linear.GPU_LINEAR_ROWS}
     found["total"] = code(linear._total, capability, rows, **own, y=f"*{kind}")

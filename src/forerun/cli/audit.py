@@ -29,7 +29,7 @@ from forerun.models.text.prompts import encode
 from forerun.reference import demo_prompts
 
 SMALL = 100_000_000
-"""The most parameters for which float64 is the default on a CPU. GPUs have kernels with a fixed order for other types."""
+"""The most parameters for which float64 is the default on a CPU. A GPU has no kernels for it that sum in one order."""
 
 REFERENCES = {
     "greedy": "transformers' generate",

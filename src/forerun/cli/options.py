@@ -126,8 +126,12 @@ class LongOptions:
     paced: Paced = LongContextConfig.paced
     sparse: Annotated[
         Sparse | None,
-        option("--sparse", panel=LONG_PANEL, help="The target's cache in triforce, triforce-trie and triforce-auto; by "
-               "default low-rank, and retrieval on a GPU."),
+        option(
+            "--sparse",
+            panel=LONG_PANEL,
+            help="The target's cache in triforce, triforce-trie and triforce-auto; by "
+            "default low-rank, and retrieval on a GPU.",
+        ),
     ] = LongContextConfig.sparse
     cache_budget: Annotated[
         int, option("--cache-budget", panel=LONG_PANEL, help="Tokens in a sparse cache of the target.", min=1)

@@ -91,8 +91,9 @@ def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: Pas
     if size.splits:
         spread = 1 if merging else min(size.splits, max(1, SCAN_PROGRAMS // (size.tiles * kv_heads)))
         _scan[(size.tiles, kv_heads, spread)](
-            *queries, places.tiles, merging, *widths, *how, *cuts, enable_fp_fusion=False
-        )
+            *queries, places.tiles, merging, *widths, *how, *cuts, enable_fp_fusion=False,
+            num_warps=scan_warps(size.tile),
+        )  # fmt: skip
     floats = None if sinks is None else sinks.detach().float().contiguous()
     part = min(GPU_COMBINE_NUMBERS, _width(out_dim))
     _combine[(n, kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part))](
@@ -100,6 +101,11 @@ def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: Pas
         dim, out_dim, _width(dim), part, *how, GPU_COMBINE_QUERIES, GPU_COMBINE_SPLITS, *cuts, enable_fp_fusion=False,
     )  # fmt: skip
     return out.transpose(0, 1)[None]
+
+
+def scan_warps(tile: int) -> int:
+    """Warps of a scan's program: twice as many for a large tile, whose state would not fit their registers."""
+    return 4 if tile == GPU_COMBINE_QUERIES else 8
 
 
 def _width(dim: int) -> int:

@@ -103,7 +103,9 @@ def norm_columns(x: torch.Tensor, first: int, norm: NormWeight) -> None:
     )  # fmt: skip
 
 
-def rotate_and_store(layer: int, qkv: Summands, how: RotaryHeads, places: PassTables, dtype: torch.dtype) -> torch.Tensor:
+def rotate_and_store(
+    layer: int, qkv: Summands, how: RotaryHeads, places: PassTables, dtype: torch.dtype
+) -> torch.Tensor:
     """Finish queries, keys and values, and write keys and values to their rows' memory.
 
     Args:

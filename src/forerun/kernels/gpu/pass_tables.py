@@ -97,8 +97,9 @@ class PassTables:
         self.sizes, self.aligned = sizes, aligned
         shapes = {
             "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
-            "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.layers, sizes.rows, 4), "tokens": (sizes.tokens, 4),
-            "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3), "tiles": (sizes.tiles, 2),
+            "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.layers, sizes.rows, 4),
+            "tokens": (sizes.tokens, 4), "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3),
+            "tiles": (sizes.tiles, 2),
         }  # fmt: skip
         total = sum(_padded(shape) for shape in shapes.values())
         self._host = torch.zeros(total, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 RECORDED_TOKENS = 64
 """The largest pass that is recorded, in tokens. Larger ones compute for longer than Python takes to launch them."""
 RECORDINGS_KEPT = 128
-"""The most recordings. Passes of one row have seven sizes, and batches 28; that of a text's length has three or four."""
+"""The most recordings. Passes have seven sizes for one row, and 28 for any; texts have three or four lengths."""
 
 log = logging.getLogger(__name__)
 

@@ -77,13 +77,13 @@ def join(matrices: Sequence[MatrixRows]) -> JoinedMatrix:
     return JoinedMatrix(_joined([module.weight for module in modules]), _joined(biases) if biases else None)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _joined(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    whole, first = torch.cat([tensor.data for tensor in tensors]), 0
-    for tensor in tensors:
-        tensor.data = whole[first : first + len(tensor)]
-        first += len(tensor)
+    first = 0
+    with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():  # as the model was made
+        whole = torch.cat([tensor.data for tensor in tensors])
+        for tensor in tensors:
+            tensor.data = whole[first : first + len(tensor)]
+            first += len(tensor)
     return whole
 
 
@@ -140,7 +140,10 @@ class GpuForward:
                 states[number] = x.clone()
             mixed = self._attend(number, layer, h, places, angles[parts.rotary], attention, product)
             factor = parts.residual_multiplier
-            added, after = Summands(product(mixed, layer.output.weight), layer.output.bias), _norm(parts.after_attention)
+            added, after = (
+                Summands(product(mixed, layer.output.weight), layer.output.bias),
+                _norm(parts.after_attention),
+            )
             h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mlp), factor, self._dtype)
             gate_up = Summands(product(h, layer.gate_up.weight), layer.gate_up.bias)
             gated = decoder_ops.gate(gate_up, self._silu, self._dtype)
@@ -218,9 +221,7 @@ def library_attention(rows: Sequence[Rows]) -> Attention:
     """Attention of one row's last tokens by torch, over each layer's keys and values ``[1, Hkv, m, d]``. What torch
     lacks (windows, soft caps, sinks) goes in a fixed order."""
 
-    def attention(
-        layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec
-    ) -> torch.Tensor:
+    def attention(layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec) -> torch.Tensor:
         (k, v), n = rows[layer], q.shape[2]
         if spec.softcap is not None or spec.sinks is not None or (spec.window or n + k.shape[2]) < k.shape[2]:
             return ordered_attention(layer, q, kv_heads, places, spec)

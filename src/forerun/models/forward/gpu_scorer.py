@@ -103,6 +103,11 @@ class GpuScorer(Scorer):
         self._inputs = self.model.get_input_embeddings()
         self._graphs: dict[_Kept, GraphCache[_Results]] = {}
 
+    @property
+    def recordings(self) -> int:
+        """The number of passes recorded so far."""
+        return sum(graphs.recordings for graphs in self._graphs.values())
+
     @cached_property
     def _layers(self) -> TableLayers | None:
         """None if tables cannot describe the layers."""
@@ -240,7 +245,9 @@ class TabledPass:
         if (k.shape[1::2], v.shape[1::2]) != (keys.shape[1::2], values.shape[1::2]) or (
             q.shape[1] > k.shape[1] * self.tables.group
         ):
-            raise RuntimeError(f"layer {layer} has other heads than in the pass before: {q.shape}, {k.shape}, {v.shape}")
+            raise RuntimeError(
+                f"layer {layer} has other heads than in the pass before: {q.shape}, {k.shape}, {v.shape}"
+            )
         if self.keeps:
             self.layers.queries[layer] = q
         self.layers.specs[layer] = spec
@@ -257,9 +264,7 @@ def _with_numbers_side_by_side(t: torch.Tensor) -> torch.Tensor:
 def _recording(layers: LayerQueries, keeps: bool, attention: Attention) -> Attention:
     """Attention that notes each layer's queries, if they are kept, and parameters."""
 
-    def recorded(
-        layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec
-    ) -> torch.Tensor:
+    def recorded(layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec) -> torch.Tensor:
         if keeps:
             layers.queries[layer] = q
         layers.specs[layer] = spec
