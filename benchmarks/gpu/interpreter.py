@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
 from forerun.kernels import gpu
+from forerun.models.forward import exactness
 
 
 class RunAgain:
@@ -27,7 +28,8 @@ class RunAgain:
 
 @contextmanager
 def gpu_code(device: torch.device) -> Iterator[None]:
-    """A context in which models on this device run as on a GPU. On a GPU it changes nothing.
+    """A context in which models on this device run as on a GPU. On a GPU it changes nothing. In the interpreter, prompts'
+    chunks and the texts of the test of exactness are a few tokens long.
 
     Raises:
         ValueError: on a CPU, without Triton.
@@ -36,8 +38,15 @@ def gpu_code(device: torch.device) -> Iterator[None]:
         yield
         return
     try:
-        from forerun.models.forward import cuda_graphs
+        from forerun.models.forward import cuda_graphs, gpu_scorer
     except ImportError as error:
         raise ValueError("there is no GPU, and no Triton to interpret its kernels: pip install triton") from error
-    with mock.patch.object(gpu, "runs_on", lambda device: True), mock.patch.object(cuda_graphs, "Recorder", RunAgain):
+    with ExitStack() as stack:
+        for module, name, value in (
+            (gpu, "runs_on", lambda device: True),
+            (cuda_graphs, "Recorder", RunAgain),
+            (gpu_scorer, "PROMPT_CHUNK_TOKENS", 4),
+            (exactness, "PROBED_PASS_TOKENS", (1, 2, 5)),
+        ):
+            stack.enter_context(mock.patch.object(module, name, value))
         yield

@@ -13,7 +13,7 @@ import pytest
 import forerun
 
 SOURCE = Path(forerun.__file__).parent
-COUNTERPARTS = {"__init__", "__main__", "audit", "linear"}
+COUNTERPARTS = {"__init__", "__main__", "audit", "decoder_ops", "linear"}
 """File names that occur twice because one file is the other's counterpart: a command's, or a GPU's."""
 
 

@@ -145,6 +145,7 @@ class OuterDrafter(Drafter):
 
     @property
     def best_tokens(self) -> int:  # type: ignore[override]
+        """That of the inner drafter."""
         return self.inner.best_tokens
 
     @property

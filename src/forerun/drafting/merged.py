@@ -48,6 +48,7 @@ class MergedDrafter(Drafter):
 
     @property
     def best_tokens(self) -> int:  # type: ignore[override]
+        """The larger number of both."""
         return max(self.cheap.best_tokens, self.costly.best_tokens)
 
     def bind(self, target: Scorer, runtime: Runtime) -> None:

@@ -110,7 +110,9 @@ class GpuScorer(Scorer):
 
     @cached_property
     def _layers(self) -> TableLayers | None:
-        """None if tables cannot describe the layers."""
+        """None if tables cannot describe the layers, or there are others, which keep a state of the text."""
+        if self.recurrent:
+            return None
         shapes = Scorer(self.model).kv.layers
         heads = getattr(self.model.config.get_text_config(), "num_attention_heads", 0)
         known = heads and all(not heads % shape.heads for shape in shapes.values())
