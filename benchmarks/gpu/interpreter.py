@@ -28,8 +28,9 @@ class RunAgain:
 
 @contextmanager
 def gpu_code(device: torch.device) -> Iterator[None]:
-    """A context in which models on this device run as on a GPU. On a GPU it changes nothing. In the interpreter, prompts'
-    chunks and the texts of the test of exactness are a few tokens long.
+    """A context in which models on this device run as on a GPU. On a GPU it changes nothing.
+
+    In the interpreter prompts' chunks, and the texts by which exactness is tested, are a few tokens long.
 
     Raises:
         ValueError: on a CPU, without Triton.

@@ -264,8 +264,8 @@ class DecodingStep:
         return choices
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        """Logits of each row; on a GPU they may be still to come. A pass that fails leaves no trace. Then each row has a
-        pass of its own, and those that fail again are the ones to blame."""
+        """Logits of each row; on a GPU they may be still to come. A pass that fails leaves no trace. Then each row has
+        a pass of its own, and those that fail again are the ones to blame."""
         most = self.limit.now(len(rows))
         parts = [slice(first, first + most) for first in range(0, len(rows), most)]
         if len(parts) > 1:
