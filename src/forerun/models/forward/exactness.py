@@ -86,12 +86,14 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
 def _long(read: FullCache, limit: int | None) -> int:
     """How long a text may and should be to go before another one."""
     window = max((spec.window or 0 for spec in read.specs.values()), default=0)
+    if not read.layers:
+        return 0  # all layers are recurrent
     wanted = max(LONG_TEXT_TOKENS, window + PROBED_BRANCH_TOKENS)
     return wanted if limit is None else min(wanted, limit - sum(FAR_PASS_TOKENS) - 1)
 
 
 def _repeated(read: FullCache, length: int) -> FullCache:
-    """A cache of ``length`` tokens with another's keys and values, over and over."""
+    """A cache of ``length`` tokens with another's keys and values, over and over; recurrent layers begin with zeros."""
     far = FullCache(length + sum(FAR_PASS_TOKENS) + PROBED_BRANCH_TOKENS)
     while read.layers and far.length < length:
         count = min(read.length, length - far.length)
@@ -114,12 +116,22 @@ def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequen
             return f"a pass over {size} tokens rounds unlike one over {len(text)}"
     branch = min(PROBED_BRANCH_TOKENS, len(text) // 2)
     for others, reason in ((0, BRANCH_ROUNDS), (1, ROW_ROUNDS)) if branch else ():
-        before.truncate(start + len(text) - branch - 1)
+        _go_back(scorer, before, text, start, len(text) - branch - 1)
         if not _in_a_tree(scorer, before, text, branch, whole, others):
             return reason
     before.truncate(start)
     _read(scorer, before, text, [len(text)])
     return None
+
+
+def _go_back(scorer: Scorer, cache: FullCache, text: IntArray, start: int, count: int) -> None:
+    """Leave the first ``count`` tokens of a text that begins at ``start``. Recurrent layers may have to read some
+    again."""
+    cache.truncate(start + count)
+    if missing := text[cache.length - start : count].tolist():
+        block = Block(np.array(missing), DraftTree.empty(), cache.length)
+        scorer.score([block], [cache])
+        cache.commit(block, [])
 
 
 def _read(scorer: Scorer, cache: FullCache, text: IntArray, sizes: Sequence[int]) -> torch.Tensor:
