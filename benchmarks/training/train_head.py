@@ -231,7 +231,7 @@ class HeadTraining:
                 group["lr"] = options.rate * min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.recent.append([float(loss), *right])
+        self.recent.append([float(loss.detach()), *right])
         seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
         tokens = self.done.tokens + sum(len(text.tokens) for text in chosen)
         self.done = Progress(self.done.step + 1, tokens, seconds)

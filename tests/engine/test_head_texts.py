@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from forerun import Engine
 from forerun.core.long_context import LongContextConfig
 from forerun.core.origin import Origin
+from forerun.core.request import Request
+from forerun.core.sampling import Sampler
 from forerun.core.tree import DraftTree
 from forerun.drafting.drafter import Drafter
 from forerun.drafting.head_drafter import HeadDrafter
@@ -132,6 +134,54 @@ def test_a_conversation_goes_on_with_a_head() -> None:
     for _ in engine.run([request], caches=[cache]):
         pass
     assert request.tokens.tolist() == text[:32]
+
+
+def test_a_text_ends_in_the_middle_of_a_draft() -> None:
+    engine, expected = oracle_engine()
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        new = text[len(prompt) :]
+        end = new[9]
+        found = engine.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=end).requests[0]
+        assert found.generated.tolist() == new[: new.index(end) + 1]
+        assert found.finish_reason == "eos"
+
+
+class Sevens:
+    """A grammar: tokens 5, 6 and 7 of every eight are sevens."""
+
+    def _seven(self, length: int) -> bool:
+        return length % 8 > 4
+
+    def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not self._seven(len(ids)):
+            return scores
+        return torch.full_like(scores, -torch.inf).index_copy_(0, torch.tensor([7]), scores[7:8])
+
+    def forced(self, ids: torch.Tensor, most: int) -> list[int]:
+        ends = range(len(ids), len(ids) + most)
+        return [7] * next((n for n, length in enumerate(ends) if not self._seven(length)), most)
+
+    def complete(self, ids: torch.Tensor) -> bool:
+        return False
+
+    def on_trial(self) -> Sevens:
+        return self
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_head_walks_the_tokens_that_a_grammar_forces(head: str, tmp_path: Path) -> None:
+    model = tiny("llama")
+    settings = LongContextConfig(draft_model=HEADS[head](tmp_path, model))
+    texts = []
+    for drafter in ("none", "head"):
+        engine = Engine(model, drafter, settings=settings, prune_drafts=False, prefill_block=4)
+        requests = [Request(prompt, 24, sampler=Sampler(constraint=Sevens())) for prompt in PROMPTS]
+        for _ in engine.run(requests):
+            pass
+        texts.append([request.tokens.tolist() for request in requests])
+        drafted = sum(sum(request.stats.drafted) for request in requests)
+    assert texts[0] == texts[1]
+    assert drafted > 200
 
 
 def test_drafts_of_a_head_say_so() -> None:

@@ -118,7 +118,7 @@ class Bench:
             BASELINE: self.transformers,
             "transformers prompt lookup": partial(self.transformers, prompt_lookup_num_tokens=LOOKUP_TOKENS),
         }
-        if self.settings.draft_model is not None:
+        if isinstance(self.settings.draft_model, PreTrainedModel):
             makers["transformers assisted"] = partial(self.transformers, assistant_model=self.settings.draft_model)
         for name in self.drafters:
             makers[f"forerun {name}"] = partial(self.forerun, partial(self._drafter, name))

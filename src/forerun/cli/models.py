@@ -15,6 +15,8 @@ from forerun.core.long_context import LongContextConfig
 from forerun.drafting.recipes import DRAFTERS, Recipe
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.kv_tiers import KVMemory
+from forerun.models.heads.loading import is_head, load_head
+from forerun.models.heads.mtp import MTP
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
 from forerun.models.loading.yarn import stretch_model
 
@@ -64,7 +66,8 @@ def settings(
     tokenizer: PreTrainedTokenizerBase,
     recipes: Mapping[str, Recipe] = DRAFTERS,
 ) -> LongContextConfig:
-    """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named.
+    """Settings for the named drafters. The small model is loaded if one of them needs it, or if it was named; so is a
+    trained head, which ``--draft-model`` may name in its place.
 
     Args:
         options: of the target, and ``LongOptions`` if there are any. The bundled target has its own small model.
@@ -78,6 +81,8 @@ def settings(
     needed = options.draft_model is not None or any(recipes[each].small for each in drafters if each in recipes)
     if name is None or not needed:
         return make()
+    if name == MTP or is_head(name):
+        return make(name if name == MTP else load_head(name))
     return make(load_draft(name, target, tokenizer, trust_remote_code=options.trust_remote_code))
 
 

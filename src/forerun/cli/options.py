@@ -15,7 +15,8 @@ LONG_PANEL = "Long contexts"
 Dtype = Literal["auto", "float32", "bfloat16", "float64", "stored"]
 
 DRAFTER_HELP = (
-    "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; see docs/usage.md."
+    "How to draft: auto, trie, lookup, none; for long contexts low-rank, triforce-trie, triforce; with a trained head "
+    "head or mtp; see docs/usage.md."
 )
 MODEL_HELP = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
 DTYPE_HELP = "Of the weights; auto is the file's, and float32 for GGUF files, which stored leaves as they are."
@@ -115,7 +116,12 @@ class LongOptions:
 
     draft_model: Annotated[
         str | None,
-        option("--draft-model", panel=LONG_PANEL, help="The small model, like --model; with bundled, the bundled one."),
+        option(
+            "--draft-model",
+            panel=LONG_PANEL,
+            help="The small model, like --model; with bundled, the bundled one. Or the folder of "
+            "an EAGLE-3 or DFlash head; mtp for those in the model's own files.",
+        ),
     ] = None
     gamma1: Annotated[
         int, option("--gamma1", panel=LONG_PANEL, help="Tokens the small model drafts at a time.", min=1)

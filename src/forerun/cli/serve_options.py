@@ -32,7 +32,9 @@ class ServeOptions(DebugOptions):
     drafter: Annotated[str | None, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = None
     draft_model: Annotated[
         str | None,
-        option("--draft-model", panel="Model", help="The small model of triforce; with bundled, the bundled."),
+        option(
+            "--draft-model", panel="Model", help="The small model of triforce, the folder of a trained head, or mtp."
+        ),
     ] = None
     budget: Budget = None
     dtype: Annotated[Dtype | None, option("--dtype", panel="Model", help="Of the weights; auto is the file's.")] = None
