@@ -86,8 +86,6 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
 def _long(read: FullCache, limit: int | None) -> int:
     """How long a text may and should be to go before another one."""
     window = max((spec.window or 0 for spec in read.specs.values()), default=0)
-    if not read.layers:
-        return 0  # all layers are recurrent
     wanted = max(LONG_TEXT_TOKENS, window + PROBED_BRANCH_TOKENS)
     return wanted if limit is None else min(wanted, limit - sum(FAR_PASS_TOKENS) - 1)
 
