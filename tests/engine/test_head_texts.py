@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from support.heads import OracleHead, dflash, eagle3, mtp_target
-from support.tiny import ARCHITECTURES, PROMPTS, tiny
+from support.tiny import ARCHITECTURES, HYBRIDS, PROMPTS, build, tiny
 from transformers import PreTrainedModel
 
 from forerun import Engine
@@ -110,6 +110,21 @@ def test_heads_of_a_checkpoint_change_nothing(kind: str, count: int, dtype: str,
         ids = torch.tensor([PROMPTS[1]])
         own = model.generate(ids, do_sample=False, max_new_tokens=24, eos_token_id=None, pad_token_id=0)
         assert own[0].tolist() == engine.generate(PROMPTS[1], do_sample=False, **ON).requests[0].tokens.tolist()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "bamba"])
+def test_heads_of_a_target_with_recurrent_layers_change_nothing(name: str, tmp_path: Path) -> None:
+    model = build(*HYBRIDS[name], seed=3).float()
+    none = Engine(model, "none").generate(list(PROMPTS), do_sample=False, **ON).requests
+    expected = [request.tokens.tolist() for request in none]
+    settings = LongContextConfig(draft_model=eagle3(tmp_path, model))
+    for drafter in ("head", HeadDrafter(OracleHead(expected, model))):
+        engine = Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False)
+        found = engine.generate(list(PROMPTS), do_sample=False, **ON).requests
+        assert [request.tokens.tolist() for request in found] == expected
+        assert all(sum(request.stats.drafted) > 0 for request in found)
+    assert all(request.stats.tokens_per_step > 4 for request in found)
 
 
 def oracle_engine(**more: Any) -> tuple[Engine, list[list[int]]]:

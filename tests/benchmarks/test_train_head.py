@@ -1,0 +1,75 @@
+"""The command that trains heads: it writes one that loads, resumes, and the head learns."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from support.tiny import tiny
+
+from benchmarks.training.train_head import EagleModel, HeadOptions, aux_layers, export, frequent, run
+from forerun.drafting.head_drafter import HeadDrafter
+from forerun.engine.engine import Engine
+from forerun.models.forward.scorer import Scorer
+from forerun.models.heads.loading import load_head
+
+
+def test_a_head_is_trained_and_goes_on(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {i} and {i}? ", "answer": f"{i} and {i} is {2 * i}. " * 4} for i in range(24)]
+    texts, out = tmp_path / "texts.jsonl", tmp_path / "head"
+    texts.write_text("\n".join(map(json.dumps, rows)))
+    for minutes in (0.05, 0.1):
+        run(
+            HeadOptions(
+                model="bundled-draft",
+                texts=texts,
+                out=out,
+                minutes=minutes,
+                threads=1,
+                draft_vocab=256,
+                length=64,
+                check=1,
+            )
+        )
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)) and steps[-1] > 20
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert json.loads((out / "config.json").read_text())["draft_vocab_size"] == 256
+
+
+def test_the_head_that_is_written_computes_what_was_trained(tmp_path: Path) -> None:
+    """One step behind the target's states, and one behind its own."""
+    target, tokens = tiny("llama", torch.float32), np.random.default_rng(0).integers(0, 48, 14)
+    known = frequent([], 20, 48)
+    model = EagleModel(target, known, aux_layers(target))
+    for weight in model.parameters():
+        weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel()))
+    export(model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["d2t"].tolist() == [0] * 20
+    head = load_head(tmp_path)
+    head.bind(Scorer(target))
+    with torch.inference_mode():
+        found = target(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+        states = torch.cat([found[layer] for layer in model.layers], -1)
+        text = head.text()
+        head.record(text, tokens[:12], 0, states[0, :11])
+        growths, first = head.start([text])
+        second = head.extend(growths, [[0]], [[int(tokens[12])]])
+        hidden, earlier, logits = model.fc(states), list[tuple[torch.Tensor, torch.Tensor]](), []
+        embeddings = target.get_input_embeddings()(torch.from_numpy(tokens[None]))
+        for step in range(2):
+            places = torch.arange(11)[None] + step
+            hidden = model.midlayer(
+                embeddings[:, step + 1 : step + 12], hidden[:, :11], model.rotary(hidden, places), earlier
+            )
+            logits.append(model.lm_head(model.norm(hidden))[0, -1])
+    assert torch.allclose(first[0], logits[0], atol=1e-4)
+    assert torch.allclose(second[0], logits[1], atol=1e-4)
+    engine = Engine(target, HeadDrafter(load_head(tmp_path)), prune_drafts=False)
+    text = engine.generate(tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0]
+    assert text.tokens.tolist() == Engine(target, "none").generate(
+        tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0].tokens.tolist()  # fmt: skip
