@@ -45,6 +45,9 @@ OWN = {
                        "same_bits": "same bits in passes of all sizes"}),
     "exactness": OwnPart("Exactness", {"model": "model", "dtype": "type", "scorer": "scorer", "level": "level",
                          "reason": "reason"}),
+    "cells": OwnPart("Texts with drafts against texts without", {"heads": "heads", "drafter": "drafter",
+                     "sampled": "sampled", "rows": "rows", "exactness": "exactness", "accepted": "accepted drafts",
+                     "equal": "equal"}),
     "decoding": OwnPart("Plain decoding", {"model": "model", "context": "context", "who": "by",
                         "milliseconds": "ms a token", "gigabytes": "GB read",
                         "share_of_bandwidth": "share of the bandwidth"}),
@@ -56,10 +59,12 @@ OWN = {
     "audit": OwnPart("Audit of the bundled model", {"drafter": "drafter", "check": "check", "texts": "texts",
                      "different": "different"}),
 }  # fmt: skip
+LONG_DECODING = ("papers", "triforce", "--contexts", "122000", "--parts", "temperatures", "--temperatures", "0",
+                 "--drafters", "triforce,retrieval", "--sparse", "retrieval", "--dtype", "bfloat16", "--rounds", "2",
+                 "-n", "96", "--device", "cuda")  # fmt: skip
 OTHER_COMMANDS: dict[str, tuple[str, ...]] = {
-    "triforce": ("papers", "triforce", "--simulate-acceptance", "0.9", "--contexts", "122000", "--parts",
-                 "temperatures", "--temperatures", "0", "--drafters", "triforce,retrieval", "--sparse", "retrieval",
-                 "--dtype", "bfloat16", "--rounds", "2", "-n", "96", "--device", "cuda"),
+    "triforce": (*LONG_DECODING, "--simulate-acceptance", "0.9"),
+    "triforce-measured": (*LONG_DECODING, "--simulate-acceptance", "0.55"),
     "offload": ("offload", "--contexts", "16000", "--drafters", "retrieval,triforce-trie", "--rounds", "2", "-n", "64",
                 "--dtype", "bfloat16", "--device", "cuda"),
     "tasks": ("tasks", "--dtype", "bfloat16", "--prompts", "4", "--rounds", "2", "-n", "64", "-d", "none", "-d", "auto",
@@ -119,10 +124,11 @@ def run(options: GpuOptions) -> None:
     bench = _bench(options, cuda)
     report = Report("Forerun on a GPU", plain_values(options))
     delivery = Delivery(report, options.out, "gpu", options.json)
-    before = _measured(options)
+    wanted = names("--parts", options.parts, GPU_PARTS)
+    before = _measured(options, wanted)
     began = time.monotonic()
     with gpu_code(bench.device):
-        for name in names("--parts", options.parts, GPU_PARTS):
+        for name in (each for each in GPU_PARTS if each in wanted or each in before):
             left = 60 * options.minutes - (time.monotonic() - began)
             rows = before.get(name) or _part(name, bench, options.out, left)
             if rows:
@@ -145,13 +151,13 @@ def _bench(options: GpuOptions, cuda: bool) -> GpuBench:
     )  # fmt: skip
 
 
-def _measured(options: GpuOptions) -> dict[str, list[Row]]:
-    """The parts that the report has already."""
+def _measured(options: GpuOptions, wanted: Sequence[str]) -> dict[str, list[Row]]:
+    """The parts that the report has already, but for those to be measured again."""
     path = options.out / "gpu.json"
-    if options.again or not path.exists():
+    if not path.exists():
         return {}
     parts: dict[str, list[Row]] = json.loads(path.read_text(encoding="utf-8"))["parts"]
-    return {name: rows for name, rows in parts.items() if name != "skipped"}
+    return {name: rows for name, rows in parts.items() if name in GPU_PARTS and not (options.again and name in wanted)}
 
 
 def _part(name: str, bench: GpuBench, out: Path, seconds: float) -> list[Row]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -21,6 +23,7 @@ from benchmarks.studies.memory_bandwidth import BufferReader, weight_bytes
 from forerun.audit.audit import Comparison, Plan
 from forerun.audit.audit import audit as audit_of
 from forerun.core.block import Block
+from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.models.forward.gpu_scorer import GpuScorer
@@ -117,6 +120,35 @@ def exactness(bench: GpuBench) -> list[Row]:
     return rows
 
 
+CELLS_OF_ATTENTION = {"many KV heads": (4, 4), "groups": (4, 2), "one KV head": (4, 1)}
+"""Query heads and KV heads of the models of ``cells``."""
+
+
+def cells(bench: GpuBench) -> list[Row]:
+    """Texts of small random models with each drafter, against none: heads, sampling, and one row or three."""
+    rows = []
+    whole = bench.device.type == "cuda"
+    for name, (heads, kv_heads) in CELLS_OF_ATTENTION.items() if whole else [("groups", (4, 2))]:
+        model = random_model(ModelShape(2, 64, 96, heads, kv_heads, 61), bench.dtype, str(bench.device))
+        texts = np.random.default_rng(0).integers(0, 4, (3, 40 if whole else 8)).tolist()
+        settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
+        plain = Engine(model, "none")
+        for drafter in ("trie", "retrieval", "triforce-trie") if whole else ("trie",):
+            engine = Engine(model, drafter, settings=settings, prune_drafts=False)
+            for sample, batch in itertools.product((False, True), (1, 3)) if whole else [(False, 1)]:
+                options: dict[str, Any] = {"do_sample": sample, "seed": 1, "eos_token_id": None}
+                options["max_new_tokens"] = 48 if whole else 6
+                pair = [each.generate(texts[:batch], **options) for each in (plain, engine)]
+                rows.append(
+                    {
+                        "heads": name, "drafter": drafter, "sampled": sample, "rows": batch,
+                        "exactness": plain.exactness.level, "equal": pair[0].generated == pair[1].generated,
+                        "accepted": sum(sum(stats.accepted) for stats in pair[1].stats),
+                    }
+                )  # fmt: skip
+    return rows
+
+
 def _probed(engine: Engine) -> Row:
     return {
         "dtype": str(engine.target.model.dtype),
@@ -178,6 +210,10 @@ def _one_token(bench: GpuBench, scorer: GpuScorer, context: int) -> Iterator[tup
     if bench.device.type != "cuda":
         bench.skipped["transformers with torch.compile"] = "needs a GPU"
         return
+    if find_spec("vllm") is None:
+        bench.skipped["vLLM"] = "not installed"
+    else:
+        bench.skipped["vLLM"] = "installed, but not called here: measure it with its own `vllm bench latency`"
     try:
         yield "transformers, compiled, static cache", _compiled(scorer.model, context)
     except Exception as error:  # whatever another library raises is no failure of this command

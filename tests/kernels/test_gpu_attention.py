@@ -53,8 +53,7 @@ def run(rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: 
     blocks = [block for _, block, _, _ in rows]
     addresses, strides = np.array([[place for place, _ in found]]), np.array([[each for _, each in found]])
     positions = np.concatenate([block.positions for block in blocks])
-    group, width = rows[0][2].shape[1] // rows[0][3].shape[1], rows[0][2].element_size()
-    batch = PassDescription(blocks, addresses, strides, positions, group, width)
+    batch = PassDescription(blocks, addresses, strides, positions, rows[0][2].shape[1] // rows[0][3].shape[1])
     places = PassTables(batch.sizes, CPU, batch.aligned)
     places.fill(batch)
     q = torch.cat([each for _, _, each, _ in rows], 2)

@@ -132,6 +132,18 @@ def test_hidden_states(on_gpu: list[int]) -> None:
     torch.testing.assert_close(found, torch.cat([right[layer][0] for layer in layers], -1), atol=2e-5, rtol=0)
 
 
+def test_weights_that_are_joined_stay_where_they_are(on_gpu: list[int]) -> None:
+    """A second scorer of a model moves nothing, so that the first one need not begin anew."""
+    own = model()
+    before = {name: weight.clone() for name, weight in own.state_dict().items()}
+    first = GpuScorer(own)
+    GpuScorer(own)
+    assert first._watch.same()
+    assert all(torch.equal(before[name], weight) for name, weight in own.state_dict().items())
+    part = own.model.layers[0].self_attn
+    assert part.k_proj.weight.data_ptr() == part.q_proj.weight.data_ptr() + part.q_proj.weight.nbytes
+
+
 @torch.inference_mode()
 def test_recordings_are_few_and_never_made_twice(on_gpu: list[int]) -> None:
     """Powers of two of tokens, whatever a tree looks like and wherever in the text it is."""

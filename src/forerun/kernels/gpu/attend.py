@@ -87,20 +87,28 @@ def attend(layer: int, q: torch.Tensor, kv_heads: int, out_dim: int, places: Pas
                q.stride(2), scaling / math.log(2), window or 0, softcap or 0.0, group, splits)  # fmt: skip
     widths = (dim, out_dim, _width(dim), _width(out_dim))
     how = (softcap is not None, places.aligned, size.tile, GPU_BLOCK_TOKENS)
+    stages = pipeline_stages(_width(max(dim, out_dim)) * q.element_size())
     cuts = (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS)
     if size.splits:
         spread = 1 if merging else min(size.splits, max(1, SCAN_PROGRAMS // (size.tiles * kv_heads)))
         _scan[(size.tiles, kv_heads, spread)](
             *queries, places.tiles, merging, *widths, *how, *cuts, enable_fp_fusion=False,
-            num_warps=scan_warps(size.tile),
+            num_warps=scan_warps(size.tile), num_stages=stages,
         )  # fmt: skip
     floats = None if sinks is None else sinks.detach().float().contiguous()
     part = min(GPU_COMBINE_NUMBERS, _width(out_dim))
     _combine[(n, kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part))](
         *queries, places.own, size.own, kv_heads, q if floats is None else floats, floats is not None, out, merging,
         dim, out_dim, _width(dim), part, *how, GPU_COMBINE_QUERIES, GPU_COMBINE_SPLITS, *cuts, enable_fp_fusion=False,
+        num_stages=stages,
     )  # fmt: skip
     return out.transpose(0, 1)[None]
+
+
+def pipeline_stages(row_bytes: int) -> int:
+    """Blocks of keys and values that are loaded ahead, given the bytes of a head's key: what the shared memory of any
+    processor since Ampere has room for."""
+    return 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
 
 
 def scan_warps(tile: int) -> int:

@@ -34,7 +34,7 @@ the states of a pass over 16 tokens are a sixteenth of the keys and values that 
 RECORDED_OWN_KEYS = 96
 """The most keys that only one token of a recorded pass sees: those of a block, and of a draft of 64 tokens."""
 TABLE_ALIGNMENT = 16
-"""Bytes of whose multiples tables and rows begin. Triton compiles a kernel anew for a pointer that is less aligned."""
+"""Bytes. Tables and rows begin at multiples of it, as Triton compiles a kernel anew for a pointer that does not."""
 
 
 class TableSizes(NamedTuple):
@@ -90,7 +90,7 @@ class PassTables:
         own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
         rows: of each row its first token, its number of tokens, and its first tile, ``[R, 3]``.
         tiles: of each tile its row, and its number within the row, ``[T, 2]``.
-        aligned: whether all rows' memory, and each token in it, begins at multiples of 16 bytes.
+        aligned: whether all addresses and strides are multiples of 16.
     """
 
     def __init__(self, sizes: TableSizes, device: torch.device, aligned: bool = True) -> None:
@@ -166,7 +166,7 @@ class PassDescription:
 
     Args:
         blocks: each row's input; its start is the number of tokens in the row's memory.
-        addresses, strides: as in ``PassTables``; strides in numbers of ``width`` bytes.
+        addresses, strides: as in ``PassTables``.
         positions: of the tokens for the model, ``[n]``.
         group: query heads of a KV head.
     """
@@ -178,12 +178,11 @@ class PassDescription:
         strides: IntArray,
         positions: IntArray,
         group: int,
-        width: int,
     ) -> None:
         counts = np.array([len(block) for block in blocks])
         tile = GPU_COMBINE_QUERIES if counts.max() * group <= GPU_COMBINE_QUERIES else GPU_TILE_QUERIES
         self.group = group
-        self.aligned = not ((addresses % TABLE_ALIGNMENT).any() or (strides * width % TABLE_ALIGNMENT).any())
+        self.aligned = not ((addresses % TABLE_ALIGNMENT).any() or (strides % TABLE_ALIGNMENT).any())
         ends, tiles = np.cumsum(counts), -(-counts * group // tile)
         parts = [_described(row, block) for row, block in enumerate(blocks)]
         tokens = np.concatenate([part for part, _ in parts])
@@ -207,7 +206,7 @@ class PassDescription:
 
 
 def splits_of(length: int) -> int:
-    """The number of splits in which so many positions lie."""
+    """The number of splits that the first ``length`` positions lie in."""
     short = GPU_SHORT_SPLITS * GPU_SHORT_SPLIT_TOKENS
     return -(-min(length, short) // GPU_SHORT_SPLIT_TOKENS) + -(-max(length - short, 0) // GPU_SPLIT_TOKENS)
 

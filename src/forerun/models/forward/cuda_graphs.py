@@ -70,7 +70,7 @@ class GraphCache(Generic[Result]):
     def __init__(self, run: Callable[[PassTables], Result], spare: SpareRow, device: torch.device) -> None:
         self._run, self._spare, self._device = run, spare, device
         self._recorder = Recorder()
-        self._kept: dict[TableSizes, _Recording[Result] | None] = {}
+        self._kept: dict[tuple[TableSizes, bool], _Recording[Result] | None] = {}
         self._refused = False
 
     @property
@@ -82,14 +82,15 @@ class GraphCache(Generic[Result]):
         """A pass's result; it is valid until the next pass."""
         small = batch.sizes.tokens <= RECORDED_TOKENS and batch.sizes.own <= RECORDED_OWN_KEYS
         sizes = batch.sizes.rounded(batch.group)
-        if self._refused or not small or not batch.aligned:
+        if self._refused or not small:
             return self._at_once(batch)
-        if sizes not in self._kept:
-            self._kept[sizes] = None
+        key = sizes, batch.aligned
+        if key not in self._kept:
+            self._kept[key] = None
             return self._at_once(batch)
-        recording = self._kept[sizes]
+        recording = self._kept[key]
         if recording is None and self.recordings < RECORDINGS_KEPT:
-            recording = self._recorded(batch, sizes)
+            recording = self._kept[key] = self._recorded(batch, sizes)
         if recording is None:
             return self._at_once(batch)
         recording.places.fill(batch, self._spare)
@@ -102,7 +103,7 @@ class GraphCache(Generic[Result]):
         return self._run(places)
 
     def _recorded(self, batch: PassDescription, sizes: TableSizes) -> _Recording[Result] | None:
-        places = PassTables(sizes, self._device)
+        places = PassTables(sizes, self._device, batch.aligned)
         places.fill(batch, self._spare)
         try:
             replay, result = self._recorder.record(lambda: self._run(places))
@@ -110,5 +111,4 @@ class GraphCache(Generic[Result]):
             log.warning("this model's passes cannot be recorded as CUDA graphs, so they are slower: %s", error)
             self._refused = True
             return None
-        self._kept[sizes] = recording = _Recording(places, replay, result)
-        return recording
+        return _Recording(places, replay, result)

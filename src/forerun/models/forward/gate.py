@@ -120,14 +120,19 @@ def _has_alibi(config: PreTrainedConfig) -> bool:
 
 @torch.inference_mode()
 def _reason_in_numbers(scorer: Scorer) -> str | None:
+    try:
+        return _reason_in_trees(scorer) or _reason_in_chunk(scorer)
+    except _PassError as failure:
+        return str(failure) if scorer.model._can_set_attn_implementation() else FOREIGN
+
+
+def _reason_in_trees(scorer: Scorer) -> str | None:
+    """Why a draft tree's logits are wrong, or None."""
     limit, errors = TOLERANCE[scorer.model.dtype], []
     for text in range(ROUTED_TEXTS if _has_experts(scorer.model) else 1):
-        try:
-            errors.append(_tree_error(scorer, text))
-        except _PassError as failure:
-            return str(failure) if scorer.model._can_set_attn_implementation() else FOREIGN
+        errors.append(_tree_error(scorer, text))
         if errors[-1] <= limit:
-            return _reason_in_chunk(scorer)
+            return None
     return f"its logits over a draft tree differ from its own by {min(errors):.2g} (relative; {limit:g} is allowed)"
 
 
@@ -142,7 +147,8 @@ def _reason_in_chunk(scorer: Scorer) -> str | None:
         cache = FullCache()
         for start in (0, count):
             block = Block(tokens[start : start + count], DraftTree.empty(), start, whole)
-            logits = scorer.score([block], [cache])[0]
+            with _naming("a pass over a whole chunk of a prompt"):
+                logits = scorer.score([block], [cache])[0]
             cache.commit(block, [])
         last.append(logits)
     error = relative_error(*last)

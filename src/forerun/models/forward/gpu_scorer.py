@@ -196,7 +196,7 @@ class GpuScorer(Scorer):
         positions = np.concatenate([cache.positions(block) for block, cache, _ in rows])
         addresses, width = np.stack([row.addresses for *_, row in rows], 1), self.model.dtype.itemsize
         strides = np.stack([row.strides for *_, row in rows], 1) // width
-        return PassDescription(placed, addresses, strides, positions, tables.group, width)
+        return PassDescription(placed, addresses, strides, positions, tables.group)
 
     def _run(self, tables: TableLayers, kept: _Kept, places: PassTables) -> _Results:
         """A pass, whose input is in the tables."""

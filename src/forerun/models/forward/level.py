@@ -46,7 +46,8 @@ def read(
     while cache.length < len(text) and (most is None or done < most):
         count = cache.next_read(len(text))
         count = count if scorer.reads_whole(cache) else min(block_size, count)
-        block = Block(text[cache.length : cache.length + count], DraftTree.empty(), cache.length)
+        whole = count == scorer.prompt_chunk and cache.length % count == 0
+        block = Block(text[cache.length : cache.length + count], DraftTree.empty(), cache.length, whole)
         scorer.score([block], [cache])
         cache.commit(block, [])
         done += count
