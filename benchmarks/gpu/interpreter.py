@@ -48,7 +48,8 @@ def gpu_code(device: torch.device) -> Iterator[None]:
             (cuda_graphs, "Recorder", RunAgain),
             (gpu_scorer, "PROMPT_CHUNK_TOKENS", 4),
             (exactness, "PROBED_PASS_TOKENS", (1, 2, 5)),
-            (exactness, "LONG_TEXT_TOKENS", 8),
+            (exactness, "FAR_PASS_TOKENS", (1, 2)),
+            (exactness, "LONG_TEXT_TOKENS", 12),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield
