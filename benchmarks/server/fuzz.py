@@ -15,7 +15,6 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.request import urlopen
 
 import typer
 
@@ -24,8 +23,12 @@ from benchmarks.server.response_checks import ask_all, wrong
 from benchmarks.server.server_process import ServerProcess
 from forerun.cli.options import DebugOptions
 
-OPTIONS = ("--max-tokens", "64", "--kv-memory", "1GiB", "--namespaces", "8")
-"""Of the server: answers so short that thousands take minutes."""
+KEYS, ADMIN_KEY = ("key-of-a", "key-of-b", "key-of-c"), "key-of-admin"
+OPTIONS = (
+    "--max-tokens", "64", "--kv-memory", "1GiB", "--namespaces", "8", "--admin-key", ADMIN_KEY,
+    *(part for key in KEYS for part in ("--api-key", key)), "--allowed-host", "example.com",
+)  # fmt: skip
+"""Of the server: answers so short that thousands take minutes, several tenants, and hosts that are checked."""
 WARM = 200
 """Requests before the server is looked at first: by then it has the threads that it keeps."""
 INDEX = 64 << 20
@@ -45,7 +48,7 @@ class FuzzOptions(DebugOptions):
 def run(options: FuzzOptions) -> None:
     """Fuzz; exit status 1 if anything was wrong."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with ServerProcess(OPTIONS, options.out.with_suffix(".log")) as served:
+    with ServerProcess(OPTIONS, options.out.with_suffix(".log"), ADMIN_KEY) as served:
         result = _fuzz(served, options.requests, options.clients, options.seed)
     options.out.write_text(json.dumps(result, indent=1))
     print(json.dumps({name: value for name, value in result.items() if name != "wrong"}))
@@ -54,12 +57,11 @@ def run(options: FuzzOptions) -> None:
 
 
 def _fuzz(served: ServerProcess, requests: int, clients: int, seed: int) -> dict[str, Any]:
-    with urlopen(f"http://127.0.0.1:{served.port}/openapi.json") as answer:
-        description = json.load(answer)
-    warm = Fuzz(description, seed + 1, large=0)
+    description = json.loads(served.get("/openapi.json", KEYS[0]))
+    warm = Fuzz(description, seed + 1, large=0, keys=KEYS)
     asyncio.run(ask_all(served.port, [warm.shot() for _ in range(WARM)], clients))
     before = served.rest()
-    fuzz = Fuzz(description, seed)
+    fuzz = Fuzz(description, seed, keys=KEYS)
     shots = [fuzz.shot() for _ in range(requests)]
     answers = asyncio.run(ask_all(served.port, shots, clients))
     after = served.rest()

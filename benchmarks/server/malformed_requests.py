@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,32 @@ SCHEMAS: list[Json] = [
     {"allOf": [{"properties": {f"k{i}": {"type": "string"}}} for i in range(300)]},
     {"$defs": {"n": {"properties": {"a": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
     {"type": "object", "properties": {"\ud800": {"type": "string"}}, "required": ["\ud800"]},
+    {"const": "a" * 1900},
+    {"const": "a" * 60_000},
+    {"const": "\ufffd" * 600},
+    {"const": {"a": ["b" * 300] * 5}},
+    {"enum": ["a" * 1500, "b" * 1500]},
+    {"type": "string", "pattern": "^a{1900}$"},
+    {"type": "string", "pattern": "^a{60000}$"},
+    {"type": "array", "minItems": 300, "items": {"const": "ab"}},
+    {"allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(9)]},
 ]
-"""Schemas that are wrong, cannot be met, or are hard to compile or to follow."""
+"""Schemas that are wrong, cannot be met, are hard to compile or to follow, or spell out long texts."""
+HOSTS = (
+    HOST,
+    "localhost",
+    "localhost:1",
+    "[::1]",
+    "example.com",
+    "evil.example",
+    "evil.example:80",
+    "",
+    "a b",
+    "[",
+    "é",
+)
+"""What requests name as the server; the last seven but one are foreign where hosts are checked."""
+ORIGINS = ("http://evil.example", "null", f"http://{HOST}", "", "http://[")
 SCALARS: list[Json] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**400, 0.5, -0.0, 1e-320, 1e308,
     float("nan"), float("inf"), -float("inf"), "", "\0", "\ud800", "\udfff x", "x" * 5000, "é" * 300, "\U0010ffff",
@@ -119,10 +143,11 @@ class Fuzz:
         description: the server's ``/openapi.json``.
         seed: of all that is random.
         large: bytes of the largest bodies; 0 for none.
+        keys: of the tenants that ask; none sends no key.
     """
 
-    def __init__(self, description: Json, seed: int, large: int = LARGE) -> None:
-        self._all, self._large = description, large
+    def __init__(self, description: Json, seed: int, large: int = LARGE, keys: Sequence[str] = ()) -> None:
+        self._all, self._large, self._keys = description, large, keys
         self._random = random.Random(seed)
         self._posts = [path for path, how in description["paths"].items() if "post" in how]
         self._makers: list[tuple[Callable[[], Shot], float]] = [
@@ -190,8 +215,19 @@ class Fuzz:
     def _post(self, path: str, body: bytes) -> bytes:
         kind = self._random.choice(TYPES)
         said = f"Content-Type: {kind}\r\n".encode("latin-1") if kind else b""
-        head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n".encode()
-        return head + said + b"\r\n" + body
+        head = f"POST {path} HTTP/1.1\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{self._who()}"
+        return head.encode("latin-1") + said + b"\r\n" + body
+
+    def _who(self) -> str:
+        """Whom a request asks, from where, and whose it is: mostly as the server wants it."""
+        host = HOST if self._random.random() < 0.93 else self._random.choice(HOSTS)
+        lines = [f"Host: {host}"]
+        if self._random.random() < 0.05:
+            lines.append(f"Origin: {self._random.choice(ORIGINS)}")
+        if self._keys:
+            key = self._random.choice(self._keys) if self._random.random() < 0.95 else "wrong"
+            lines.append(f"Authorization: Bearer {key}")
+        return "".join(f"{line}\r\n" for line in lines)
 
     def _body(self, path: str) -> Json:
         content = self._all["paths"][path]["post"]["requestBody"]["content"]
@@ -213,9 +249,9 @@ class Fuzz:
             "prompt": lambda: self._random.choice(
                 ("Hi", "def f(x):", ["a", "b"], [5, 6, 7], [[1], [2, 3]], "x " * 400)
             ),
-            "max_tokens": lambda: self._random.randint(1, 6),
-            "max_completion_tokens": lambda: self._random.randint(1, 6),
-            "max_output_tokens": lambda: self._random.randint(1, 6),
+            "max_tokens": self._length,
+            "max_completion_tokens": self._length,
+            "max_output_tokens": self._length,
             "input": lambda: self._random.choice(("Hi", [{"role": "user", "content": "Hi"}], [{"type": "reasoning"}])),
             "tools": lambda: [copy.deepcopy(self._random.choice(TOOLS))] * self._random.choice((1, 1, 2)),
             "tool_choice": lambda: self._random.choice(("auto", "none", "required", {"type": "function", "name": "f"})),
@@ -223,11 +259,18 @@ class Fuzz:
             "n": lambda: self._random.choice((1, 1, 2, 3, 128)),
             "stop": lambda: self._random.choice(("e", ["a", "\n"], "long " * 2000, ["e" * 100_000])),
             "response_format": self._format,
-            "forerun": lambda: {"namespace": self._random.choice("abc"), "budget": self._random.choice((0, 4, 64))},
+            "forerun": lambda: {
+                "namespace": self._random.choice(("a", "b", "c", f"n{self._random.randrange(10**6)}")),
+                "budget": self._random.choice((0, 4, 64)),
+            },
             "role": lambda: self._random.choice(("user", "system")),
             "content": lambda: self._random.choice(("Hi", "", [{"type": "text", "text": "Hi"}], "y " * 300)),
         }
         return usual[name]() if name in usual else self._value(schema)
+
+    def _length(self) -> int:
+        """Of an answer in tokens: short ones as a rule, so that thousands take minutes."""
+        return self._random.randint(1, 6) if self._random.random() < 0.9 else self._random.choice((48, 64, 65))
 
     def _format(self) -> Json:
         schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.error import URLError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import forerun
 from benchmarks.server.servers import free_port
@@ -44,9 +44,11 @@ class ServerProcess:
     Args:
         options: of the command, beside model, name and port.
         log: where its stderr goes; nowhere by default.
+        admin_key: that its metrics need, if they do.
     """
 
-    def __init__(self, options: Sequence[str] = (), log: Path | None = None) -> None:
+    def __init__(self, options: Sequence[str] = (), log: Path | None = None, admin_key: str = "none") -> None:
+        self._admin_key = admin_key
         self._folder = tempfile.TemporaryDirectory()
         self.port = free_port()
         model = _with_template(Path(self._folder.name))
@@ -91,12 +93,17 @@ class ServerProcess:
         """Requests that run and wait, part of the memory for keys and values that is taken, bytes of indexes."""
         wanted = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "index_bytes")
         found = {}
-        with urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=PATIENCE) as answer:
-            for line in answer.read().decode().splitlines():
-                name, _, value = line.removeprefix("forerun:").partition(" ")
-                if name in wanted:
-                    found[name] = float(value)
+        for line in self.get("/metrics", self._admin_key).splitlines():
+            name, _, value = line.removeprefix("forerun:").partition(" ")
+            if name in wanted:
+                found[name] = float(value)
         return found
+
+    def get(self, address: str, key: str) -> str:
+        """What an address answers to who has a key."""
+        asked = Request(f"http://127.0.0.1:{self.port}{address}", headers={"Authorization": f"Bearer {key}"})
+        with urlopen(asked, timeout=PATIENCE) as answer:
+            return str(answer.read().decode())
 
     def rest(self) -> dict[str, Any]:
         """What it has once all requests have ended, and idle connections and threads are gone."""

@@ -18,6 +18,7 @@ from forerun.models.loading.load import load
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.server import calls
 from forerun.server.api_errors import ApiError
+from forerun.server.messages_api import MessagesRequest
 from forerun.server.prompt_encoder import MIDDLE_TOKENS, PromptEncoder
 from forerun.server.schema import IGNORED_FIELDS, CompletionRequest
 
@@ -503,3 +504,71 @@ def test_drafts_are_told_in_vllms_words(server: LiveServer) -> None:
     last = json.loads(lines[-3].removeprefix("data: "))
     assert set(last["metrics"]["speculative_decoding"]) == set(figures)
     until(lambda: not server.scheduler.busy)
+
+
+# --- Anthropic's messages
+
+
+def messages(**more: Any) -> Json:
+    return {
+        "model": "bundled",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_tokens": 24,
+        "temperature": 0,
+        **more,
+    }
+
+
+def events_of(text: str) -> list[Json]:
+    return [json.loads(each.partition("data: ")[2]) for each in text.split("\n\n") if each]
+
+
+def test_a_message_is_the_chats_answer(server: LiveServer) -> None:
+    chat = server.post(messages(), "chat/completions").json()
+    whole = server.post(messages(), "messages").json()
+    assert [(block["type"], block["text"]) for block in whole["content"]] == [
+        ("text", chat["choices"][0]["message"]["content"])
+    ]
+    assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "max_tokens")
+    usage = whole["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
+    events = events_of(server.post(messages(stream=True), "messages").text)
+    kinds = [each["type"] for each in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    texts = [each["delta"]["text"] for each in events if each["type"] == "content_block_delta"]
+    assert "".join(texts) == whole["content"][0]["text"]
+
+
+def test_a_message_calls_a_tool_and_takes_its_result(server: LiveServer) -> None:
+    tool = {
+        "name": "weather",
+        "description": "Of a city.",
+        "input_schema": {"properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]},
+    }
+    asked = messages(tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=200)
+    whole = server.post(asked, "messages").json()
+    (call,) = [block for block in whole["content"] if block["type"] == "tool_use"]
+    assert (call["name"], call["input"], whole["stop_reason"]) == ("weather", {"city": "Paris"}, "tool_use")
+    events = events_of(server.post({**asked, "stream": True}, "messages").text)
+    pieces = [each["delta"].get("partial_json", "") for each in events if each["type"] == "content_block_delta"]
+    assert json.loads("".join(pieces)) == {"city": "Paris"}
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "Rain"}]}
+    turns = [*asked["messages"], {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    chat = MessagesRequest(**messages(messages=turns, system="Be short.", tools=[tool])).chat()
+    assert [turn.role for turn in chat.messages] == ["system", "user", "assistant", "tool"]
+    assert chat.messages[2].for_template()["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+    assert server.post(messages(messages=turns, tools=[tool]), "messages").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0: must be text"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "role user or assistant"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tool 0 is run by Anthropic's servers"),
+        ({"max_tokens": None}, "max_tokens"),
+    ],
+)
+def test_what_a_message_cannot_be_is_refused(server: LiveServer, change: Json, said: str) -> None:
+    assert said in error_of(server.post(messages(**change), "messages"))["message"]

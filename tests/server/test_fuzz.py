@@ -86,7 +86,7 @@ def test_nonsense_is_refused_and_leaves_nothing_behind(engine: Engine, servers: 
     answers = asyncio.run(ask_all(one.port, shots, clients=8))
     for shot, answer in zip(shots, answers, strict=True):
         assert not (told := wrong(shot, answer)), (told, shot)
-    assert sum(answer.status == 200 for answer in answers) > 0.15 * count
+    assert sum(answer.status == 200 for answer in answers) > 0.12 * count
     until(lambda: not one.scheduler.busy)
     until(lambda: tasks() <= before)
     assert one.scheduler.memory == 0

@@ -24,6 +24,7 @@ from forerun.server import scheduler
 from forerun.server.admission import Admission, Ending, FairShare, QueueFullError, ScheduledRequest, SchedulerLimits
 from forerun.server.calls import LoopDispatcher
 from forerun.server.scheduler import Scheduler
+from forerun.server.step_shares import MIN_SHARED_DRAFT, StepShares
 from forerun.tensor_parallel.channel import ParallelError
 
 PATIENCE = 60.0
@@ -243,6 +244,35 @@ def test_the_time_to_come_again_is_that_of_what_runs() -> None:
     assert 99 <= one.retry_after("a") <= 101
     one.add(ticket("a"))
     assert 108 <= one.retry_after("a") <= 112
+
+
+@pytest.mark.parametrize(
+    ("fixed", "rows", "draft"), [(0, 1, MIN_SHARED_DRAFT), (24, 5, MIN_SHARED_DRAFT), (149, 15, 9), (10**6, 15, 64)]
+)
+def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed: int, rows: int, draft: int) -> None:
+    """Where a token costs as much as the first, one row of the others steps along; where it costs nothing, all do."""
+    shares, running = StepShares(), [ticket("flood") for _ in range(15)] + [ticket("other")]
+    for count in range(8):
+        commit = Commit(running[0].request, [1], 0, count)
+        shares.learn([("flood", commit)], fixed + 1 + count)
+    plans = [shares.plan(running) for _ in range(15)]
+    assert all(running[-1].request.id not in plan.resting for plan in plans)
+    assert {len(running) - 1 - len(plan.resting) for plan in plans} == {rows}
+    assert min(min(plan.budgets.values()) for plan in plans) >= draft
+    assert all(running[-1].request.id not in plan.budgets for plan in plans)
+    turns = [sum(each.request.id not in plan.resting for plan in plans) for each in running[:-1]]
+    assert max(turns) - min(turns) <= 1  # the others take turns
+    assert shares.plan(running[:15]) == (set(), {})
+
+
+def test_no_text_changes_where_rows_sit_steps_out(servers: list[SchedulerSetup]) -> None:
+    one = server(servers, one=engine("trie"), tenants=2)
+    alone = engine("none").generate([prompt(9, n) for n in range(4)], max_new_tokens=40).generated
+    clients = [Client() for _ in range(4)]
+    for number, client in enumerate(clients):
+        one.submit(client, one.request(prompt(9, number), 40), tenant="other" if number == 3 else "flood")
+    assert [client.wait() for client in clients] == ["finished"] * 4
+    assert [client.tokens for client in clients] == alone
 
 
 def test_who_loses_a_place_hears_of_it(servers: list[SchedulerSetup]) -> None:

@@ -48,11 +48,11 @@ class PausableEngine:
         batch = self.engine.batch(limit, **options)
         step = batch.step
 
-        def held() -> Any:
+        def held(*given: Any) -> Any:
             assert self.gate.wait(PATIENCE)
             if self.broken:
                 raise LookupError("broken in the test")
-            return step()
+            return step(*given)
 
         batch.step = held
         return batch

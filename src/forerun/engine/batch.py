@@ -6,9 +6,9 @@ that takes long (``prefill_pacing.py``). A beginning that several prompts share 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 import torch
 
@@ -19,6 +19,8 @@ from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
 from forerun.engine.step import DecodingStep, Row
 from forerun.kv.full_cache import FullCache
+
+NO_BUDGETS: Mapping[int, int] = MappingProxyType({})
 
 
 class Batch:
@@ -126,8 +128,12 @@ class Batch:
         """Maximum bytes that all draft levels take for a request."""
         return self._step.drafter.needs(self.tokens(request)) if request.drafts else 0
 
-    def step(self) -> list[Commit]:
+    def step(self, resting: Collection[int] = (), budgets: Mapping[int, int] = NO_BUDGETS) -> list[Commit]:
         """Take one step with all rows.
+
+        Args:
+            resting: ids of requests that sit it out.
+            budgets: the longest drafts of some requests by their ids, where they are shorter than usual.
 
         Returns:
             A commit for each row that got tokens, and for each that ended by an error of its own (``Request.error``).
@@ -137,11 +143,11 @@ class Batch:
         with self._lock:
             beside = any(row.begun for row in self._rows.values())
             working = self._pacing is None or self._pacing.works(beside)
-            worked, failed = self._catch_up(beside) if working else (False, [])
+            worked, failed = self._catch_up(beside, resting) if working else (False, [])
             commits = [Commit(row.request, [], 0) for row in failed]
-            decoding, reading = self._schedule(beside, working)
+            decoding, reading = self._schedule(beside, working, resting)
             if decoding or reading:
-                commits += self._timed(decoding, reading, beside, worked)
+                commits += self._timed(decoding, reading, beside, worked, budgets)
             for row in (*decoding, *reading):
                 self._sharing.read(row)
         for commit in commits:
@@ -159,12 +165,13 @@ class Batch:
         for request in self.requests:
             self._remove(request)
 
-    def _schedule(self, beside: bool, working: bool) -> tuple[list[Row], dict[Row, int]]:
+    def _schedule(self, beside: bool, working: bool, resting: Collection[int]) -> tuple[list[Row], dict[Row, int]]:
         """The rows that decode in the next step, and if it works on prompts the rows that read a chunk of theirs.
 
         A row whose prompt is not read yet takes part if there is room for its chunk; who waited longest comes first.
         """
-        rows = [row for row in self._rows.values() if row.request.error is None]
+        awake = [row for row in self._rows.values() if row.request.id not in resting]
+        rows = [row for row in awake if row.request.error is None]
         decoding: list[Row] = [row for row in rows if row.begun]
         reading: dict[Row, int] = {}
         paced = self._pacing is not None and beside
@@ -187,29 +194,32 @@ class Batch:
         self._steps += 1
         return decoding, reading
 
-    def _timed(self, decoding: list[Row], reading: dict[Row, int], beside: bool, worked: bool) -> list[Commit]:
+    def _timed(
+        self, decoding: list[Row], reading: dict[Row, int], beside: bool, worked: bool, budgets: Mapping[int, int]
+    ) -> list[Commit]:
         """Take a step with these rows. Its time decides how much of prompts the next ones read.
 
         Args:
             decoding, reading: see ``_schedule``.
             beside: whether it holds other rows up.
             worked: whether drafts for a prompt were prepared before.
+            budgets: see ``step``.
         """
         if self._pacing is None or not beside:
-            return self._pass(decoding, reading)
+            return self._pass(decoding, reading, budgets)
         read = reading | {row: len(row.pending) for row in decoding if not row.begun}
         began = self._pacing.clock()
-        commits = self._pass(decoding, reading)
+        commits = self._pass(decoding, reading, budgets)
         seconds = self._pacing.clock() - began
         self._pacing.learn(seconds, worked or bool(read))
         for row, tokens in read.items():
             row.reads = self._pacing.adjusted(row.reads, seconds, row.chunk, tokens == row.reads)
         return commits
 
-    def _pass(self, decoding: list[Row], reading: dict[Row, int]) -> list[Commit]:
+    def _pass(self, decoding: list[Row], reading: dict[Row, int], budgets: Mapping[int, int]) -> list[Commit]:
         """Take a step. If it fails while drafts are made, and keys and values of some rows are lost, these rows end."""
         try:
-            return self._step(decoding, reading)
+            return self._step(decoding, reading, budgets)
         except Exception:
             rows = [row for row in self._rows.values() if row.request.error is None]
             lost = {row: why for row in rows if (why := row.cache.lost) is not None}
@@ -219,7 +229,7 @@ class Batch:
             row.request.fail(why)
         return [Commit(row.request, [], 0) for row in lost]
 
-    def _catch_up(self, beside: bool) -> tuple[bool, list[Row]]:
+    def _catch_up(self, beside: bool, resting: Collection[int]) -> tuple[bool, list[Row]]:
         """Let the drafter read the prompts that the target has read, in pieces; whether there was one, and the rows
         that failed."""
         worked, failed = False, []
@@ -227,7 +237,7 @@ class Batch:
         end = 0.0 if pacing is None else pacing.clock() + pacing.allowed
         for row in self._rows.values():
             limit = row.reads if pacing is not None and not row.drafting else None
-            if row.ready or row.next_chunk(limit) < len(row.pending):
+            if row.ready or row.request.id in resting or row.next_chunk(limit) < len(row.pending):
                 continue
             if pacing is not None and pacing.clock() > end:
                 break

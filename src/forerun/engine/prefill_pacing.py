@@ -32,10 +32,11 @@ class PrefillPacing:
 
     Args:
         clock: gives seconds.
+        beside: how many times as long as a step that only decodes one may take that also reads prompts.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, beside: float = STEPS_BESIDE) -> None:
+        self.clock, self._beside = clock, beside
         self._decoding: deque[float] = deque(maxlen=RECENT_STEPS)
         self._since = RECENT_STEPS  # steps that worked
 
@@ -46,7 +47,7 @@ class PrefillPacing:
     @property
     def allowed(self) -> float:
         """Seconds that a step may take that works beside others."""
-        return STEPS_BESIDE * median(self._decoding)
+        return self._beside * median(self._decoding)
 
     def learn(self, seconds: float, worked: bool) -> None:
         """A step beside others took ``seconds``; ``worked``: whether it worked on prompts."""

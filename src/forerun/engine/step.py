@@ -186,19 +186,24 @@ class DecodingStep:
     limit: PassLimit = field(default_factory=PassLimit)
 
     @torch.inference_mode()
-    def __call__(self, decoding: Sequence[Row], reading: Mapping[Row, int]) -> list[Commit]:
+    def __call__(
+        self, decoding: Sequence[Row], reading: Mapping[Row, int], budgets: Mapping[int, int] | None = None
+    ) -> list[Commit]:
         """Take the step.
 
         Args:
             decoding: rows that decode.
             reading: rows that read on in their prompt, with the tokens of the next chunk.
+            budgets: see ``Batch.step``.
 
         Returns:
             A commit for each row that decodes and each row that failed.
         """
         began = time.perf_counter()
-        forced = [self._forced(row.request) for row in decoding]
-        trees = self._propose(decoding, forced, sum(reading.values())) if decoding else []
+        limits = [min(self.budget, (budgets or {}).get(row.request.id, self.budget)) for row in decoding]
+        most = [row.request.allowed(limit) for row, limit in zip(decoding, limits, strict=True)]
+        forced = [self._forced(row.request, length) for row, length in zip(decoding, most, strict=True)]
+        trees = self._propose(decoding, forced, most, sum(reading.values())) if decoding else []
         proposed = time.perf_counter()
         rows = [*decoding, *reading]
         blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
@@ -228,20 +233,22 @@ class DecodingStep:
         ]
         return [commit for commit in commits if commit.tokens or commit.request.error is not None]
 
-    def _forced(self, request: Request) -> list[int]:
+    def _forced(self, request: Request, most: int) -> list[int]:
         """Tokens that the request's grammar forces. Plain decoding drafts nothing, so it leaves them out."""
         if isinstance(self.drafter, NoDrafter):
             return []
-        return request.forced(min(request.allowed(self.budget), request.max_draft_depth))
+        return request.forced(min(most, request.max_draft_depth))
 
-    def _propose(self, rows: Sequence[Row], forced: Sequence[list[int]], beside: int) -> list[DraftTree]:
+    def _propose(
+        self, rows: Sequence[Row], forced: Sequence[list[int]], most: Sequence[int], beside: int
+    ) -> list[DraftTree]:
         """The trees to score: forced tokens, and under the last of them the drafter's tree."""
         texts = [_extended(row.request, chain) for row, chain in zip(rows, forced, strict=True)]
         pending = [len(row.pending) + len(chain) for row, chain in zip(rows, forced, strict=True)]
         drafted = [n for n, text in enumerate(texts) if text.drafts and text.finish_reason is None]
         trees = [DraftTree.empty()] * len(rows)
         if drafted:
-            context = PassContext(texts, [text.allowed(self.budget) for text in texts], pending, beside).of(drafted)
+            context = PassContext(texts, list(most), pending, beside).of(drafted)
             proposed = self.drafter.propose(context)
             check_trees(self.drafter, proposed, len(context))
             for n, tree, budget in zip(drafted, proposed, context.budgets, strict=True):

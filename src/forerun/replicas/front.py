@@ -33,7 +33,7 @@ REMEMBERED_SUSPECTS = 1024
 METRICS_SECONDS = 10.0
 """Time for the metrics of the replicas to come."""
 
-SECRET_HEADERS = (b"authorization", b"proxy-authorization", b"cookie")
+SECRET_HEADERS = (b"authorization", b"x-api-key", b"proxy-authorization", b"cookie")
 """Headers that replicas do not get."""
 
 Header = tuple[bytes, bytes]

@@ -26,6 +26,7 @@ from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError, validation_error
 from forerun.server.calls import Call, ClientGoneError
 from forerun.server.learned_texts import restore_index
+from forerun.server.messages_api import MessagesFormat, MessagesRequest
 from forerun.server.middleware import OPEN_ADDRESSES, GuardMiddleware
 from forerun.server.replies import ChatFormat, CompletionFormat, ReplyFormat
 from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
@@ -35,6 +36,7 @@ from forerun.server.settings import ServerSettings
 from forerun.server.tenants import ApiKeys
 
 log = logging.getLogger(__name__)
+AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Keep proxies from collecting a stream."""
 CLOSING = ApiError(503, "the server is closing, and has cancelled the request", "closing")
@@ -161,13 +163,17 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def responses(body: ResponsesRequest, request: HTTPRequest) -> Response:
         return await _answer(service, body.chat(), request, ResponsesFormat(body, _number(request)))
 
+    @app.post("/v1/messages", response_model=None)
+    async def messages(body: MessagesRequest, request: HTTPRequest) -> Response:
+        return await _answer(service, body.chat(), request, MessagesFormat(body, _number(request)))
+
 
 def _number(request: HTTPRequest) -> str:
     return str(request.scope["state"]["request_id"])
 
 
 async def _answer(
-    service: Service, body: CompletionRequest | ChatRequest, request: HTTPRequest, form: ReplyFormat | ResponsesFormat
+    service: Service, body: CompletionRequest | ChatRequest, request: HTTPRequest, form: AnyFormat
 ) -> Response:
     """Start a call. Its answer is written by what this returns, when nothing holds the request's body any more."""
     state = request.scope["state"]
@@ -191,7 +197,7 @@ async def _answer(
 class _WholeResponse(Response):
     """An answer in one piece, which is sent when it has ended."""
 
-    def __init__(self, call: Call, form: ReplyFormat | ResponsesFormat, watcher: asyncio.Task[None]) -> None:
+    def __init__(self, call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> None:
         super().__init__()
         self._call, self._form, self._watcher = call, form, watcher
 
@@ -209,7 +215,7 @@ class _WholeResponse(Response):
         await Response(whole, media_type="application/json")(scope, receive, send)
 
 
-async def _events(call: Call, form: ReplyFormat | ResponsesFormat, watcher: asyncio.Task[None]) -> AsyncIterator[str]:
+async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> AsyncIterator[str]:
     """A stream of events; an error ends it."""
     try:
         for begin in form.begin():

@@ -168,7 +168,8 @@ class GuardMiddleware:
                 raise ApiError(403, message, "admin_only")
             scope["state"]["tenant"] = ""
             return
-        tenant = self._keys.tenant(_header(scope, b"authorization"))
+        own = _header(scope, b"x-api-key")  # of Anthropic's clients
+        tenant = self._keys.tenant(_header(scope, b"authorization") if own is None else b"Bearer " + own)
         if tenant is None:
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
             raise ApiError(401, message, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

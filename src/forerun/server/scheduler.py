@@ -16,10 +16,11 @@ from forerun.core.memory import give_back
 from forerun.core.request import Request
 from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
-from forerun.engine.prefill_pacing import PrefillPacing
+from forerun.engine.prefill_pacing import STEPS_BESIDE, PrefillPacing
 from forerun.engine.result import Commit
 from forerun.kv.kv_tiers import NoRoomError
 from forerun.server.admission import Admission, Ending, ScheduledRequest, SchedulerLimits
+from forerun.server.step_shares import MAX_SLOWDOWN, StepShares
 from forerun.tensor_parallel.channel import ParallelError
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Scheduler:
         self.engine, self.limits, self.failed = engine, limits, False
         self._on_finished = on_finished
         self._batch = self._new_batch()
-        self._admission = Admission(limits, engine.tiers)
+        self._admission, self._shares = Admission(limits, engine.tiers), StepShares()
         self._cancelled: deque[ScheduledRequest] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -216,7 +217,8 @@ class Scheduler:
                 stepped = False
 
     def _new_batch(self) -> Batch:
-        pacing = PrefillPacing() if self.engine.exactness.level == "bitwise" else None
+        beside = STEPS_BESIDE if self.limits.tenants == 1 else MAX_SLOWDOWN
+        pacing = PrefillPacing(beside=beside) if self.engine.exactness.level == "bitwise" else None
         return self.engine.batch(self.limits.step, offloaded_chunks=OFFLOADED_CHUNKS, pacing=pacing)
 
     def _has_work(self) -> bool:
@@ -258,19 +260,25 @@ class Scheduler:
                 self._admission.serve(scheduled.tenant, scheduled.request.prompt_length)
 
     def _step(self) -> None:
+        running = list(self._admission.running.values())
+        plan = self._shares.plan(running)
+        began = time.perf_counter()
         try:
-            commits = self._batch.step()
+            commits = self._batch.step(*plan)
         except ParallelError:
             raise  # the ranks are out of step for good
         except Exception as error:
             log.exception("a step failed; the requests that ran in it end")
             self._batch.close()
             self._batch = self._new_batch()
-            for scheduled in list(self._admission.running.values()):
+            for scheduled in running:
                 scheduled.request.fail(error)
                 self._end(scheduled, "error")
             return
         rows = [self._admission.running[commit.request.id] for commit in commits]
+        if len(commits) == len(running) - len(plan.resting):
+            stepped = [(row.tenant, commit) for row, commit in zip(rows, commits, strict=True)]
+            self._shares.learn(stepped, time.perf_counter() - began)
         with self._changed:
             for scheduled, commit in zip(rows, commits, strict=True):
                 self._admission.serve(scheduled.tenant, len(commit.tokens))
