@@ -31,6 +31,8 @@ OPTIONS = (
 """Of the server: answers so short that thousands take minutes, several tenants, and hosts that are checked."""
 WARM = 200
 """Requests before the server is looked at first: by then it has the threads that it keeps."""
+MIN_ANSWERED = 0.1
+"""Part of the requests that are right, and get an answer."""
 INDEX = 64 << 20
 """Bytes of indexes, at most, after all requests: each of some 10 namespaces learns a few thousand tokens."""
 
@@ -68,7 +70,10 @@ def _fuzz(served: ServerProcess, requests: int, clients: int, seed: int) -> dict
     found = [
         {"what": what, **_told(shot)} for shot, each in zip(shots, answers, strict=True) if (what := wrong(shot, each))
     ]
-    found += [{"what": what} for what in _leaks(before, after)]
+    found += [{"what": what} for what in leaks(before, after)]
+    served_well = sum(each.status == 200 for each in answers)
+    if served_well < MIN_ANSWERED * requests:  # a server that refuses everything has no other faults
+        found.append({"what": f"only {served_well} requests were answered"})
     slowest = sorted(zip((each.seconds for each in answers), shots, strict=True), key=lambda pair: -pair[0])[:5]
     return {
         "requests": requests,
@@ -82,7 +87,8 @@ def _fuzz(served: ServerProcess, requests: int, clients: int, seed: int) -> dict
     }
 
 
-def _leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What the server has more of at rest than before."""
     more = [name for name in ("tasks", "threads", "files", "kv_cache_usage_perc") if after[name] > before[name]]
     leaks = [f"{name}: {before[name]} before, {after[name]} after" for name in more]
     return leaks + ([f"indexes have {after['index_bytes']:.0f} bytes"] if after["index_bytes"] > INDEX else [])

@@ -75,13 +75,20 @@ def run(options: SoakOptions) -> None:
         after = served.rest()
     growth = {name: _slope(samples[len(samples) // 4 :], name) for name in BOUNDS}
     more = {name: after[name] - before[name] for name in AT_REST}
-    beyond = [f"{name} under load" for name, bound in BOUNDS.items() if growth[name] > bound]
-    beyond += [f"{name} at rest" for name, bound in AT_REST.items() if more[name] > bound]
+    beyond = faults(growth, more, answered)
     _plot(samples, options.out / "soak.png")
     result = {"answered": answered, "failed": failed, "an_hour_adds": growth, "at_rest_more": more, "beyond": beyond}
     print(json.dumps(result | {"before": before, "after": after}))
     if beyond or failed:
         raise typer.Exit(1)
+
+
+def faults(growth: dict[str, float], more: dict[str, float], answered: int) -> list[str]:
+    """What grows beyond its bound, under load by the hour and at rest; a soak without answers or samples shows nothing,
+    and is a fault itself."""
+    beyond = [f"{name} under load" for name, bound in BOUNDS.items() if not growth[name] <= bound]
+    beyond += [f"{name} at rest" for name, bound in AT_REST.items() if not more[name] <= bound]
+    return beyond if answered else [*beyond, "nothing was answered"]
 
 
 async def _fill(served: ServerProcess, clients: int) -> None:
@@ -136,6 +143,8 @@ async def _watch(served: ServerProcess, until: float, file: Path) -> Samples:
 def _slope(samples: Samples, name: str) -> float:
     """What an hour adds: the median of all slopes between two samples."""
     at, value = (np.array([each[key] for each in samples], float) for key in ("at", name))
+    if len(at) < 2:
+        return float("nan")
     first, second = np.triu_indices(len(at), 1)
     return round(float(np.median((value[second] - value[first]) / (at[second] - at[first]))) * 3600, 1)
 

@@ -272,11 +272,11 @@ def test_a_row_that_failed_already_is_not_lost_a_second_time(monkeypatch: pytest
             batch.admit(request)
         gone = [batch._rows[request.id].cache for request in (bad, worse)]
 
-        def catch_up(beside: bool) -> Any:
+        def catch_up(beside: bool, resting: Any) -> Any:
             bad.fail(OSError("a copy failed"))
             return True, [batch._rows[bad.id]]
 
-        def step(decoding: Any, reading: Any) -> Any:
+        def step(decoding: Any, reading: Any, budgets: Any) -> Any:
             raise OSError("a copy failed")
 
         with monkeypatch.context() as patch:

@@ -1,0 +1,93 @@
+"""Each check of the server's trials fails when what it guards is broken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.server import attack, fuzz, kill, many_streams, soak
+from benchmarks.server.malformed_requests import Shot
+from benchmarks.server.response_checks import RawAnswer, wrong
+
+SHOT = Shot("posted", (b"",))
+GOOD = b'{"error": {"message": "no", "type": "x", "param": null, "code": null}}'
+
+
+def answer(status: int, body: bytes = b"", kind: bytes = b"application/json", complete: bool = True) -> RawAnswer:
+    head = b"HTTP/1.1 %d OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (status, kind, len(body))
+    return RawAnswer(head + body, 1.0, complete)
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (answer(200, b"{}"), None),
+        (answer(400, GOOD), None),
+        (answer(500, GOOD), "status 500"),
+        (answer(503, GOOD), "status 503"),
+        (answer(200, b"{}", complete=False), "it hangs"),
+        (RawAnswer(b"", 1.0, True), "no answer"),
+        (answer(400, b"Bad Request"), "OpenAI's shape"),
+        (answer(400, b'{"error": {"message": ""}}'), "OpenAI's shape"),
+        (answer(200, b"data: {}\n\ndata: [DONE]\n\n", b"text/event-stream"), None),
+        (answer(200, b"data: {}\n\n", b"text/event-stream"), "a stream ends with"),
+        (answer(200, b'data: {"error": {"type": "server_error"}}\n\n', b"text/event-stream"), "a stream ends with"),
+        (
+            answer(200, b'data: {"type": "response.completed", "code": "failed"}\n\n', b"text/event-stream"),
+            "a stream ends",
+        ),
+    ],
+)
+def test_a_wrong_answer_is_found(given: RawAnswer, fault: str | None) -> None:
+    found = wrong(SHOT, given)
+    assert found is None if fault is None else fault in str(found)
+
+
+@pytest.mark.parametrize("more", [*(("tasks", "threads", "files", "kv_cache_usage_perc")), "index_bytes"])
+def test_what_is_left_behind_is_found(more: str) -> None:
+    before = {"tasks": 3, "threads": 9, "files": 20, "kv_cache_usage_perc": 0.0, "index_bytes": 0}
+    assert fuzz.leaks(before, before) == []
+    assert len(fuzz.leaks(before, {**before, more: before[more] + fuzz.INDEX + 1})) == 1
+
+
+@pytest.mark.parametrize("name", [*soak.BOUNDS, *soak.AT_REST])
+def test_what_grows_is_found(name: str) -> None:
+    growth, more = dict.fromkeys(soak.BOUNDS, 0.0), dict.fromkeys(soak.AT_REST, 0.0)
+    assert soak.faults(growth, more, 1) == [] and soak.faults(growth, more, 0) == ["nothing was answered"]
+    for figures in (growth, more):
+        if name in figures:
+            for value in (1e12, float("nan")):
+                assert soak.faults(*({**each, name: value} if each is figures else each for each in (growth, more)), 1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"wrong": 1}, {"warnings": ["x"]}, {"started_empty": 1}, {"unfinished_files": [0, 3]}]
+)
+def test_what_a_kill_breaks_is_found(change: dict[str, Any]) -> None:
+    right = {"wrong": 0, "warnings": [], "started_empty": 0, "unfinished_files": [9, 1, 2]}
+    assert kill.faults(right) == [] and kill.faults({**right, **change}) == list(change)
+
+
+@pytest.mark.parametrize(
+    "change", [{"different": ["x"]}, {"failed": ["x"]}, {"left": {"tasks": (1, 2)}}, {"texts_compared": 0}]
+)
+def test_what_many_streams_break_is_found(change: dict[str, Any]) -> None:
+    right = {"different": [], "failed": [], "left": {}, "texts_compared": 5}
+    assert many_streams.faults(right) == [] and many_streams.faults({**right, **change}) == list(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        ({}, 0),
+        ({"gaps": [0.021] * 50}, 1),
+        ({"gaps": []}, 1),
+        ({"statuses": {"200": 5, "429": 1}}, 1),
+        ({"statuses": {"200": 5, "503": 1, "error event": 1}}, 2),
+    ],
+)
+def test_what_an_attack_breaks_is_found(change: dict[str, Any], faults: int) -> None:
+    alone = {"gaps": [0.01] * 50, "first": [0.1], "statuses": {"200": 5, "error event": 0}}
+    result = attack.summary(alone, {**alone, "gaps": [0.019] * 50, **change}, {"many texts": {"429": 3}})
+    assert len(result["faults"]) == faults and "| beside |" in attack.markdown(result)
