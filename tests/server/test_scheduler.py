@@ -319,7 +319,7 @@ def test_what_cannot_be_handed_on_ends_nobody(servers: list[SchedulerSetup]) -> 
 
 
 def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "CLOSING_SECONDS", 0.05)
+    monkeypatch.setattr(scheduler, "LAST_STEP_SECONDS", 0.05)
     one, client = SchedulerSetup(), Client(held=True)
     one.submit(client)
     assert client.began.wait(PATIENCE)

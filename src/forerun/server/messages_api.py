@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from forerun.server.answers import Delta
-from forerun.server.api_errors import ApiError, validation_error
+from forerun.server.api_errors import ApiError
 from forerun.server.replies import Json, compact, event
 from forerun.server.schema import (
     FAIL_FAST,
@@ -23,13 +23,13 @@ from forerun.server.schema import (
     StrictModel,
     Temperature,
     Text,
-    field_names,
+    chat_request,
     one_error,
     only,
 )
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-ERROR_TYPES = {
+ANTHROPIC_ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
 }  # fmt: skip
@@ -87,10 +87,7 @@ class MessagesRequest(StrictModel):
             "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
             "forerun": self.forerun.model_dump(),
         }
-        try:
-            return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
-        except ValidationError as error:
-            raise validation_error(error.errors(), field_names()) from None
+        return chat_request(fields)
 
     def _messages(self) -> list[Json]:
         messages: list[Json] = []
@@ -194,7 +191,7 @@ class MessagesFormat:
 
     def error(self, error: ApiError) -> str:
         """An event that ends a stream by an error."""
-        kind = ERROR_TYPES.get(error.status, "api_error")
+        kind = ANTHROPIC_ERRORS.get(error.status, "api_error")
         return _event("error", error={"type": kind, "message": error.message})
 
     def add(self, delta: Delta) -> None:

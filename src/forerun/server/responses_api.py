@@ -9,10 +9,10 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field
 
 from forerun.server.answers import Delta
-from forerun.server.api_errors import ApiError, validation_error
+from forerun.server.api_errors import ApiError
 from forerun.server.replies import Json, compact, event
 from forerun.server.schema import (
     FAIL_FAST,
@@ -27,7 +27,7 @@ from forerun.server.schema import (
     Temperature,
     Text,
     TextFormat,
-    field_names,
+    chat_request,
     one_error,
     only,
 )
@@ -116,10 +116,7 @@ class ResponsesRequest(StrictModel):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "forerun": self.forerun.model_dump(),
         }
-        try:
-            return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
-        except ValidationError as error:
-            raise validation_error(error.errors(), field_names()) from None
+        return chat_request(fields)
 
     def _format(self) -> Json | None:
         form = None if self.text is None else self.text.format

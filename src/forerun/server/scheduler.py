@@ -33,7 +33,7 @@ OFFLOADED_CHUNKS = 8
 was read before."""
 MEMORY_POLL_SECONDS = 0.01
 """Time between two looks for memory that another user of the engine holds."""
-CLOSING_SECONDS = 30.0
+LAST_STEP_SECONDS = 30.0
 """Time for the step that is under way at the end. A longer one ends with the process."""
 
 
@@ -138,9 +138,9 @@ class Scheduler:
         with self._changed:
             self._cancelled += self._admission
             self._changed.notify()
-        self._thread.join(CLOSING_SECONDS)
+        self._thread.join(LAST_STEP_SECONDS)
         if self._thread.is_alive():
-            log.error("a step has not ended within %g seconds; it is left alone", CLOSING_SECONDS)
+            log.error("a step has not ended within %g seconds; it is left alone", LAST_STEP_SECONDS)
 
     @property
     def ready(self) -> bool:

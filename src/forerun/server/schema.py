@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from forerun.models.text.prompts import RESERVED_VARIABLES
+from forerun.server.api_errors import validation_error
 from forerun.server.tenants import NAMESPACE_PATTERN
 
 MAX_CHOICES = 128
@@ -528,3 +529,15 @@ def field_names(model: type[BaseModel] = StrictModel) -> set[str]:
     """The names of all fields of requests."""
     own = {each.alias or name for name, each in model.model_fields.items()}
     return own.union(*map(field_names, model.__subclasses__()))
+
+
+def chat_request(fields: dict[str, Any]) -> ChatRequest:
+    """A chat from the fields of a request at another address; those that are None are left out.
+
+    Raises:
+        ApiError: if they are wrong.
+    """
+    try:
+        return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+    except ValidationError as error:
+        raise validation_error(error.errors(), field_names()) from None

@@ -16,7 +16,7 @@ MAX_SLOWDOWN = 2.0
 """A step may take twice as long as one with the rows of that tenant alone that runs the fewest."""
 MIN_SHARED_DRAFT = 4
 """Drafts of other tenants' rows are cut to this, before rows sit steps out."""
-RECENT_STEPS = 64
+TIMED_STEPS = 64
 """Steps from whose times the cost of a token is known."""
 NEW_WEIGHT = 0.1
 """Weight of a step in the mean length of a tenant's drafts."""
@@ -35,7 +35,7 @@ class StepShares:
     fewest, and its rows take turns."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)  # tokens and seconds
+        self._steps: deque[tuple[int, float]] = deque(maxlen=TIMED_STEPS)  # tokens and seconds
         self._drafts: dict[str, float] = {}  # mean lengths, by tenant
         self._last: dict[int, int] = {}
         self._turns = 0
