@@ -22,6 +22,7 @@ from benchmarks.server.malformed_requests import Fuzz, Shot
 from benchmarks.server.response_checks import ask_all, wrong
 from benchmarks.server.server_process import ServerProcess
 from forerun.cli.options import DebugOptions
+from forerun.server.grammar_pool import COMPILING_PROCESSES
 
 KEYS, ADMIN_KEY = ("key-of-a", "key-of-b", "key-of-c"), "key-of-admin"
 OPTIONS = (
@@ -31,6 +32,8 @@ OPTIONS = (
 """Of the server: answers so short that thousands take minutes, several tenants, and hosts that are checked."""
 WARM = 200
 """Requests before the server is looked at first: by then it has the threads that it keeps."""
+COMPILERS = {"threads": COMPILING_PROCESSES, "files": 2 * COMPILING_PROCESSES}
+"""What the processes that compile schemas have, which are started when they are needed first."""
 MIN_ANSWERED = 0.1
 """Part of the requests that are right, and get an answer."""
 INDEX = 64 << 20
@@ -89,7 +92,8 @@ def _fuzz(served: ServerProcess, requests: int, clients: int, seed: int) -> dict
 
 def leaks(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """What the server has more of at rest than before."""
-    more = [name for name in ("tasks", "threads", "files", "kv_cache_usage_perc") if after[name] > before[name]]
+    names = ("tasks", "threads", "files", "kv_cache_usage_perc")
+    more = [name for name in names if after[name] > before[name] + COMPILERS.get(name, 0)]
     leaks = [f"{name}: {before[name]} before, {after[name]} after" for name in more]
     return leaks + ([f"indexes have {after['index_bytes']:.0f} bytes"] if after["index_bytes"] > INDEX else [])
 

@@ -678,7 +678,7 @@ def test_every_answer_has_a_request_id_and_the_log_has_it_too(
     [
         ({}, 200), ({"host": "127.0.0.1:1"}, 200), ({"host": "[::1]:80"}, 200), ({"host": "localhost"}, 200),
         ({"host": "evil.example"}, 403), ({"host": "127.0.0.1.evil.example:8000"}, 403), ({"host": "["}, 403),
-        ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403),
+        ({"origin": "http://evil.example"}, 403), ({"origin": "null"}, 403), ({"origin": "http://["}, 403),
         ({"host": "localhost:9", "origin": "http://localhost:9"}, 200),
         ({"host": "localhost:9", "origin": "http://localhost:10"}, 403),
     ],

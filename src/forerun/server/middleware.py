@@ -139,7 +139,7 @@ class GuardMiddleware:
         origin = _header(scope, b"origin")
         if origin is None or "*" in self._origins or origin.decode("latin-1") in self._origins:
             return
-        if urlsplit(origin.decode("latin-1").lower()).netloc != host:
+        if origin.decode("latin-1").lower().partition("://")[2] != host:
             message = "web pages of another origin may not ask this server; --cors-origin allows one"
             raise ApiError(403, message, "origin_not_allowed")
 
