@@ -199,8 +199,9 @@ class _GrowingTree:
         tokens, values = top.indices.cpu().numpy(), top.values.double().cpu().numpy()
         if sampler.method == "coupled":
             values = values + self._noise(tokens)
-        shares = np.exp(values - values.max(-1, keepdims=True))
-        shares /= shares.sum(-1, keepdims=True)
+        with np.errstate(invalid="ignore"):  # a processor may leave none of the tokens that the head knows
+            shares = np.exp(values - values.max(-1, keepdims=True))
+            shares = np.nan_to_num(shares / shares.sum(-1, keepdims=True))
         order = np.argsort(-shares, axis=-1, kind="stable")[:, :width]
         return _Offer(np.take_along_axis(tokens, order, -1), np.take_along_axis(shares, order, -1))
 
