@@ -13,6 +13,7 @@ import transformers
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from support import tiny
 from support.triton_bfloat16 import interpret_bfloat16
 
 from forerun.core.block import Block
@@ -23,7 +24,7 @@ from forerun.engine.engine import Engine
 from forerun.kernels import gpu
 from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward import cuda_graphs, gpu_forward, gpu_scorer
+from forerun.models.forward import cuda_graphs, gate, gpu_forward, gpu_scorer
 from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.scorer import Scorer
@@ -121,6 +122,17 @@ def test_logits_are_the_models(
         whole = Block(TEXT[: count + 1], block.tree, 0)
         (right,) = plain.score([whole], [cache])
         torch.testing.assert_close(logits.float(), right.float(), atol=2e-5 if dtype == torch.float32 else 2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "mimo_v2_flash", "gpt_oss", "phi3, longrope"])
+@torch.inference_mode()
+def test_layers_that_differ_have_tables(on_gpu: list[int], name: str) -> None:
+    """Heads of several sizes, several numbers of KV heads, sinks, and angles from a table: right over a draft tree."""
+    scorer = GpuScorer(tiny.build(*tiny.FAMILIES[name], seed=1).float())
+    tables = scorer._layers
+    assert tables is not None
+    assert tables.uniform == (name not in ("gemma4", "mimo_v2_flash"))
+    assert gate._reason_in_numbers(scorer) is None
 
 
 @torch.inference_mode()
