@@ -40,7 +40,7 @@ from forerun.models.forward.scorer import use_implementations
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 RECURRENCES = re.compile("torch_(chunk|recurrent)_gated_delta_rule|mamba2_(chunk|selective).*|.*_kimi_delta_attention")
-FEW = ("qwen3_next", "lfm2", "bamba")
+FEW = ("bamba", "lfm2", "qwen3_5")
 """One family of each recurrence."""
 EVERY_DRAFTER = ("qwen3_next", "lfm2_moe", "falcon_h1", "zamba2")
 SMALL_MODEL = [name for name, recipe in RECIPES.items() if recipe.small]
@@ -105,7 +105,7 @@ def cells() -> list[Any]:
     every = [(name, drafter) for name in EVERY_DRAFTER for drafter in RECIPES]
     every += [(name, drafter) for name in HYBRIDS for drafter in ("none", "trie", "auto", "oracle")]
     return [
-        *(pytest.param(name, drafter, 24) for name, drafter in zip(FEW, ("trie", "auto", "low-rank"), strict=True)),
+        *(pytest.param(name, drafter, 24) for name, drafter in zip(FEW, ("low-rank", "auto", "trie"), strict=True)),
         *(pytest.param(*cell, 200, marks=pytest.mark.matrix) for cell in dict.fromkeys(every)),
     ]
 
@@ -126,7 +126,7 @@ def test_output_equals_transformers(name: str, drafter: str, tokens: int) -> Non
 
 
 def types() -> list[Any]:
-    every = [torch.float64, torch.float32, torch.bfloat16]
+    every = [torch.bfloat16, torch.float32, torch.float64]
     few = tuple(zip(FEW, every, strict=True))
     return [
         pytest.param(name, dtype, marks=[pytest.mark.matrix] * ((name, dtype) not in few))
@@ -181,15 +181,15 @@ def test_a_stop_string_in_a_draft_ends_the_text(name: str) -> None:
 
 
 BOOK = np.random.default_rng(3).integers(6, VOCABULARY, 150).tolist()
-QUESTIONS = ([7, 8, 9], [12, 9], [30, 31, 32, 33])
+QUESTIONS = ([7, 8, 9], [12, 9])
 
 
 def answer(one: forerun.Engine, question: list[int]) -> list[int]:
-    return list(one.generate([*BOOK, *question], max_new_tokens=12, **GREEDY).generated[0])
+    return list(one.generate([*BOOK, *question], max_new_tokens=6, **GREEDY).generated[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)
-@pytest.mark.parametrize("name", few_of(HYBRIDS))
+@pytest.mark.parametrize("name", few_of(dict.fromkeys((*FEW, *HYBRIDS))))
 def test_a_beginning_that_was_read_gives_the_bits_of_reading_it(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,9 +199,9 @@ def test_a_beginning_that_was_read_gives_the_bits_of_reading_it(
     wanted = [answer(forerun.Engine(model, "none", prune_drafts=False), question) for question in QUESTIONS]
     one = forerun.Engine(model, "trie", prefix_cache=1 << 26, **options)
     assert [answer(one, question) for question in QUESTIONS] == wanted
-    assert one.prefixes.hits == 2 * 2 * SNAPSHOT_TOKENS
+    assert one.prefixes.hits == 2 * SNAPSHOT_TOKENS
     together = forerun.Engine(model, "trie", **options)
-    rows = together.generate([[*BOOK, *question] for question in QUESTIONS], max_new_tokens=12, **GREEDY)
+    rows = together.generate([[*BOOK, *question] for question in QUESTIONS], max_new_tokens=6, **GREEDY)
     assert rows.generated == wanted
     writer = forerun.Engine(model, "none", kv_store=tmp_path, **options)
     answer(writer, QUESTIONS[0])
@@ -215,11 +215,11 @@ def test_a_beginning_that_was_read_gives_the_bits_of_reading_it(
 def test_a_cache_that_is_cut_goes_on_as_if_it_were_new(name: str) -> None:
     one = engine(hybrid(name), "trie")
     cache = one.prefill(BOOK)
-    for question, cut in zip(QUESTIONS, (148, 90, 20), strict=True):
-        requests = one.requests([*BOOK[:149], *question], max_new_tokens=12, **GREEDY)
+    for question, cut in zip((*QUESTIONS, QUESTIONS[0]), (148, 90, 20), strict=True):
+        requests = one.requests([*BOOK[:149], *question], max_new_tokens=6, **GREEDY)
         cache.truncate(min(cut, cache.length))
         list(one.run(requests, caches=[cache]))
-        alone = one.generate([*BOOK[:149], *question], max_new_tokens=12, **GREEDY)
+        alone = one.generate([*BOOK[:149], *question], max_new_tokens=6, **GREEDY)
         assert requests[0].generated.tolist() == alone.generated[0]
 
 

@@ -207,7 +207,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """What else people run: each with a few drafters, in ``test_families``. Experts are as transformers sets them."""
 
 
-_RECURRENT: dict[str, Any] = {"num_hidden_layers": 4, "max_position_embeddings": 512, "head_dim": 8}
+_RECURRENT: dict[str, Any] = {"num_hidden_layers": 4, "max_position_embeddings": 256, "head_dim": 8}
 _LINEAR: dict[str, Any] = {
     **_RECURRENT,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -265,7 +265,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHForCausalLM",
         {
             **_GROUPED,
-            "max_position_embeddings": 512,
+            "max_position_embeddings": 256,
             "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
             "mamba_num_heads": 4,
             "mamba_head_dim": 16,
