@@ -216,4 +216,5 @@ class Level:
 
     def needs(self, tokens: int) -> int:
         """Maximum bytes of the cache of a text with ``tokens`` tokens."""
-        return self._make(self.scorer, FullCache()).needs(self.scorer.kv, tokens)
+        shape = self.scorer.kv  # a view has a fork of the source's recurrent states
+        return self._make(self.scorer, FullCache()).needs(shape, tokens) + shape.state_bytes
