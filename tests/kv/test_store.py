@@ -573,6 +573,22 @@ def test_with_a_key_nothing_is_used_that_was_written_without_it(tmp_path: Path) 
         path.write_bytes(whole)
 
 
+def test_a_text_that_was_verified_before_is_not_verified_at_admission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(engine(tmp_path), question(0))
+    one = engine(tmp_path)
+    (request,) = one.requests([question(1)], max_new_tokens=NEW)
+    batch, verified = one.batch(), list[Path]()
+    verify = KVFile.verify
+    monkeypatch.setattr(KVFile, "verify", lambda file: (verified.append(file._path), verify(file)))
+    batch.verify_stored(request)  # a server does so before it takes the scheduler's lock
+    assert len(verified) == 1
+    batch.admit(request)
+    assert len(verified) == 1 and request.cached_tokens == HELD
+    batch.close()
+
+
 def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="limit is -1 bytes"):
         engine(tmp_path / "a", kv_store_limit=-1)
