@@ -56,6 +56,8 @@ def generate(
     prefix_cache: int = 0,
     kv_store: str | Path | None = None,
     kv_store_limit: int | None = None,
+    kv_store_expiry: float | None = None,
+    kv_store_key: bytes | None = None,
     kv_memory: int | KVMemory | None = None,
     **options: Unpack[GenerationOptions],
 ) -> GenerationResult:
@@ -71,14 +73,14 @@ def generate(
         drafter: a name from ``forerun.drafting.recipes``, or an object.
         tokenizer: for prompts and results as text, and for ``stop_strings``; of this call alone.
         streamer: a transformers streamer; for one sequence only.
-        settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_memory: see
-            ``Engine``.
+        settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_store_expiry,
+            kv_store_key, kv_memory: see ``Engine``.
         options: see ``GenerationOptions``.
     """
     engine = engine_of(
         model, drafter, settings=settings, budget=budget, prune_drafts=prune_drafts, prefill_block=prefill_block,
         prefix_cache=prefix_cache, kv_store=None if kv_store is None else Path(kv_store),
-        kv_store_limit=kv_store_limit, kv_memory=kv_memory,
+        kv_store_limit=kv_store_limit, kv_store_expiry=kv_store_expiry, kv_store_key=kv_store_key, kv_memory=kv_memory,
     )  # fmt: skip
     return engine.generate(prompts, streamer=streamer, tokenizer=tokenizer, **options)
 

@@ -396,7 +396,7 @@ def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
     (tmp_path / "a.jsonl").write_text(
         f"{json.dumps({'text': answer})}\n{json.dumps({'text': 'x y', 'namespace': 'b'})}"
     )
-    told: Json = {"api_keys": ("k", "l"), "warm": [tmp_path / "a.jsonl"], "index": tmp_path / "index"}
+    told: Json = {"api_keys": ("k", "l"), "admin_key": "m", "warm": [tmp_path / "a.jsonl"], "index": tmp_path / "index"}
     kept = []
     for _ in range(2):
         one = Engine(model[0], "trie", tokenizer=model[1])
@@ -405,7 +405,7 @@ def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(
         header = {"authorization": "Bearer k"}
         assert len(trie.changes()) == 4
         kept.append({name: texts(trie, name) for name in trie.changes()})
-        metrics = server.http.get("/metrics", headers=header).text
+        metrics = server.http.get("/metrics", headers={"authorization": "Bearer m"}).text
         assert f"forerun:index_bytes {float(trie.kept)}" in metrics and trie.kept > 0
         if len(kept) == 1:
             first = server.post(ASKED, headers=header)
