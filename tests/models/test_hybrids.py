@@ -68,7 +68,8 @@ def _without_casts(module: Any, name: str) -> Any:
     function = inspect.unwrap(getattr(module, name))
     source = inspect.getsource(function).partition("def ")[2]
     source = source.replace(".float()", "").replace("torch.float32", "torch.float64")
-    if name == "mamba2_selective_state_update" and "zamba2" in module.__name__:  # only its prompts have this limit
+    limited = ("zamba2", "nemotron_h")  # transformers limits dt in its form for whole texts only
+    if name == "mamba2_selective_state_update" and module.__name__.endswith(limited):
         source = source.replace("dt = F.softplus(dt)", "dt = F.softplus(dt).clamp(min=0.001)")
     names = dict(vars(module))
     exec("def " + source, names)
