@@ -72,6 +72,7 @@ class MockScorer:
     """A ``MockTarget`` as a level's model: it sees what its cache holds, and the block."""
 
     limit = None
+    prompt_chunk = None
 
     def __init__(self, target: MockTarget) -> None:
         self.target = target
