@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.compiled_models import DTYPES, EVERY, TEXT, build, kept, scored
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from forerun.core.block import Block
@@ -21,6 +22,7 @@ from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.models.forward import architecture, compiled_forward
 from forerun.models.forward.architecture import known
 from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
+from forerun.models.forward.fingerprint import unknowable_code
 from forerun.models.forward.gate import admit
 from forerun.models.forward.scorer import Scorer
 
@@ -204,6 +206,31 @@ def test_a_hook_that_goes_lets_the_program_come_back() -> None:
     assert error(scored(scorer, [20]), before) > 1e-3
     hook.remove()
     assert torch.equal(scored(scorer, [20]), before)
+
+
+def test_a_hook_on_all_modules_is_seen() -> None:
+    model = build()
+    scorer = fastest_scorer(Scorer(model))
+    before = scored(scorer, [20])
+    hook = register_module_forward_hook(lambda module, args, out: out * 2 if module is model.model.layers[0] else None)
+    try:
+        assert error(scored(scorer, [20]), before) > 1e-3
+        assert not isinstance(fastest_scorer(Scorer(model)), CompiledScorer)
+    finally:
+        hook.remove()
+    assert torch.equal(scored(scorer, [20]), before)
+
+
+def test_hooks_that_transformers_leaves_behind_do_not_matter() -> None:
+    """They stay on a model that was once asked for hidden states."""
+    model = build()
+    scorer = fastest_scorer(Scorer(model))
+    before = scored(scorer, [20])
+    model(torch.tensor([[1, 2]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert torch.equal(scored(scorer, [20]), before)
+    assert isinstance(fastest_scorer(Scorer(model)), CompiledScorer)
+    assert unknowable_code(model) is None
 
 
 class _OwnMLP(nn.Module):

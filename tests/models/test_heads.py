@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -58,7 +57,7 @@ def eagle3_logits(folder: Path, model: PreTrainedModel, text: list[int], read: i
     }
     authors = "transformer_layer_config" not in config
     layers = (config["eagle_config"] if authors else config)["eagle_aux_hidden_state_layer_ids"]
-    states = copy.deepcopy(model)(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
+    states = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
     hidden = torch.cat([states[layer][0] for layer in layers], -1) @ w["fc.weight"].T
     embeddings = model.get_input_embeddings()(torch.tensor(text[1:]))
     while True:
@@ -84,7 +83,7 @@ def check_tree(head: Head, model: PreTrainedModel, exact: Callable[[list[int], i
     texts, ends = [head.text(), head.text()], (18, 13)
     for text, end in zip(texts, ends, strict=True):
         tokens = TEXT[: end + 1]
-        found = copy.deepcopy(model)(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
+        found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
         states = torch.cat([found[layer][0] for layer in head.layers], -1)[:-1]
         for first, last in ((0, 5), (5, 6), (6, end)):
             head.record(text, tokens[: last + 1], first, states[first:last])
@@ -122,7 +121,7 @@ def dflash_logits(folder: Path, model: PreTrainedModel, text: list[int], read: i
     """Logits of a DFlash head behind a text, of which the target has read ``read`` tokens: written out."""
     config = json.loads((folder / "config.json").read_text())
     w = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
-    states = copy.deepcopy(model)(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
+    states = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
     context = torch.cat([states[layer + 1][0] for layer in config["dflash_config"]["target_layer_ids"]], -1)
     context = norm(context @ w["fc.weight"].T, w["hidden_norm.weight"])
     size = config["block_size"]
@@ -178,7 +177,7 @@ def test_a_dflash_head_that_does_not_fit_is_refused_before_any_work(name: str, t
 
 def mtp_logits(heads: MtpModel, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
     """Logits of heads in a checkpoint behind a text, of which the target has read ``read`` tokens, by transformers."""
-    hidden = copy.deepcopy(model)(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states[-1]
+    hidden = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states[-1]
     cache, count, ids, turn = MtpCache(config=heads.config), len(heads.layers), torch.tensor([text]), 0
     ids = torch.cat([ids, torch.zeros_like(ids)], 1)
     outs: list[torch.Tensor] = []

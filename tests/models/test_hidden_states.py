@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ TREE = DraftTree(np.array([5, 6, 7, 8]), np.array([-1, 0, 0, 2]))
 
 def own(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> torch.Tensor:
     with torch.inference_mode():
-        states = copy.deepcopy(model)(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     return torch.cat([states[layer][0] for layer in layers], -1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,8 +127,7 @@ class OracleHead(Head):
         self._vocabulary = int(target.get_input_embeddings().weight.shape[0])
         with torch.inference_mode():
             ids = [torch.tensor([list(text)]) for text in texts]
-            own = copy.deepcopy(target)  # transformers leaves hooks on what it reads states of
-            self._states = [own(row, output_hidden_states=True).hidden_states[1][0] for row in ids]
+            self._states = [target(row, output_hidden_states=True).hidden_states[1][0] for row in ids]
         self._seen: dict[HeadText, list[int]] = {}
         self._paths: dict[Growth, list[list[int]]] = {}
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from forerun.kernels.attention.attention import AttentionSpec
@@ -33,6 +34,12 @@ CHANGING = frozenset({"dynamic", "longrope"})
 positions (``inputs.position_limit``), so a program can have them."""
 SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
 """Modules' classes must come from these packages."""
+CAPTURING = "transformers.utils.output_capturing"
+"""Hooks of this module only take notes, and only while transformers has been asked for hidden states."""
+ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_forward_hooks,
+)
 ANGLES_CHUNK = 256
 """Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
 
@@ -197,9 +204,23 @@ def as_stored(module: nn.Module) -> bool:
     return hasattr(type(module), "packed_weights")
 
 
-def hooked(module: nn.Module) -> bool:
-    """Whether calling the module runs anything besides its class's ``forward``."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+def added_code(module: nn.Module) -> list[Any]:
+    """What calling the module runs besides its class's ``forward``: hooks, and a ``forward`` of its own.
+
+    Hooks that transformers leaves on a model once it was asked for hidden states are not among them. They do nothing
+    outside such a call.
+    """
+    own = module.__dict__.get("forward")
+    found = [
+        hook
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, *ALL_MODULES_HOOKS)
+        for hook in _added(hooks)
+    ]
+    return [*found, *([own] if own is not None else [])]
+
+
+def _added(hooks: dict[int, Any]) -> list[Any]:
+    return [hook for hook in hooks.values() if getattr(hook, "__module__", "") != CAPTURING]
 
 
 class WeightWatch:
@@ -209,17 +230,18 @@ class WeightWatch:
     (another type, another parameter, another module), or if there are hooks, which it would not call.
 
     Args:
-        model: the model. Its dictionaries of modules, parameters and hooks are kept, because finding them again takes
-            longer than a small model's pass.
+        model: the model. Its dictionaries of modules, weights, buffers and hooks are kept, because finding them again
+            takes longer than a small model's pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self._parents = [module._modules for module in modules if module._modules]
-        self._owners = [module._parameters for module in modules if module._parameters]
+        self._owners = [held for module in modules for held in (module._parameters, module._buffers) if held]
         self._hooks = [hooks for module in modules for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._hooks += ALL_MODULES_HOOKS
         self._members = [module.__dict__ for module in modules]
-        self._strange = any(hooked(module) for module in modules)
+        self._strange = self._is_strange()
         self._modules, self._weights = self._children(), self._places()
 
     def same(self) -> bool:
@@ -227,7 +249,13 @@ class WeightWatch:
         return (
             self._weights == self._places()
             and self._modules == self._children()
-            and self._strange == (any(self._hooks) or any("forward" in members for members in self._members))
+            and self._strange == self._is_strange()
+        )
+
+    def _is_strange(self) -> bool:
+        """Whether calls would run added code."""
+        return any("forward" in members for members in self._members) or any(
+            hooks and _added(hooks) for hooks in self._hooks
         )
 
     def _children(self) -> list[Any]:
@@ -239,7 +267,7 @@ class WeightWatch:
 
 def _plain(model: PreTrainedModel, device: str) -> bool:
     """Whether every module is of an unchanged, known class, and all weights have one type and are on such a device."""
-    if any(hooked(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
+    if any(added_code(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
     blocks = {module.weight for module in model.modules() if as_stored(module)}
     return all(

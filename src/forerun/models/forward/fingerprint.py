@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 import forerun
 from forerun.core.compiling import sources
 from forerun.kernels.runtime.vector_ir import features, unusable
-from forerun.models.forward.architecture import CHANGING, SOURCES, hooked
+from forerun.models.forward.architecture import CHANGING, SOURCES, added_code
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.scorer import Scorer
 
@@ -84,7 +84,7 @@ def of_results(model: PreTrainedModel) -> str:
     """
     about = _about(model, MEASURING) | {
         "code": sorted({_code_of(type(module)) for module in model.modules()}),
-        "hooks": [id(hook) for module in model.modules() if hooked(module) for hook in _hooks_of(module)],
+        "hooks": [id(hook) for module in model.modules() for hook in added_code(module)],
         "implementation": [getattr(model.config, name, None) for name in IMPLEMENTATIONS],
         "device": str(model.device) + (torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""),
         "machine": _processor_name(),
@@ -109,7 +109,7 @@ def unknowable(model: PreTrainedModel) -> str | None:
 
 def unknowable_code(model: PreTrainedModel) -> str | None:
     """Why the model may run code that neither its configuration nor a version names; None if it does not."""
-    if any(hooked(module) for module in model.modules()):
+    if any(added_code(module) for module in model.modules()):
         return "its modules have hooks, or functions of their own"
     for kind in {type(module) for module in model.modules()}:
         if not kind.__module__.startswith(SOURCES):
@@ -133,11 +133,6 @@ def _code_of(kind: type[nn.Module]) -> str:
     code = getattr(kind.forward, "__code__", None)
     where = None if code is None else (code.co_filename, code.co_firstlineno)
     return f"{kind.__module__}.{kind.__qualname__} {where}"
-
-
-def _hooks_of(module: nn.Module) -> list[Any]:
-    own = module.__dict__.get("forward")
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values(), *([own] if own is not None else [])]
 
 
 def _about(model: PreTrainedModel, folders: tuple[str, ...]) -> dict[str, Any]:
