@@ -69,16 +69,12 @@ def connected(server: LiveServer) -> socket.socket:
 
 def answered(client: socket.socket) -> bytes:
     """One whole answer. Its head and its body may come apart."""
-    said = b""
-    while b"\r\n\r\n" not in said:
-        assert (part := client.recv(1 << 16))
-        said += part
-    head_lines, _, body = said.partition(b"\r\n\r\n")
-    length = int(head_lines.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
-    while len(body) < length:
-        assert (part := client.recv(1 << 16))
-        body += part
-    return head_lines + b"\r\n\r\n" + body
+    read = client.makefile("rb")
+    lines = [read.readline()]
+    while lines[-1] not in (b"\r\n", b""):
+        lines.append(read.readline())
+    length = next(int(line.partition(b":")[2]) for line in lines if line.lower().startswith(b"content-length:"))
+    return b"".join(lines) + read.read(length)
 
 
 def error_in(said: bytes) -> Json:
