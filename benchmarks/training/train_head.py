@@ -39,6 +39,8 @@ from forerun.models.loading.load import load
 DECAY = 0.8
 """Weight of a step's loss, less than that of the step before; the authors' value."""
 CHECKPOINT_SECONDS = 120
+ANSWERED_TOGETHER = 8
+"""Prompts of a batch while answers are written."""
 HELD_OUT = 20
 """One text of so many is held out."""
 
@@ -306,14 +308,18 @@ def answered(options: HeadOptions, target: PreTrainedModel, tokenizer: PreTraine
     missing = [row for row in rows if "answer" not in row and row["prompt"] not in answers]
     engine = Engine(target, tokenizer=tokenizer) if missing else None
     with Display("answers") as display, file.open("a", encoding="utf-8") as out:
-        for number, row in enumerate(missing):
+        for done in range(0, len(missing), ANSWERED_TOGETHER):
             assert engine is not None
-            prompt: Any = row["prompt"] if not tokenizer.chat_template else [{"role": "user", "content": row["prompt"]}]
-            result = engine.generate(prompt, max_new_tokens=options.answer_tokens)
-            answers[row["prompt"]] = result.texts[0]
-            out.write(json.dumps({"prompt": row["prompt"], "answer": result.texts[0]}) + "\n")
+            prompts = [row["prompt"] for row in missing[done : done + ANSWERED_TOGETHER]]
+            asked: list[Any] = prompts
+            if tokenizer.chat_template:
+                asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            texts = engine.generate(asked, max_new_tokens=options.answer_tokens).texts
+            answers |= zip(prompts, texts, strict=True)
+            for prompt, text in zip(prompts, texts, strict=True):
+                out.write(json.dumps({"prompt": prompt, "answer": text}) + "\n")
             out.flush()
-            display.show((number + 1) / len(missing), {"loss": {}})
+            display.show((done + len(prompts)) / len(missing), {"loss": {}})
     return [row if "answer" in row else row | {"answer": answers[row["prompt"]]} for row in rows]
 
 

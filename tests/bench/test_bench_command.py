@@ -167,8 +167,10 @@ def test_options_before_the_name_of_a_command_below_are_refused() -> None:
 
 def test_a_cell_says_what_it_breaks() -> None:
     def run(auto: float, trie: float, texts: list[list[int]]) -> dict[str, dict[str, Any]]:
-        seconds = {"none": 1.0, "auto": auto, "trie": trie, "none, again": 1.0}
-        made = {name: {"seconds": value, "steps": 4, "texts": [[1]]} for name, value in seconds.items()}
+        seconds = {"none": 1.0, "auto": auto, "trie": trie}
+        made = {
+            name: {"seconds": value, "steps": 4, "texts": [[1]], "plain": [0.9, 1.1]} for name, value in seconds.items()
+        }
         made["auto"]["texts"] = texts
         return made
 

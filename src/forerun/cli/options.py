@@ -372,8 +372,9 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     """Measure whether a drafter is ever slower than plain decoding, over batches, contexts, temperatures and texts.
 
     Each cell of the table is drawn several times, with other texts and other noise. Exit status 1 if a median is under
-    0.97, a single draw under 0.93, or a median under 0.95 of the best other drafter's. Plain decoding runs twice in
-    each draw and shows the noise of the machine. Writes JSON, Markdown and, with matplotlib, a plot.
+    0.97, a single draw under 0.93, or a median under 0.95 of the best other drafter's. Plain decoding runs before
+    and after each drafter; where the two differ the drafter runs again. Writes JSON, Markdown and, with matplotlib, a
+    plot.
     """
 
     drafter: Annotated[str, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = "auto"
