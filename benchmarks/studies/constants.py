@@ -35,7 +35,10 @@ CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "policy/exploration_budget.py": ("EXPLORATION_SHARE", "EXPLORATION_START", "SAVINGS", "STAKE"),
         "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
         "policy/chain_acceptance.py": ("AGREEING",),
-        "policy/step_timer.py": ("RECALL", "UNDISTURBED_QUANTILE"),
+        "policy/step_timer.py": (
+            *("RECALL", "UNDISTURBED_QUANTILE", "CREDIBLE", "DRAFT_MEMORY", "MOST_EACH"),
+            *("STEP_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT"),
+        ),
         "drafting/adaptive.py": ("LEAST_NODES", "NODE_GROWTH"),
     },
     "asking": {

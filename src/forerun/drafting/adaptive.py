@@ -162,7 +162,7 @@ class AdaptiveDrafter(OuterDrafter):
             with self._timing(request):
                 ready = self.inner.catch_up(request, tokens)
             if ready:
-                self._timer.preparing.record(len(request), self._preparing.pop(request.id))
+                self._timer.record_preparing(len(request), self._preparing.pop(request.id))
         return request.id not in self._preparing
 
     @contextmanager
@@ -293,8 +293,8 @@ class AdaptiveDrafter(OuterDrafter):
         rows = len(context)
         size = self._draft_size(context) * selection.nodes / rows if step.chain_seconds else 0.0
         timer.record_step(selection.plain, selection.added, step.pass_seconds, not selection.nodes)
-        timer.trees.record(rows, step.tree_seconds)
-        timer.chains.record(size, step.chain_seconds)
+        timer.record_trees(rows, step.tree_seconds)
+        timer.record_chains(size, step.chain_seconds)
         proposing = rows * timer.tree_cost / selection.plain if step.tree_seconds else 0.0
         drafting = timer.chain_cost.at(size) if size else 0.0
         cost = selection.cost

@@ -11,7 +11,7 @@ from typing import Literal
 Source = Literal["tree", "chain"]
 EXPLORATION_SHARE = 0.01
 """The share of all time that drafts without success may take."""
-EXPLORATION_START = 1.0
+EXPLORATION_START = 2.0
 """The budget at first, and its maximum for a source without savings, in plain steps."""
 STAKE = 0.25
 """The share of what is left that a single draft may lose, where a lesser one is possible."""

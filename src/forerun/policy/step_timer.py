@@ -1,14 +1,14 @@
-"""What the parts of a step take on this machine: the cost curve scaled to recent measurements.
+"""What the parts of a step take on this machine: the cost curve scaled to recent steps.
 
-A measurement may be disturbed, and disturbances only ever slow it. So times are quantiles of the last few
-measurements, and lines through them go by quantiles of slopes, as Theil and Sen do it.
+A machine that others use may be twice as slow from one step to the next, and drafts would seem to cost what the machine
+lost. So one estimate of its speed follows all steps, and everything else is relative to it: what drafts add to a pass,
+and the time of proposing them, which is counted in passes of that moment.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +20,21 @@ from forerun.policy.exploration_budget import EXPLORATION_SHARE, EXPLORATION_STA
 RECALL = 15
 """Measurements that are remembered. Their median ignores single slow ones, and follows a machine that slows down."""
 UNDISTURBED_QUANTILE = 0.25
-"""The share of passes that are taken to be undisturbed: this quantile of times is the time of a pass alone."""
+"""The share of proposals that are taken to be undisturbed: this quantile of times is the time of one alone."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
 only a plain step that follows another one is measured."""
+STEP_NOISE, SPEED_DRIFT = 0.05, 0.005
+"""Standard deviations, as shares: of a step's time on a quiet machine, and of the machine's speed from step to step."""
+LOADED_DOUBT, START_DOUBT, EACH_DOUBT = 0.25, 0.2, 0.3
+"""Standard deviations before any step: of the time found at loading, and of what the curve says of drafts."""
+DRAFT_MEMORY = 50.0
+"""Steps after which what was seen of drafts has faded, and the curve is believed again. So drafts that seemed dear are
+tried once more."""
+MOST_EACH = 2.0
+"""What drafts add to a pass, at most, by what the curve says."""
+CREDIBLE = 2.0
+"""Standard deviations up to which a measurement counts as it is."""
 
 
 class LinearCost(NamedTuple):
@@ -40,97 +51,120 @@ class LinearCost(NamedTuple):
 AS_THE_CURVE_SAYS = LinearCost(1.0, 1.0)
 
 
-class PassTimer:
-    """Times of passes of one kind.
+class PassModel:
+    """What passes take now: the cost curve's unit in seconds, and a correction of the curve for passes with drafts.
+
+    The curve was measured alone and with short caches. In use, drafting displaces what a pass reads from the
+    processor's caches, so a pass with drafts has an overhead, ``start``. And where keys come over a slow link, drafts
+    add hardly anything to a pass, which ``each`` shows.
+
+    A pass of plain cost 1 whose drafts add x takes ``unit * (start + each * x)`` seconds; without drafts ``unit``. The
+    three are followed by a Kalman filter in logarithms (recursive least squares). The unit drifts. A surprise beyond ``CREDIBLE`` deviations is cut off, and the rest of it is doubt about the unit:
+    a single slow step changes little, and a second one shows that the machine is slower now, for all passes alike. What
+    drafts add returns to what the curve says.
 
     Args:
-        fallback: passes of another kind, whose time stands for these until some were measured.
-        quantile: which of the measured times counts.
-        warm: whether the processor's caches are warm in all of them, so that one measurement is enough.
+        loaded: seconds of a pass of cost 1, if that was measured before any step.
     """
 
-    def __init__(self, fallback: PassTimer | None = None, quantile: float = 0.5, warm: bool = False) -> None:
-        self._fallback, self._quantile, self._enough = fallback, quantile, 1 if warm else 2
-        self._units: deque[float] = deque(maxlen=RECALL)
-        self._unit: float | None = None
+    def __init__(self, loaded: float | None = None) -> None:
+        self.known = loaded is not None
+        self._state = np.array([math.log(loaded) if loaded else 0.0, 1.0, 1.0])
+        self._scratch = np.zeros(3)
+        self._covariance = np.diag(np.square([LOADED_DOUBT if loaded else 10.0, START_DOUBT, EACH_DOUBT]))
 
-    def record(self, cost: float, seconds: float) -> None:
-        """A pass of this cost took ``seconds``."""
-        if cost > 0 and seconds > 0:
-            self._units.append(seconds / cost)
-            self._unit = None
-
-    def bound(self, cost: float, seconds: float) -> None:
-        """A pass that does more than one of this cost took ``seconds``. If the only measured pass took longer, it was
-        disturbed."""
-        if self.count == 1 and cost > 0 and seconds > 0:
-            self._units[0] = min(self._units[0], seconds / cost)
-
-    @property
-    def count(self) -> int:
-        """Passes measured, of the last ``RECALL``."""
-        return len(self._units)
+    def record(self, plain: float, added: float, seconds: float, drafted: bool) -> None:
+        """A pass took ``seconds``; by the curve it costs ``plain`` without its drafts, which add ``added``."""
+        if plain > 0 and seconds > 0:
+            _follow(self._state, self._covariance, self._scratch, added / plain, drafted, math.log(seconds / plain))
+            self.known = True
 
     @property
     def unit(self) -> float | None:
-        """Seconds of a pass of cost 1; None where nothing is known.
-
-        The first pass is often slow, because caches are cold. So unless they are warm it is never taken alone: the time
-        of the other kind counts as one more measurement, and without another kind two are needed.
-        """
-        if self._unit is None:
-            other = None if self._fallback is None else self._fallback.unit
-            units = self._units if other is None or self.count == RECALL else [*self._units, other]
-            unit = quantile_of(units, self._quantile) if len(units) >= self._enough else other
-            if self.count < RECALL:
-                return unit
-            self._unit = unit
-        return self._unit
-
-
-def quantile_of(values: Iterable[float], quantile: float) -> float:
-    """A quantile of some values; the lower one between two."""
-    ordered = sorted(values)
-    return ordered[int((len(ordered) - 1) * quantile)]
-
-
-class CurveCorrection:
-    """How much longer passes with drafts take: a correction of the cost curve, by a line through recent measurements.
-
-    The curve was measured alone and with short caches. In use, drafting displaces what a pass reads from the
-    processor's caches, so a pass with drafts has an overhead. And where keys come over a slow link, drafts add hardly
-    anything to a pass. The slope is a high quantile of the slopes between any two passes, at most the curve's: where
-    noise hides the slope, the curve is believed.
-
-    Args:
-        plain: passes without drafts.
-    """
-
-    def __init__(self, plain: PassTimer) -> None:
-        self._plain = plain
-        self._points = TheilSen(RECALL)
-        self._line: tuple[float, LinearCost] | None = None  # by what a plain pass took
-
-    def record(self, plain: float, added: float, seconds: float) -> None:
-        """A pass took ``seconds``; by the curve it costs ``plain`` without its drafts, which add ``added``."""
-        if plain > 0 and seconds > 0:
-            if not self._points.count and (unit := self._plain.unit):
-                for x in (0.0, 1.0):  # as the curve says, until others have taken their place
-                    self._points.add(x, unit * (1.0 + x))
-            self._points.add(added / plain, seconds / plain)
-            self._line = None
+        """Seconds of a pass of cost 1 without drafts; None where nothing is known."""
+        return math.exp(self._state[0]) if self.known else None
 
     @property
-    def line(self) -> LinearCost:
-        """By what drafts add, both as shares of what a pass without them costs and takes."""
-        unit = self._plain.unit
-        if not unit or not self._points.count:
-            return AS_THE_CURVE_SAYS
-        if self._line is None or self._line[0] != unit:
-            slope = self._points.slope(1 - UNDISTURBED_QUANTILE)
-            each = unit if slope is None else min(max(slope, 0.0), unit)
-            self._line = unit, LinearCost(max(self._points.start(each), 0.0) / unit, each / unit)
-        return self._line[1]
+    def doubt(self) -> float:
+        """Standard deviation of the unit, as a share."""
+        return math.sqrt(float(self._covariance[0, 0]))
+
+    @property
+    def correction(self) -> LinearCost:
+        """Of the curve, for passes with drafts, by what these add; both as shares of what a pass without them costs."""
+        return LinearCost(float(self._state[1]), float(self._state[2]))
+
+
+@compiled
+def _follow(
+    state: FloatArray, doubt: FloatArray, shared: FloatArray, added: float, drafted: bool, measured: float
+) -> None:
+    """One step of the filter.
+
+    Args:
+        state: the unit's logarithm, ``start``, ``each``.
+        doubt: their covariance.
+        shared: scratch memory, ``[3]``.
+        added: what drafts add to the pass, by the curve.
+        drafted: whether there are any.
+        measured: the logarithm of the pass's seconds by its plain cost.
+    """
+    factor = max(state[1] + state[2] * added, 0.5) if drafted else 1.0
+    slope = (1.0, drafted / factor, drafted * added / factor)
+    variance = STEP_NOISE**2
+    for i in range(3):
+        shared[i] = 0.0
+        for j in range(3):
+            shared[i] += doubt[i, j] * slope[j]
+    for i in range(3):
+        variance += slope[i] * shared[i]
+    surprise = measured - state[0] - math.log(factor)
+    limit = CREDIBLE * math.sqrt(variance)
+    credible = min(max(surprise, -limit), limit)
+    for i in range(3):
+        state[i] += shared[i] * credible / variance
+        for j in range(3):
+            doubt[i, j] -= shared[i] * shared[j] / variance
+    doubt[0, 0] += SPEED_DRIFT**2 + (surprise - credible) ** 2
+    kept = 1.0 - 1.0 / DRAFT_MEMORY
+    for i, prior in ((1, START_DOUBT), (2, EACH_DOUBT)):
+        state[i] = 1.0 + kept * (state[i] - 1.0)
+        for j in range(3):
+            doubt[i, j] *= kept
+            doubt[j, i] *= kept
+        doubt[i, i] += prior**2 * (1.0 - kept**2)
+    state[1], state[2] = max(state[1], 0.5), min(max(state[2], 0.0), MOST_EACH)
+
+
+class ProportionalTimer:
+    """Times in proportion to size: a quantile of recent measurements.
+
+    Args:
+        guess: the time by size until there are some. Then it counts as one more.
+        quantile: which of the measured times counts.
+        enough: measurements that are needed where there is no guess. The first is often slow, because caches are cold.
+    """
+
+    def __init__(self, guess: float | None = None, quantile: float = 0.5, enough: int = 2) -> None:
+        self._guess, self._quantile, self._enough = guess, quantile, enough
+        self._each: deque[float] = deque(maxlen=RECALL)
+
+    def record(self, size: float, time: float) -> None:
+        """One of this size took ``time``."""
+        if size > 0 and time > 0:
+            self._each.append(time / size)
+
+    @property
+    def count(self) -> int:
+        """How many were measured, of the last ``RECALL``."""
+        return len(self._each)
+
+    @property
+    def each(self) -> float | None:
+        """The time by size; None where nothing is known."""
+        guessed = self._guess is not None and self.count < RECALL
+        times = sorted([*self._each, self._guess] if guessed else self._each)
+        return times[int((len(times) - 1) * self._quantile)] if guessed or self.count >= self._enough else None
 
 
 class LinearTimer:
@@ -141,19 +175,19 @@ class LinearTimer:
     it. The slope is the median of the slopes between any two, which single slow ones do not change.
 
     Args:
-        fallback: passes that stand for these until some were measured.
+        guess: the time by size until some were measured.
     """
 
-    def __init__(self, fallback: PassTimer | None = None) -> None:
-        self._mean = PassTimer(fallback)
+    def __init__(self, guess: float | None = None) -> None:
+        self._mean = ProportionalTimer(guess)
         self._points = TheilSen(RECALL)
         self._line: LinearCost | None = None
 
-    def record(self, size: float, seconds: float) -> None:
-        """One of this size took ``seconds``."""
-        self._mean.record(size, seconds)
-        if size > 0 and seconds > 0:
-            self._points.add(size, seconds)
+    def record(self, size: float, time: float) -> None:
+        """One of this size took ``time``."""
+        self._mean.record(size, time)
+        if size > 0 and time > 0:
+            self._points.add(size, time)
             self._line = None
 
     @property
@@ -163,13 +197,13 @@ class LinearTimer:
 
     @property
     def line(self) -> LinearCost | None:
-        """In seconds; None where nothing is known."""
-        unit = self._mean.unit
-        if self._points.count < 2 or unit is None:  # one alone may have been disturbed
-            return None if unit is None else LinearCost(0.0, unit)
+        """None where nothing is known."""
+        mean = self._mean.each
+        if self._points.count < 2 or mean is None:  # one alone may have been disturbed
+            return None if mean is None else LinearCost(0.0, mean)
         if self._line is None:
             slope = self._points.slope(0.5)
-            each = unit if slope is None or slope <= 0 else min(slope, unit)
+            each = mean if slope is None or slope <= 0 else min(slope, mean)
             self._line = LinearCost(max(self._points.start(each), 0.0), each)
         return self._line
 
@@ -185,22 +219,20 @@ class LinearTimer:
 class StepTimer:
     """Times of plain steps, of steps with drafts, of proposing trees and of drafting chains.
 
+    All but passes are counted in the unit of the cost curve, by what it takes when they are measured.
+
     Args:
-        loaded: seconds of a pass of cost 1, if they were measured before any step. They stand for those of steps until
-            some were measured.
+        loaded: seconds of a pass of cost 1, if they were measured before any step.
     """
 
     def __init__(self, loaded: float | None = None) -> None:
-        self._loaded = loaded
-        self.plain, self.trees = (
-            PassTimer(quantile=UNDISTURBED_QUANTILE, warm=True),
-            PassTimer(quantile=UNDISTURBED_QUANTILE),
-        )
-        self.drafted, self.chains = PassTimer(self.plain), LinearTimer(self.plain)
-        self.preparing = PassTimer(warm=True)  # reading a prompt for chains, by its tokens
-        self._correction = CurveCorrection(self.plain)
+        self._loaded = loaded is not None
+        self._passes = PassModel(loaded)
+        self._trees = ProportionalTimer(quantile=UNDISTURBED_QUANTILE)
+        self._chains = LinearTimer(guess=1.0)
+        self._preparing = ProportionalTimer(enough=1)  # reading a prompt for chains, by its tokens
         self._since = 0
-        self._after_plain = False
+        self._after_plain = self._plain_measured = False
 
     def record_step(self, plain: float, added: float, seconds: float, empty: bool) -> None:
         """Learn from a step.
@@ -212,64 +244,74 @@ class StepTimer:
             empty: whether nothing was drafted.
         """
         self._since += 1
-        if not empty:
-            self.plain.bound(plain, seconds)
-            self.drafted.record(plain + added, seconds)
-            self._correction.record(plain, added, seconds)
-        elif self._after_plain:
-            self.plain.record(plain, seconds)
-            self._since = 0
+        if not empty or self._after_plain:
+            self._passes.record(plain, added, seconds, not empty)
+        if empty and self._after_plain:
+            self._plain_measured, self._since = True, 0
         self._after_plain = empty
+
+    def record_trees(self, rows: int, seconds: float) -> None:
+        """Proposing trees for so many rows, and learning from them, took ``seconds``."""
+        if self.unit:
+            self._trees.record(rows, seconds / self.unit)
+
+    def record_chains(self, size: float, seconds: float) -> None:
+        """Drafting chains took ``seconds``; ``size`` is what the curve says of their passes."""
+        if self.unit:
+            self._chains.record(size, seconds / self.unit)
+
+    def record_preparing(self, tokens: int, seconds: float) -> None:
+        """Reading a prompt of so many tokens for chains took ``seconds``."""
+        if self.unit:
+            self._preparing.record(tokens, seconds / self.unit)
 
     @property
     def plain_known(self) -> bool:
         """Whether it is known what plain steps take."""
-        return self.plain.unit is not None or self._loaded is not None
+        return self._plain_measured or self._loaded
 
     @property
     def chains_known(self) -> bool:
         """Whether chains were measured. Until then their cost is a guess, and may be far too high."""
-        return self.chains.measured
+        return self._chains.measured
 
     @property
     def correction(self) -> LinearCost:
-        """The correction of the curve for passes with drafts; see ``CurveCorrection``."""
-        return self._correction.line if self.plain.unit is not None else AS_THE_CURVE_SAYS
+        """The correction of the curve for passes with drafts; see ``PassModel``."""
+        return self._passes.correction if self._plain_measured else AS_THE_CURVE_SAYS
 
     @property
     def unit(self) -> float | None:
-        """Seconds of a pass of cost 1 without drafts, as far as it is known. Passes with drafts may take longer than
-        they cost, so until plain steps were measured the least that is known counts."""
-        known = (self.drafted.unit, self._loaded)
-        return self.plain.unit or min((unit for unit in known if unit is not None), default=None)
+        """Seconds of a pass of cost 1 without drafts, as far as it is known."""
+        return self._passes.unit
 
     @property
     def tree_cost(self) -> float:
-        """Cost of proposing a row's tree, in units of a pass of cost 1; 0 until steps have shown both. The first times
-        find the processor's caches cold."""
-        unit = self.plain.unit or self.drafted.unit
-        return (self.trees.unit or 0.0) / unit if unit else 0.0
+        """Cost of proposing a row's tree; 0 until steps have shown it."""
+        return self._trees.each or 0.0
 
     @property
     def chain_cost(self) -> LinearCost:
-        """Cost of drafting chains, in units of a pass of cost 1; in proportion to their size until it is known."""
-        line, unit = self.chains.line, self.unit
-        return LinearCost(line.start / unit, line.each / unit) if line is not None and unit else LinearCost(0.0, 1.0)
+        """Cost of drafting chains; in proportion to their size until it is known."""
+        return self._chains.line or LinearCost(0.0, 1.0)
 
     @property
     def preparing_cost(self) -> float:
-        """Cost of reading a token of a prompt for chains, in units of a pass of cost 1; 0 until one was read."""
-        return (self.preparing.unit or 0.0) / self.unit if self.unit else 0.0
+        """Cost of reading a token of a prompt for chains; 0 until one was read."""
+        return self._preparing.each or 0.0
 
     def plain_step_due(self, gain: float) -> bool:
         """Whether to measure a plain step now, though drafts give ``gain`` times as many tokens a second.
 
-        It is due if none was measured yet, or the last one was so long ago that another costs less than
-        ``EXPLORATION_SHARE`` of the time since then. Where loading has shown what such a step takes, only one that
-        follows another is due.
+        It is due if none was measured yet, if it is in doubt whether drafts pay, or if the last one was so long ago that
+        another costs less than ``EXPLORATION_SHARE`` of the time since then. Where loading has shown what such a step
+        takes, only one that follows another is due.
         """
-        if self.plain.unit is None and (self._loaded is None or self._after_plain):
+        if not self._plain_measured and (not self._loaded or self._after_plain):
             return gain - 1.0 <= EXPLORATION_START
+        doubt = self._passes.doubt
+        if self._since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
+            return True
         return self._since * EXPLORATION_SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
 
 
@@ -341,3 +383,4 @@ def warm_up() -> None:
     points = TheilSen(1)
     points.add(0.0, 0.0)
     points.start(points.slope(0.5) or 0.0)
+    PassModel(1.0).record(1.0, 0.0, 1.0, drafted=False)

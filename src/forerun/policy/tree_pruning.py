@@ -92,7 +92,7 @@ class TreePruner:
             context: the rows.
             trees: one for each.
             spent: what the step has cost already, in the curve's units. The more, the more nodes are worth scoring.
-            correction: of the curve, for passes with trees; see ``CurveCorrection``.
+            correction: of the curve, for passes with trees; see ``PassModel``.
         """
         end = self._add(context, trees)
         if not end:
