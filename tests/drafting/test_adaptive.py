@@ -251,7 +251,7 @@ def test_chains_that_could_not_pay_are_tried_once() -> None:
 @pytest.mark.parametrize("period", [3, 8, 20])
 @pytest.mark.parametrize("foreseen", [0.3, 0.0])
 def test_a_machine_that_is_twice_as_slow_now_and_then_changes_few_decisions(foreseen: float, period: int) -> None:
-    """Others use it for ``period`` steps of twice as many, so drafts often begin in a slow moment and end in a fast one."""
+    """Others use it for ``period`` steps of twice as many, so drafts often begin in a slow moment."""
 
     def steps(slow: bool) -> tuple[int, int]:
         def hits(token: int) -> bool:

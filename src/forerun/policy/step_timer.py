@@ -59,9 +59,10 @@ class PassModel:
     add hardly anything to a pass, which ``each`` shows.
 
     A pass of plain cost 1 whose drafts add x takes ``unit * (start + each * x)`` seconds; without drafts ``unit``. The
-    three are followed by a Kalman filter in logarithms (recursive least squares). The unit drifts. A surprise beyond ``CREDIBLE`` deviations is cut off, and the rest of it is doubt about the unit:
-    a single slow step changes little, and a second one shows that the machine is slower now, for all passes alike. What
-    drafts add returns to what the curve says.
+    three are followed by a Kalman filter in logarithms (recursive least squares). The unit drifts. A surprise beyond
+    ``CREDIBLE`` deviations is cut off, and the rest of it is doubt about the unit: a single slow step changes little,
+    and a second one shows that the machine is slower now, for all passes alike. What drafts add returns to what the
+    curve says.
 
     Args:
         loaded: seconds of a pass of cost 1, if that was measured before any step.
@@ -162,9 +163,12 @@ class ProportionalTimer:
     @property
     def each(self) -> float | None:
         """The time by size; None where nothing is known."""
-        guessed = self._guess is not None and self.count < RECALL
-        times = sorted([*self._each, self._guess] if guessed else self._each)
-        return times[int((len(times) - 1) * self._quantile)] if guessed or self.count >= self._enough else None
+        times = sorted(self._each)
+        if self._guess is not None and self.count < RECALL:
+            times = sorted([*times, self._guess])
+        elif self.count < self._enough:
+            return None
+        return times[int((len(times) - 1) * self._quantile)]
 
 
 class LinearTimer:
@@ -303,9 +307,9 @@ class StepTimer:
     def plain_step_due(self, gain: float) -> bool:
         """Whether to measure a plain step now, though drafts give ``gain`` times as many tokens a second.
 
-        It is due if none was measured yet, if it is in doubt whether drafts pay, or if the last one was so long ago that
-        another costs less than ``EXPLORATION_SHARE`` of the time since then. Where loading has shown what such a step
-        takes, only one that follows another is due.
+        It is due if none was measured yet, if it is in doubt whether drafts pay, or if the last one was so long ago
+        that another costs less than ``EXPLORATION_SHARE`` of the time since then. Where loading has shown what such a
+        step takes, only one that follows another is due.
         """
         if not self._plain_measured and (not self._loaded or self._after_plain):
             return gain - 1.0 <= EXPLORATION_START
