@@ -218,7 +218,7 @@ WORLDS: dict[str, Callable[[Path | None], dict[str, float]]] = {"drafts": drafts
 def _curve() -> Any:
     from forerun.policy.cost_curve import CostCurve
 
-    return CostCurve((1, 2, 8, 16, 32, 64), (1.0, 1.05, 1.2, 1.7, 2.7, 4.7), 1e-4, 1e-5)
+    return CostCurve((1, 2, 8, 16, 32, 64), (1.0, 1.05, 1.2, 1.7, 2.7, 4.7), (1, 9), (1e-4, 2e-4))
 
 
 def _run(chooser: Any, rows: Sequence[Any], world: World, make: Any) -> float:

@@ -21,6 +21,8 @@ RECALL = 15
 """Measurements that are remembered. Their median ignores single slow ones, and follows a machine that slows down."""
 UNDISTURBED_QUANTILE = 0.25
 """The share of proposals that are taken to be undisturbed: this quantile of times is the time of one alone."""
+APART = 0.1
+"""Sizes that differ by a smaller share say nothing of how times grow with them; contexts make them differ a little."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps that it takes to measure one. Drafting displaces what the next pass reads from the processor's caches, so
 only a plain step that follows another one is measured."""
@@ -206,7 +208,7 @@ class LinearTimer:
         if self._points.count < 2 or mean is None:  # one alone may have been disturbed
             return None if mean is None else LinearCost(0.0, mean)
         if self._line is None:
-            slope = self._points.slope(0.5)
+            slope = self._points.slope()
             each = mean if slope is None or slope <= 0 else min(slope, mean)
             self._line = LinearCost(max(self._points.start(each), 0.0), each)
         return self._line
@@ -214,7 +216,7 @@ class LinearTimer:
     @property
     def curve(self) -> CostCurve | None:
         """Costs of passes by their tokens, rounded; None where it is not known how their time grows."""
-        slope = self._points.slope(0.5)
+        slope = self._points.slope()
         if slope is None or slope <= 0 or (line := self.line) is None:
             return None
         return CostCurve.linear((line.start + line.each) / line.each).rounded()
@@ -320,9 +322,9 @@ class StepTimer:
 
 
 class TheilSen:
-    """A line through the last few points, by quantiles of slopes.
+    """A line through the last few points, by medians.
 
-    A least-squares line would follow a single measurement that was held up. This one ignores up to a quarter of them.
+    A least-squares line would follow a single measurement that was held up. This one ignores up to a quarter of them, as Theil and Sen do it.
     There is one at every step, so it is compiled.
 
     Args:
@@ -344,9 +346,9 @@ class TheilSen:
         self._next = (self._next + 1) % self._size
         self.count = min(self.count + 1, self._size)
 
-    def slope(self, quantile: float) -> float | None:
-        """A quantile of the slopes between any two; None where all have the same ``x``."""
-        slope = _slope(self._x, self._y, self.count, quantile, self._scratch)
+    def slope(self) -> float | None:
+        """The median of the slopes between any two; None where all have about the same ``x``, which is positive."""
+        slope = _slope(self._x, self._y, self.count, self._scratch)
         return None if math.isnan(slope) else slope
 
     def start(self, slope: float) -> float:
@@ -355,14 +357,14 @@ class TheilSen:
 
 
 @compiled
-def _slope(x: FloatArray, y: FloatArray, count: int, quantile: float, scratch: FloatArray) -> float:
+def _slope(x: FloatArray, y: FloatArray, count: int, scratch: FloatArray) -> float:
     size = 0
     for i in range(count):
         for j in range(i):
-            if x[i] != x[j]:
+            if abs(x[i] - x[j]) > APART * max(x[i], x[j]):
                 _insert(scratch, size, (y[i] - y[j]) / (x[i] - x[j]))
                 size += 1
-    return math.nan if size == 0 else float(scratch[int((size - 1) * quantile)])
+    return math.nan if size == 0 else float(scratch[(size - 1) // 2])
 
 
 @compiled
@@ -386,5 +388,5 @@ def warm_up() -> None:
     """Compile what fitting runs, or load it from an earlier process."""
     points = TheilSen(1)
     points.add(0.0, 0.0)
-    points.start(points.slope(0.5) or 0.0)
+    points.start(points.slope() or 0.0)
     PassModel(1.0).record(1.0, 0.0, 1.0, drafted=False)
