@@ -129,11 +129,14 @@ def test_logits_at_rejected_nodes_are_drafted_from(make: Make) -> None:
     assert accepted[0] > 1.2 * accepted[1]
 
 
-def test_what_does_not_fit_is_refused(make: Make) -> None:
+def test_what_does_not_fit_is_refused(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="pp_size is 2; allowed: 1"):
         make(pp_size=2)
     with pytest.raises(ValueError, match="no setting 'names'"):
         make({"names": 1})
+    monkeypatch.setenv("FORERUN_SGLANG", "namespace=shop")
+    with pytest.raises(ValueError, match="FORERUN_SGLANG is 'namespace=shop'; allowed: an object of JSON"):
+        make()
 
 
 def test_a_mask_is_that_of_the_tree() -> None:

@@ -308,6 +308,42 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Models with recurrent layers, in ``test_hybrids``."""
 
+_LIKE_GPTJ: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128}
+_INDEXED: dict[str, Any] = {**_LATENT_ROUTED, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 16}
+_MAMBA1: dict[str, Any] = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertLMHeadModel", {"is_decoder": False}),
+    "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    "codegen": ("CodeGenForCausalLM", _LIKE_GPTJ),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", _INDEXED),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", {}),
+    "diffllama": ("DiffLlamaForCausalLM", {}),
+    "doge": ("DogeForCausalLM", {}),
+    "falcon": ("FalconForCausalLM", {}),
+    "falcon, ALiBi": ("FalconForCausalLM", {"alibi": True}),
+    "falcon_mamba": ("FalconMambaForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _INDEXED),
+    "gpt_neo": ("GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}),
+    "gptj": ("GPTJForCausalLM", _LIKE_GPTJ),
+    "jamba": ("JambaForCausalLM", {**_MAMBA1, "num_experts": 4, "expert_layer_period": 2}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {**_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 16},
+    ),
+    "mamba": ("MambaForCausalLM", {}),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {**_EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "mpt": ("MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, "lru_width": 32}),
+    "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 128}),
+    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
+    "xglm": ("XGLMForCausalLM", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
+    "xlstm": ("xLSTMForCausalLM", {"num_blocks": 2}),
+}
+"""Models that the gate refuses, with the reasons on the page of models."""
+
 
 @functools.cache
 def tiny(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:

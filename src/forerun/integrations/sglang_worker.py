@@ -44,8 +44,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         if parallel.pp_size > 1:
             raise ValueError(f"pp_size is {parallel.pp_size}; allowed: 1, as a step must show all running requests")
         super().__init__(server_args, gpu_id, nccl_port, target_worker)
-        values = json.loads(os.environ.get(SETTINGS_VARIABLE, "{}"))
-        settings = DraftSettings.from_values(values, vocabulary=str(model.model_path), least_probability=0.0)
+        settings = DraftSettings.from_values(_values(), vocabulary=str(model.model_path), least_probability=0.0)
         self._drafter = BranchDrafter(settings, saves=parallel.tp_rank == 0)
         self._vocabulary, self._keeps_logits = int(model.vocab_size), parallel.tp_size == 1
         self._lengths: dict[str, int] = {}
@@ -114,3 +113,11 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
             tree.recycled(tokens[row * size : (row + 1) * size], scores[row * size : (row + 1) * size])
             for row, tree in enumerate(self._trees)
         ]
+
+
+def _values() -> object:
+    text = os.environ.get(SETTINGS_VARIABLE, "{}")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{SETTINGS_VARIABLE} is {text!r}; allowed: an object of JSON") from error
