@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import transformers
 from benchmarks.reporting.tables import listing
 
 Row = dict[str, str]
+REASON = re.compile(r"refused\[(.*?)\]")
+"""A trial that was refused, with why."""
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 COLUMNS = {
     "type": "family",
@@ -25,8 +28,9 @@ COLUMNS = {
     "offload": "offloading",
     "also": "tests",
 }
-PATHS = ("program", "recurrent", "hooks")
-"""Where shapes of a family take different paths, the first of these is shown."""
+TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
+PATHS = ("program", "recurrent", "hooks", "refused")
+"""Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
 HEAD = """# Models
 
 Written by `python -m benchmarks models`, which builds each tiny random model of the tests and runs it, here on a CPU
@@ -56,28 +60,34 @@ When an engine is made, with these words. What follows a comma names a shape of 
 
 """
 NOTES = """
-Offloading is refused with: "{offload}". Of models with pictures the text side runs; requests with pictures are refused.
+Refused is said in these words: {reasons}. Of models with pictures the text side runs; requests with pictures are not
+taken.
 """
 
 
 def merged(found: Sequence[Row]) -> list[Row]:
-    """One row for each type; a trial counts as equal if no shape differed and one was tried."""
+    """One row for each type. Its path is that of its plain shape, if there is one."""
     rows = []
     for kind in sorted({row["type"] for row in found}):
-        same = [row for row in found if row["type"] == kind]
-        shapes = dict.fromkeys(row["name"].partition(", ")[2] for row in same)
-        row = {"type": kind, "shapes": "; ".join(filter(None, shapes)), "also": _also(kind)}
+        shapes = [{**row, "shape": row["name"].partition(", ")[2]} for row in found if row["type"] == kind]
+        plain = [row for row in shapes if not row["shape"]] or shapes
+        others = dict.fromkeys(row["shape"] for row in shapes if row["shape"])
+        row = {"type": kind, "shapes": "; ".join(others), "also": _also(kind)}
         for name in ("path", "gpu"):
-            row[name] = min((each[name] for each in same), key=(*PATHS, "refused").index)
-        for name in list(COLUMNS)[4:-1]:
-            row[name] = _worst([each[name] for each in same])
+            row[name] = min((each[name] for each in plain), key=PATHS.index)
+        for name in TRIALS:
+            row[name] = _together([(each["shape"], each[name]) for each in shapes if each[name] != "-"])
         rows.append(row)
     return rows
 
 
-def _worst(values: Sequence[str]) -> str:
-    tried = [value for value in values if value != "-"]
-    return next((value for value in tried if value not in ("equal", "bitwise")), tried[0] if tried else "-")
+def _together(results: Sequence[tuple[str, str]]) -> str:
+    """What came of a trial for all shapes; those that differ from the first one are named."""
+    if not results:
+        return "-"
+    first = results[0][1]
+    others = dict.fromkeys(f"{shape or 'another size'}: {result}" for shape, result in results if result != first)
+    return "; ".join([first, *others])
 
 
 def _also(kind: str) -> str:
@@ -90,10 +100,10 @@ def _also(kind: str) -> str:
 
 def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
     """The page as Markdown."""
-    reasons = {row["offload"].partition(": ")[2] for row in rows if row["offload"].startswith("refused: ")}
-    shown = [{**row, "offload": row["offload"].partition(":")[0]} for row in rows]
+    reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
+    shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
     head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.partition("+")[0])
-    notes = NOTES.format(offload='", "'.join(sorted(reasons)))
+    notes = NOTES.format(reasons="; ".join(f'"{why}"' for why in reasons))
     whys = [{"type": name, "why": why} for name, why in refused.items()]
     refusals = listing(whys, {"type": "family", "why": "why"})
     return head + listing(shown, COLUMNS) + notes + REFUSED_HEAD + refusals

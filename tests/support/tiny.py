@@ -113,6 +113,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("BitNetForCausalLM", {}),
     "cohere, head norms": ("CohereForCausalLM", {"use_qk_norm": True}),
     "cohere2": ("Cohere2ForCausalLM", _SLIDING),
+    "cwm": ("CwmForCausalLM", _SLIDING),
     "dbrx": (
         "DbrxForCausalLM",
         {
@@ -128,6 +129,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", {"head_dim": 8}),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
     "exaone4": ("Exaone4ForCausalLM", _SLIDING),
+    "flex_olmo": ("FlexOlmoForCausalLM", _EXPERTS),
     "gemma": ("GemmaForCausalLM", {"head_dim": 8}),
     "gemma3": ("Gemma3ForCausalLM", _MIXED),
     "gemma3n": (
@@ -199,10 +201,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**_EXPERTS, "head_dim": 8}),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 8}),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "solar_open": ("SolarOpenForCausalLM", _GROUPED),
     "stablelm": ("StableLmForCausalLM", {}),
     "stablelm, head norms": ("StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
     "vaultgemma": ("VaultGemmaForCausalLM", _MIXED),
+    "youtu": ("YoutuForCausalLM", _LATENT_ROUTED),
 }
 """What else people run: each with a few drafters, in ``test_families``. Experts are as transformers sets them."""
 
@@ -250,6 +254,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybridForCausalLM", {**_LINEAR, "linear_num_key_heads": 4}),
     "lfm2": ("Lfm2ForCausalLM", _LFM2),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {**_LFM2, **_EXPERTS, "num_dense_layers": 1}),
+    "lfm3": ("Lfm3ForCausalLM", _LFM2),
     "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
     "falcon_h1": ("FalconH1ForCausalLM", {**_MAMBA2, "mamba_d_ssm": 64}),
     "granitemoehybrid": (
