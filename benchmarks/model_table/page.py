@@ -70,6 +70,7 @@ def merged(found: Sequence[Row]) -> list[Row]:
     rows = []
     for kind in sorted({row["type"] for row in found}):
         shapes = [{**row, "shape": row["name"].partition(", ")[2]} for row in found if row["type"] == kind]
+        shapes.sort(key=lambda row: row["shape"] != "")
         plain = [row for row in shapes if not row["shape"]] or shapes
         others = dict.fromkeys(row["shape"] for row in shapes if row["shape"])
         row = {"type": kind, "shapes": "; ".join(others), "also": _also(kind)}
