@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "server soak": ("server.soak:SoakOptions", "Mixed requests for minutes: is anything held for good?"),
     "server streams": ("server.many_streams:StreamsOptions", "Many streams at once: is each the text of its request alone?"),
     "capacity": ("capacity.command:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
+    "models": ("model_table.command:ModelsOptions", "What each family of models does, and what is refused: docs/models.md."),
     "passes": ("studies.passes_command:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
     "gpu": ("gpu.command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
     "offload": ("studies.offload_command:OffloadOptions", "Decoding with keys and values that are not on the device."),

@@ -262,6 +262,8 @@ def test_wrong_limits_and_prompts_without_tokens_are_refused() -> None:
         ForerunProposer(vllm_config(most=None))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="enable_prompt_embeds is true"):
         ForerunProposer(vllm_config(enable_prompt_embeds=True))
+    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER is true; allowed: 0 or unset"):
+        ForerunProposer(vllm_config(use_v2_model_runner=True))
 
 
 def test_a_trie_file_outlives_the_engine(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ PAGES = [
     "docs/decisions.md",
 ]
 LINKING = [
-    *PAGES, "docs/serving.md", "docs/scaling.md", "docs/trie.md", "docs/integrations.md", "CONTRIBUTING.md",
-    "CHANGELOG.md",
+    *PAGES, "docs/serving.md", "docs/scaling.md", "docs/trie.md", "docs/integrations.md", "docs/models.md",
+    "CONTRIBUTING.md", "CHANGELOG.md",
 ]  # fmt: skip
 """Pages whose links are followed; what those that are no ``PAGES`` show is tested elsewhere."""
 README = (ROOT / "README.md").read_text()

@@ -28,6 +28,7 @@ def vllm_config(most: int = 8, room: int = 512, settings: object = None, **other
         parallel_config=SimpleNamespace(**{name: others.get(name, value) for name, value in parallel.items()}),
         speculative_config=SimpleNamespace(num_speculative_tokens=most),
         additional_config={} if settings is None else {"forerun": settings},
+        use_v2_model_runner=others.get("use_v2_model_runner", False),
     )
 
 

@@ -113,6 +113,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "bitnet": ("BitNetForCausalLM", {}),
     "cohere, head norms": ("CohereForCausalLM", {"use_qk_norm": True}),
     "cohere2": ("Cohere2ForCausalLM", _SLIDING),
+    "cwm": ("CwmForCausalLM", _SLIDING),
     "dbrx": (
         "DbrxForCausalLM",
         {
@@ -128,6 +129,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("Ernie4_5ForCausalLM", {"head_dim": 8}),
     "ernie4_5_moe": ("Ernie4_5_MoeForCausalLM", {**_EXPERTS, "moe_num_experts": 4, "moe_k": 2}),
     "exaone4": ("Exaone4ForCausalLM", _SLIDING),
+    "flex_olmo": ("FlexOlmoForCausalLM", _EXPERTS),
     "gemma": ("GemmaForCausalLM", {"head_dim": 8}),
     "gemma3": ("Gemma3ForCausalLM", _MIXED),
     "gemma3n": (
@@ -199,10 +201,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeForCausalLM", {**_EXPERTS, "head_dim": 8}),
     "seed_oss": ("SeedOssForCausalLM", {"head_dim": 8}),
     "smollm3": ("SmolLM3ForCausalLM", {"num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "solar_open": ("SolarOpenForCausalLM", _GROUPED),
     "stablelm": ("StableLmForCausalLM", {}),
     "stablelm, head norms": ("StableLmForCausalLM", {"qk_layernorm": True, "use_parallel_residual": True}),
     "starcoder2": ("Starcoder2ForCausalLM", {"sliding_window": 7}),
     "vaultgemma": ("VaultGemmaForCausalLM", _MIXED),
+    "youtu": ("YoutuForCausalLM", _LATENT_ROUTED),
 }
 """What else people run: each with a few drafters, in ``test_families``. Experts are as transformers sets them."""
 
@@ -250,6 +254,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": ("OlmoHybridForCausalLM", {**_LINEAR, "linear_num_key_heads": 4}),
     "lfm2": ("Lfm2ForCausalLM", _LFM2),
     "lfm2_moe": ("Lfm2MoeForCausalLM", {**_LFM2, **_EXPERTS, "num_dense_layers": 1}),
+    "lfm3": ("Lfm3ForCausalLM", _LFM2),
     "bamba": ("BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1, 3]}),
     "falcon_h1": ("FalconH1ForCausalLM", {**_MAMBA2, "mamba_d_ssm": 64}),
     "granitemoehybrid": (
@@ -307,6 +312,42 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Models with recurrent layers, in ``test_hybrids``."""
+
+_LIKE_GPTJ: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128}
+_INDEXED: dict[str, Any] = {**_LATENT_ROUTED, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 16}
+_MAMBA1: dict[str, Any] = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertLMHeadModel", {"is_decoder": False}),
+    "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    "codegen": ("CodeGenForCausalLM", _LIKE_GPTJ),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", _INDEXED),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", {}),
+    "diffllama": ("DiffLlamaForCausalLM", {}),
+    "doge": ("DogeForCausalLM", {}),
+    "falcon": ("FalconForCausalLM", {}),
+    "falcon, ALiBi": ("FalconForCausalLM", {"alibi": True}),
+    "falcon_mamba": ("FalconMambaForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _INDEXED),
+    "gpt_neo": ("GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}),
+    "gptj": ("GPTJForCausalLM", _LIKE_GPTJ),
+    "jamba": ("JambaForCausalLM", {**_MAMBA1, "num_experts": 4, "expert_layer_period": 2}),
+    "llama4": (
+        "Llama4ForCausalLM",
+        {**_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 16},
+    ),
+    "mamba": ("MambaForCausalLM", {}),
+    "minimax": (
+        "MiniMaxForCausalLM",
+        {**_EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "mpt": ("MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, "lru_width": 32}),
+    "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 128}),
+    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
+    "xglm": ("XGLMForCausalLM", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
+    "xlstm": ("xLSTMForCausalLM", {"num_blocks": 2}),
+}
+"""Models that the gate refuses, with the reasons on the page of models."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Drafts for engines that take one branch of a tree: the best one."""
+"""Drafts for other engines: whole trees, or the best branch of one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from forerun.integrations.draft_settings import DraftSettings
 from forerun.integrations.row_texts import FollowedTexts, RowText
 from forerun.trie.autosave import AutoSaver
+from forerun.trie.recycled import RecycledRows
 from forerun.trie.trie import Draft, Trie, TrieConfig
 from forerun.trie.trie_store import TrieStore
 
@@ -19,6 +20,7 @@ TREE_NODES_PER_TOKEN = 2
 """Size of the tree for each token of its best branch. More changed nothing in replays."""
 PRIVATE_NAMESPACE_BYTES = 1 << 16
 """Capacity of a namespace with one request, whose own text has an index of its own anyway."""
+NO_DRAFT = Draft.allocate(0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class BranchDrafter:
             self.trie.load(settings.trie, settings.vocabulary)
         self.trie.warm_up()
         self.texts = FollowedTexts(self.trie, settings.namespace, settings.share)
+        self._requests: list[int | None] = []
         self._saving: weakref.finalize[[], BranchDrafter] | None = None
         if settings.trie is not None and settings.save_seconds and saves:
             keeper = AutoSaver(self.trie, TrieFile(settings.trie, settings.vocabulary), settings.save_seconds)
@@ -84,10 +87,37 @@ class BranchDrafter:
         Raises:
             ValueError: see ``FollowedTexts.follow``.
         """
-        requests = self.texts.follow(rows)
+        trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
+        return [best_branch(tree, self.settings.least_probability) for tree in trees]
+
+    def trees(
+        self,
+        rows: Sequence[RowText],
+        nodes: Sequence[int],
+        depths: Sequence[int],
+        recycled: Sequence[RecycledRows] = (),
+    ) -> list[Draft]:
+        """Learn the new tokens, and draft trees of what may follow.
+
+        Args:
+            rows: all rows of the step.
+            nodes, depths: limits of each tree.
+            recycled: by row of the last step, the best tokens of the logits that the engine worked out in it; none, or
+                one for each row.
+
+        Returns:
+            By row, nodes likeliest first, and none likelier than its parent; none for a row without a new token.
+
+        Raises:
+            ValueError: see ``FollowedTexts.follow``.
+        """
+        before, self._requests = self._requests, self.texts.follow(rows)
+        for request, scored in zip(before, recycled, strict=bool(recycled)):
+            if request is not None and request in self._requests:
+                self.trie.recycle(request, scored)
         return [
-            [] if request is None or not row.new else self._draft(request, length)
-            for request, row, length in zip(requests, rows, lengths, strict=True)
+            NO_DRAFT if request is None or not row.new else self.trie.retrieve(request, size, depth)
+            for request, row, size, depth in zip(self._requests, rows, nodes, depths, strict=True)
         ]
 
     def close(self) -> None:
@@ -96,12 +126,10 @@ class BranchDrafter:
         if self._saving is not None:
             self._saving()
 
-    def _draft(self, request: int, length: int) -> list[int]:
-        if length < 1:
-            return []
-        return best_branch(
-            self.trie.retrieve(request, TREE_NODES_PER_TOKEN * length, length), self.settings.least_probability
-        )
+
+def likely(draft: Draft, least: float) -> Draft:
+    """The nodes with a probability of ``least`` or more, of nodes likeliest first."""
+    return draft.cut(int(np.count_nonzero(draft.probability >= least)))
 
 
 def best_branch(draft: Draft, least: float) -> list[int]:
@@ -111,12 +139,12 @@ def best_branch(draft: Draft, least: float) -> list[int]:
         draft: nodes of a tree, parents first; none is likelier than its parent.
         least: the lowest probability of a drafted node.
     """
-    size = int(np.count_nonzero(draft.probability >= least))  # likeliest first
-    expected, parents = draft.probability[:size].tolist(), draft.parents[:size].tolist()
+    draft = likely(draft, least)
+    expected, parents = draft.probability.tolist(), draft.parents.tolist()
     for node, parent in enumerate(parents):
         if parent >= 0:
             expected[node] += expected[parent]
-    node, branch = int(np.argmax(expected)) if size else -1, []
+    node, branch = int(np.argmax(expected)) if expected else -1, []
     while node >= 0:
         branch.append(int(draft.tokens[node]))
         node = parents[node]

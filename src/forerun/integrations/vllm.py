@@ -1,7 +1,9 @@
 """Forerun's index as a proposer of vLLM, whose ``speculative_config`` names it as its model.
 
-Written to the sources of vLLM 0.33: ``v1/spec_decode/custom_class_proposer.py`` makes it, and
-``v1/worker/gpu_model_runner.py`` calls it after each step, when the new tokens are in the rows already.
+Written to the sources of vLLM 0.33: ``v1/spec_decode/custom_class_proposer.py`` makes it, and the first of vLLM's two
+model runners, ``v1/worker/gpu_model_runner.py``, calls it after each step, when the new tokens are in the rows already.
+The second runner (``v1/worker/gpu``) takes no proposer from outside: ``init_speculator`` chooses among its own, whose
+drafts are tensors on the device. vLLM itself chooses the first runner where a proposer like this one is named.
 """
 
 from __future__ import annotations
@@ -34,11 +36,17 @@ class ForerunProposer:
             of the tokenizer.
 
     Raises:
-        ValueError: for wrong settings, a trie file that does not fit, or prompts that are not tokens.
+        ValueError: for wrong settings, a trie file that does not fit, prompts that are not tokens, or vLLM's
+            second model runner.
         OSError: if the trie file cannot be read.
     """
 
     def __init__(self, vllm_config: Any) -> None:
+        if vllm_config.use_v2_model_runner:
+            raise ValueError(
+                "VLLM_USE_V2_MODEL_RUNNER is true; allowed: 0 or unset, as vLLM's second model runner takes no proposer"
+                " from outside"
+            )
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.enable_prompt_embeds:
             raise ValueError("enable_prompt_embeds is true; allowed: false, as rows are known by their prompts' tokens")

@@ -1,0 +1,122 @@
+"""The page ``docs/models.md``, from what was found, and its rows read back for a test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from benchmarks.reporting.tables import listing
+
+Row = dict[str, str]
+REASON = re.compile(r"refused\[(.*?)\]")
+"""A trial that was refused, with why."""
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+COLUMNS = {
+    "type": "family",
+    "shapes": "shapes tried beside the plain one",
+    "path": "CPU",
+    "gpu": "GPU",
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "trie": "trie",
+    "draft model": "draft model",
+    "store": "KV store",
+    "offload": "offloading",
+    "also": "tests",
+}
+TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
+PATHS = ("program", "recurrent", "hooks", "refused")
+"""Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
+HEAD = """# Models
+
+Written by `python -m benchmarks models`, which builds each tiny random model of the tests and runs it, here on a CPU
+with transformers {transformers} and torch {torch}. Do not edit it: a test compares it with a fresh look. Other models
+may work, too. Every model passes a numerical [self-test](how-it-works.md#attention) when an engine is made, or is
+refused with the reason.
+
+## What runs
+
+- **CPU**: the path in float32 and bfloat16. `program` is one [program of kernels](how-it-works.md#bits) a pass. `hooks`
+  is the model's own code with Forerun's kernels inside. `recurrent` is the same, with [states that follow
+  trees](how-it-works.md#recurrent-layers). Heads and layers of odd sizes take `hooks` in any family.
+- **GPU**: the path that the model's structure leads to. [No GPU has run it](how-it-works.md#on-a-gpu).
+- **float32**, **bfloat16**: what [the probe of exactness](how-it-works.md#bits) finds, in trees and beside another row.
+- **trie**, **draft model**: greedy text in float64, of three ragged prompts in one batch, against `generate` of
+  `transformers` token for token, its recurrences in float64, too. Drafts come from the trie, and from TriForce's
+  hierarchy with a small model and a sparse cache.
+- **KV store**, **offloading**: text with keys and values that another engine stored, or that are not all on the device,
+  against the text without. `-` is not tried: the tiny model has too few layers, or no keys and values to store.
+- **tests**: what further tests run it as: with GGUF weights as `stored`, and in two `ranks`.
+
+"""
+REFUSED_HEAD = """
+## What is refused
+
+When an engine is made, with these words. What follows a comma names a shape of the family.
+
+"""
+NOTES = """
+Refused is said in these words: {reasons}. Of models with pictures the text side runs; requests with pictures are not
+taken.
+"""
+
+
+def merged(found: Sequence[Row]) -> list[Row]:
+    """One row for each type. Its path is that of its plain shape, if there is one."""
+    rows = []
+    for kind in sorted({row["type"] for row in found}):
+        shapes = [{**row, "shape": row["name"].partition(", ")[2]} for row in found if row["type"] == kind]
+        shapes.sort(key=lambda row: row["shape"] != "")
+        plain = [row for row in shapes if not row["shape"]] or shapes
+        others = dict.fromkeys(row["shape"] for row in shapes if row["shape"])
+        row = {"type": kind, "shapes": "; ".join(others), "also": _also(kind)}
+        for name in ("path", "gpu"):
+            row[name] = min((each[name] for each in plain), key=PATHS.index)
+        for name in TRIALS:
+            row[name] = _together([(each["shape"], each[name]) for each in shapes if each[name] != "-"])
+        rows.append(row)
+    return rows
+
+
+def _together(results: Sequence[tuple[str, str]]) -> str:
+    """What came of a trial for all shapes; those that differ from the first one are named."""
+    if not results:
+        return "-"
+    first = results[0][1]
+    others = dict.fromkeys(f"{shape or 'another size'}: {result}" for shape, result in results if result != first)
+    return "; ".join([first, *others])
+
+
+def _also(kind: str) -> str:
+    """What tests of their own run a family as, by their lists."""
+    from test_as_stored import NAMES
+    from test_parallel import RECIPE_CASES
+
+    return ", ".join(name for name, families in (("stored", NAMES), ("ranks", RECIPE_CASES)) if kind in families)
+
+
+def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
+    """The page as Markdown."""
+    reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
+    shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
+    head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.partition("+")[0])
+    notes = NOTES.format(reasons="; ".join(f'"{why}"' for why in reasons))
+    whys = [{"type": name, "why": why} for name, why in refused.items()]
+    refusals = listing(whys, {"type": "family", "why": "why"})
+    return head + listing(shown, COLUMNS) + notes + REFUSED_HEAD + refusals
+
+
+def read(text: str) -> tuple[list[Row], dict[str, str]]:
+    """The rows of a page, and its refusals."""
+    works, _, refused = text.partition(REFUSED_HEAD)
+    rows = [dict(zip(COLUMNS, cells, strict=True)) for cells in _cells(works)]
+    return rows, {cells[0]: cells[1] for cells in _cells(refused)}
+
+
+def _cells(text: str) -> list[list[str]]:
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
