@@ -324,8 +324,8 @@ class StepTimer:
 class TheilSen:
     """A line through the last few points, by medians.
 
-    A least-squares line would follow a single measurement that was held up. This one ignores up to a quarter of them, as
-    Theil and Sen do it. There is one at every step, so it is compiled.
+    A least-squares line would follow a single measurement that was held up. This one ignores up to a quarter of them.
+    That is how Theil and Sen do it. There is one at every step, so it is compiled.
 
     Args:
         size: how many points are remembered.
