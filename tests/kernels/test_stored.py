@@ -51,6 +51,8 @@ def blocks(name: str, outs: int, columns: int, seed: int = 0) -> tuple[torch.Ten
     for at in SCALES.get(name, ()):
         scales = (rng.standard_normal((outs, count)) * 0.05).astype(np.float16)
         raw[:, :, at : at + 2] = scales[:, :, None].view(np.uint8)
+    if name == "MXFP4":  # powers of two
+        raw[:, :, 0] = rng.integers(118, 126, (outs, count))
     if name in ("F32", "F16", "BF16"):
         exact = (rng.standard_normal((outs, columns)) * 0.3).astype(np.float32)
         rows = gguf.quants.quantize(exact, kind).view(np.uint8)
@@ -61,7 +63,7 @@ def blocks(name: str, outs: int, columns: int, seed: int = 0) -> tuple[torch.Ten
 
 SCALES = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,),
+    "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,),
 }  # fmt: skip
 """Where a block's float16 are."""
 
@@ -142,21 +144,36 @@ def test_gates_are_activated_and_multiplied(outs: int, activation: int, names: t
         assert torch.equal(run(x[-n:], given, biases, **how), expected[-n:])
 
 
+def looked_up(name: str, rows: torch.Tensor, ids: torch.Tensor, columns: int, factor: float = 1.0) -> torch.Tensor:
+    """Rows as floats, as an embedding's kernel unpacks them."""
+    x, width = torch.zeros(len(ids), columns), linear.scratch_bytes(1, columns) // 64 * 64 + 64
+    slots = torch.zeros(torch.get_num_threads() * width + 64, dtype=torch.uint8)
+    m = matrix_of(Weights(rows, name))
+    op = LookupOp(m.w, m.row, m.block, m.unpack, columns, x.data_ptr(), x.stride(0) * 4, factor)
+    executor.Program([(LOOKUP, op)]).run(
+        torch.get_num_threads(), n=len(ids), ids=ids.data_ptr(), slots=slots.data_ptr(), slot_size=width
+    )
+    return x
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_rows_of_an_embedding_are_those_of_gguf(name: str) -> None:
     rows, weights = blocks(name, 20, 512)
-    ids, x = torch.tensor([3, 19, 0, 3]), torch.zeros(4, 512)
-    room = linear.scratch_bytes(1, 512) // 64 * 64 + 64
-    slots = torch.zeros(torch.get_num_threads() * room + 64, dtype=torch.uint8)
-    m = matrix_of(Weights(rows, name))
-    op = LookupOp(m.w, m.row, m.block, m.unpack, 512, x.data_ptr(), x.stride(0) * 4, 1.5)
-    executor.Program([(LOOKUP, op)]).run(
-        torch.get_num_threads(), n=4, ids=ids.data_ptr(), slots=slots.data_ptr(), slot_size=room
-    )
-    assert torch.equal(x, weights[ids] * 1.5)
+    ids = torch.tensor([3, 19, 0, 3])
+    assert torch.equal(looked_up(name, rows, ids, 512, 1.5), weights[ids] * 1.5)
+    assert torch.equal(looked_up(name, rows, torch.arange(20), 512).view(torch.int32), weights.view(torch.int32))
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_scales_of_any_exponent_are_those_of_gguf() -> None:
+    """Of MXFP4: from subnormal floats to where a number is too large for a float."""
+    rows, _ = blocks("MXFP4", 256, 64)
+    rows.view(256, 2, 17)[:, :, 0] = torch.arange(256, dtype=torch.uint8)[:, None]
+    with np.errstate(over="ignore"):
+        expected = torch.from_numpy(gguf.dequantize(rows.numpy(), gguf.GGMLQuantizationType.MXFP4))
+    assert torch.equal(looked_up("MXFP4", rows, torch.arange(256), 64), expected)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0", "IQ4_NL"])
 def test_scales_of_every_size_are_widened_rightly(name: str) -> None:
     """All finite float16, the smallest ones too."""
     every = np.arange(1 << 16, dtype=np.uint16)
