@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.gguf_blocks import NAMES, SCALES, blocks
 from support.linear_ops import layer
 from support.linear_ops import run as run_table
 
@@ -22,7 +23,6 @@ from forerun.kernels.runtime import executor, vector_ir
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
-NAMES = [each.name for each in GGUF_FORMATS]
 QUICK = ("Q4_1", "Q8_0", "Q4_K")
 CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in NAMES]
 """Each format compiles a kernel of its own."""
@@ -39,33 +39,6 @@ def own_number_of_threads() -> Iterator[None]:
 
 def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def blocks(name: str, outs: int, columns: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of random blocks, and the floats that gguf makes of them; every bit pattern of the small integers occurs."""
-    which = NAMES.index(name)
-    kind = gguf.GGMLQuantizationType(GGUF_FORMATS[which].number)
-    rng = np.random.default_rng(seed)
-    count = columns // GGUF_FORMATS[which].words
-    raw = rng.integers(0, 256, (outs, count, GGUF_FORMATS[which].bytes), np.uint8)
-    for at in SCALES.get(name, ()):
-        scales = (rng.standard_normal((outs, count)) * 0.05).astype(np.float16)
-        raw[:, :, at : at + 2] = scales[:, :, None].view(np.uint8)
-    if name == "MXFP4":  # powers of two
-        raw[:, :, 0] = rng.integers(118, 126, (outs, count))
-    if name in ("F32", "F16", "BF16"):
-        exact = (rng.standard_normal((outs, columns)) * 0.3).astype(np.float32)
-        rows = gguf.quants.quantize(exact, kind).view(np.uint8)
-    else:
-        rows = raw.reshape(outs, -1)
-    return torch.from_numpy(rows.copy()), torch.from_numpy(gguf.dequantize(rows, kind).astype(np.float32).copy())
-
-
-SCALES = {
-    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
-    "Q6_K": (208,), "Q2_K": (80, 82), "Q3_K": (108,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-}  # fmt: skip
-"""Where a block's float16 are."""
 
 
 def run(
