@@ -16,7 +16,6 @@ from numba.core import cgutils
 from forerun.kernels.linear.weight_format import FLOAT32, Rows, WeightFormat
 from forerun.kernels.runtime.vector_ir import (
     BYTE,
-    BYTES,
     FLOATS,
     HALVES,
     I32,
@@ -75,18 +74,20 @@ class Nibbles(GgufFormat):
     """
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        five, added = self.name.startswith("Q5"), self.name.endswith("1")
+        b, five, added = e.builder, self.name.startswith("Q5"), self.name.endswith("1")
         scale, plus = both_halves(e, words_at(e, rows, 0)) if added else (halves_at(e, rows, 0), None)
         highest = words_at(e, rows, self.bytes - 20) if five else None
-        least = 0 if added else -16 if five else -8
         words = quads(e, rows, self.bytes - 16)
-        for column in range(32):
-            word, shift = words[column % 16 // 4], column % 4 * 8 + column // 16 * 4
-            if highest is None:
-                number = nibble(e, word, shift, least)
-            else:
-                number = five_bits(e, word, shift, highest, column, least)
-            yield e.builder.fmul(number, scale) if plus is None else e.fma(number, scale, plus)
+        for i in range(8):
+            word, shift, least = words[i % 4], i // 4 * 4, 0 if added else -8
+            if highest is not None:
+                four = b.and_(b.lshr(highest, words_of(4 * i)), words_of(15))
+                fifth = b.and_(b.mul(four, words_of(0x02040810)), words_of(0x10101010))  # one bit to each byte
+                low = b.and_(b.lshr(word, words_of(shift)), words_of(0x0F0F0F0F))
+                word, shift, least = b.or_(low, fifth), 0, 2 * least
+            for k in range(4):
+                number = code(e, word, shift + 8 * k, 5 if five else 4, least)
+                yield b.fmul(number, scale) if plus is None else e.fma(number, scale, plus)
 
 
 class Bytes(GgufFormat):
@@ -139,14 +140,16 @@ class Super(GgufFormat):
 class Six(GgufFormat):
     """Q6_K: 256 numbers of six bits, four low and two high bits stored apart; every 16 have a signed scale.
 
-    A part is 32 numbers.
+    A part is 32 numbers. 1 + n / 64 takes no conversion: n is in its highest bits. So a number is scale * (n - 32) as
+    64 * scale * (1 + n / 64) - 96 * scale, which is rounded once, too. A zero may have the other sign, which changes no
+    sum.
     """
 
     parts = 8
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
         b, table = e.builder, VectorTable(e, 16)
-        scale = b.fmul(halves_at(e, rows, 208), constant(TOP * TOP))
+        scale = b.fmul(halves_at(e, rows, 208), constant(TOP * 64))
         for j, word in enumerate(quads(e, rows, 192)):
             for k, number in enumerate(bytes_of(e, word)):
                 table.put(4 * j + k, b.fmul(number, scale))
@@ -160,10 +163,11 @@ class Six(GgufFormat):
         upper = two_bits(e, rows, part, 128)
         for i in (0, 1):
             scale = scales.get(b.add(e.times(part, 2), I64(i)))
+            minus = b.fmul(scale, constant(-1.5))
             for low, high in zip(quads(e, low_rows, 16 * i), upper[4 * i : 4 * i + 4], strict=True):
                 low = b.and_(b.lshr(low, low_shift), words_of(0x0F0F0F0F))
-                number = less(e, b.or_(low, b.shl(high, words_of(4))), 32)
-                yield from (b.fmul(value, scale) for value in bytes_of(e, number))
+                word = b.or_(low, b.and_(b.shl(high, words_of(4)), words_of(0x30303030)))
+                yield from (e.fma(value, scale, minus) for value in mantissas(e, word))
 
 
 class Two(GgufFormat):
@@ -185,7 +189,7 @@ class Two(GgufFormat):
         return table
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        words = two_bits(e, rows, part, 16)
+        words = [e.builder.and_(word, words_of(0x03030303)) for word in two_bits(e, rows, part, 16)]
         for i in (0, 1):
             number = e.builder.add(e.times(part, 2), I64(i))
             scale, minus = scales.get(number), scales.get(e.builder.add(number, I64(16)))
@@ -204,7 +208,7 @@ class Three(GgufFormat):
     def scales(self, e: Emitter, rows: Rows) -> Any:
         b, table = e.builder, VectorTable(e, 16)
         words = quads(e, rows, 94)  # the scales from 96 on, and the block's own behind them
-        scale = b.fmul(both_halves(e, words[3])[1], constant(TOP))
+        scale = both_halves(e, words[3])[1]
         for k in range(16):
             low, high = 2 + k % 8, 10 + k % 4
             six = bits(e, words[low // 4], low % 4 * 8 + k // 8 * 4, 4, words[high // 4], high % 4 * 8 + k // 4 * 2)
@@ -216,8 +220,9 @@ class Three(GgufFormat):
         for i in (0, 1):
             scale = scales.get(b.add(e.times(part, 2), I64(i)))
             for low, high in zip(words[4 * i : 4 * i + 4], quads(e, rows, 16 * i), strict=True):
-                third = b.shl(b.and_(b.lshr(high, shift), words_of(0x01010101)), words_of(2))
-                yield from (b.fmul(value, scale) for value in bytes_of(e, less(e, b.or_(low, third), 4)))
+                third = b.and_(b.shl(b.lshr(high, shift), words_of(2)), words_of(0x04040404))
+                word = b.or_(b.and_(low, words_of(0x03030303)), third)
+                yield from (b.fmul(code(e, word, 8 * k, 3, -4), scale) for k in range(4))
 
 
 class Codes(GgufFormat):
@@ -312,35 +317,39 @@ def splat(e: Emitter, number: ir.Value) -> ir.Value:
     return e.everywhere(e.builder.trunc(number, I32))
 
 
-def five_bits(e: Emitter, word: ir.Value, shift: int, highest: ir.Value, column: int, least: int) -> ir.Value:
-    """Four bits of each word and a fifth of another as a float, plus ``least``."""
+def mantissas(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
+    """For the six low bits n of each word's four bytes: 1 + n / 64."""
     b = e.builder
-    low = b.and_(b.lshr(word, words_of(shift)), words_of(15))
-    moved = b.lshr(highest, words_of(column - 4)) if column >= 4 else b.shl(highest, words_of(4 - column))
-    number = b.or_(low, b.and_(moved, words_of(16)))
-    return b.sitofp(b.add(number, words_of(least & 0xFFFFFFFF)) if least else number, FLOATS)
+    for k in range(4):
+        moved = b.shl(word, words_of(17 - 8 * k)) if k < 3 else b.lshr(word, words_of(7))
+        yield b.bitcast(b.or_(b.and_(moved, words_of(63 << 17)), words_of(0x3F800000)), FLOATS)
 
 
-def nibble(e: Emitter, word: ir.Value, shift: int, least: int) -> ir.Value:
-    """Four bits of each word as a float, plus ``least``."""
+def code(e: Emitter, word: ir.Value, shift: int, count: int, least: int = 0) -> ir.Value:
+    """``count`` bits of each word, from ``shift`` on, as a float, plus ``least``; for up to five bits."""
     b = e.builder
     if wide():
-        return value_of(e, word, shift, range(least, least + LANES))
-    number = b.and_(b.lshr(word, words_of(shift)) if shift else word, words_of(15))
+        return value_of(e, word, shift, [i % (1 << count) + least for i in range(max(LANES, 1 << count))])
+    number = b.and_(b.lshr(word, words_of(shift)) if shift else word, words_of((1 << count) - 1))
     return b.sitofp(b.add(number, words_of(least & 0xFFFFFFFF)) if least else number, FLOATS)
 
 
 def value_of(e: Emitter, word: ir.Value, shift: int, values: Sequence[int]) -> ir.Value:
-    """The float that four bits of each word stand for."""
+    """The float that four bits of each word stand for, from ``shift`` on; or five bits, if there are 32 ``values``."""
     b = e.builder
-    code = b.lshr(word, words_of(shift)) if shift else word
+    index = b.lshr(word, words_of(shift)) if shift else word
     if wide():
-        kind = ir.FunctionType(FLOATS, (FLOATS, WORDS))
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.permvar.sf.512")
-        return b.call(function, (FLOATS([float(value) for value in values]), code))
+        low, high = (FLOATS([float(value) for value in values[i : i + LANES]]) for i in (0, len(values) - LANES))
+        if len(values) == LANES:
+            kind = ir.FunctionType(FLOATS, (FLOATS, WORDS))
+            function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.permvar.sf.512")
+            return b.call(function, (low, index))
+        kind = ir.FunctionType(FLOATS, (FLOATS, WORDS, FLOATS))
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpermi2var.ps.512")
+        return b.call(function, (low, index, high))
     left = [constant(float(value)) for value in values]
-    for k in range(4):
-        odd = b.icmp_unsigned("!=", b.and_(code, words_of(1 << k)), words_of(0))
+    for k in range(len(values).bit_length() - 1):
+        odd = b.icmp_unsigned("!=", b.and_(index, words_of(1 << k)), words_of(0))
         left = [b.select(odd, high, low) for low, high in zip(left[::2], left[1::2], strict=True)]
     return left[0]
 
@@ -353,18 +362,11 @@ def values_of(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scal
 
 
 def two_bits(e: Emitter, rows: Rows, part: ir.Value, at: int) -> list[ir.Value]:
-    """Two bits in each byte of eight words: one of eight parts of 256 numbers, whose bytes begin at ``at``."""
+    """Eight words with two bits of 256 numbers, one of eight parts, lowest in each byte. They begin at ``at``."""
     b = e.builder
     here = [e.at(row, e.times(b.lshr(part, I64(2)), 32)) for row in rows]
     shift = splat(e, e.times(b.and_(part, I64(3)), 2))
-    words = quads(e, here, at) + quads(e, here, at + 16)
-    return [b.and_(b.lshr(word, shift), words_of(0x03030303)) for word in words]
-
-
-def less(e: Emitter, word: ir.Value, number: int) -> ir.Value:
-    """Each byte of each word less a number."""
-    b = e.builder
-    return b.bitcast(b.sub(b.bitcast(word, BYTES), BYTES([number] * (4 * LANES))), WORDS)
+    return [b.lshr(word, shift) for word in quads(e, here, at) + quads(e, here, at + 16)]
 
 
 def quads(e: Emitter, rows: Rows, at: int) -> list[ir.Value]:
