@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.compiled_models import SHAPE, kept, scored
+from support.compiled_models import SHAPE, TEXT, kept, scored
+from support.gguf_blocks import blocks
 from support.gguf_files import logits, write
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GptOssConfig, LlamaConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 from benchmarks.peers import known
@@ -25,9 +26,10 @@ from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.gate import admit
 from forerun.models.forward.scorer import Scorer
 from forerun.models.loading import as_stored
+from forerun.models.loading import load as loading
 from forerun.models.loading.gguf import read_header
 from forerun.models.loading.load import load
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear, dtype_name
+from forerun.models.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear, dtype_name
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[real]'")
@@ -35,8 +37,11 @@ pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has
 
 NAMES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3_text": "gemma3"}
 """Model types, and what GGUF calls them."""
+MIXTURES = {"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
 KINDS = ("Q4_0", "Q8_0", "Q4_1", "F16", "Q5_0", "F32", "Q5_1", "BF16")
-MIXED = "mixed"
+UNWRITTEN = ("Q2_K", "Q3_K", "IQ4_NL", "IQ4_XS", "MXFP4", "Q6_K")
+"""Kinds that gguf reads and cannot write, in part of 256 columns; files have random blocks of them."""
+MIXED, RANDOM = "mixed", "random"
 
 
 def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -45,30 +50,61 @@ def store(file: Path, name: str, kind: str) -> tuple[PreTrainedModel, PreTrained
     Args:
         file: where to.
         name: of the model type.
-        kind: of all matrices, or ``mixed`` for another kind from tensor to tensor.
+        kind: of all matrices; ``mixed`` for another kind from tensor to tensor; ``random`` for random blocks of
+            ``UNWRITTEN``.
     """
-    exact = copy.deepcopy(kept(name, torch.float32))
-    writer = gguf.GGUFWriter(file, NAMES[name])
-    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == NAMES[name])
+    exact, known = copy.deepcopy(kept(name, torch.float32)), {**NAMES, **MIXTURES, "llama, wide": "llama"}[name]
+    writer = gguf.GGUFWriter(file, known)
+    if name in MIXTURES:
+        writer.add_expert_count(4)
+        writer.add_expert_used_count(2)
+    arch = next(arch for arch, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == known)
     names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"])
-    for i, (ours, weight) in enumerate(exact.named_parameters()):
+    for i, (ours, weight) in enumerate(named(exact)):
         array, theirs = weight.detach().numpy(), names.get_name(ours, (".weight", ".bias"))
-        if array.ndim == 2:
-            number = gguf.GGMLQuantizationType[KINDS[i % len(KINDS)] if kind == MIXED else kind]
-            raw = gguf.quants.quantize(array, number)
-            weight.data = torch.from_numpy(gguf.dequantize(raw, number).astype(np.float32))
-            writer.add_tensor(theirs, in_pairs(ours, raw, name), raw_dtype=number)
+        theirs += ".weight" * theirs.endswith("_exps")
+        if array.ndim == 1 or ".mlp.gate." in ours:
+            writer.add_tensor(theirs, in_pairs(ours, array, known) + (name == "gemma3_text" and "norm" in ours))
+        elif len(array) == 1:
+            writer.add_tensor(theirs, array[0])  # the gate of shared experts
         else:
-            writer.add_tensor(theirs, in_pairs(ours, array, name) + (name == "gemma3_text" and "norm" in ours))
+            kinds = {MIXED: KINDS, RANDOM: UNWRITTEN}.get(kind, (kind,))
+            number = gguf.GGMLQuantizationType[kinds[i % len(kinds)]]
+            raw = quantised(array, number, kind == RANDOM)
+            weight.data.copy_(torch.from_numpy(gguf.dequantize(raw, number).astype(np.float32)))
+            writer.add_tensor(theirs, in_pairs(ours, raw, known), raw_dtype=number)
     for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         finish()
     writer.close()
-    return as_stored.load_as_stored(file, read_header(file), copy.deepcopy(exact.config)).eval(), exact
+    header = read_header(file)
+    as_stored.check_formats(file, header)
+    config = copy.deepcopy(exact.config)
+    if name == "mixtral":  # transformers reads Llama's configuration from its files
+        config = LlamaConfig(**{**SHAPE, "rms_norm_eps": config.rms_norm_eps, "rope_theta": 1e6})
+    return as_stored.load_as_stored(file, header, config).eval(), exact
 
 
-def in_pairs(ours: str, rows: np.ndarray, name: str) -> np.ndarray:
+def named(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters as GGUF has them: gates and ups of experts apart."""
+    for name, weight in model.named_parameters():
+        if name.endswith("gate_up_proj"):
+            for part, rows in zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True):
+                yield name.replace("gate_up_proj", part), rows
+        else:
+            yield name, weight
+
+
+def quantised(array: np.ndarray, kind: Any, at_random: bool) -> np.ndarray:
+    """A matrix in blocks, or random blocks for a matrix of that shape."""
+    if not at_random:
+        return gguf.quants.quantize(array, kind)  # type: ignore[no-any-return]
+    _, weights = blocks(kind.name, *array.shape)
+    return blocks(kind.name, *array.shape, scale=0.05 * 0.1 / float(weights.std()))[0].numpy()
+
+
+def in_pairs(ours: str, rows: np.ndarray, known: str) -> np.ndarray:
     """Rows of queries and keys as GGUF has those of Llama: the two halves of a head's dimensions alternate."""
-    if NAMES[name] != "llama" or not ("q_proj" in ours or "k_proj" in ours):
+    if known != "llama" or not ("q_proj" in ours or "k_proj" in ours):
         return rows
     heads = SHAPE["num_attention_heads" if "q_proj" in ours else "num_key_value_heads"]
     return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape))
@@ -79,8 +115,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, Pre
     return store(tmp_path_factory.mktemp("stored") / "m.gguf", "llama", MIXED)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"])
-@pytest.mark.parametrize("name", NAMES)
+EVERY_FILE = [(name, kind) for name in NAMES for kind in (MIXED, "Q4_1")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(pytest.param(name, kind, marks=[pytest.mark.matrix] * (kind == MIXED)) for name, kind in EVERY_FILE),
+        pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
+    ],
+)
 def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: Path, name: str, kind: str) -> None:
     model, exact = store(tmp_path / "m.gguf", name, kind)
     program = admit(model)
@@ -124,6 +168,77 @@ def test_texts_with_drafts_equal_those_without(pair: tuple[PreTrainedModel, PreT
         assert [engine.generate(prompt, **how).generated[0] for prompt in prompts[:1]] == (
             [Engine(model, "none").generate(prompts[0], **how).generated[0]]
         )
+
+
+@pytest.mark.parametrize("kind", [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path: Path, name: str, kind: str) -> None:
+    model, exact = store(tmp_path / "m.gguf", name, kind)
+    assert type(model) is type(exact)
+    blocks_of = [weight for weight in model.parameters() if weight.dim() == 3]
+    assert len(blocks_of) == 9 and {weight.dtype for weight in blocks_of} == {torch.uint8}
+    scorer, whole = admit(model), scored(Scorer(exact), [300])
+    for sizes in ([300], [1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44]):
+        assert torch.equal(scored(scorer, sizes), whole)
+    assert probe(scorer) == Exactness("bitwise")
+    ids = torch.from_numpy(TEXT[None, :40])
+    with torch.inference_mode():
+        found, expected = model(ids).logits, exact(ids).logits
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("drafter", ["trie", pytest.param("retrieval", marks=pytest.mark.matrix)])
+def test_texts_of_experts_with_drafts_equal_those_without(tmp_path: Path, drafter: str) -> None:
+    model, exact = store(tmp_path / "m.gguf", "qwen3_moe", "Q4_1")
+    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
+    how: Any = {"max_new_tokens": 40, "eos_token_id": None}
+    plain = Engine(model, "none").generate(prompts, **how).generated
+    assert plain == Engine(exact, "none").generate(prompts, **how).generated
+    engine = Engine(model, drafter)
+    assert engine.exactness.level == "bitwise"
+    assert engine.generate(prompts, **how).generated == plain
+
+
+def add_experts(writer: Any, inner: int = 64, odd: bool = False) -> None:
+    """Two layers of three experts, one for each token, in place of gated linear units."""
+    rng = np.random.default_rng(4)
+    writer.add_expert_count(3)
+    writer.add_expert_used_count(1)
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_key_length(8)
+    kind = gguf.GGMLQuantizationType.Q4_0
+    for layer in range(2):
+        writer.add_tensor(f"blk.{layer}.ffn_gate_inp.weight", rng.standard_normal((3, 32)).astype(np.float32))
+        for part, shape in (("gate", (3, inner, 32)), ("up", (3, inner, 32)), ("down", (3, 32, inner))):
+            rows = gguf.quants.quantize((rng.standard_normal(shape) * 0.2).astype(np.float32), kind)
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", rows, raw_dtype=kind)
+        for part in ("attn_q_norm", "attn_k_norm") if odd else ():
+            writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones(8, np.float32))
+
+
+DENSE = [f"blk.{layer}.ffn_{part}.weight" for layer in range(2) for part in ("gate", "up", "down")]
+
+
+def test_a_file_with_experts_is_loaded_with_the_sizes_that_it_states(tmp_path: Path) -> None:
+    """Not with transformers' defaults."""
+
+    def add(writer: Any) -> None:
+        add_experts(writer, 32, odd=True)
+
+    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=DENSE, architecture="qwen3moe")
+    (model, _), (plain, _) = load(str(file), "stored"), load(str(file), "float32", device="cpu")
+    assert model.config.model_type == "qwen3_moe" and model.config.moe_intermediate_size == 32
+    assert isinstance(model.model.layers[1].mlp.experts, StoredExperts)
+    assert "3, gate=Q4_0, up=Q4_0, down=Q4_0" in repr(model.model.layers[1].mlp.experts)
+    assert float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 1e-5
+
+
+def test_a_file_of_mixtral_is_loaded_as_stored_only(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", "Q4_1", change=add_experts, without=DENSE)
+    model, _ = load(str(file), "stored")
+    assert (model.config.model_type, model.config.num_local_experts) == ("mixtral", 3)
+    assert len(Engine(model, "trie").generate([[5, 6, 7, 5, 6]], max_new_tokens=9).generated[0]) <= 9
+    assert "of Mixtral" in refused(lambda: load(str(file), "float32"))
 
 
 def test_nothing_is_dequantised_or_kept_twice(tmp_path: Path) -> None:
@@ -200,16 +315,40 @@ def test_cuda_is_refused_and_not_chosen(tmp_path: Path, monkeypatch: pytest.Monk
     assert "no kernel for it on cuda" in message and "--dtype bfloat16" in message
 
 
-def test_a_quantisation_without_a_kernel_is_named_with_its_tensor(tmp_path: Path) -> None:
-    odd = gguf.GGMLQuantizationType.IQ4_NL
+def test_a_quantisation_without_a_kernel_is_named_with_its_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = gguf.GGMLQuantizationType.IQ3_S
 
     def add(writer: Any) -> None:
-        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((64, 18), np.uint8), raw_dtype=odd)
+        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((64, 110), np.uint8), raw_dtype=odd)
+
+    def read(*whatever: Any) -> None:
+        raise AssertionError("it is refused before its tokenizer is read")
 
     file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=("blk.0.ffn_up.weight",))
+    monkeypatch.setattr(loading, "_tokenizer", read)
     message = refused(lambda: load(str(file), "stored"))
-    assert "there is no kernel for IQ4_NL, as tensor blk.0.ffn_up.weight is stored" in message
-    assert "--dtype bfloat16 dequantises" in message
+    assert "there is no kernel for IQ3_S, as tensor blk.0.ffn_up.weight is stored" in message
+    assert "there are kernels for F32, F16, BF16, Q4_0, " in message and "MXFP4; --dtype bfloat16" in message
+
+
+def test_rows_that_are_no_whole_vectors_are_refused(tmp_path: Path) -> None:
+    def add(writer: Any) -> None:
+        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((64, 30), np.float16))
+
+    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=("blk.0.ffn_up.weight",))
+    assert "blk.0.ffn_up.weight have 30 numbers, and the kernel for F16" in refused(lambda: load(str(file), "stored"))
+
+
+def test_experts_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    """Those of gpt-oss have biases, and an activation of their own."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 3, "head_dim": 8}
+    config = GptOssConfig(vocab_size=80, num_attention_heads=4, num_key_value_heads=4, **shape)
+    file = write(tmp_path / "m.gguf", "Q4_1", change=add_experts, without=DENSE, architecture="gpt-oss")
+    message = refused(lambda: as_stored.load_as_stored(file, read_header(file), config))
+    assert "ffn_gate_exps.weight is of experts that are not gated linear units" in message
 
 
 def test_missing_weights_are_refused(tmp_path: Path) -> None:

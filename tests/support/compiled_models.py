@@ -53,13 +53,21 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Families whose layers differ in parts: fused matrices, norms after a part alone, multipliers, soft caps."""
 EVERY = {**MODELS, **OTHERS}
+_MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4}
+FOR_FILES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, wide": ("LlamaForCausalLM", {"hidden_size": 768, "intermediate_size": 256, "head_dim": 128}),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", {**_MIXTURE, "shared_expert_intermediate_size": 32}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_MIXTURE, "norm_topk_prob": True}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
+}
+"""Rows of whole blocks of any format of GGUF, and mixtures of experts, which are no programs."""
 DTYPES = (torch.float32, torch.bfloat16)
 TEXT = np.random.default_rng(5).integers(0, 75, 700)
 
 
 @functools.cache
 def kept(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    class_name, extra = EVERY[name]
+    class_name, extra = {**EVERY, **FOR_FILES}[name]
     model_class = getattr(transformers, class_name)
     torch.manual_seed(3)
     shape = {} if "text_config" in extra else SHAPE

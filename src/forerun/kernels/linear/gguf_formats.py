@@ -7,7 +7,7 @@ formats: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -15,7 +15,7 @@ from numba.core import cgutils
 
 from forerun.kernels.linear.weight_format import FLOAT32, Rows, WeightFormat
 from forerun.kernels.runtime.vector_ir import (
-    BYTES,
+    BYTE,
     FLOATS,
     HALVES,
     I32,
@@ -33,6 +33,9 @@ FOUR_WORDS = ir.VectorType(I32, 4)
 I16 = ir.IntType(16)
 TOP = 2.0**-24
 """Factor that turns a byte in a word's highest place into its value."""
+IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of a four-bit float (E2M1)."""
 
 
 class GgufFormat(WeightFormat):
@@ -71,18 +74,20 @@ class Nibbles(GgufFormat):
     """
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
-        five, added = self.name.startswith("Q5"), self.name.endswith("1")
+        b, five, added = e.builder, self.name.startswith("Q5"), self.name.endswith("1")
         scale, plus = both_halves(e, words_at(e, rows, 0)) if added else (halves_at(e, rows, 0), None)
         highest = words_at(e, rows, self.bytes - 20) if five else None
-        least = 0 if added else -16 if five else -8
         words = quads(e, rows, self.bytes - 16)
-        for column in range(32):
-            word, shift = words[column % 16 // 4], column % 4 * 8 + column // 16 * 4
-            if highest is None:
-                number = nibble(e, word, shift, least)
-            else:
-                number = five_bits(e, word, shift, highest, column, least)
-            yield e.builder.fmul(number, scale) if plus is None else e.fma(number, scale, plus)
+        for i in range(8):
+            word, shift, least = words[i % 4], i // 4 * 4, 0 if added else -8
+            if highest is not None:
+                four = b.and_(b.lshr(highest, words_of(4 * i)), words_of(15))
+                fifth = b.and_(b.mul(four, words_of(0x02040810)), words_of(0x10101010))  # one bit to each byte
+                low = b.and_(b.lshr(word, words_of(shift)), words_of(0x0F0F0F0F))
+                word, shift, least = b.or_(low, fifth), 0, 2 * least
+            for k in range(4):
+                number = code(e, word, shift + 8 * k, 5 if five else 4, least)
+                yield b.fmul(number, scale) if plus is None else e.fma(number, scale, plus)
 
 
 class Bytes(GgufFormat):
@@ -135,14 +140,16 @@ class Super(GgufFormat):
 class Six(GgufFormat):
     """Q6_K: 256 numbers of six bits, four low and two high bits stored apart; every 16 have a signed scale.
 
-    A part is 32 numbers.
+    A part is 32 numbers. 1 + n / 64 takes no conversion: n is in its highest bits. So a number is scale * (n - 32) as
+    64 * scale * (1 + n / 64) - 96 * scale, which is rounded once, too. A zero may have the other sign, which changes no
+    sum.
     """
 
     parts = 8
 
     def scales(self, e: Emitter, rows: Rows) -> Any:
         b, table = e.builder, VectorTable(e, 16)
-        scale = b.fmul(halves_at(e, rows, 208), constant(TOP * TOP))
+        scale = b.fmul(halves_at(e, rows, 208), constant(TOP * 64))
         for j, word in enumerate(quads(e, rows, 192)):
             for k, number in enumerate(bytes_of(e, word)):
                 table.put(4 * j + k, b.fmul(number, scale))
@@ -152,17 +159,101 @@ class Six(GgufFormat):
         b = e.builder
         half, quarter = b.lshr(part, I64(2)), b.and_(part, I64(3))
         low_at = b.add(e.times(half, 64), e.times(b.and_(part, I64(1)), 32))
-        low_rows, high_rows = [e.at(row, low_at) for row in rows], [e.at(row, e.times(half, 32)) for row in rows]
-        low_shift = splat(e, e.times(b.lshr(quarter, I64(1)), 4))
-        high_shift = splat(e, e.times(quarter, 2))
+        low_rows, low_shift = [e.at(row, low_at) for row in rows], splat(e, e.times(b.lshr(quarter, I64(1)), 4))
+        upper = two_bits(e, rows, part, 128)
         for i in (0, 1):
             scale = scales.get(b.add(e.times(part, 2), I64(i)))
-            words = zip(quads(e, low_rows, 16 * i), quads(e, high_rows, 128 + 16 * i), strict=True)
-            for low, high in words:
+            minus = b.fmul(scale, constant(-1.5))
+            for low, high in zip(quads(e, low_rows, 16 * i), upper[4 * i : 4 * i + 4], strict=True):
                 low = b.and_(b.lshr(low, low_shift), words_of(0x0F0F0F0F))
-                high = b.shl(b.and_(b.lshr(high, high_shift), words_of(0x03030303)), words_of(4))
-                moved = b.sub(b.bitcast(b.or_(low, high), BYTES), BYTES([32] * (4 * LANES)))
-                yield from (b.fmul(number, scale) for number in bytes_of(e, b.bitcast(moved, WORDS)))
+                word = b.or_(low, b.and_(b.shl(high, words_of(4)), words_of(0x30303030)))
+                yield from (e.fma(value, scale, minus) for value in mantissas(e, word))
+
+
+class Two(GgufFormat):
+    """Q2_K: 256 numbers of two bits; every 16 have a scale and a minimum of four bits, each times the block's own.
+
+    The minimum is subtracted. A part is 32 numbers.
+    """
+
+    parts = 8
+
+    def scales(self, e: Emitter, rows: Rows) -> Any:
+        b, table = e.builder, VectorTable(e, 32)
+        scale, minus = both_halves(e, words_at(e, rows, 80))
+        scale, minus = b.fmul(scale, constant(TOP)), b.fsub(constant(-0.0), minus)
+        for j, word in enumerate(quads(e, rows, 0)):
+            for k in range(4):
+                table.put(4 * j + k, b.fmul(scale, bits(e, word, 8 * k, 4)))
+                table.put(16 + 4 * j + k, b.fmul(minus, bits(e, word, 8 * k + 4, 4)))
+        return table
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        words = [e.builder.and_(word, words_of(0x03030303)) for word in two_bits(e, rows, part, 16)]
+        for i in (0, 1):
+            number = e.builder.add(e.times(part, 2), I64(i))
+            scale, minus = scales.get(number), scales.get(e.builder.add(number, I64(16)))
+            for word in words[4 * i : 4 * i + 4]:
+                yield from (e.fma(value, scale, minus) for value in bytes_of(e, word))
+
+
+class Three(GgufFormat):
+    """Q3_K: 256 numbers of three bits, the highest stored apart; every 16 have a signed scale of six bits.
+
+    A part is 32 numbers.
+    """
+
+    parts = 8
+
+    def scales(self, e: Emitter, rows: Rows) -> Any:
+        b, table = e.builder, VectorTable(e, 16)
+        words = quads(e, rows, 94)  # the scales from 96 on, and the block's own behind them
+        scale = both_halves(e, words[3])[1]
+        for k in range(16):
+            low, high = 2 + k % 8, 10 + k % 4
+            six = bits(e, words[low // 4], low % 4 * 8 + k // 8 * 4, 4, words[high // 4], high % 4 * 8 + k // 4 * 2)
+            table.put(k, b.fmul(scale, b.fsub(six, constant(32.0))))
+        return table
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        b, words, shift = e.builder, two_bits(e, rows, part, 32), splat(e, part)
+        for i in (0, 1):
+            scale = scales.get(b.add(e.times(part, 2), I64(i)))
+            for low, high in zip(words[4 * i : 4 * i + 4], quads(e, rows, 16 * i), strict=True):
+                third = b.and_(b.shl(b.lshr(high, shift), words_of(2)), words_of(0x04040404))
+                word = b.or_(b.and_(low, words_of(0x03030303)), third)
+                yield from (b.fmul(code(e, word, 8 * k, 3, -4), scale) for k in range(4))
+
+
+class Codes(GgufFormat):
+    """IQ4_NL and MXFP4: 32 numbers of four bits, which stand for values of a table, and a scale.
+
+    They are ordered as in ``Nibbles``. The scale of MXFP4 is a power of two.
+    """
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        words = quads(e, rows, self.bytes - 16)
+        if self.name == "MXFP4":
+            return values_of(e, words, FP4_VALUES, power_at(e, rows, 0))
+        return values_of(e, words, IQ4_VALUES, halves_at(e, rows, 0))
+
+
+class SuperCodes(GgufFormat):
+    """IQ4_XS: 256 numbers as in IQ4_NL; every 32, a part, have a signed scale of six bits, times the block's own."""
+
+    parts = 8
+
+    def scales(self, e: Emitter, rows: Rows) -> Any:
+        b, table = e.builder, VectorTable(e, 8)
+        first, second, _, _ = quads(e, rows, 0)
+        scale = both_halves(e, first)[0]
+        for k in range(8):
+            table.put(k, b.fmul(scale, b.fsub(bits(e, second, 4 * k, 4, first, 16 + 2 * k), constant(32.0))))
+        return table
+
+    def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
+        words = quads(e, [e.at(row, e.times(part, 16)) for row in rows], 8)
+        return values_of(e, words, IQ4_VALUES, scales.get(part))
 
 
 GGUF_FORMATS: tuple[GgufFormat, ...] = (
@@ -174,9 +265,14 @@ GGUF_FORMATS: tuple[GgufFormat, ...] = (
     Nibbles("Q5_0", 6, 32, 22),
     Nibbles("Q5_1", 7, 32, 24),
     Bytes("Q8_0", 8, 32, 34),
+    Two("Q2_K", 10, 256, 84),
+    Three("Q3_K", 11, 256, 110),
     Super("Q4_K", 12, 256, 144),
     Super("Q5_K", 13, 256, 176),
     Six("Q6_K", 14, 256, 210),
+    Codes("IQ4_NL", 20, 32, 18),
+    SuperCodes("IQ4_XS", 23, 256, 136),
+    Codes("MXFP4", 39, 32, 17),
 )
 
 
@@ -221,25 +317,56 @@ def splat(e: Emitter, number: ir.Value) -> ir.Value:
     return e.everywhere(e.builder.trunc(number, I32))
 
 
-def five_bits(e: Emitter, word: ir.Value, shift: int, highest: ir.Value, column: int, least: int) -> ir.Value:
-    """Four bits of each word and a fifth of another as a float, plus ``least``."""
+def mantissas(e: Emitter, word: ir.Value) -> Iterator[ir.Value]:
+    """For the six low bits n of each word's four bytes: 1 + n / 64."""
     b = e.builder
-    low = b.and_(b.lshr(word, words_of(shift)), words_of(15))
-    moved = b.lshr(highest, words_of(column - 4)) if column >= 4 else b.shl(highest, words_of(4 - column))
-    number = b.or_(low, b.and_(moved, words_of(16)))
-    return b.sitofp(b.add(number, words_of(least & 0xFFFFFFFF)) if least else number, FLOATS)
+    for k in range(4):
+        moved = b.shl(word, words_of(17 - 8 * k)) if k < 3 else b.lshr(word, words_of(7))
+        yield b.bitcast(b.or_(b.and_(moved, words_of(63 << 17)), words_of(0x3F800000)), FLOATS)
 
 
-def nibble(e: Emitter, word: ir.Value, shift: int, least: int) -> ir.Value:
-    """Four bits of each word as a float, plus ``least``."""
+def code(e: Emitter, word: ir.Value, shift: int, count: int, least: int = 0) -> ir.Value:
+    """``count`` bits of each word, from ``shift`` on, as a float, plus ``least``; for up to five bits."""
     b = e.builder
-    moved = b.lshr(word, words_of(shift)) if shift else word
     if wide():
-        kind = ir.FunctionType(FLOATS, (FLOATS, WORDS))
-        function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.permvar.sf.512")
-        return b.call(function, (FLOATS([float(least + i) for i in range(LANES)]), moved))
-    number = b.and_(moved, words_of(15))
+        return value_of(e, word, shift, [i % (1 << count) + least for i in range(max(LANES, 1 << count))])
+    number = b.and_(b.lshr(word, words_of(shift)) if shift else word, words_of((1 << count) - 1))
     return b.sitofp(b.add(number, words_of(least & 0xFFFFFFFF)) if least else number, FLOATS)
+
+
+def value_of(e: Emitter, word: ir.Value, shift: int, values: Sequence[int]) -> ir.Value:
+    """The float that four bits of each word stand for, from ``shift`` on; or five bits, if there are 32 ``values``."""
+    b = e.builder
+    index = b.lshr(word, words_of(shift)) if shift else word
+    if wide():
+        low, high = (FLOATS([float(value) for value in values[i : i + LANES]]) for i in (0, len(values) - LANES))
+        if len(values) == LANES:
+            kind = ir.FunctionType(FLOATS, (FLOATS, WORDS))
+            function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.permvar.sf.512")
+            return b.call(function, (low, index))
+        kind = ir.FunctionType(FLOATS, (FLOATS, WORDS, FLOATS))
+        function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpermi2var.ps.512")
+        return b.call(function, (low, index, high))
+    left = [constant(float(value)) for value in values]
+    for k in range(len(values).bit_length() - 1):
+        odd = b.icmp_unsigned("!=", b.and_(index, words_of(1 << k)), words_of(0))
+        left = [b.select(odd, high, low) for low, high in zip(left[::2], left[1::2], strict=True)]
+    return left[0]
+
+
+def values_of(e: Emitter, words: Sequence[ir.Value], values: Sequence[int], scale: ir.Value) -> Iterator[ir.Value]:
+    """32 columns, from four words of codes: values times a scale. The first 16 are in the low halves of the bytes."""
+    for column in range(32):
+        value = value_of(e, words[column % 16 // 4], column % 4 * 8 + column // 16 * 4, values)
+        yield e.builder.fmul(value, scale)
+
+
+def two_bits(e: Emitter, rows: Rows, part: ir.Value, at: int) -> list[ir.Value]:
+    """Eight words with two bits of 256 numbers, one of eight parts, lowest in each byte. They begin at ``at``."""
+    b = e.builder
+    here = [e.at(row, e.times(b.lshr(part, I64(2)), 32)) for row in rows]
+    shift = splat(e, e.times(b.and_(part, I64(3)), 2))
+    return [b.lshr(word, shift) for word in quads(e, here, at) + quads(e, here, at + 16)]
 
 
 def quads(e: Emitter, rows: Rows, at: int) -> list[ir.Value]:
@@ -272,6 +399,16 @@ def halves_at(e: Emitter, rows: Rows, at: int) -> ir.Value:
     for i, row in enumerate(rows):
         found = e.builder.insert_element(found, e.load(e.at(row, at), I16), I32(i))
     return widened(e, found)
+
+
+def power_at(e: Emitter, rows: Rows, at: int) -> ir.Value:
+    """Half the power of two whose exponent, plus 127, is one byte of each row."""
+    b, found = e.builder, WORDS(ir.Undefined)
+    for i, row in enumerate(rows):
+        found = b.insert_element(found, b.zext(e.load(e.at(row, at), BYTE), I32), I32(i))
+    tiny = b.shl(words_of(0x00200000), b.and_(found, words_of(1)))  # exponents 0 and 1 give subnormal floats
+    power = b.shl(b.sub(found, words_of(1)), words_of(23))
+    return b.bitcast(b.select(b.icmp_unsigned("<", found, words_of(2)), tiny, power), FLOATS)
 
 
 def both_halves(e: Emitter, words: ir.Value) -> tuple[ir.Value, ir.Value]:

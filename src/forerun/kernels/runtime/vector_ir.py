@@ -93,7 +93,7 @@ def intrinsic_code(
 
 
 class Emitter:
-    """Writes vector instructions. Addresses are integers; memory is aligned to two bytes only."""
+    """Writes vector instructions. Addresses are integers; loads may be unaligned, stores are to even ones."""
 
     def __init__(self, builder: ir.IRBuilder) -> None:
         self.builder = builder
@@ -110,9 +110,7 @@ class Emitter:
 
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
         """Load a value from memory."""
-        return self.builder.load(
-            self.builder.inttoptr(address, kind.as_pointer()), align=1 if kind in (BYTE, BYTES, I32) else 2
-        )
+        return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
         """Store a value to memory."""

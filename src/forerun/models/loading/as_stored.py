@@ -1,9 +1,9 @@
 """From a GGUF file to a model whose weights stay as stored: mapped from the file, never dequantised.
 
-The model is built without weights. Linear layers and embeddings become ``stored.StoredLinear`` and
-``stored.StoredEmbedding`` over the file's own bytes. Rows that GGUF keeps in another order than transformers (queries
-and keys of Llama) are copied into transformers' order. Norms and biases become float32. Tensor names come from gguf's
-own table, row orders from transformers' code for each architecture.
+The model is built without weights. Linear layers, embeddings and experts become the modules of ``stored_weights.py``
+over the file's own bytes. Rows that GGUF keeps in another order than transformers (queries and keys of Llama) are
+copied into transformers' order. Norms, biases and routers become float32. Tensor names come from gguf's own table, row
+orders from transformers' code for each architecture.
 """
 
 from __future__ import annotations
@@ -18,19 +18,49 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationType, dequantize, get_tensor_name_map
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.moe import _default_apply_gate
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
 from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.runtime.vector_ir import unusable
-from forerun.models.loading.gguf import Header, Progress, Tensor, counted
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredLinear
+from forerun.models.loading.gguf import Header, Progress, Tensor, counted, is_mixtral
+from forerun.models.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear
 
 BLOCK_COLUMNS = {each.name: each.words for each in GGUF_FORMATS}
 """Columns per block, by the name of a format that there is a kernel for."""
 INSTEAD = "--dtype bfloat16 dequantises it"
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of experts, each stacked in one tensor."""
+ROUTER = ".ffn_gate_inp"
+"""Part of the names of routers, small matrices of modules that compute with floats."""
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def check_formats(file: Path, header: Header) -> None:
+    """Refuse a file whose matrices cannot be used as they are stored. It reads nothing but the header.
+
+    Raises:
+        ValueError: if there are no kernels here, or none for a tensor; it names the tensor, its format and those that
+            there are kernels for.
+    """
+    if (reason := unusable()) is not None:
+        raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
+    for name, tensor in header.tensors.items():
+        kind, columns = GGMLQuantizationType(tensor.kind).name, tensor.shape[0]
+        if len(tensor.shape) == 1 or ROUTER in name:
+            continue
+        if kind not in BLOCK_COLUMNS:
+            raise ValueError(
+                f"{file}: there is no kernel for {kind}, as tensor {name} is stored; there are kernels for "
+                f"{', '.join(BLOCK_COLUMNS)}; {INSTEAD}"
+            )
+        if columns % BLOCK_COLUMNS[kind]:
+            raise ValueError(
+                f"{file}: rows of tensor {name} have {columns} numbers, and the kernel for {kind} takes them "
+                f"{BLOCK_COLUMNS[kind]} at a time; {INSTEAD}"
+            )
 
 
 def load_as_stored(
@@ -39,23 +69,29 @@ def load_as_stored(
     """A decoder over the weights in a file.
 
     Args:
-        file: a GGUF file that ``gguf.check`` accepted.
+        file: a GGUF file that ``gguf.check`` and ``check_formats`` accepted.
         header: the file's header.
         config: the model's configuration.
         progress: called with tensors done and to do.
 
     Raises:
-        ValueError: if a tensor's quantisation has no kernel, or the file cannot be used for another reason; it says
-            which.
+        ValueError: if the file cannot be used; it says why.
     """
-    if (reason := unusable()) is not None:
-        raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
+    config = _mixtral(config, header) if is_mixtral(header) else config
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _fill_buffers(file, model)
     _Filler(file, header, model).fill(progress)
     model.name_or_path = str(file)
     return model.requires_grad_(False)
+
+
+def _mixtral(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
+    """Mixtral's configuration, from Llama's, which transformers reads from its files."""
+    common = MixtralConfig().to_dict().keys() - {"model_type", "architectures", "transformers_version"}
+    shared = {key: value for key, value in config.to_dict().items() if key in common}
+    count, used = (header.metadata[f"llama.expert_{key}"] for key in ("count", "used_count"))
+    return MixtralConfig(**{**shared, "num_local_experts": count, "num_experts_per_tok": used})
 
 
 def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
@@ -97,6 +133,8 @@ class _Filler:
         for name, module in [*self.model.named_modules()]:
             if isinstance(module, nn.Linear | nn.Embedding):
                 self._exchange(name, module)
+            elif f"{name}.{EXPERTS[0]}" in self._matrices:
+                self._exchange_experts(name, module)
         missing = sorted(name for name, weight in self.model.named_parameters() if weight.is_meta)
         if missing:
             listed = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
@@ -106,33 +144,47 @@ class _Filler:
         """The model's name for each of the file's tensors."""
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.header.architecture)
         table = get_tensor_name_map(arch, self.model.config.num_hidden_layers)
-        ours = [name for name, _ in self.model.named_parameters()]
+        ours = [each for name, _ in self.model.named_parameters() for each in _separate(name)]
         theirs = [table.get_name(name, (".weight", ".bias")) for name in ours]
+        theirs = [f"{name}.weight" if name is not None and name.endswith("_exps") else name for name in theirs]
         return {there: here for there, here in zip(theirs, ours, strict=True) if there is not None}
 
     def _take(self, name: str, ours: str, tensor: Tensor) -> None:
         owner, _, leaf = ours.rpartition(".")
         module: Any = self.model.get_submodule(owner)
-        kind = GGMLQuantizationType(tensor.kind)
-        if len(tensor.shape) == 1:
-            floats = dequantize(self._rows(tensor)[0], kind).astype(np.float32)
-            weights = np.ascontiguousarray(self._processor.process(floats, name).weights, np.float32)
+        if len(tensor.shape) == 1 or ROUTER in name:
+            weights = self._floats(name, tensor)
             self._check_shape(name, weights.shape, getattr(module, leaf).shape)
-            setattr(module, leaf, nn.Parameter(torch.from_numpy(weights.copy()), requires_grad=False))
+            setattr(module, leaf, nn.Parameter(torch.from_numpy(weights), requires_grad=False))
             return
-        if kind.name not in BLOCK_COLUMNS:
-            raise ValueError(f"{self.file}: there is no kernel for {kind.name}, as tensor {name} is stored; {INSTEAD}")
-        if not isinstance(module, nn.Linear | nn.Embedding) or leaf != "weight":
+        if leaf in EXPERTS:
+            expected = self._shape_of_experts(name, module, leaf)
+        elif isinstance(module, nn.Linear | nn.Embedding) and leaf == "weight":
+            expected = module.weight.shape
+        else:
             raise ValueError(f"{self.file}: tensor {name} is not of a plain linear layer; {INSTEAD}")
-        self._check_shape(name, tensor.shape[::-1], module.weight.shape)
-        block = BLOCK_COLUMNS[kind.name]
-        if tensor.shape[0] % block:
-            raise ValueError(
-                f"{self.file}: rows of tensor {name} have {tensor.shape[0]} numbers, and the kernel for {kind.name} "
-                f"takes them {block} at a time; {INSTEAD}"
-            )
-        rows = torch.from_numpy(self._in_order(name, self._rows(tensor)))
-        self._matrices[ours] = nn.Parameter(rows, requires_grad=False), kind.name, tensor.shape[0]
+        self._check_shape(name, tensor.shape[::-1], expected)
+        rows = torch.from_numpy(self._in_order(name, self._rows(tensor))).view(*expected[:-1], -1)
+        kind = GGMLQuantizationType(tensor.kind).name
+        self._matrices[ours] = nn.Parameter(rows, requires_grad=False), kind, tensor.shape[0]
+
+    def _floats(self, name: str, tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """A tensor dequantised, with the shape that transformers gives it."""
+        floats = dequantize(self._rows(tensor), GGMLQuantizationType(tensor.kind)).astype(np.float32)
+        weights = self._processor.process(floats.reshape(tensor.shape[::-1]), name).weights
+        return np.array(weights, np.float32, order="C")
+
+    def _shape_of_experts(self, name: str, module: Any, leaf: str) -> torch.Size:
+        """The shape ``[E, O, K]`` of one matrix of experts; refuses those that are more than three matrices each."""
+        parts: dict[str, torch.Size] = {part: parameter.shape for part, parameter in module.named_parameters()}
+        usual = getattr(module, "is_concatenated", False) and not getattr(module, "is_transposed", True)
+        gated = getattr(type(module), "_apply_gate", None) is _default_apply_gate
+        if not (usual and gated) or parts.keys() != {"gate_up_proj", "down_proj"} or module.has_post_expert_norm:
+            raise ValueError(f"{self.file}: tensor {name} is of experts that are not gated linear units; {INSTEAD}")
+        if leaf == "down_proj":
+            return parts[leaf]
+        count, both, columns = parts["gate_up_proj"]
+        return torch.Size((count, both // 2, columns))
 
     def _check_shape(self, name: str, there: tuple[int, ...], expected: torch.Size) -> None:
         if tuple(there) != tuple(expected):
@@ -167,7 +219,19 @@ class _Filler:
             made = StoredEmbedding(rows, kind, columns, getattr(module, "embed_scale", None))
         self.model.set_submodule(name, made)
 
+    def _exchange_experts(self, name: str, module: Any) -> None:
+        matrices = [self._matrices.get(f"{name}.{part}") for part in EXPERTS]
+        if None not in matrices:
+            gate, up, down = ((rows, kind) for rows, kind, _ in filter(None, matrices))
+            self.model.set_submodule(name, StoredExperts(gate, up, down, module.act_fn))
+
     def _embeddings(self) -> Iterator[str]:
         """The name of the input embedding's weights."""
         inputs = self.model.get_input_embeddings()
         yield from (f"{name}.weight" for name, module in self.model.named_modules() if module is inputs)
+
+
+def _separate(name: str) -> tuple[str, ...]:
+    """The names of the matrices that a parameter of transformers stacks: gates and ups of experts are one."""
+    owner, _, leaf = name.rpartition(".")
+    return tuple(f"{owner}.{part}" for part in EXPERTS[:2]) if leaf == "gate_up_proj" else (name,)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -41,6 +42,11 @@ DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 TOKENS = "tokenizer.ggml.tokens"
 UNBIASED = ("llama", "mistral")
 """Architectures whose models transformers builds without biases, whatever a GGUF file has."""
+SIZES_OF_EXPERTS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""GGUF's and transformers' names of sizes that transformers does not read from GGUF files."""
 
 SHORT_ARRAY = 1024
 """Numbers of an array that is read: one for each layer, but not one for each token."""
@@ -210,6 +216,20 @@ class _Zeros(Sequence[Any]):
 def _type_of(value: Any) -> int:
     """The number of a value's type in GGUF, as far as transformers tells types apart."""
     return {bool: 7, int: 5, float: 6, str: _STRING}[type(value)]
+
+
+def is_mixtral(header: Header) -> bool:
+    """Whether a file of Llama's architecture has experts."""
+    return header.architecture == "llama" and header.metadata.get("llama.expert_count", 0) > 0
+
+
+def with_sizes_of_experts(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
+    """The configuration with the sizes of experts, in place of transformers' defaults."""
+    for key, own in SIZES_OF_EXPERTS.items():
+        size = header.metadata.get(f"{header.architecture}.{key}")
+        if size is not None and hasattr(config, own):
+            setattr(config, own, size)
+    return config
 
 
 def finish(file: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: Header) -> None:

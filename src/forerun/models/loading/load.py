@@ -208,16 +208,22 @@ def _from_folder(
 
 def _from_file(file: Path, dtype: str, progress: gguf.Progress) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     header = gguf.check(file)
+    if dtype == STORED:
+        from forerun.models.loading.as_stored import check_formats, load_as_stored  # need gguf, maybe not installed
+
+        check_formats(file, header)
+    elif gguf.is_mixtral(header):
+        raise ValueError(
+            f"{file} is of Mixtral, which transformers does not read from GGUF files; use --dtype {STORED}"
+        )
     done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
     with gguf.alone(file) as folder, gguf.bar_to(progress):
         source = _Source(file, folder, {"local_files_only": True, "gguf_file": file.name})
         with gguf.read_by(header):
-            config = _check_config(source)
+            config = gguf.with_sizes_of_experts(_check_config(source), header)
             tokenizer = _tokenizer(source)
         if dtype == STORED:
-            from forerun.models.loading.as_stored import load_as_stored  # needs gguf, which may not be installed
-
             model = load_as_stored(file, header, config, progress)
         else:
             model = _model(

@@ -1,7 +1,8 @@
-"""Modules that hold weights as a GGUF file stores them; they replace torch's linear layers and embeddings."""
+"""Modules that hold weights as a GGUF file stores them; they replace linear layers, embeddings and experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,6 +86,49 @@ class StoredEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, kind={self.kind}"
+
+
+class StoredExperts(nn.Module):
+    """Experts that are gated linear units over stored weights, computed one after the other in float32 on a CPU.
+
+    Args:
+        gate, up: bytes ``[E, I, row]``, kept as they are, and the format of the blocks.
+        down: bytes ``[E, H, row]``, and the format.
+        act_fn: activation of the gates.
+    """
+
+    def __init__(
+        self, gate: tuple[nn.Parameter, str], up: tuple[nn.Parameter, str], down: tuple[nn.Parameter, str],
+        act_fn: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.register_state_dict_pre_hook(_refuse_to_save)  # type: ignore[no-untyped-call]
+        (self.gate, self.gate_kind), (self.up, self.up_kind), (self.down, self.down_kind) = gate, up, down
+        self.act_fn = act_fn
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, in the experts' order.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: experts of each token, ``[T, k]``.
+            top_k_weights: their weights, ``[T, k]``.
+        """
+        _check_place(self.down)
+        total = torch.zeros_like(hidden_states)
+        for expert in sorted(set(top_k_index.flatten().tolist())):
+            tokens, places = torch.where(top_k_index == expert)
+            x = hidden_states[tokens]
+            gate = product(x, Weights(self.gate[expert], self.gate_kind))
+            inner = self.act_fn(gate) * product(x, Weights(self.up[expert], self.up_kind))
+            outputs = product(inner, Weights(self.down[expert], self.down_kind))
+            total.index_add_(0, tokens, (outputs * top_k_weights[tokens, places, None]).to(total.dtype))
+        return total
+
+    def extra_repr(self) -> str:
+        return f"{len(self.down)}, gate={self.gate_kind}, up={self.up_kind}, down={self.down_kind}"
 
 
 def _check_place(weight: torch.Tensor) -> None:
