@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from forerun.core.pass_context import PassContext
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
@@ -186,7 +188,7 @@ class AdaptiveDrafter(OuterDrafter):
         affordable = self._budget.affords("tree", tree_cost / self._pruner.plain(context))
         trees = self.trees if affordable else None
         began = self._clock()
-        proposed = _propose(trees, context.within(self._nodes))
+        proposed = _propose(trees, context.within(self._allowed(context)))
         extra = trees.extra_seconds if trees else 0.0
         unit = self._timer.unit
         spent = tree_cost + (extra / unit if unit else 0.0) if trees else 0.0
@@ -211,6 +213,15 @@ class AdaptiveDrafter(OuterDrafter):
             ended,
         )
         return selection.trees
+
+    def _allowed(self, context: PassContext) -> int:
+        """Nodes of a row's tree. While trees have saved nothing they stay small, so that there are more of them."""
+        if self._budget.proven("tree"):
+            return self._nodes
+        plain = self._pruner.plain(context)
+        passes = self._pruner.chain_passes(context, self._nodes, self._timer.correction)
+        stake = self._budget.stake("tree", 0.0)
+        return max(1, int(np.searchsorted(passes, (1.0 + stake) * plain, side="right")))
 
     def _length(self, selection: TreeSelection, spent: float) -> int | None:
         """Length of the chains to draft; 0 if the trees are better, None if a plain step has to be measured."""

@@ -11,7 +11,7 @@ from typing import Literal
 Source = Literal["tree", "chain"]
 EXPLORATION_SHARE = 0.01
 """The share of all time that drafts without success may take."""
-EXPLORATION_START = 2.0
+EXPLORATION_START = 1.0
 """The budget at first, and its maximum for a source without savings, in plain steps."""
 STAKE = 0.25
 """The share of what is left that a single draft may lose, where a lesser one is possible."""
@@ -44,6 +44,10 @@ class ExplorationBudget:
         all trials, but as much as the least draft takes, if it is there."""
         left = self.left(source)
         return max(left * STAKE, min(left, least))
+
+    def proven(self, source: Source) -> bool:
+        """Whether this source has savings."""
+        return self._saved[source] > 0
 
     @property
     def full(self) -> bool:
