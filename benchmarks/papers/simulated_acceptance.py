@@ -103,7 +103,15 @@ class SimulatedModels:
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """A decoder of this shape with random weights."""
-    config = LlamaConfig(
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
+    return model.eval()
+
+
+def llama_config(shape: ModelShape) -> LlamaConfig:
+    """A configuration of this shape."""
+    return LlamaConfig(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -113,10 +121,6 @@ def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> 
         vocab_size=shape.vocabulary,
         max_position_embeddings=POSITIONS,
     )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval()
 
 
 @torch.inference_mode()
