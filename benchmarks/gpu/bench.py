@@ -38,6 +38,7 @@ class GpuBench:
         rounds: measurements of each; medians count.
         models: names of trained models.
         buffer: bytes read to measure the bandwidth.
+        sources: arguments that say what tasks are drawn from.
         skipped: what was not measured, and why.
     """
 
@@ -49,6 +50,7 @@ class GpuBench:
     rounds: int
     models: Sequence[str]
     buffer: int = READ_BYTES
+    sources: Sequence[str] = ()
     skipped: dict[str, str] = field(default_factory=dict)
     _model: tuple[str, PreTrainedModel] | None = None
 

@@ -40,18 +40,17 @@ class OtherCommand(NamedTuple):
     interpreted: bool = True
 
 
-_SIMULATED = ("--drafters", "triforce,retrieval", "--sparse", "retrieval")
-_LONG = (*_SIMULATED, "--contexts", "122000", "--dtype", "bfloat16", "--device", "cuda")
-_SHORT = (*_SIMULATED, "--dtype", "float32", "--device", "cpu", "--rounds", "1", "-n", "6",
-          "--draft-shape", "1,32,48,2,1,61", "--cache-budget", "8", "--chunk", "2",
-          "--gamma1", "2", "--gamma2", "4", "--fixed")  # fmt: skip
+_SPARSE = ("--sparse", "retrieval")
+_CUDA = ("--dtype", "bfloat16", "--device", "cuda")
+_CPU = ("--dtype", "float32", "--device", "cpu", "--rounds", "1")
+_LONG = (*_SPARSE, *_CUDA, "--drafters", "triforce,retrieval", "--contexts", "122000")
+_SHORT = (*_SPARSE, *_CPU, "--drafters", "triforce", "-n", "6", "--draft-shape", "1,32,48,2,1,61", "--cache-budget",
+          "8", "--chunk", "2", "--gamma1", "2", "--gamma2", "4", "--fixed")  # fmt: skip
 _TRIFORCE = ("papers", "triforce", "--parts", "temperatures")
 _OFFLOAD = ("offload", "--simulate-acceptance", "0.9")
-_CPU = ("--dtype", "float32", "--device", "cpu", "--rounds", "1")
 _TASKS = ("tasks", "-d", "none", "-d", "auto", "--warm-prompts", "0", "--skip", "transformers prompt lookup",
           "--skip", "transformers assisted", "--resume")  # fmt: skip
 _SERVER = ("server", "load", "--contestants", "none,auto", "--rates", "0", "--rounds", "1", "--resume")
-_CUDA = ("--dtype", "bfloat16", "--device", "cuda")
 
 
 def _triforce(*acceptance: str) -> OtherCommand:
@@ -163,8 +162,10 @@ def _command(name: str, bench: GpuBench, out: Path) -> list[Row]:
         there = "make real fetches it" if bench.on_gpu else f"without a GPU {name}-bundled runs the same code"
         bench.skipped[name] = f"{SMOLLM2} is not there; {there}"
         return []
-    status = app([*(command.arguments if bench.on_gpu else command.smallest), "--out", str(out / name)],
-                 standalone_mode=False)  # fmt: skip
+    arguments = [*(command.arguments if bench.on_gpu else command.smallest), "--out", str(out / name)]
+    if name.startswith(("tasks", "server")):
+        arguments += bench.sources
+    status = app(arguments, standalone_mode=False)
     if status:
         raise RuntimeError(f"exit status {status}; see its output in {out / 'logs' / name}.log")
     return command_rows(name, out)
@@ -187,7 +188,7 @@ def bench_of(settings: Mapping[str, Any]) -> GpuBench:
     shapes = {name: ModelShape.parse(name) for name in settings["shapes"]}
     models = ["bundled", *([SMOLLM2] if Path(SMOLLM2).exists() else [])]
     sizes = sorted(settings["contexts"]), sorted(settings["passes"]), settings["rounds"]
-    return GpuBench(torch.device("cuda"), torch.bfloat16, shapes, *sizes, models)
+    return GpuBench(torch.device("cuda"), torch.bfloat16, shapes, *sizes, models, sources=settings["sources"])
 
 
 if __name__ == "__main__":

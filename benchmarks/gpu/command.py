@@ -23,7 +23,7 @@ from benchmarks.gpu.goals import GOAL_COLUMNS, goals
 from benchmarks.long_context.rows import Row
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
-from benchmarks.reporting.options import list_option, names, numbers
+from benchmarks.reporting.options import SourceOptions, list_option, names, numbers
 from benchmarks.reporting.plots import Frame, Line
 from benchmarks.reporting.tables import Report, listing
 from forerun.bench.machine import plain_values
@@ -86,12 +86,13 @@ CONTEXTS_MEASURED, PASSES_MEASURED = "2048,32768,122000", "1,2,4,8,16,32,64"
 
 
 @dataclass(frozen=True)
-class GpuOptions(OutputOptions):
+class GpuOptions(OutputOptions, SourceOptions):
     """Measure Forerun on this machine's GPU: exactness, bandwidth, passes, steps, long contexts, tasks, a server.
 
     Each part has a process and a file of its own. A part that is there already is kept, so the command can be called
     again to go on; then what is left has more of the time. Without a GPU the smallest sizes run in Triton's
     interpreter, and times mean nothing. Writes JSON, Markdown and plots after each part, and says what was skipped.
+    --books, --maths and --code are for the tasks and servers, which leave out what they lack.
     """
 
     parts: Annotated[str, list_option("--parts", "Text", f"Of {', '.join(GPU_PARTS)}.")] = ",".join(GPU_PARTS)
@@ -117,6 +118,10 @@ class GpuOptions(OutputOptions):
             "shapes": [name.strip() for name in self.shapes.split(",")], "rounds": self.rounds,
             "contexts": numbers("--contexts", self.contexts, int, 2),
             "passes": numbers("--passes", self.passes, int, 1),
+            "sources": [*(["--raw"] if self.raw else []), *(
+                part for name in ("books", "maths", "code") if (path := getattr(self, name))
+                for part in (f"--{name}", str(path))
+            )],
         }  # fmt: skip
 
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from benchmarks.__main__ import app
 from benchmarks.gpu import child
 from benchmarks.gpu.bench import GpuBench
-from benchmarks.gpu.child import OTHER_COMMANDS, SMOLLM2, PartRecord, measure
+from benchmarks.gpu.child import OTHER_COMMANDS, SMOLLM2, PartRecord, bench_of, measure
 from benchmarks.gpu.command import GPU_PARTS, PART_SECONDS, TABLES, GpuOptions, run
 from benchmarks.gpu.counting import WaitCounter, compilations
 from benchmarks.gpu.goals import goals
@@ -141,6 +143,17 @@ def test_compiled_kernels_are_counted() -> None:
     assert found == ["_scan"] and knobs.runtime.jit_post_compile_hook is None
 
 
+def test_sizes_on_a_gpu_are_those_of_the_options_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 10**9))
+    options = GpuOptions(contexts="122000,2048", books=Path("books"), raw=True)
+    bench = bench_of(json.loads(json.dumps(options.measured)))
+    assert (bench.dtype, bench.on_gpu, bench.contexts) == (torch.bfloat16, True, [2048, 122_000])
+    assert bench.sources == ["--raw", "--books", "books"] and bench.models[0] == "bundled"
+    assert [*bench.texts()] == [("llama-2-7b", 2048), ("llama-3-8b", 2048), ("llama-3-8b", 122_000)]
+    assert bench.skipped == {"llama-2-7b at 122,000 tokens": "needs 83 GB of 80"}
+
+
 def test_goals_take_the_worst_figure() -> None:
     parts: dict[str, Any] = {name: [] for name in GPU_PARTS}
     assert goals(parts) == []
@@ -155,3 +168,11 @@ def test_goals_take_the_worst_figure() -> None:
         (0.96, False),
         (1, False),
     ]
+
+
+@pytest.mark.parametrize("name", OTHER_COMMANDS)
+def test_commands_take_the_arguments_for_a_gpu(name: str, tmp_path: Path) -> None:
+    """They get as far as the GPU, which is not there."""
+    done = CliRunner().invoke(app, [*OTHER_COMMANDS[name].arguments, "--model", "bundled", "--out", str(tmp_path)])
+    assert done.exit_code, done.output
+    assert "cuda" in f"{done.output}{done.exception}".lower()
