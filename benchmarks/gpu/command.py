@@ -134,8 +134,9 @@ def run(options: GpuOptions) -> None:
     plots.check()
     if find_spec("triton") is None:
         raise ValueError("the kernels for GPUs need Triton, which is not installed: pip install triton")
-    say(f"measuring on {this_card()}" + ("" if torch.cuda.is_available() else "; its times mean nothing"))
-    report = Report("Forerun on a GPU", plain_values(options) | {"card": this_card()})
+    title = f"Forerun on {this_card()}" + ("" if torch.cuda.is_available() else "; its times mean nothing")
+    say(title)
+    report = Report(title, plain_values(options))
     delivery = Delivery(report, options.out, "gpu", options.json)
     wanted = names("--parts", options.parts, GPU_PARTS)
     kept = {name for name in GPU_PARTS if PartRecord.read(options.out, name).whole and not options.again}
@@ -200,6 +201,7 @@ def _log(out: Path, name: str) -> Path:
 def _fill(report: Report, out: Path) -> None:
     """Put all that is measured into the report."""
     records = {name: PartRecord.read(out, name) for name in GPU_PARTS}
+    report.text.clear()
     for table in TABLES:
         rows = [{"part": name} | row for name in table.parts for row in records[name].rows]
         if rows:
