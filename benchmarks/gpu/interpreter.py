@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from forerun.kernels import gpu
-from forerun.models.forward import exactness
+from forerun.models.forward import exactness, pass_timing
 
 
 class RunAgain:
@@ -30,7 +30,8 @@ class RunAgain:
 def gpu_code(device: torch.device) -> Iterator[None]:
     """A context in which models on this device run as on a GPU. On a GPU it changes nothing.
 
-    In the interpreter prompts' chunks, and the texts by which exactness is tested, are a few tokens long.
+    In the interpreter a program of a kernel takes milliseconds, whatever it computes. So prompts' chunks, the texts by
+    which exactness is tested and the passes that are timed are a few tokens long, and a scan has one program a tile.
 
     Raises:
         ValueError: on a CPU, without Triton.
@@ -39,6 +40,7 @@ def gpu_code(device: torch.device) -> Iterator[None]:
         yield
         return
     try:
+        from forerun.kernels.gpu import attend
         from forerun.models.forward import cuda_graphs, gpu_scorer
     except ImportError as error:
         raise ValueError("there is no GPU, and no Triton to interpret its kernels: pip install triton") from error
@@ -50,6 +52,12 @@ def gpu_code(device: torch.device) -> Iterator[None]:
             (exactness, "PROBED_PASS_TOKENS", (1, 2, 5)),
             (exactness, "FAR_PASS_TOKENS", (1, 2)),
             (exactness, "LONG_TEXT_TOKENS", 12),
+            (pass_timing, "PASS_SIZES", (1, 2)),
+            (pass_timing, "NEAR_TOKENS", 8),
+            (pass_timing, "FAR_TOKENS", 1 << 40),
+            (pass_timing, "MAX_ROUNDS", 1),
+            (attend, "SCAN_PROGRAMS", 1),
+            (attend, "GPU_COMBINE_SPLITS", 1),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

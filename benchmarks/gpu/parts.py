@@ -1,14 +1,11 @@
-"""The parts of ``python -m benchmarks gpu`` that are measured in its own process. Each returns rows."""
+"""The parts of ``python -m benchmarks gpu`` that measure Forerun itself. Each yields rows."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -16,140 +13,47 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.capacity.shapes import ModelShape
-from benchmarks.gpu.counting import WaitCounter
+from benchmarks.gpu import kernel_checks
+from benchmarks.gpu.bench import SMALLEST_OFFLOADED, GpuBench
+from benchmarks.gpu.counting import WaitCounter, compilations
 from benchmarks.long_context.rows import Row
 from benchmarks.papers.simulated_acceptance import random_model, random_prompt
-from benchmarks.studies.memory_bandwidth import BufferReader, weight_bytes
 from forerun.audit.audit import Comparison, Plan
 from forerun.audit.audit import audit as audit_of
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
+from forerun.kv.kv_tiers import KVMemory, min_device_bytes
+from forerun.kv.offloaded import CopyEngine, PendingCopy
 from forerun.models.forward.gpu_scorer import GpuScorer
-from forerun.models.loading.load import BUNDLED, load
+from forerun.models.forward.runtime import default_runtime, without_folder
+from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load, load_draft
 from forerun.models.text.prompts import encode
 from forerun.reference import demo_prompts
 
 
-@dataclass
-class GpuBench:
-    """What is measured, and with which sizes.
-
-    Attributes:
-        device: of the models.
-        dtype: of the weights.
-        shapes: of the models with random weights, by name.
-        contexts: tokens in the cache.
-        passes: tokens of passes.
-        rounds: measurements of each; medians count.
-        models: names of trained models.
-        buffer: bytes read to measure the bandwidth.
-        skipped: what was not measured, and why.
-    """
-
-    device: torch.device
-    dtype: torch.dtype
-    shapes: dict[str, ModelShape]
-    contexts: Sequence[int]
-    passes: Sequence[int]
-    rounds: int
-    models: Sequence[str]
-    buffer: int
-    skipped: dict[str, str] = field(default_factory=dict)
-    _model: tuple[str, PreTrainedModel] | None = None
-
-    def shaped(self, name: str) -> PreTrainedModel:
-        """The model of a shape; one is kept at a time."""
-        if self._model is None or self._model[0] != name:
-            self._model = None
-            self._model = name, random_model(self.shapes[name], self.dtype, str(self.device))
-        return self._model[1]
-
-    def seconds(self, work: Callable[[], Any]) -> float:
-        """Median time of a call, after two that warm up: the second one may record it."""
-        times = []
-        for _ in range(self.rounds + 2):
-            self._wait()
-            began = time.perf_counter()
-            work()
-            self._wait()
-            times.append(time.perf_counter() - began)
-        return median(times[2:])
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def fits(self, name: str, context: int) -> bool:
-        """Whether a model and a text fit the device's memory; if not, that is noted."""
-        if self.device.type != "cuda":
-            return True
-        shape, free = self.shapes[name], torch.cuda.get_device_properties(self.device).total_memory
-        needed = shape.stored_bytes + shape.token_kv_bytes * (context + max(self.passes)) * 1.05 + 2e9
-        if needed > free:
-            self.skipped[f"{name} at {context:,} tokens"] = f"needs {needed / 1e9:.0f} GB of {free / 1e9:.0f}"
-        return needed <= free
-
-
 @torch.inference_mode()
-def kernels(bench: GpuBench) -> list[Row]:
-    """Errors of products against float64, and whether a token's bits depend on the pass."""
-    from forerun.kernels.gpu import linear
-
-    generator, rows = torch.Generator().manual_seed(0), []
+def kernels(bench: GpuBench) -> Iterator[Row]:
+    """Errors against float64, and whether a token's bits depend on the pass."""
     shape = next(iter(bench.shapes.values()))
-    for dtype in (torch.float32, bench.dtype) if bench.dtype != torch.float32 else (torch.float32,):
-        x = torch.randn(max(bench.passes) + 1, shape.hidden, generator=generator).to(bench.device, dtype)
-        weight = torch.randn(shape.intermediate, shape.hidden, generator=generator).to(bench.device, dtype)
-        whole = linear.product(x, weight)
-        right = x.double() @ weight.double().T
-        same = all(torch.equal(linear.product(x[:n], weight), whole[:n]) for n in {*bench.passes})
-        error = float((whole.double() - right).abs().max() / right.abs().max())
-        rows.append({"kernel": "product", "dtype": str(dtype), "relative_error": error, "same_bits": same})
-    return rows
+    for dtype in dict.fromkeys((torch.float32, bench.dtype)):
+        yield kernel_checks.product(shape, bench.passes, dtype, bench.device)
+        yield kernel_checks.mean(shape, bench.passes, dtype, bench.device)
+        for context in bench.contexts[:2]:
+            yield kernel_checks.attention(shape, context, bench.passes, dtype, bench.device)
 
 
-def exactness(bench: GpuBench) -> list[Row]:
-    """What the probe says of each trained model, and of a shape's first one."""
-    rows = []
-    for name, model in _trained(bench):
-        rows.append({"model": name} | _probed(Engine(model, "none")))
-    name = next(iter(bench.shapes))
-    rows.append({"model": f"{name}, random weights"} | _probed(Engine(bench.shaped(name), "none")))
-    return rows
+def exactness(bench: GpuBench) -> Iterator[Row]:
+    """What the probe says of each trained model, and of each shape."""
+    for name, model, _ in _trained(bench):
+        yield {"model": name} | _probed(model)
+    for name in bench.shapes:
+        yield {"model": f"{name}, random weights"} | _probed(bench.shaped(name))
 
 
-CELLS_OF_ATTENTION = {"many KV heads": (4, 4), "groups": (4, 2), "one KV head": (4, 1)}
-"""Query heads and KV heads of the models of ``cells``."""
-
-
-def cells(bench: GpuBench) -> list[Row]:
-    """Texts of small random models with each drafter, against none: heads, sampling, and one row or three."""
-    rows = []
-    whole = bench.device.type == "cuda"
-    for name, (heads, kv_heads) in CELLS_OF_ATTENTION.items() if whole else [("groups", (4, 2))]:
-        model = random_model(ModelShape(2, 64, 96, heads, kv_heads, 61), bench.dtype, str(bench.device))
-        texts = np.random.default_rng(0).integers(0, 4, (3, 40 if whole else 8)).tolist()
-        settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
-        plain = Engine(model, "none")
-        for drafter in ("trie", "retrieval", "triforce-trie") if whole else ("trie",):
-            engine = Engine(model, drafter, settings=settings, prune_drafts=False)
-            for sample, batch in itertools.product((False, True), (1, 3)) if whole else [(False, 1)]:
-                options: dict[str, Any] = {"do_sample": sample, "seed": 1, "eos_token_id": None}
-                options["max_new_tokens"] = 48 if whole else 6
-                pair = [each.generate(texts[:batch], **options) for each in (plain, engine)]
-                rows.append(
-                    {
-                        "heads": name, "drafter": drafter, "sampled": sample, "rows": batch,
-                        "exactness": plain.exactness.level, "equal": pair[0].generated == pair[1].generated,
-                        "accepted": sum(sum(stats.accepted) for stats in pair[1].stats),
-                    }
-                )  # fmt: skip
-    return rows
-
-
-def _probed(engine: Engine) -> Row:
+def _probed(model: PreTrainedModel) -> Row:
+    engine = Engine(model, "none", _runtime=without_folder(default_runtime()))  # nothing that was measured earlier
     return {
         "dtype": str(engine.target.model.dtype),
         "scorer": type(engine.target).__name__,
@@ -158,134 +62,171 @@ def _probed(engine: Engine) -> Row:
     }
 
 
-def _trained(bench: GpuBench) -> Iterator[tuple[str, PreTrainedModel]]:
+CELLS_OF_ATTENTION = {"many KV heads": (4, 4), "groups": (4, 2), "one KV head": (4, 1)}
+"""Query heads and KV heads of the models of ``cells``."""
+DRAFTERS_OF_CELLS = ("trie", "auto", "triforce-trie", "retrieval")
+"""In the interpreter the last of them alone; other parts have the others."""
+
+
+def cells(bench: GpuBench) -> Iterator[Row]:
+    """Texts of small random models with each drafter, against none: heads, sampling, and one row or three."""
+    kinds = CELLS_OF_ATTENTION if bench.on_gpu else {"groups": (4, 2)}
+    for name, (heads, kv_heads) in kinds.items():
+        model = random_model(
+            ModelShape(2 if bench.on_gpu else 1, 64, 96, heads, kv_heads, 61), bench.dtype, str(bench.device)
+        )
+        texts = np.random.default_rng(0).integers(0, 4, (3, 40 if bench.on_gpu else 8)).tolist()
+        settings = LongContextConfig(cache_budget=16 if bench.on_gpu else 6, chunk=2, gamma2=4, paced=False)
+        plain = Engine(model, "none")
+        for drafter in DRAFTERS_OF_CELLS[0 if bench.on_gpu else -1 :]:
+            engine = Engine(model, drafter, settings=settings, prune_drafts=drafter == "auto")
+            for sample, batch in itertools.product((False, True), (1, 3)) if bench.on_gpu else [(False, 1)]:
+                options: dict[str, Any] = {"do_sample": sample, "seed": 1, "eos_token_id": None}
+                options["max_new_tokens"] = 48 if bench.on_gpu else 6
+                pair = [each.generate(texts[:batch], **options) for each in (plain, engine)]
+                yield {
+                    "heads": name, "drafter": drafter, "sampled": sample, "rows": batch,
+                    "exactness": plain.exactness.level, "equal": pair[0].generated == pair[1].generated,
+                    "accepted": sum(sum(stats.accepted) for stats in pair[1].stats),
+                }  # fmt: skip
+
+
+def _trained(bench: GpuBench) -> Iterator[tuple[str, PreTrainedModel, Any]]:
+    """Each trained model with its name and tokenizer."""
     for name in bench.models:
         try:
-            yield name, load(name, "auto", device=str(bench.device))[0]
+            yield name, *load(name, "auto", device=str(bench.device))
         except (OSError, ValueError) as error:
             bench.skipped[f"model {name}"] = str(error).splitlines()[0]
 
 
-def audit(bench: GpuBench) -> list[Row]:
-    """``forerun audit`` of the bundled model, with drafters that need no second model."""
-    model, tokenizer = load(BUNDLED, "float32", device=str(bench.device))
-    prompts = encode([prompt["prompt"] for prompt in demo_prompts()][:3], tokenizer)
-    report = audit_of(model, prompts, Plan(drafters=("trie", "auto", "retrieval"), max_new_tokens=48))
+def audit(bench: GpuBench) -> Iterator[Row]:
+    """``forerun audit`` of each trained model, of the bundled one with its small model; of random weights elsewhere."""
+    for name, model, tokenizer in _trained(bench):
+        small = load_draft(BUNDLED_DRAFT, model, tokenizer) if name == BUNDLED else None
+        prompts = encode([prompt["prompt"] for prompt in demo_prompts()][:3], tokenizer)
+        settings = LongContextConfig(small, paced=False)
+        drafters = ("trie", "auto", "retrieval", *(["triforce"] if small is not None else []))
+        yield from _audited(name, model, prompts, Plan(drafters, settings, 48))
+    if not bench.on_gpu:
+        settings = LongContextConfig(cache_budget=6, chunk=2, gamma2=3, paced=False)
+        for name in bench.shapes:
+            yield from _audited(name, bench.shaped(name), [[1, 2, 3, 1, 2, 3, 1, 2]], Plan(("retrieval",), settings, 5))
+
+
+def _audited(name: str, model: PreTrainedModel, prompts: list[list[int]], plan: Plan) -> Iterator[Row]:
     groups: dict[tuple[str, str], list[Comparison]] = {}
-    for each in report.comparisons:
+    for each in audit_of(model, prompts, plan).comparisons:
         groups.setdefault((each.drafter, each.check), []).append(each)
-    return [
-        {"drafter": drafter, "check": check, "texts": len(own), "different": sum(each.failed for each in own)}
-        for (drafter, check), own in groups.items()
-    ]
+    for (drafter, check), own in groups.items():
+        different = sum(each.failed for each in own)
+        yield {"model": name, "drafter": drafter, "check": check, "texts": len(own), "different": different}
 
 
 @torch.inference_mode()
-def decoding(bench: GpuBench) -> list[Row]:
-    """Plain passes over one token: share of the device's bandwidth, which is measured beside them."""
-    reader, rows = BufferReader(bench.device, bench.buffer), []
-    speed = reader.nbytes / bench.seconds(reader)
-    for name in bench.shapes:
-        for context in bench.contexts:
-            if not bench.fits(name, context):
-                continue
-            scorer = GpuScorer(bench.shaped(name))
-            nbytes = weight_bytes(scorer.model) + int(bench.shapes[name].token_kv_bytes * context)
-            for who, work in _one_token(bench, scorer, context):
-                seconds = bench.seconds(work)
-                rows.append(
-                    {
-                        "model": name, "context": context, "who": who, "milliseconds": 1000 * seconds,
-                        "gigabytes": nbytes / 1e9, "share_of_bandwidth": nbytes / seconds / speed,
-                    }
-                )  # fmt: skip
-    return rows
-
-
-def _one_token(bench: GpuBench, scorer: GpuScorer, context: int) -> Iterator[tuple[str, Callable[[], Any]]]:
-    vocabulary = scorer.vocabulary
-    cache = random_prompt(scorer, context, max(bench.passes) + 1, vocabulary).cache
-    block = Block(np.zeros(1, np.int64), DraftTree.empty(), cache.length)
-    yield "forerun", lambda: scorer.score([block], [cache])
-    if bench.device.type != "cuda":
-        bench.skipped["transformers with torch.compile"] = "needs a GPU"
-        return
-    if find_spec("vllm") is None:
-        bench.skipped["vLLM"] = "not installed"
-    else:
-        bench.skipped["vLLM"] = "installed, but not called here: measure it with its own `vllm bench latency`"
-    try:
-        yield "transformers, compiled, static cache", _compiled(scorer.model, context)
-    except Exception as error:  # whatever another library raises is no failure of this command
-        bench.skipped["transformers with torch.compile"] = str(error).splitlines()[0]
-
-
-def _compiled(model: PreTrainedModel, context: int) -> Callable[[], Any]:
-    """transformers' pass over one token with a static cache, compiled, as its documentation advises."""
-    from transformers import StaticCache
-
-    cache = StaticCache(config=model.config, max_cache_len=context + 8)
-    call = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
-    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    place = torch.tensor([context], device=model.device)
-
-    def run() -> None:
-        call(input_ids=ids, past_key_values=cache, cache_position=place, position_ids=place[None], use_cache=True)
-
-    run()
-    return run
+def decoding(bench: GpuBench) -> Iterator[Row]:
+    """Plain passes over one token."""
+    for name, context in bench.texts():
+        scorer = GpuScorer(bench.shaped(name))
+        cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
+        block = Block(np.zeros(1, np.int64), DraftTree.empty(), cache.length)
+        seconds = bench.seconds(partial(scorer.score, [block], [cache]))
+        yield bench.decoded(name, context, "forerun", seconds)
 
 
 @torch.inference_mode()
-def passes(bench: GpuBench) -> list[Row]:
+def passes(bench: GpuBench) -> Iterator[Row]:
     """Passes over several tokens, relative to one."""
-    rows = []
-    for name in bench.shapes:
-        for context in bench.contexts:
-            if not bench.fits(name, context):
-                continue
-            scorer, one = GpuScorer(bench.shaped(name)), None
-            cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
-            for count in bench.passes:
-                block = Block(np.zeros(1, np.int64), DraftTree.chain([0] * (count - 1)), cache.length)
-                seconds = bench.seconds(partial(scorer.score, [block], [cache]))
-                one = one or seconds
-                rows.append(
-                    {
-                        "model": name, "context": context, "tokens": count, "milliseconds": 1000 * seconds,
-                        "ratio_to_one_token": seconds / one,
-                    }
-                )  # fmt: skip
-    return rows
+    for name, context in bench.texts():
+        scorer, one = GpuScorer(bench.shaped(name)), None
+        cache = random_prompt(scorer, context, max(bench.passes) + 1, scorer.vocabulary).cache
+        for count in bench.passes:
+            block = Block(np.zeros(1, np.int64), DraftTree.chain([0] * (count - 1)), cache.length)
+            seconds = bench.seconds(partial(scorer.score, [block], [cache]))
+            one = one or seconds
+            yield {
+                "model": name, "context": context, "tokens": count, "milliseconds": 1000 * seconds,
+                "ratio_to_one_token": seconds / one,
+            }  # fmt: skip
 
 
-def steps(bench: GpuBench) -> list[Row]:
-    """What a step takes beside its pass, what it waits for, and whether anything is recorded after the first text."""
-    rows = []
+def steps(bench: GpuBench) -> Iterator[Row]:
+    """What a step takes beside its pass, what it waits for, and what is recorded or compiled after the first text."""
     name = next(iter(bench.shapes))
     for drafter in ("none", "trie"):
         engine = Engine(bench.shaped(name), drafter)
         prompt = np.random.default_rng(0).integers(0, engine.target.vocabulary, 12).tolist()
         options = {"max_new_tokens": 8 * bench.rounds, "eos_token_id": None}
-        engine.generate(prompt, **options)
+        for _ in range(2):  # a pass is recorded when its size comes for the second time
+            engine.generate(prompt, **options)
         before = recordings(engine)
-        with WaitCounter(bench.device) as counter:
+        with compilations() as compiled, WaitCounter(bench.device) as counter:
             began = time.perf_counter()
             [stats] = engine.generate(prompt, **options).stats
             seconds = time.perf_counter() - began
-        rows.append(
-            {
-                "model": name, "drafter": drafter, "steps": stats.steps,
-                "milliseconds": 1000 * seconds / stats.steps,
-                "passes": 1000 * stats.score_seconds / max(1, stats.steps - 1),
-                "transfers": counter.counts["transfers"] / stats.steps,
-                "synchronisations": counter.counts["synchronisations"] / stats.steps,
-                "recorded_again": recordings(engine) - before,
-            }
-        )  # fmt: skip
-    return rows
+        yield {
+            "model": name, "drafter": drafter, "steps": stats.steps, "milliseconds": 1000 * seconds / stats.steps,
+            "passes": 1000 * stats.score_seconds / max(1, stats.steps - 1),
+            **{kind: counter.counts[kind] / stats.steps for kind in ("transfers", "synchronisations", "blocking")},
+            "recorded_late": recordings(engine) - before, "compiled_late": len(compiled),
+        }  # fmt: skip
 
 
 def recordings(engine: Engine) -> int:
     """The number of passes recorded so far."""
     return engine.target.recordings if isinstance(engine.target, GpuScorer) else 0
+
+
+class NoCopies(CopyEngine):
+    """Copies nothing, so that a pass computes with what the buffers hold."""
+
+    def _submit(self, job: Any) -> PendingCopy:
+        return self
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def done(self) -> bool:
+        """At once."""
+        return True
+
+
+OVERLAP_ROOM = 8
+"""Tokens after the text, for the pass."""
+
+
+@torch.inference_mode()
+def overlap(bench: GpuBench) -> Iterator[Row]:
+    """Passes over keys and values in the host's memory: copies alone, computing alone, and both.
+
+    The text is the middle one, because the host's memory takes long to be allocated. On a CPU a link is simulated, over
+    which the copies take some tenths of a second.
+    """
+    name, context = next(iter(bench.shapes)), bench.contexts[len(bench.contexts) // 2]
+    bandwidth = None
+    if not bench.on_gpu:
+        bench.shapes[name], context = SMALLEST_OFFLOADED
+        bandwidth = 4 * bench.shapes[name].token_kv_bytes * context
+    model = bench.shaped(name)
+    memory = KVMemory(min_device_bytes(GpuScorer(model).kv, context + OVERLAP_ROOM), bandwidth=bandwidth)
+    engine = Engine(model, "none", kv_memory=memory)
+    assert engine.tiers is not None
+    scorer, room = engine.target, engine.tiers.cache(context + OVERLAP_ROOM)
+    cache: Any = random_prompt(scorer, context, OVERLAP_ROOM, scorer.vocabulary, cache=room).cache
+    block = Block(np.zeros(1, np.int64), DraftTree.empty(), cache.length)
+
+    def copy() -> None:
+        for layer in cache.offloaded_layers:
+            cache.fetch_layer(layer, 1)
+
+    both = bench.seconds(partial(scorer.score, [block], [cache]))
+    before, copies = cache.copy_engine.fetched, bench.seconds(copy)
+    fetched = (cache.copy_engine.fetched - before) / (bench.rounds + 2)
+    cache.copy_engine = NoCopies(bench.device)
+    computing = bench.seconds(partial(scorer.score, [block], [cache]))
+    engine.close()
+    yield {
+        "model": name, "context": context, "gigabytes": fetched / 1e9, "copies": 1000 * copies,
+        "gigabytes_per_second": fetched / copies / 1e9, "computing": 1000 * computing, "both": 1000 * both,
+        "hidden": (copies + computing - both) / min(copies, computing),
+    }  # fmt: skip

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from benchmarks.capacity.shapes import ModelShape
+from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
+from forerun.cli.options import option
 from forerun.core.block import Block
 from forerun.core.pinned import brought
 from forerun.core.request import Request
@@ -23,6 +25,7 @@ from forerun.core.tree import DraftTree
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
+from forerun.models.loading.stored_weights import STORED
 
 POSITIONS = 1 << 20
 READ = 4096
@@ -33,9 +36,82 @@ SIMULATED = ("streaming", *BELOW_MIDDLE, *SELF_DRAFTING)
 """Drafters whose acceptance rate can be given: those in which all levels are models."""
 
 
+_SIMULATION = "Simulation"
+
+
+@dataclass(frozen=True)
+class SimulationOptions:
+    """Options of commands that can measure random weights with given acceptance rates."""
+
+    simulate_acceptance: Annotated[
+        float | None,
+        option("--simulate-acceptance", panel=_SIMULATION, help="Random weights; a sparse cache's drafts are accepted "
+               "with this probability.", min=0, max=1),
+    ] = None  # fmt: skip
+    simulate_small_acceptance: Annotated[
+        float, option("--simulate-small-acceptance", panel=_SIMULATION, help="The small model's drafts.", min=0, max=1)
+    ] = 0.45
+    shape: Annotated[
+        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help=f"{', '.join(SHAPES)}, or "
+                    "layers,hidden,intermediate,heads,kv_heads,vocabulary.")
+    ] = "llama-2-7b"  # fmt: skip
+    draft_shape: Annotated[
+        str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")
+    ] = "llama-68m"
+
+
+@dataclass(frozen=True)
+class SimulatedModels:
+    """Random models, and what all that is measured with them is labelled with.
+
+    Attributes:
+        vocabulary: size of the vocabulary that both share.
+        acceptance, small_acceptance: as for ``simulated``.
+    """
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    vocabulary: int
+    acceptance: float
+    small_acceptance: float
+    label: str
+
+    @classmethod
+    def build(cls, options: SimulationOptions, device: str, dtype: str) -> SimulatedModels:
+        """From a command's options, ``--device`` and ``--dtype``.
+
+        Raises:
+            ValueError: for ``--dtype stored``.
+        """
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto":
+            dtype = "bfloat16" if device != "cpu" else "float32"
+        if dtype == STORED:
+            raise ValueError(f"--dtype is {STORED}, which is for GGUF files, and --shape has random weights; "
+                             "name another")  # fmt: skip
+        shapes = ModelShape.parse(options.shape), ModelShape.parse(options.draft_shape)
+        target, draft = (random_model(shape, getattr(torch, dtype), device) for shape in shapes)
+        accepted, small = options.simulate_acceptance or 0.0, options.simulate_small_acceptance
+        label = f"simulated acceptance {accepted:g}, of the small model {small:g}; {options.shape}, random, {dtype}"
+        return cls(target, draft, min(shape.vocabulary for shape in shapes), accepted, small, label)
+
+    def requests(self, new_tokens: int) -> RequestMaker:
+        """Requests with these acceptance rates."""
+        return simulated(self.acceptance, self.small_acceptance, new_tokens, self.vocabulary)
+
+
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> PreTrainedModel:
     """A decoder of this shape with random weights."""
-    config = LlamaConfig(
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(llama_config(shape), dtype=dtype)
+    return model.eval()
+
+
+def llama_config(shape: ModelShape) -> LlamaConfig:
+    """A configuration of this shape."""
+    return LlamaConfig(
         num_hidden_layers=shape.layers,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -45,15 +121,14 @@ def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu") -> 
         vocab_size=shape.vocabulary,
         max_position_embeddings=POSITIONS,
     )
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    return model.eval()
 
 
 @torch.inference_mode()
-def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed: int = 0) -> Prefilled:
-    """Random tokens below ``vocabulary``, with random keys and values as if they had been read."""
+def random_prompt(
+    scorer: Scorer, length: int, room: int, vocabulary: int, seed: int = 0, cache: FullCache | None = None
+) -> Prefilled:
+    """Random tokens below ``vocabulary``, with random keys and values as if they had been read; in ``cache``, if it is
+    given."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocabulary, (length,), generator=generator)
     sample = FullCache(1)
@@ -61,7 +136,7 @@ def random_prompt(scorer: Scorer, length: int, room: int, vocabulary: int, seed:
     block = Block(tokens[:1].numpy(), DraftTree.empty(), 0)
     scorer.score([block], [sample])
     sample.commit(block, [])
-    cache = FullCache(length + room)
+    cache = cache or FullCache(length + room)
     while cache.length < length - 1:  # in parts: all at once would take twice the memory
         count = min(READ, length - 1 - cache.length)
         cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import torch
-
-from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.long_context import needles
 from benchmarks.long_context.long_bench import LongBench, Prefilled, RequestMaker, prefill, sampled
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.recipes import RECIPES, buildable, check_drafter
-from benchmarks.papers.simulated_acceptance import SIMULATED, check_simulated, random_model, random_prompt, simulated
+from benchmarks.papers.simulated_acceptance import (
+    SIMULATED,
+    SimulatedModels,
+    SimulationOptions,
+    check_simulated,
+    random_prompt,
+)
 from benchmarks.papers.triforce import MakerAt, ReadPrompt, TriforceBench, TriforceSizes
 from benchmarks.reporting import plots
 from benchmarks.reporting.delivery import Delivery
@@ -50,14 +53,13 @@ from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.engine.engine import Engine
 from forerun.models.forward.inputs import position_limit
-from forerun.models.loading.stored_weights import STORED, dtype_name
+from forerun.models.loading.stored_weights import dtype_name
 
-_SIMULATION = "Simulation"
 TRIFORCE_PARTS = ("temperatures", "budgets", "contexts", "batches", "needles")
 
 
 @dataclass(frozen=True)
-class TriforceOptions(OutputOptions, LongOptions, ModelOptions):
+class TriforceOptions(SimulationOptions, OutputOptions, LongOptions, ModelOptions):
     """Decoding after long prompts: TriForce and its baselines compared with plain autoregression over the same cache.
 
     Measures speed-up and acceptance rate by temperature, by context (with the limit set by measured costs) and in
@@ -86,21 +88,6 @@ class TriforceOptions(OutputOptions, LongOptions, ModelOptions):
     batch_temperatures: Annotated[str, list_option("--batch-temperatures", "Text", "Of batches.")] = "0,0.6"
     needles: Needles = 10
     needle_tokens: Annotated[int, option("--needle-tokens", panel="Text", help="Generated for each.", min=2)] = 48
-    simulate_acceptance: Annotated[
-        float | None,
-        option("--simulate-acceptance", panel=_SIMULATION, help="Random weights; a sparse cache's drafts are accepted "
-               "with this probability.", min=0, max=1),
-    ] = None  # fmt: skip
-    simulate_small_acceptance: Annotated[
-        float, option("--simulate-small-acceptance", panel=_SIMULATION, help="The small model's drafts.", min=0, max=1)
-    ] = 0.45
-    shape: Annotated[
-        str, option("--shape", panel=_SIMULATION, metavar="NAME|SIZES", help=f"{', '.join(SHAPES)}, or "
-                    "layers,hidden,intermediate,heads,kv_heads,vocabulary.")
-    ] = "llama-2-7b"  # fmt: skip
-    draft_shape: Annotated[
-        str, option("--draft-shape", panel=_SIMULATION, metavar="NAME|SIZES", help="Of the small model.")
-    ] = "llama-68m"
     out: Out = Path("runs/triforce")
 
     def __post_init__(self) -> None:
@@ -233,24 +220,16 @@ def _simulated(options: TriforceOptions, named: list[str]) -> MeasuredModel:
     """Random weights and keys, with given acceptance rates."""
     drafters = named or [name for name in DRAFTERS if name in SIMULATED]
     check_simulated(drafters)
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
-    dtype = ("bfloat16" if device != "cpu" else "float32") if options.dtype == "auto" else options.dtype
-    if dtype == STORED:
-        raise ValueError(f"--dtype is {STORED}, which is for GGUF files, and --shape has random weights; name another")
-    shapes = ModelShape.parse(options.shape), ModelShape.parse(options.draft_shape)
-    vocabulary = min(shape.vocabulary for shape in shapes)
-    target, draft = (random_model(shape, getattr(torch, dtype), device) for shape in shapes)
-    accepted, small = options.simulate_acceptance or 0.0, options.simulate_small_acceptance
-    engine = Engine(target, "none")
+    models = SimulatedModels.build(options, options.device, options.dtype)
+    engine = Engine(models.target, "none")
 
     def read(index: int, length: int) -> Prefilled:
-        return random_prompt(engine.target, length, _room(options), vocabulary, index)
+        return random_prompt(engine.target, length, _room(options), models.vocabulary, index)
 
     def make(temperature: float) -> RequestMaker:
-        return simulated(accepted, small, options.max_new_tokens, vocabulary)
+        return models.requests(options.max_new_tokens)
 
-    label = f"simulated acceptance {accepted:g}, of the small model {small:g}; {options.shape}, random, {dtype}"
-    return MeasuredModel(engine, options.settings(draft), drafters, read, make, label=label)
+    return MeasuredModel(engine, options.settings(models.draft), drafters, read, make, label=models.label)
 
 
 def _sizes(options: TriforceOptions, subject: MeasuredModel) -> TriforceSizes:

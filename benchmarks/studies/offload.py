@@ -112,9 +112,8 @@ class OffloadBench:
 
     def read(self, engine: Engine, tokens: Tokens, room: int) -> None:
         """Read a prompt, with room for so many tokens after it."""
+        self.take(engine, prefill(engine, tokens, room, self._say))
         assert engine.tiers is not None
-        self._engine, self._copy_engine = engine, engine.tiers.copy_engine
-        self._prompt: Prefilled = prefill(engine, tokens, room, self._say)
         taken, size = engine.tiers.taken, engine.target.kv.nbytes * self._prompt.held
         share = (taken["host"] + taken["file"]) / (engine.target.kv.nbytes * self._prompt.cache.capacity)
         away = round(size * share)
@@ -131,6 +130,11 @@ class OffloadBench:
         )
         self._report.add("reading", "Reading the prompt", self._read, listing(self._read, READING))
         self._save()
+
+    def take(self, engine: Engine, prompt: Prefilled) -> None:
+        """Go on with a prompt that was read, in a cache of this engine."""
+        assert engine.tiers is not None
+        self._engine, self._copy_engine, self._prompt = engine, engine.tiers.copy_engine, prompt
 
     def decode(self, temperature: float, make: RequestMaker) -> None:
         """Continue the prompt."""

@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from support.triton_bfloat16 import interpret_bfloat16
+
 from forerun.kernels import gpu
 from forerun.kernels.attention import topk_rank
 from forerun.kernels.gpu import linear
@@ -20,7 +22,12 @@ from forerun.kernels.linear.ordered_modules import Ordered
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
-TYPES = [torch.float32, torch.float16]
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret_bfloat16(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -42,7 +49,9 @@ def test_a_product_is_right_and_its_bits_do_not_depend_on_others(dtype: torch.dt
 def test_means(dtype: torch.dtype) -> None:
     x = torch.randn(3, 4, 1500).to(dtype)
     whole = linear.mean(x, True)
-    torch.testing.assert_close(whole, x.double().mean(-1, keepdim=True).to(dtype), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        whole, x.double().mean(-1, keepdim=True).to(dtype), atol=1e-3, rtol=torch.finfo(dtype).eps
+    )
     assert torch.equal(linear.mean(x[1, 2], False), whole[1, 2, 0])
 
 
@@ -104,7 +113,8 @@ PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 @pytest.mark.parametrize("capability", [80, 90])
 def test_code_of_the_kernels(capability: int) -> None:
     """For Ampere and Hopper, without a GPU: products of all sizes are one instruction, so that sums have one order;
-    weights, keys and values come 16 bytes at a time, asynchronously; and no kernel lacks registers."""
+    weights, keys and values come 16 bytes at a time, asynchronously; eight loads of splits' states are under way before
+    any is merged; and no kernel lacks registers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parents[1] / "support" / "compile_gpu_kernels.py"
     command = [sys.executable, script, str(capability), "bf16"]
@@ -114,6 +124,9 @@ def test_code_of_the_kernels(capability: int) -> None:
     assert {name: code["spills"] for kind in found.values() for name, code in kind.items() if code["spills"]} == {}
     reading = {name: code for name, code in found["bf16"].items() if name.split()[0] in ("sums", "scan", "combine")}
     assert len(reading) == 12
+    two_bytes = {name for name, code in found["bf16"].items() if "ld.global.b16" in code["loads"]}
+    assert two_bytes == {"store", "total"}  # a pass's own keys, a number a thread; and biases
+    assert all(code["loads_ahead"] >= 8 for name, code in reading.items() if name.startswith("combine"))
     for name, code in reading.items():
         assert code["products"] == [PRODUCT], name
         assert 16 in code["copies"], name

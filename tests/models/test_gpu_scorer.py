@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from support import tiny
+from support.away import READS
 from support.triton_bfloat16 import interpret_bfloat16
 
 from forerun.core.block import Block
@@ -195,19 +197,20 @@ class Launches:
 def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return (value == 1, value % 16 == 0) if isinstance(value, int) else float
+    return (value == 1, value % 16 == 0, value >= 2**31) if isinstance(value, int) else float
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmo2", "gpt-neox"])
 @torch.inference_mode()
-def test_no_kernel_is_compiled_in_the_middle(on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_kernel_is_compiled_in_the_middle(kind: str, on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of all sizes and rows, beyond those that were seen first, need no further variant of a kernel."""
     seen: set[Any] = set()
-    for module, names in ((attend, ("_scan", "_combine")), (linear, ("_sums", "_total")),
-                          (decoder_ops, ("_add_norm", "_rotate_and_store", "_gate"))):  # fmt: skip
+    for module, names in ((attend, ("_scan", "_combine", "_store")), (linear, ("_sums", "_total", "_mean")),
+                          (decoder_ops, ("_add_norm", "_rotate_and_store", "_gate", "_norm_columns"))):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, Launches(getattr(module, name), seen))
     monkeypatch.setattr(cuda_graphs, "RECORDED_TOKENS", 0)
-    scorer = GpuScorer(model())
+    scorer = GpuScorer(model(kind))
     caches = [read(scorer, 8), read(scorer, 5)]
 
     def score(sizes: tuple[int, ...]) -> None:
@@ -292,3 +295,40 @@ def test_drafts_change_no_bit(on_gpu: list[int]) -> None:
         texts[drafter] = [result.generated for result in results]
         assert any(sum(result.stats[0].accepted) for result in results) == (drafter != "none")
     assert texts["trie"] == texts["retrieval"] == texts["none"]
+
+
+class Waits(TorchFunctionMode):
+    """Notes what would wait for a device: reads of tensors, and calls of ``torch.cuda``. ``numpy`` is none: it takes
+    tensors on the CPU alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+            monkeypatch.setattr(owner, "synchronize", lambda *_: self.names.append("synchronize"))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in READS - {"numpy"} and isinstance(args[0], torch.Tensor):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("drafter", ["none", "trie", "retrieval", "triforce-trie"])
+def test_a_step_waits_for_one_transfer(drafter: str, on_gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole texts, whose passes are recorded or not: a step waits once, and so does a drafting pass. Nothing else does,
+    neither a pass, nor a choice of chunks."""
+    for name in ("core.transfers", "core.verify", "drafting.model_drafter", "kv.retrieval"):
+        monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: True)
+    settings = LongContextConfig(cache_budget=6, chunk=2, gamma2=3, sparse="retrieval", paced=False)
+    engine = Engine(model(), drafter, settings=settings, prune_drafts=False)
+    passes, one_pass = [], GpuScorer._pass
+    monkeypatch.setattr(GpuScorer, "_pass", lambda *given: (passes.append(1), one_pass(*given))[1])
+    requests = engine.requests(torch.tensor(TEXT[None, [3, 4, 5] * 4]), max_new_tokens=8, eos_token_id=None)
+    with Waits(monkeypatch) as waits:
+        for _ in engine.run(requests):
+            pass
+    [stats] = [request.stats for request in requests]
+    assert set(waits.names) == {"cpu"}
+    assert stats.steps < len(passes) if drafter in ("retrieval", "triforce-trie") else stats.steps == len(waits.names)
+    assert stats.steps <= len(waits.names) <= len(passes)

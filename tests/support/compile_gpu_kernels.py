@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -51,13 +52,27 @@ def code(kernel: Any, capability: int, constants: dict[str, object], warps: int 
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": stages}
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm
+    ptx = compiled["ptx"]
     return {
         "products": sorted(set(re.findall(r"(?:wgmma|mma\.sync)[.\w]*", ptx))),
         "loads": sorted(set(re.findall(r"ld\.global[.\w:]*", ptx))),
         "copies": sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\.[^;]*?0x(\d+)", ptx)}),
         "spills": _spills(ptx, capability),
+        "loads_ahead": _loads_ahead(compiled["cubin"]),
     }
+
+
+def _loads_ahead(cubin: bytes) -> int:
+    """The most loads from memory that the processor is given one after the other, before it needs any of them for an
+    exponential."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(knobs.nvidia.nvdisasm.path), "-c", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    between = re.split(r"\b(?:MUFU\.EX2|BRA|BAR)\b", text)
+    return max(len(re.findall(r"\bLDG\.E", part)) for part in between)
 
 
 def _spills(ptx: str, capability: int) -> int:

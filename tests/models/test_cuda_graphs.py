@@ -1,0 +1,101 @@
+"""Recordings of passes and their tables: sizes are few whatever texts are like, and tables begin where Triton wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forerun.core.block import Block
+from forerun.core.tree import ROOT, DraftTree
+from forerun.kernels.gpu.pass_tables import TABLE_ALIGNMENT, PassDescription, PassTables, SpareRow
+from forerun.models.forward import cuda_graphs
+from forerun.models.forward.cuda_graphs import GraphCache
+
+CPU = torch.device("cpu")
+SPARE = SpareRow((0, 0), (0, 0, 0, 0))
+LENGTHS = sorted({*range(1, 80), *(np.geomspace(80, 200_000, 60).astype(int).tolist())})
+COUNTS = (*range(1, 20), 31, 32, 33, 47, 64)
+
+
+def described(lengths: list[int], counts: list[int], group: int, branches: bool = False) -> PassDescription:
+    """A pass of rows of these lengths, each with a chain of so many tokens, or with as many branches of one."""
+    blocks = []
+    for length, count in zip(lengths, counts, strict=True):
+        drafts = np.arange(count - 1)
+        tree = DraftTree(drafts, np.full(count - 1, ROOT)) if branches else DraftTree.chain(drafts)
+        blocks.append(Block(np.zeros(1, np.int64), tree, length))
+    rows = np.zeros((2, len(blocks), 2), np.int64), np.zeros((2, len(blocks), 4), np.int64)
+    return PassDescription(blocks, *rows, np.zeros(sum(counts), np.int64), group)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is recorded, and what runs at once."""
+    done: list[str] = []
+
+    class Counted:
+        def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+            done.append("recorded")
+            return lambda: done.append("replayed"), None
+
+    monkeypatch.setattr(cuda_graphs, "Recorder", Counted)
+    return done
+
+
+def graphs(done: list[str]) -> GraphCache[None]:
+    return GraphCache(lambda places: done.append("at once"), SPARE, CPU)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_one_row_has_few_recordings_over_all_lengths(recorded: list[str], group: int) -> None:
+    """Chains and trees of 1 to 64 tokens, at 139 lengths up to 200,000 tokens: seven sizes at each of three lengths.
+    When all were there twice, nothing is recorded, and nothing runs at once."""
+    cache = graphs(recorded)
+
+    def all_sizes(lengths: list[int]) -> None:
+        for length in lengths:
+            for count in COUNTS:
+                cache.run(described([length], [count], group, branches=count % 2 == 0))
+
+    all_sizes([5, 5, 4097, 30_000, 30_000, 60_000, 60_000])
+    assert cache.recordings == 7 * 3
+    recorded.clear()
+    all_sizes(LENGTHS)
+    assert set(recorded) == {"replayed"} and len(recorded) == len(LENGTHS) * len(COUNTS)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_recordings_of_many_rows_are_bounded(recorded: list[str], group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, tokens and lengths at random; what is beyond the bound runs at once."""
+    monkeypatch.setattr(cuda_graphs, "RECORDINGS_KEPT", 20)
+    cache, random = graphs(recorded), np.random.default_rng(0)
+    for _ in range(600):
+        rows = int(random.integers(1, 33))
+        counts = np.minimum(random.geometric(0.4, rows), 64 // rows).tolist()
+        lengths = np.exp(random.uniform(0, 12, rows)).astype(int).tolist()
+        cache.run(described(lengths, counts, group))
+    assert cache.recordings == recorded.count("recorded") == 20
+    assert "at once" in recorded[-100:]
+
+
+def test_all_tables_begin_at_multiples_of_16_bytes() -> None:
+    """In passes of any size. Otherwise Triton would compile a kernel for the size anew."""
+    for counts in (
+        ([n] for n in range(1, 66)),
+        ([n, m] for n in (1, 2, 3) for m in (1, 4, 7)),
+        ([1] * n for n in (3, 5)),
+    ):
+        for each in counts:
+            batch = described([9] * len(each), each, 4, branches=True)
+            for sizes in (batch.sizes, batch.sizes.rounded(4)):
+                places = PassTables(sizes, CPU)
+                places.fill(batch, SPARE if sizes.rows > len(each) else None)
+                assert places.own.shape[1] % 2 == 0
+                for name in ("ids", "positions", "wanted", "addresses", "strides", "tokens", "own", "rows", "tiles"):
+                    table = getattr(places, name)
+                    layers = [table] if name not in ("addresses", "strides") else [*table]
+                    assert all(layer.data_ptr() % TABLE_ALIGNMENT == 0 for layer in layers), (name, each)
