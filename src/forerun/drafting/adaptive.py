@@ -188,7 +188,7 @@ class AdaptiveDrafter(OuterDrafter):
         affordable = self._budget.affords("tree", tree_cost / self._pruner.plain(context))
         trees = self.trees if affordable else None
         began = self._clock()
-        proposed = _propose(trees, context.within(self._allowed(context)))
+        proposed = _propose(trees, context.within(self._allowed(context)) if trees else context)
         extra = trees.extra_seconds if trees else 0.0
         unit = self._timer.unit
         spent = tree_cost + (extra / unit if unit else 0.0) if trees else 0.0
