@@ -17,7 +17,7 @@ from forerun.core.verify import Outcome
 from forerun.drafting.drafter import Drafter
 from forerun.trie import recycled
 from forerun.trie.arrays import Int32Array
-from forerun.trie.recycled import BLOCK, Float32Array, RecycledRows
+from forerun.trie.recycled import Float32Array, RecycledRows
 from forerun.trie.tables import LISTED
 from forerun.trie.trie import SamplingNoise, Trie, TrieConfig
 
@@ -142,8 +142,5 @@ def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
         count = both.shape[1] // 2
         return both[:, :count].copy(), both[:, count:].copy().view(np.float32)
     tokens, scores = np.empty((len(logits), LISTED), np.int32), np.empty((len(logits), LISTED), np.float32)
-    logits = logits.float().contiguous()
-    blocks = logits.shape[-1] // BLOCK
-    maxima = logits[:, : blocks * BLOCK].view(len(logits), blocks, BLOCK).amax(-1)
-    recycled.best_of_rows(logits.numpy(), maxima.numpy(), tokens, scores)
+    recycled.best_of_rows(logits.float().contiguous().numpy(), tokens, scores)
     return tokens, scores

@@ -49,26 +49,34 @@ class RecycledRows(NamedTuple):
 
 
 BLOCK = 64
-"""Logits whose maximum is known before any of them is read."""
+"""Logits that are compared with the worst of the best together."""
 
 
 @compiled
-def best_of_rows(logits: Float32Array, maxima: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
+def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
     """The best tokens of each row, best first, and their logits.
 
     Args:
         logits: ``[n, V]``.
-        maxima: of each whole ``BLOCK`` of a row, ``[n, V // BLOCK]``.
         tokens, scores: to be filled, ``[n, LISTED]``; a token is -1 where a row has no more.
     """
-    blocks, (rows, vocabulary) = maxima.shape[1], logits.shape
+    rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf
-        line, highest = logits[row], maxima[row]
-        for block in range(blocks):
-            if highest[block] > scores[row, LISTED - 1]:
-                _best_between(line, block * BLOCK, (block + 1) * BLOCK, tokens[row], scores[row])
-        _best_between(line, blocks * BLOCK, vocabulary, tokens[row], scores[row])
+        whole = vocabulary - vocabulary % BLOCK
+        for first in range(0, whole, BLOCK):
+            if _any_above(logits[row], first, scores[row, LISTED - 1]):
+                _best_between(logits[row], first, first + BLOCK, tokens[row], scores[row])
+        _best_between(logits[row], whole, vocabulary, tokens[row], scores[row])
+
+
+@compiled
+def _any_above(line: Float32Array, first: int, least: np.float32) -> bool:
+    """Whether there is one in a block. Unsigned indices and sums make it a loop over vectors."""
+    found = np.uint32(0)
+    for k in range(np.uint64(BLOCK)):
+        found = np.uint32(found | np.uint32(line[np.uint64(first) + k] > least))
+    return bool(found)
 
 
 @compiled
