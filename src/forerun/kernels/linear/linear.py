@@ -201,6 +201,8 @@ def operation(
 
 
 _local = threading.local()
+KEPT_PROGRAMS = 1 << 16
+"""Programs of one product each, a kilobyte apiece, that a thread keeps; DeepSeek-V3 has 44,544 matrices of experts."""
 
 
 def product(x: torch.Tensor, weights: Weights) -> torch.Tensor:
@@ -225,8 +227,8 @@ def _program(weights: Weights, kind: int, words: int, x_row: int, y_row: int) ->
     bias, threads = 0 if weights.bias is None else weights.bias.data_ptr(), torch.get_num_threads()
     key = (weights.rows.data_ptr(), weights.rows.shape, weights.format, bias, x_row, y_row, threads)
     if key not in kept:
-        if len(kept) > 4096:
-            kept.clear()
+        if len(kept) >= KEPT_PROGRAMS:
+            del kept[next(iter(kept))]
         table = table_of([weights])
         op = operation(table, kind, words, (0, x_row), (0, y_row), threads, to_kind=kind)
         kept[key] = Program([op]), table
