@@ -13,7 +13,7 @@ from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel, mixed
 from forerun.core.tree import DraftTree
-from forerun.core.verify import Outcome, verify
+from forerun.core.verify import Outcome, Verdict, verify
 from forerun.drafting.trie_drafter import TrieDrafter, best_of_rows
 from forerun.trie import logistic_mixer, trie_file
 from forerun.trie.arrays import RECYCLED_SHARE
@@ -57,6 +57,20 @@ def test_what_the_model_nearly_said_is_drafted_where_the_same_two_tokens_come_ag
     first = draft.tokens.tolist().index(77)
     assert draft.parents[first] == -1
     assert Origin(draft.origins[first]) is Origin.RECYCLED
+
+
+def test_rows_without_their_lists_are_refused_and_texts_replayed_without_logits_leave_none() -> None:
+    drafter = TrieDrafter()
+    request = Request([1, 2], 8)
+    drafter.begin(request)
+    uneven = RecycledRows(np.array([1, 2]), np.array([2, 3]), *rows(1, 2, [5])[2:])
+    with pytest.raises(ValueError, match=r"\[2, 2, 1, 1\]"):
+        drafter.trie.recycle(request.id, uneven)
+    for token in range(3, 8):
+        request.append(token)
+        drafter.observe(request, Outcome(DraftTree.empty(), Verdict([], [token]), torch.empty(0, 0)))
+        drafter.learn(request)
+        assert drafter.trie.retrieve(request.id, 16, 8).tokens.max(initial=0) <= token
 
 
 def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone() -> None:

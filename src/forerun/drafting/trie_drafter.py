@@ -98,7 +98,10 @@ class TrieDrafter(Drafter):
         """Note the best tokens of the scored rows.
 
         They are kept once the step's tokens are learned. Otherwise the mixer would judge lists made from the answer.
+        Where texts are replayed there are no logits.
         """
+        if outcome.best is None and not len(outcome.logits):
+            return
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)
         last, before = np.empty(len(tree) + 1, np.int64), np.empty(len(tree) + 1, np.int64)
         last[0], before[0] = text[end - 1], text[end - 2] if end > 1 else -1

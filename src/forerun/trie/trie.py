@@ -224,8 +224,11 @@ class Trie(TrieStore):
         """Keep the best tokens of rows of logits, for what is drafted in the request's namespace.
 
         Raises:
-            ValueError: if the request is not live.
+            ValueError: if the request is not live, or its arrays do not have as many rows.
         """
+        counts = [len(each) for each in rows]
+        if len(set(counts)) > 1:
+            raise ValueError(f"rows have {counts} entries; all arrays must have as many")
         space = self._shared.open(self._of(request_id).namespace)
         entry_points.keep(space.handles[0].at(space.index), *rows)
 
