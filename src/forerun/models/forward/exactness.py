@@ -20,7 +20,7 @@ from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.kernels import gpu
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward.scorer import Scorer
+from forerun.models.forward.scorer import Scorer, is_sharded
 
 PROBED_PASS_TOKENS = (1, 2, 3, 5, 8, 13, 16, 24, 64)
 """Sizes of the passes that read the text, in tokens."""
@@ -77,7 +77,7 @@ def _probe(scorer: Scorer, limit: int | None) -> Exactness:
     read = FullCache()
     reason = _difference(scorer, read, text, sizes)
     if reason is None and (length := _long(read, limit)) > len(text):
-        far = _repeated(read, length)
+        far = _read_far(scorer, text, length) if is_sharded(scorer.model) else _repeated(read, length)
         reason = _difference(scorer, far, text[: sum(FAR_PASS_TOKENS)], FAR_PASS_TOKENS)
         reason = None if reason is None else f"{reason}, behind {length} tokens"
     return Exactness("bitwise") if reason is None else Exactness("rounding", reason)
@@ -98,6 +98,13 @@ def _repeated(read: FullCache, length: int) -> FullCache:
         far.extend({layer: read.read(layer, 0, count) for layer in read.layers})
     far.recurrent().blank(length)
     far.length = length
+    return far
+
+
+def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
+    """The same of a model in several processes, which all have to read it."""
+    far = FullCache()
+    _read(scorer, far, np.resize(text, length), [length])
     return far
 
 
