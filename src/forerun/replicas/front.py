@@ -70,21 +70,29 @@ Forward = Callable[[ForwardedRequest], AsyncIterator[str | ResponseHead | bytes]
 """Sends a request to a replica, whose name comes first; closing the iterator cancels it."""
 
 
+class _Suspicion(NamedTuple):
+    """Replicas that died under a request, and whether it was alone on one of them."""
+
+    replicas: frozenset[str] = frozenset()
+    alone: bool = False
+
+
 class Suspects:
     """Which requests took a replica down.
 
     It was the request for certain if it was the only one there. If there were several, each may be tried once more; the
-    one under which a second replica dies is to blame.
+    one under which a second replica dies is to blame. The same request from several clients counts once.
     """
 
     def __init__(self) -> None:
         self._running: dict[str, list[bytes]] = {}
         self._deaths: OrderedDict[str, int] = OrderedDict()  # requests that a replica had when it died
-        self._suspected: OrderedDict[bytes, bool] = OrderedDict()  # whether a request is to blame
+        self._suspected: OrderedDict[bytes, _Suspicion] = OrderedDict()
 
     def blamed(self, request: bytes) -> bool:
         """Whether a request is to blame."""
-        return self._suspected.get(request, False)
+        died = self._suspected.get(request, _Suspicion())
+        return died.alone or len(died.replicas) > 1
 
     def begin(self, request: bytes, replica: str) -> None:
         """A replica has a request."""
@@ -92,8 +100,9 @@ class Suspects:
 
     def die(self, request: bytes, replica: str) -> None:
         """A replica has died under a request."""
-        crowd = self._deaths.setdefault(replica, len(self._running[replica]))
-        self._suspected[request] = crowd == 1 or request in self._suspected
+        crowd = self._deaths.setdefault(replica, len(set(self._running[replica])))
+        before = self._suspected.get(request, _Suspicion())
+        self._suspected[request] = _Suspicion(before.replicas | {replica}, before.alone or crowd == 1)
         for kept in (self._deaths, self._suspected):
             while len(kept) > REMEMBERED_SUSPECTS:
                 kept.popitem(last=False)
