@@ -309,6 +309,6 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axis.set_xlabel("times as fast as plain decoding")
     axis.grid(axis="x", alpha=0.3)
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(fontsize=8, loc="lower right", frameon=False)
+    figure.legend(fontsize=8, loc="outside upper center", ncols=4, frameon=False)
     figure.savefig(path, dpi=130)
     plt.close(figure)
