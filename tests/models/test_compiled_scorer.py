@@ -198,21 +198,19 @@ def test_a_change_is_seen_in_the_next_pass(change: str) -> None:
     assert torch.equal(scored(scorer, [1, 19]), scored(scorer, [1, 19]))
 
 
-def test_a_hook_that_goes_lets_the_program_come_back() -> None:
+HOOKS = {
+    "on a module": lambda model: model.model.layers[0].register_forward_hook(lambda module, args, out: out * 2),
+    "on all modules": lambda model: register_module_forward_hook(
+        lambda module, args, out: out * 2 if module is model.model.layers[0] else None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", HOOKS)
+def test_a_hook_is_seen_and_one_that_goes_lets_the_program_come_back(where: str) -> None:
     model = build()
     scorer = fastest_scorer(Scorer(model))
     before = scored(scorer, [20])
-    hook = model.model.layers[0].register_forward_hook(lambda module, args, out: out * 2)
-    assert error(scored(scorer, [20]), before) > 1e-3
-    hook.remove()
-    assert torch.equal(scored(scorer, [20]), before)
-
-
-def test_a_hook_on_all_modules_is_seen() -> None:
-    model = build()
-    scorer = fastest_scorer(Scorer(model))
-    before = scored(scorer, [20])
-    hook = register_module_forward_hook(lambda module, args, out: out * 2 if module is model.model.layers[0] else None)
+    hook = HOOKS[where](model)
     try:
         assert error(scored(scorer, [20]), before) > 1e-3
         assert not isinstance(fastest_scorer(Scorer(model)), CompiledScorer)

@@ -233,8 +233,8 @@ def test_a_prompt_is_read_by_libraries_and_its_bits_do_not_depend_on_drafts(
 ) -> None:
     """Whole chunks are read alone; also where chunks of two prompts and a decoding row share a step."""
     monkeypatch.setattr(gpu_scorer, "PROMPT_CHUNK_TOKENS", 4)
-    read, library = [], gpu_forward.library_product
-    monkeypatch.setattr(gpu_scorer, "library_product", lambda x, w: (read.append(len(x)), library(x, w))[1])
+    read, product = [], gpu_forward.library_product
+    monkeypatch.setattr(gpu_scorer, "library_product", lambda x, w: (read.append(len(x)), product(x, w))[1])
     prompts = [torch.tensor(TEXT[None, :11]), torch.tensor(TEXT[None, [3, 4, 5] * 2])]
     texts = {}
     for drafter in ("none", "trie"):
