@@ -48,6 +48,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         self._drafter = BranchDrafter(settings, saves=parallel.tp_rank == 0)
         self._vocabulary, self._keeps_logits = int(model.vocab_size), parallel.tp_size == 1
         self._lengths: dict[str, int] = {}
+        self._prompts: dict[str, IntArray] = {}
         self._trees: list[VerifiedTree] = []
         self._best: Any = None
 
@@ -86,16 +87,20 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         """Leave SGLang's own corpus empty."""
 
     def _texts(self, batch: Any) -> list[IntArray]:
-        """The rows' tokens. With overlapped scheduling, those of the last step are not in the requests yet."""
+        """The rows' tokens. With overlapped scheduling, those of the last step are not in the requests yet. Prompts are
+        lists, which take milliseconds to convert, so each is converted once."""
         came: list[Sequence[int]] = [()] * len(batch.reqs)
         if self.enable_overlap and not batch.grammar_needs_sync():
             tokens = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(batch.reqs), self.draft_token_num)
             counts = batch.spec_info.accept_lens.cpu().numpy()
             came = [row[:count] for row, count in zip(tokens, counts, strict=True)]
+        known = self._prompts
+        self._prompts = {
+            each.rid: known[each.rid] if each.rid in known else np.array(each.origin_input_ids_unpadded, np.int64)
+            for each in batch.reqs
+        }
         return [
-            np.concatenate(
-                [np.asarray(part, np.int64) for part in (each.origin_input_ids_unpadded, each.output_ids, new)]
-            )
+            np.concatenate([self._prompts[each.rid], *(np.asarray(part, np.int64) for part in (each.output_ids, new))])
             for each, new in zip(batch.reqs, came, strict=True)
         ]
 

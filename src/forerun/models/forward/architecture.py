@@ -40,6 +40,7 @@ ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
     torch_module._global_forward_pre_hooks,
     torch_module._global_forward_hooks,
 )
+"""Where torch keeps the hooks that are called for every module of every model."""
 ANGLES_CHUNK = 256
 """Positions whose angles are computed at once. Few enough that torch uses one thread, so that the bits are fixed."""
 

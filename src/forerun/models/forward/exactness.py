@@ -102,7 +102,7 @@ def _repeated(read: FullCache, length: int) -> FullCache:
 
 
 def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
-    """The same of a model in several processes, which all have to read it."""
+    """The same for a model in several processes. Each must read the text, since only passes are told to all of them."""
     far = FullCache()
     _read(scorer, far, np.resize(text, length), [length])
     return far
