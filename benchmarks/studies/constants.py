@@ -36,7 +36,7 @@ CONSTANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
         "policy/chain_acceptance.py": ("AGREEING",),
         "policy/step_timer.py": (
-            *("RECALL", "UNDISTURBED_QUANTILE", "CREDIBLE", "DRAFT_MEMORY", "MOST_EACH"),
+            *("RECALL", "UNDISTURBED_QUANTILE", "APART", "CREDIBLE", "DRAFT_MEMORY", "LEAST_START", "MOST_EACH"),
             *("STEP_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT"),
         ),
         "drafting/adaptive.py": ("LEAST_NODES", "NODE_GROWTH"),

@@ -185,10 +185,11 @@ class AdaptiveDrafter(OuterDrafter):
     def propose(self, context: PassContext) -> list[DraftTree]:
         """The best part of each tree, or chains, or nothing, whichever gives the most tokens a second."""
         tree_cost, correction = len(context) * self._timer.tree_cost, self._timer.correction
-        affordable = self._budget.affords("tree", tree_cost / self._pruner.plain(context))
+        plain = self._pruner.plain(context)
+        affordable = self._budget.affords("tree", tree_cost / plain)
         trees = self.trees if affordable else None
         began = self._clock()
-        proposed = _propose(trees, context.within(self._allowed(context)) if trees else context)
+        proposed = _propose(trees, context.within(self._allowed(context, plain)) if trees else context)
         extra = trees.extra_seconds if trees else 0.0
         unit = self._timer.unit
         spent = tree_cost + (extra / unit if unit else 0.0) if trees else 0.0
@@ -214,11 +215,10 @@ class AdaptiveDrafter(OuterDrafter):
         )
         return selection.trees
 
-    def _allowed(self, context: PassContext) -> int:
+    def _allowed(self, context: PassContext, plain: float) -> int:
         """Nodes of a row's tree. While trees have saved nothing they stay small, so that there are more of them."""
         if self._budget.proven("tree"):
             return self._nodes
-        plain = self._pruner.plain(context)
         passes = self._pruner.chain_passes(context, self._nodes, self._timer.correction)
         stake = self._budget.stake("tree", 0.0)
         return max(1, int(np.searchsorted(passes, (1.0 + stake) * plain, side="right")))

@@ -30,11 +30,13 @@ STEP_NOISE, SPEED_DRIFT = 0.05, 0.005
 """Standard deviations, as shares: of a step's time on a quiet machine, and of the machine's speed from step to step."""
 LOADED_DOUBT, START_DOUBT, EACH_DOUBT = 0.25, 0.2, 0.3
 """Standard deviations before any step: of the time found at loading, and of what the curve says of drafts."""
+NOTHING_KNOWN = 10.0
+"""The same where loading found no time, in logarithms of seconds: from microseconds to hours."""
 DRAFT_MEMORY = 50.0
 """Steps after which what was seen of drafts has faded, and the curve is believed again. So drafts that seemed dear are
 tried once more."""
-MOST_EACH = 2.0
-"""What drafts add to a pass, at most, by what the curve says."""
+LEAST_START, MOST_EACH = 0.5, 2.0
+"""Limits of ``start`` and ``each`` that noise may not pass: a factor of two on what the curve says."""
 CREDIBLE = 2.0
 """Standard deviations up to which a measurement counts as it is."""
 
@@ -74,7 +76,7 @@ class PassModel:
         self.known = loaded is not None
         self._state = np.array([math.log(loaded) if loaded else 0.0, 1.0, 1.0])
         self._scratch = np.zeros(3)
-        self._covariance = np.diag(np.square([LOADED_DOUBT if loaded else 10.0, START_DOUBT, EACH_DOUBT]))
+        self._covariance = np.diag(np.square([LOADED_DOUBT if loaded else NOTHING_KNOWN, START_DOUBT, EACH_DOUBT]))
 
     def record(self, plain: float, added: float, seconds: float, drafted: bool) -> None:
         """A pass took ``seconds``; by the curve it costs ``plain`` without its drafts, which add ``added``."""
@@ -112,7 +114,7 @@ def _follow(
         drafted: whether there are any.
         measured: the logarithm of the pass's seconds by its plain cost.
     """
-    factor = max(state[1] + state[2] * added, 0.5) if drafted else 1.0
+    factor = state[1] + state[2] * added if drafted else 1.0
     slope = (1.0, drafted / factor, drafted * added / factor)
     variance = STEP_NOISE**2
     for i in range(3):
@@ -136,7 +138,7 @@ def _follow(
             doubt[i, j] *= kept
             doubt[j, i] *= kept
         doubt[i, i] += prior**2 * (1.0 - kept**2)
-    state[1], state[2] = max(state[1], 0.5), min(max(state[2], 0.0), MOST_EACH)
+    state[1], state[2] = max(state[1], LEAST_START), min(max(state[2], 0.0), MOST_EACH)
 
 
 class ProportionalTimer:
