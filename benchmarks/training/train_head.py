@@ -1,6 +1,6 @@
-"""Train an EAGLE-3 head for a model: ``python -m benchmarks train-head --model M --texts FILE --out FOLDER``.
+"""Train an EAGLE-3 head for a model: ``python -m benchmarks train-head --model M --out FOLDER``.
 
-The texts are answers that the model wrote itself; rows without an answer are answered first. The head learns the
+The texts are answers that the model wrote itself, and its own prompts where none are given. The head learns the
 target's distributions at the answers' tokens, by training-time test (Li et al., 2025, section 3.2): behind the target's
 states it reads its own output, as it will when it drafts. It is written in the form of its authors (``config.json`` and
 ``model.safetensors``), which vLLM and SGLang load too.
@@ -30,6 +30,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from benchmarks.training import checkpoint
 from benchmarks.training.checkpoint import Progress
 from benchmarks.training.progress import Display
+from benchmarks.training.self_written import read_rows, write_answers, write_prompts
 from forerun.cli.options import DebugOptions
 from forerun.drafting.head_drafter import HeadDrafter
 from forerun.engine.engine import Engine
@@ -39,8 +40,6 @@ from forerun.models.loading.load import load
 DECAY = 0.8
 """Weight of a step's loss, less than that of the step before; the authors' value."""
 CHECKPOINT_SECONDS = 120
-ANSWERED_TOGETHER = 8
-"""Prompts of a batch while answers are written."""
 HELD_OUT = 20
 """One text of so many is held out."""
 
@@ -50,8 +49,12 @@ class HeadOptions(DebugOptions):
     """Train an EAGLE-3 head for a model, from texts that it wrote."""
 
     model: Annotated[str, typer.Option(help="The target: a folder, a GGUF file, or bundled.")]
-    texts: Annotated[Path, typer.Option(help="JSON lines of {prompt} or {prompt, answer}, the model's own answers.")]
     out: Annotated[Path, typer.Option(help="The head's folder.")]
+    texts: Annotated[
+        Path | None, typer.Option(help="JSON lines of {prompt} or {prompt, answer}; else the model writes prompts too.")
+    ] = None
+    prompts: Annotated[int, typer.Option(help="Prompts that the model writes, without --texts.")] = 2000
+    temperature: Annotated[float, typer.Option(help="Of the answers; 0 for greedy.")] = 0.8
     minutes: Annotated[float, typer.Option(help="Processor minutes of training, of all threads.")] = 60.0
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
@@ -283,12 +286,12 @@ def run(options: HeadOptions) -> None:
     """Train, write the head, and count how many tokens a step it gives."""
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
+    rows = answered(options)
     target, tokenizer = load(options.model, "float32", device=options.device)
     target.requires_grad_(False)
-    rows = answered(options, target, tokenizer)
     texts = [text for row in rows if (text := encoded(row, tokenizer, options)) is not None]
     if len(texts) < 2:
-        raise ValueError(f"{options.texts} has {len(texts)} texts that are long enough; at least 2 are needed")
+        raise ValueError(f"{len(texts)} texts are long enough to learn from; at least 2 are needed")
     held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
     known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
     model = EagleModel(target, known, aux_layers(target)).to(target.device)
@@ -299,28 +302,22 @@ def run(options: HeadOptions) -> None:
     figures(options, target, tokenizer, held)
 
 
-def answered(options: HeadOptions, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """All rows with answers; those that had none are written now, and kept beside the head."""
-    rows = [json.loads(line) for line in options.texts.read_text(encoding="utf-8").splitlines() if line.strip()]
-    file = options.out / "answers.jsonl"
-    known = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []
-    answers = {row["prompt"]: row["answer"] for row in known}
-    missing = [row for row in rows if "answer" not in row and row["prompt"] not in answers]
-    engine = Engine(target, tokenizer=tokenizer) if missing else None
-    with Display("answers") as display, file.open("a", encoding="utf-8") as out:
-        for done in range(0, len(missing), ANSWERED_TOGETHER):
-            assert engine is not None
-            prompts = [row["prompt"] for row in missing[done : done + ANSWERED_TOGETHER]]
-            asked: list[Any] = prompts
-            if tokenizer.chat_template:
-                asked = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            texts = engine.generate(asked, max_new_tokens=options.answer_tokens).texts
-            answers |= zip(prompts, texts, strict=True)
-            for prompt, text in zip(prompts, texts, strict=True):
-                out.write(json.dumps({"prompt": prompt, "answer": text}) + "\n")
-            out.flush()
-            display.show((done + len(prompts)) / len(missing), {"loss": {}})
-    return [row if "answer" in row else row | {"answer": answers[row["prompt"]]} for row in rows]
+def answered(options: HeadOptions) -> list[dict[str, str]]:
+    """All rows with answers; prompts and answers that are missing are written now, and kept beside the head."""
+    rows = read_rows(options.texts) if options.texts else []
+    prompts = [row["prompt"] for row in rows if "answer" not in row]
+    if prompts or not options.texts:
+        target, tokenizer = load(options.model, "bfloat16", device=options.device)
+        engine = Engine(target, "none", tokenizer=tokenizer)
+        if not options.texts:
+            prompts = write_prompts(engine, tokenizer, options.prompts, options.out / "prompts.jsonl")
+        answers = write_answers(
+            engine, tokenizer, prompts, options.out / "answers.jsonl",
+            max_new_tokens=options.answer_tokens, temperature=options.temperature,
+        )  # fmt: skip
+        rows = [row for row in rows if "answer" in row]
+        rows += [{"prompt": prompt, "answer": answers[prompt]} for prompt in prompts]
+    return rows
 
 
 def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Text | None:

@@ -1,0 +1,105 @@
+"""Prompts and answers that a model writes itself, to train its head from.
+
+A chat model that is given its template up to where a user's message stands writes a user's message, and the messages
+are like those it was trained on (Xu et al., 2024, *Magpie*, section 2). So no file of prompts is needed.
+
+All is written in batches, and kept in a file line by line: the same call goes on where an earlier one ended. A line's
+seed is its number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from benchmarks.training.progress import Display
+from forerun.core.request import Request
+from forerun.engine.engine import Engine
+
+TOGETHER = 32
+"""Rows of a batch."""
+PROMPT_TOKENS = 192
+"""Most tokens of a prompt; one that has not ended by then is dropped."""
+MARK = "\ue000"
+"""Stands for the user's message in the template; a character that no template has."""
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """The rows of a file of JSON lines; none if there is no file."""
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int, file: Path) -> list[str]:
+    """``count`` different user's messages, by sampling at temperature 1.
+
+    Raises:
+        ValueError: for a tokenizer without a chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError("this tokenizer has no chat template, so the model cannot write prompts: give --texts")
+    template = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
+    before, after = str(template).split(MARK)
+    start = tokenizer(before, add_special_tokens=False)["input_ids"]
+    end = tokenizer(after, add_special_tokens=False)["input_ids"][0]
+    prompts = dict.fromkeys(row["prompt"] for row in read_rows(file))
+    with Display("prompts") as display, file.open("a", encoding="utf-8") as out:
+        while len(prompts) < count:
+            requests = [
+                engine.requests(start, max_new_tokens=PROMPT_TOKENS, temperature=1.0, seed=len(prompts) + row,
+                                eos_token_id=end)[0]
+                for row in range(TOGETHER)
+            ]  # fmt: skip
+            for text in _run(engine, requests, tokenizer, end):
+                if text and text not in prompts:
+                    prompts[text] = None
+                    out.write(json.dumps({"prompt": text}) + "\n")
+            out.flush()
+            display.show(min(1.0, len(prompts) / count), {"loss": {}})
+    return list(prompts)[:count]
+
+
+def write_answers(
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    file: Path,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+) -> dict[str, str]:
+    """The answer to each prompt; greedy at temperature 0."""
+    answers = {row["prompt"]: row["answer"] for row in read_rows(file)}
+    missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]
+    began = len(answers)
+    with Display("answers") as display, file.open("a", encoding="utf-8") as out:
+        for done in range(0, len(missing), TOGETHER):
+            asked = missing[done : done + TOGETHER]
+            requests = [
+                engine.requests(
+                    [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt,
+                    max_new_tokens=max_new_tokens, temperature=temperature, seed=began + done + row,
+                )[0]
+                for row, prompt in enumerate(asked)
+            ]  # fmt: skip
+            for prompt, text in zip(asked, _run(engine, requests, tokenizer), strict=True):
+                answers[prompt] = text
+                out.write(json.dumps({"prompt": prompt, "answer": text}) + "\n")
+            out.flush()
+            display.show((done + len(asked)) / len(missing), {"loss": {}})
+    return answers
+
+
+def _run(
+    engine: Engine, requests: Sequence[Request], tokenizer: PreTrainedTokenizerBase, end: int | None = None
+) -> list[str]:
+    """The texts of all; where ``end`` is asked for, those that did not come to it are empty."""
+    for _ in engine.run(requests):
+        pass
+    ended = [end is None or int(request.generated[-1]) == end for request in requests]
+    texts = (str(tokenizer.decode(request.generated, skip_special_tokens=True)).strip() for request in requests)
+    return [text if whole else "" for text, whole in zip(texts, ended, strict=True)]
