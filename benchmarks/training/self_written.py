@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -50,14 +51,18 @@ def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int
     with Display("prompts") as display, file.open("a", encoding="utf-8") as out:
         while len(prompts) < count:
             requests = [
-                engine.requests(start, max_new_tokens=PROMPT_TOKENS, temperature=1.0, seed=len(prompts) + row,
-                                eos_token_id=end)[0]
+                engine.requests(
+                    start, max_new_tokens=PROMPT_TOKENS, do_sample=True, top_k=0, top_p=1.0, seed=len(prompts) + row,
+                    eos_token_id=end,
+                )[0]
                 for row in range(TOGETHER)
             ]  # fmt: skip
-            for text in _run(engine, requests, tokenizer, end):
-                if text and text not in prompts:
-                    prompts[text] = None
-                    out.write(json.dumps({"prompt": text}) + "\n")
+            texts = dict.fromkeys(_run(engine, requests, tokenizer, end))
+            new = [text for text in texts if text and text not in prompts]
+            if not new:
+                raise ValueError(f"none of {TOGETHER} prompts that the model wrote was a new one: give --texts")
+            prompts |= dict.fromkeys(new)
+            out.writelines(json.dumps({"prompt": text}) + "\n" for text in new)
             out.flush()
             display.show(min(1.0, len(prompts) / count), {"loss": {}})
     return list(prompts)[:count]
@@ -76,13 +81,16 @@ def write_answers(
     answers = {row["prompt"]: row["answer"] for row in read_rows(file)}
     missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]
     began = len(answers)
+    sampling: Any = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    if temperature == 0:
+        sampling = {"do_sample": False}
     with Display("answers") as display, file.open("a", encoding="utf-8") as out:
         for done in range(0, len(missing), TOGETHER):
             asked = missing[done : done + TOGETHER]
             requests = [
                 engine.requests(
                     [{"role": "user", "content": prompt}] if tokenizer.chat_template else prompt,
-                    max_new_tokens=max_new_tokens, temperature=temperature, seed=began + done + row,
+                    max_new_tokens=max_new_tokens, seed=began + done + row, **sampling,
                 )[0]
                 for row, prompt in enumerate(asked)
             ]  # fmt: skip
