@@ -28,7 +28,7 @@ MARK = "\ue000"
 """Stands for the user's message in the template; a character that no template has."""
 
 
-def read_rows(file: Path) -> list[dict[str, str]]:
+def read_rows(file: Path) -> list[dict[str, Any]]:
     """The rows of a file of JSON lines; none if there is no file."""
     if not file.exists():
         return []
@@ -47,25 +47,30 @@ def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int
     before, after = str(template).split(MARK)
     start = tokenizer(before, add_special_tokens=False)["input_ids"]
     end = tokenizer(after, add_special_tokens=False)["input_ids"][0]
-    prompts = dict.fromkeys(row["prompt"] for row in read_rows(file))
+    rows = read_rows(file)
+    prompts = {row["prompt"] for row in rows}
+    tried = 1 + int(rows[-1]["seed"]) if rows else 0
     with Display("prompts") as display, file.open("a", encoding="utf-8") as out:
         while len(prompts) < count:
             requests = [
                 engine.requests(
-                    start, max_new_tokens=PROMPT_TOKENS, do_sample=True, top_k=0, top_p=1.0, seed=len(prompts) + row,
+                    start, max_new_tokens=PROMPT_TOKENS, do_sample=True, top_k=0, top_p=1.0, seed=tried + row,
                     eos_token_id=end,
                 )[0]
                 for row in range(TOGETHER)
             ]  # fmt: skip
-            texts = dict.fromkeys(_run(engine, requests, tokenizer, end))
-            new = [text for text in texts if text and text not in prompts]
+            new = 0
+            for seed, text in enumerate(_run(engine, requests, tokenizer, end), tried):
+                if text and text not in prompts:
+                    prompts.add(text)
+                    out.write(json.dumps({"prompt": text, "seed": seed}) + "\n")
+                    new += 1
             if not new:
                 raise ValueError(f"none of {TOGETHER} prompts that the model wrote was a new one: give --texts")
-            prompts |= dict.fromkeys(new)
-            out.writelines(json.dumps({"prompt": text}) + "\n" for text in new)
+            tried += TOGETHER
             out.flush()
             display.show(min(1.0, len(prompts) / count), {"loss": {}})
-    return list(prompts)[:count]
+    return [row["prompt"] for row in read_rows(file)][:count]
 
 
 def write_answers(
