@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from safetensors.torch import save_file
@@ -32,8 +33,12 @@ from benchmarks.training.checkpoint import Progress
 from benchmarks.training.progress import Display
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
 from forerun.cli.options import DebugOptions
+from forerun.core.block import Block
+from forerun.core.tree import DraftTree
 from forerun.drafting.head_drafter import HeadDrafter
 from forerun.engine.engine import Engine
+from forerun.kv.full_cache import FullCache
+from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.loading import load_head
 from forerun.models.loading.load import load
 
@@ -158,29 +163,37 @@ class EagleModel(nn.Module):
         self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.known].float())
 
     def losses(
-        self, states: torch.Tensor, embeddings: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor, ahead: int
+        self,
+        states: torch.Tensor,
+        embeddings: torch.Tensor,
+        last: torch.Tensor,
+        mask: torch.Tensor,
+        head: torch.Tensor,
+        ahead: int,
     ) -> tuple[torch.Tensor, list[float]]:
-        """The weighted loss of all steps, and how often each step's best token is the teacher's.
+        """The weighted loss of all steps, and how often each step's best token is the target's.
 
         Args:
             states: the target's, ``[B, n, layers * hidden]``.
             embeddings: of the tokens, ``[B, n, hidden]``.
-            teacher: its probabilities of the known tokens behind each token, ``[B, n, D]``.
+            last: the states that the target's head reads, ``[B, n, hidden]``.
             mask: 1 where the token behind is of an answer, ``[B, n]``.
+            head: the target's rows of the known tokens, ``[D, hidden]``.
             ahead: number of steps.
-        """
+        """  # fmt: skip
+        texts, places = mask.nonzero(as_tuple=True)
+        teacher = (last[texts, places] @ head.T).softmax(-1)
         hidden, earlier, right = self.fc(states), list[tuple[torch.Tensor, torch.Tensor]](), list[float]()
         total, n = states.new_zeros(()), states.shape[1] - ahead
         for step in range(ahead):
-            places = torch.arange(n, device=states.device)[None] + step
-            hidden = self.midlayer(
-                embeddings[:, step + 1 : step + 1 + n], hidden[:, :n], self.rotary(hidden, places), earlier
-            )
-            logits = self.lm_head(self.norm(hidden)).log_softmax(-1)
-            aim, weight = teacher[:, step + 1 : step + 1 + n], mask[:, step + 1 : step + 1 + n]
-            count = weight.sum().clamp_min(1)
-            total = total - DECAY**step * ((aim * logits).sum(-1) * weight).sum() / count
-            right.append(float(((logits.argmax(-1) == aim.argmax(-1)) * weight).sum() / count))
+            angles = self.rotary(hidden, torch.arange(n, device=states.device)[None] + step)
+            hidden = self.midlayer(embeddings[:, step + 1 : step + 1 + n], hidden[:, :n], angles, earlier)
+            entries = places - step - 1
+            kept = (entries >= 0) & (entries < n)
+            logits = self.lm_head(self.norm(hidden[texts[kept], entries[kept]])).log_softmax(-1)
+            aim = teacher[kept]
+            total = total - DECAY**step * (aim * logits).sum(-1).mean()
+            right.append(float((logits.argmax(-1) == aim.argmax(-1)).float().mean()))
         return total, right
 
 
@@ -199,15 +212,15 @@ class HeadTraining:
     """A head being trained.
 
     Args:
-        target: the model, which does not change.
+        target: makes the passes of the model, which does not change.
         model: the head.
         texts: to learn from.
         options: of the command.
     """
 
-    def __init__(self, target: PreTrainedModel, model: EagleModel, texts: Sequence[Text], options: HeadOptions) -> None:
+    def __init__(self, target: Scorer, model: EagleModel, texts: Sequence[Text], options: HeadOptions) -> None:
         self.target, self.model, self.texts, self.options = target, model, texts, options
-        self.head = target.get_output_embeddings().weight[model.known].detach().float()
+        self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
         self.optimizers: list[torch.optim.Optimizer] = [
             torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0)
         ]
@@ -228,7 +241,7 @@ class HeadTraining:
         """Take a step; seconds are processor time divided by threads."""
         began, options = time.process_time(), self.options
         chosen = Random(self.done.step).sample(self.texts, min(options.batch, len(self.texts)))
-        loss, right = self.model.losses(*self._batch(chosen), options.ahead)
+        loss, right = self.model.losses(*self._batch(chosen), self.head, options.ahead)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
         for optimizer in self.optimizers:
@@ -242,7 +255,7 @@ class HeadTraining:
         self.done = Progress(self.done.step + 1, tokens, seconds)
 
     def _batch(self, texts: Sequence[Text]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States, embeddings, the teacher's probabilities and the mask, padded on the right."""
+        """States, embeddings, last states and the mask, padded on the right."""
         for text in texts:
             if text.states is None:
                 self._look(text)
@@ -256,16 +269,15 @@ class HeadTraining:
             nn.utils.rnn.pad_sequence([part.float() for part in parts], batch_first=True)
             for parts in zip(*((text.states, text.last) for text in texts), strict=True)
         )
-        embeddings = functional.embedding(ids, self.target.get_input_embeddings().weight).float()
-        return states, embeddings, (last @ self.head.T).softmax(-1), mask
+        embeddings = functional.embedding(ids, self.target.model.get_input_embeddings().weight).float()
+        return states, embeddings, last, mask
 
     @torch.no_grad()
     def _look(self, text: Text) -> None:
-        ids = torch.tensor([text.tokens], device=self.head.device)
-        count = int(self.target.config.get_text_config(decoder=True).num_hidden_layers)
-        found = self.target(ids, output_hidden_states=[*self.model.layers, count], logits_to_keep=1).hidden_states
-        text.states = torch.cat([found[layer][0] for layer in self.model.layers], -1).bfloat16()
-        text.last = found[count][0].bfloat16()
+        block = Block(np.array(text.tokens, np.int64), DraftTree.empty(), 0)
+        layers = (*self.model.layers, int(self.target.model.config.get_text_config(decoder=True).num_hidden_layers))
+        _, [states] = self.target.score_with_states([block], [self.target.adopt(FullCache())], layers)
+        text.states, text.last = states.bfloat16().tensor_split([len(self.model.layers) * self.head.shape[1]], -1)
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -286,29 +298,28 @@ def run(options: HeadOptions) -> None:
     """Train, write the head, and count how many tokens a step it gives."""
     torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = answered(options)
-    target, tokenizer = load(options.model, "float32", device=options.device)
+    target, tokenizer = load(options.model, "bfloat16", device=options.device)
     target.requires_grad_(False)
+    engine = Engine(target, "none", tokenizer=tokenizer)
+    rows = answered(options, engine, tokenizer)
     texts = [text for row in rows if (text := encoded(row, tokenizer, options)) is not None]
     if len(texts) < 2:
         raise ValueError(f"{len(texts)} texts are long enough to learn from; at least 2 are needed")
     held, learned = texts[::HELD_OUT], [text for number, text in enumerate(texts) if number % HELD_OUT]
     known = frequent(learned, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
     model = EagleModel(target, known, aux_layers(target)).to(target.device)
-    training = HeadTraining(target, model, learned, options)
+    training = HeadTraining(engine.target, model, learned, options)
     estimate(training)
     train(training)
     export(model, options.out)
     figures(options, target, tokenizer, held)
 
 
-def answered(options: HeadOptions) -> list[dict[str, str]]:
+def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
     """All rows with answers; prompts and answers that are missing are written now, and kept beside the head."""
     rows = read_rows(options.texts) if options.texts else []
     prompts = [row["prompt"] for row in rows if "answer" not in row]
     if prompts or not options.texts:
-        target, tokenizer = load(options.model, "bfloat16", device=options.device)
-        engine = Engine(target, "none", tokenizer=tokenizer)
         if not options.texts:
             prompts = write_prompts(engine, tokenizer, options.prompts, options.out / "prompts.jsonl")
         answers = write_answers(
