@@ -28,7 +28,7 @@ from torch.nn import functional
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from benchmarks.training import checkpoint
+from benchmarks.training import checkpoint, optim
 from benchmarks.training.checkpoint import Progress
 from benchmarks.training.progress import Display
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
@@ -44,6 +44,8 @@ from forerun.models.loading.load import load
 
 DECAY = 0.8
 """Weight of a step's loss, less than that of the step before; the authors' value."""
+MUON_RATE = 0.02
+"""Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices."""
 CHECKPOINT_SECONDS = 120
 HELD_OUT = 20
 """One text of so many is held out."""
@@ -67,7 +69,7 @@ class HeadOptions(DebugOptions):
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
     length: Annotated[int, typer.Option(help="Tokens of a text that are used.")] = 384
     batch: Annotated[int, typer.Option(help="Texts of a step.")] = 4
-    rate: Annotated[float, typer.Option(help="Learning rate at first.")] = 1e-3
+    rate: Annotated[float, typer.Option(help="Learning rate at first.")] = 3e-3
     answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer that is written first.")] = 256
     check: Annotated[int, typer.Option(help="Held-out prompts for the figures at the end.")] = 6
 
@@ -221,9 +223,16 @@ class HeadTraining:
     def __init__(self, target: Scorer, model: EagleModel, texts: Sequence[Text], options: HeadOptions) -> None:
         self.target, self.model, self.texts, self.options = target, model, texts, options
         self.head = target.model.get_output_embeddings().weight[model.known].detach().float()
+        named = list(model.named_parameters())
+        inner = [weight for name, weight in named if weight.ndim == 2 and "lm_head" not in name]
+        others = [weight for name, weight in named if weight.ndim != 2 or "lm_head" in name]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0)
+            torch.optim.Muon(inner, lr=MUON_RATE, weight_decay=0.0),
+            torch.optim.AdamW(others, lr=options.rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["peak"] = group["lr"]
         self.done = checkpoint.load(self.folder, model, self.optimizers)
         self.recent: list[list[float]] = []
 
@@ -244,11 +253,7 @@ class HeadTraining:
         loss, right = self.model.losses(*self._batch(chosen), self.head, options.ahead)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = options.rate * min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        optim.apply(self.optimizers, min(1.0, (self.done.step + 1) / 20) * max(0.05, 1 - self.progress))
         self.recent.append([float(loss.detach()), *right])
         seconds = self.done.seconds + (time.process_time() - began) / torch.get_num_threads()
         tokens = self.done.tokens + sum(len(text.tokens) for text in chosen)
