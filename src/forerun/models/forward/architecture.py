@@ -19,6 +19,7 @@ from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kernels.linear.linear import Weights, plain
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime.vector_ir import LANES, LINE, fused
+from forerun.models.forward.inputs import position_limit
 
 FAMILIES = frozenset(
     {
@@ -29,6 +30,8 @@ FAMILIES = frozenset(
 """Supported types of text models: root mean square norms, rotary halves, gated linear units."""
 ACTIVATIONS = {"silu": SILU, "gelu_pytorch_tanh": GELU}
 PROGRAM_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
+"""Models that cap their logits; others may have a cap in their configuration and ignore it."""
 CHANGING = frozenset({"dynamic", "longrope"})
 """Rotary scalings in which angles depend on the length of the text. Those of ``longrope`` do not up to the limit of
 positions (``inputs.position_limit``), so a program can have them."""
@@ -109,6 +112,50 @@ class DecoderLayer:
     def matrices(self) -> tuple[MatrixRows, ...]:
         """All of the layer's matrices."""
         return (*self.qkv, self.output, *self.gate_up, self.down)
+
+
+@dataclass(frozen=True)
+class DecoderDescription:
+    """All that a pass over a known model computes; programs for a CPU and passes on a GPU are made from it.
+
+    Attributes:
+        layers: in order.
+        embedding: module of the tokens' embeddings.
+        embedding_factor: factor on them.
+        norm: behind the last layer.
+        head: linear layer of the logits.
+        activation: of the gates, as kernels know it.
+        rotary: module of the rotary angles.
+        limit: number of positions up to which its angles hold, or None if they always do.
+        logits_scaling: divides the logits.
+        logits_softcap: soft cap of the logits, or None.
+        dtype: of weights.
+    """
+
+    layers: list[DecoderLayer]
+    embedding: Any
+    embedding_factor: float
+    norm: Any
+    head: Any
+    activation: int
+    rotary: Any
+    limit: int | None
+    logits_scaling: float
+    logits_softcap: float | None
+    dtype: torch.dtype
+
+
+def describe(model: PreTrainedModel) -> DecoderDescription:
+    """The description of a model that is known."""
+    decoder, config, embedding = decoder_of(model), text_config(model), model.get_input_embeddings()
+    return DecoderDescription(
+        layers=layers(model), embedding=embedding, embedding_factor=embedding_factor(decoder, embedding),
+        norm=decoder.norm, head=model.lm_head, activation=ACTIVATIONS[activation(config)], rotary=decoder.rotary_emb,
+        limit=position_limit(model) if "longrope" in scalings(decoder.rotary_emb) else None,
+        logits_scaling=float(config.logits_scaling) if config.model_type == "granite" else 1.0,
+        logits_softcap=config.final_logit_softcapping if type(model).__name__ in CAPPED_LOGITS else None,
+        dtype=model.dtype,
+    )  # fmt: skip
 
 
 def known(model: PreTrainedModel) -> bool:

@@ -38,25 +38,16 @@ from forerun.kernels.linear.ordered_modules import filled
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_SUM, TO_WORDS
 from forerun.kernels.runtime.executor import Operation, Program
 from forerun.models.forward.architecture import (
-    ACTIVATIONS,
     PROGRAM_DTYPES,
     DecoderLayer,
     MatrixRows,
-    activation,
     angles,
     as_stored,
-    decoder_of,
-    embedding_factor,
+    describe,
     eps,
-    layers,
-    scalings,
-    text_config,
     weight_offset,
 )
-from forerun.models.forward.inputs import position_limit
 
-CAPPED_HEADS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
-"""Models that cap their logits; others may have a cap in their configuration and ignore it."""
 ANGLES_GROWTH = 4096
 """The table of angles grows by at least this many positions."""
 
@@ -98,25 +89,17 @@ class Decoder:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        decoder, config = decoder_of(model), text_config(model)
-        self.layers = layers(model)
-        self.embedding: Any = model.get_input_embeddings()
-        self.embedding_factor = embedding_factor(decoder, self.embedding)
-        self.norm, self.head = decoder.norm, MatrixRows(model.lm_head, 0, model.lm_head.out_features)
-        self.dtype = model.dtype
-        self.kind, self.width = PROGRAM_DTYPES[model.dtype], int(model.dtype.itemsize)
-        self.activation = ACTIVATIONS[activation(config)]
-        self.hidden = int(self.embedding.embedding_dim)
+        self.parts = parts = describe(model)
+        self.layers = parts.layers
+        self.head = MatrixRows(parts.head, 0, parts.head.out_features)
+        self.kind, self.width = PROGRAM_DTYPES[parts.dtype], int(parts.dtype.itemsize)
+        self.hidden = int(parts.embedding.embedding_dim)
         first = self.layers[0]
         dim, (queries, keys, _) = first.head_dim, first.qkv
         self.heads = HeadShape(queries.count // dim, keys.count // dim, dim, dim)
-        self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=self.dtype)
+        self.like = torch.empty(1, self.heads.kv_heads, 0, dim, dtype=parts.dtype)
         """Keys of no token; see ``Cache.addressed``."""
         self.inner = first.down.module.in_features
-        self._logits_scaling = float(config.logits_scaling) if config.model_type == "granite" else 1.0
-        self._logits_softcap = config.final_logit_softcapping if type(model).__name__ in CAPPED_HEADS else None
-        self._rotary = decoder.rotary_emb
-        self._limit = position_limit(model) if "longrope" in scalings(self._rotary) else None
         self.positions = 0
 
     def scratch_bytes(self, tokens: int) -> int:
@@ -128,16 +111,17 @@ class Decoder:
     def grow_angles(self, count: int) -> None:
         """Make sure that there are angles for ``count`` positions."""
         goal = count + max(ANGLES_GROWTH, count // 4)
-        self.positions = goal if self._limit is None else max(count, min(goal, self._limit))
+        self.positions = goal if self.parts.limit is None else max(count, min(goal, self.parts.limit))
         kinds = {layer.rotary for layer in self.layers}
-        self.angles = {kind: angles(self._rotary, kind, self.positions, self._limit) for kind in kinds}
+        self.angles = {kind: angles(self.parts.rotary, kind, self.positions, self.parts.limit) for kind in kinds}
 
     def finished(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model's own head does with logits, scaling and soft cap; float32, changed in place."""
-        if self._logits_scaling != 1.0:
-            logits.div_(self._logits_scaling)
-        if self._logits_softcap is not None:
-            logits = filled(torch.tanh, logits.div_(self._logits_softcap)).mul_(self._logits_softcap)
+        scaling, softcap = self.parts.logits_scaling, self.parts.logits_softcap
+        if scaling != 1.0:
+            logits.div_(scaling)
+        if softcap is not None:
+            logits = filled(torch.tanh, logits.div_(softcap)).mul_(softcap)
         return logits
 
 
@@ -162,15 +146,15 @@ class CompiledForward:
         heads, n, count = decoder.heads, capacity.tokens, len(decoder.layers)
         width = (heads.heads + 2 * heads.kv_heads) * heads.dim
         self.x, self._output = (torch.zeros(n, decoder.hidden, dtype=torch.float32) for _ in range(2))
-        self._input = torch.zeros(n, max(decoder.hidden, heads.heads * heads.dim), dtype=decoder.dtype)
-        self._gated = torch.zeros(n, decoder.inner, dtype=decoder.dtype)
+        self._input = torch.zeros(n, max(decoder.hidden, heads.heads * heads.dim), dtype=decoder.parts.dtype)
+        self._gated = torch.zeros(n, decoder.inner, dtype=decoder.parts.dtype)
         self.qkv = torch.zeros(count if capacity.keeps_queries else 1, n, width, dtype=torch.float32)
         self.kv = np.zeros((count, capacity.rows, 2), np.int64)
         self.topk = np.zeros((count, capacity.rows, TOPK_BYTES // 8), np.int64)
         self.states = torch.zeros(n, len(capacity.states) * decoder.hidden, dtype=torch.float32)
         self.states_by_stage: dict[int, list[slice]] = {}
         self._tables: list[IntArray] = []
-        last = self._norm(decoder.norm, _rows(self.x), TO_WORDS, _rows(self._input), which=1)
+        last = self._norm(decoder.parts.norm, _rows(self.x), TO_WORDS, _rows(self._input), which=1)
         logits = (0, decoder.head.count * 4)
         self._stages: list[list[Op]] = [
             [self._embed(), *self._keep_states(0)],
@@ -193,7 +177,7 @@ class CompiledForward:
 
     def _embed(self) -> Op:
         decoder, x = self._decoder, _rows(self.x)
-        embedding, factor = decoder.embedding, decoder.embedding_factor
+        embedding, factor = decoder.parts.embedding, decoder.parts.embedding_factor
         if as_stored(embedding):
             matrix = matrix_of(embedding.packed_weights)
             fields = (matrix.w, matrix.row, matrix.block, matrix.unpack, decoder.hidden)
@@ -209,7 +193,7 @@ class CompiledForward:
                 self.states_by_stage.setdefault(stage, []).append(columns)
                 to = _rows(self.states[:, columns])
                 if stage == len(decoder.layers):
-                    ops.append(self._norm(decoder.norm, x, TO_FLOATS, to))
+                    ops.append(self._norm(decoder.parts.norm, x, TO_FLOATS, to))
                 else:
                     ops.append((SCALED_ROWS, ScaledRowsOp(0, TO_WORDS, *x, size, *to, 1.0)))
         return ops
@@ -294,7 +278,7 @@ class CompiledForward:
         self._tables.append(table)  # keeps alive what the program has the address of
         words = columns if as_stored(matrices[0].module) else columns * decoder.width // 4
         to_kind, threads = decoder.kind if mode == GATE else 0, self.capacity.threads
-        options = {"mode": mode, "to_kind": to_kind, "which": which, "activation": decoder.activation}
+        options = {"mode": mode, "to_kind": to_kind, "which": which, "activation": decoder.parts.activation}
         return linear.operation(table, decoder.kind, words, _rows(x), y, threads, **options)
 
 

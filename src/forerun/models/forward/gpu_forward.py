@@ -22,24 +22,8 @@ from forerun.kernels.gpu import attend, decoder_ops, linear
 from forerun.kernels.gpu.decoder_ops import NormWeight, RotaryHeads, Summands
 from forerun.kernels.gpu.pass_tables import PassTables
 from forerun.kernels.linear.rowwise import SILU
-from forerun.models.forward.architecture import (
-    ACTIVATIONS,
-    DecoderLayer,
-    MatrixRows,
-    activation,
-    decoder_of,
-    embedding_factor,
-    eps,
-    layers,
-    scalings,
-    text_config,
-    weight_offset,
-)
-from forerun.models.forward.inputs import position_limit
+from forerun.models.forward.architecture import DecoderLayer, MatrixRows, describe, eps, weight_offset
 from forerun.models.forward.scorer import PassResult
-
-CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
-"""Models that cap their logits; others may have a cap in their configuration and ignore it."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, float32 ``[n, half]``."""
@@ -106,22 +90,15 @@ class GpuForward:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        decoder, config = decoder_of(model), text_config(model)
+        self._parts = parts = describe(model)
         self._layers = [
             GpuLayer(each, join(each.qkv), join([each.output]), join(each.gate_up), join([each.down]))
-            for each in layers(model)
+            for each in parts.layers
         ]
-        self._embedding: Any = model.get_input_embeddings()
-        self._factor = embedding_factor(decoder, self._embedding)
-        self._rotary, self._norm, self._head = decoder.rotary_emb, _norm(decoder.norm), model.lm_head
-        self._silu = ACTIVATIONS[activation(config)] == SILU
-        self._scaling = float(config.logits_scaling) if config.model_type == "granite" else 1.0
-        self._softcap = config.final_logit_softcapping if type(model).__name__ in CAPPED_LOGITS else None
-        self._dtype = model.dtype
-        limit = position_limit(model) if "longrope" in scalings(self._rotary) else None
+        self._norm, self._dtype = _norm(parts.norm), parts.dtype
         like, table = torch.empty(0, device=model.device), None
-        if limit is not None:  # the module looks at positions on the CPU, which waits for the device
-            table = self._rotated(like, torch.arange(limit, device=model.device), None)
+        if parts.limit is not None:  # the module looks at positions on the CPU, which waits for the device
+            table = self._rotated(like, torch.arange(parts.limit, device=model.device), None)
         self._table = table
         """Angles of all positions, where the model's module cannot compute them in a recorded pass."""
 
@@ -140,7 +117,7 @@ class GpuForward:
             states_of: layers, as in ``Scorer.score_with_states``.
             product: of linear layers.
         """
-        x = self._embedding.weight[places.ids].float() * self._factor
+        x = self._parts.embedding.weight[places.ids].float() * self._parts.embedding_factor
         angles, states = self._angles(x, places.positions), dict[int, torch.Tensor]()
         added: Summands | None = None
         after, factor = None, 1.0
@@ -157,11 +134,11 @@ class GpuForward:
             )
             h = decoder_ops.add_norm(x, added, after, _norm(parts.before_mlp), factor, self._dtype)
             gate_up = Summands(product(h, layer.gate_up.weight), layer.gate_up.bias)
-            gated = decoder_ops.gate(gate_up, self._silu, self._dtype)
+            gated = decoder_ops.gate(gate_up, self._parts.activation == SILU, self._dtype)
             added, after = Summands(product(gated, layer.down.weight), layer.down.bias), _norm(parts.after_mlp)
         h = decoder_ops.add_norm(x, added, after, self._norm, factor, self._dtype)
         states[len(self._layers)] = h.float()
-        logits = self._finished(linear.product(h[places.wanted], self._head.weight, to=torch.float32))
+        logits = self._finished(linear.product(h[places.wanted], self._parts.head.weight, to=torch.float32))
         return PassResult(logits, torch.cat([states[layer] for layer in states_of], -1) if states_of else None)
 
     def _angles(self, like: torch.Tensor, positions: torch.Tensor) -> dict[str | None, Angles]:
@@ -172,7 +149,11 @@ class GpuForward:
         return {kind: self._rotated(like, positions, kind) for kind in {layer.parts.rotary for layer in self._layers}}
 
     def _rotated(self, like: torch.Tensor, positions: torch.Tensor, kind: str | None) -> Angles:
-        both = self._rotary(like, positions[None]) if kind is None else self._rotary(like, positions[None], kind)
+        both = (
+            self._parts.rotary(like, positions[None])
+            if kind is None
+            else self._parts.rotary(like, positions[None], kind)
+        )
         half = both[0].shape[-1] // 2
         cos, sin = (each[0, :, :half].float().contiguous() for each in both)
         return cos, sin
@@ -198,9 +179,10 @@ class GpuForward:
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """What the model's own head does with logits, scaling and soft cap."""
-        if self._scaling != 1.0:
-            logits = logits / self._scaling
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        scaling, softcap = self._parts.logits_scaling, self._parts.logits_softcap
+        if scaling != 1.0:
+            logits = logits / scaling
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def _added(product: Summands) -> torch.Tensor:
