@@ -50,12 +50,13 @@ class Scheduler:
 
     Attributes:
         failed: true once it cannot go on. All requests have ended then, and it takes no more.
+        other_seconds: what it did beside the engine's steps while requests ran: who is next, and handing tokens out.
     """
 
     def __init__(
         self, engine: Engine, limits: SchedulerLimits, on_finished: Callable[[Request], None] | None = None
     ) -> None:
-        self.engine, self.limits, self.failed = engine, limits, False
+        self.engine, self.limits, self.failed, self.other_seconds = engine, limits, False, 0.0
         self._on_finished = on_finished
         self._batch = self._new_batch()
         self._admission, self._shares = Admission(limits, engine.tiers), StepShares()
@@ -204,12 +205,15 @@ class Scheduler:
             if ended:
                 self._batch.close()
                 return
+            began, stepping = time.perf_counter(), self.engine.step_seconds.total
             self._end_cancelled()
             self._end_late()
             self._admit()
             if self.running:
                 self._step()
                 stepped = True
+                stepping = self.engine.step_seconds.total - stepping
+                self.other_seconds += max(0.0, time.perf_counter() - began - stepping)
             elif self.waiting:  # another user of the engine holds the memory
                 time.sleep(MEMORY_POLL_SECONDS)
             elif not has_work:
