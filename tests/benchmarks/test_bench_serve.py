@@ -139,7 +139,9 @@ def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it() -> None:
     assert [row[part] for part in STEP_PARTS] == [0.25, 0.0625, 0.125, 0.0625, 0.125]
     assert (row["idle"], row["decoding_per_second"]) == (0.375, 8.0)
     unknown = figures([answered(ask, [0.5], 4.0, 8)], 4.0, 0.0)
-    assert unknown.keys() == row.keys() and unknown["read"] is None and medians([unknown])["decoding_per_second"] is None
+    assert (
+        unknown.keys() == row.keys() and unknown["read"] is None and medians([unknown])["decoding_per_second"] is None
+    )
 
 
 def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window() -> None:

@@ -40,7 +40,6 @@ class ClusterNode(NamedTuple):
 
     @classmethod
     def of(cls, resources: Mapping[str, float]) -> ClusterNode:
-        """From Ray's description."""
         return cls(resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
 
 
@@ -83,8 +82,7 @@ def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -
     ready, ended = threading.Event(), threading.Event()
     with suppress(KeyboardInterrupt), _signals(ready, ended), _joined(settings):
         ray.serve.start(http_options={"host": settings.host, "port": settings.port})
-        plain = ServerSettings.model_construct(**dict(settings))  # its class may be one of this process alone
-        ray.serve.run(_application(plain, build), name=RAY_APP, route_prefix="/")
+        ray.serve.run(_application(settings, build), name=RAY_APP, route_prefix="/")
         log.info("%d replicas answer at http://%s:%d", settings.replicas, settings.host, settings.port)
         ready.set()
         ended.wait()

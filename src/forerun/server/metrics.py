@@ -60,7 +60,6 @@ class Metrics:
         registry.register(_EngineCollector(engine, scheduler))
 
     def text(self) -> bytes:
-        """All figures in Prometheus's format."""
         return generate_latest(self.registry)
 
 
@@ -132,7 +131,6 @@ class RequestMeter:
         self._count_steps()
 
     def end(self, how: Ending, now: float) -> None:
-        """Count the end of the request."""
         self._count_steps()
         self._metrics.ended.labels(self._request.finish_reason or how).inc()
         self._metrics.whole.observe(now - self._arrived)

@@ -145,23 +145,19 @@ class Scheduler:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests."""
         return self._thread.is_alive() and not self._closing
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs or waits."""
         with self._changed:
             return bool(self.running or self.waiting)
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
         return self._admission.waiting
 
     @property
     def running(self) -> int:
-        """How many requests run."""
         return len(self._admission.running)
 
     @property
@@ -171,7 +167,6 @@ class Scheduler:
 
     @property
     def usage(self) -> float:
-        """The used part of all memory for keys and values."""
         return self._admission.usage
 
     def _check_open(self) -> None:
@@ -200,7 +195,10 @@ class Scheduler:
         stepped = False
         while True:
             with self._changed:
-                has_work = self._changed.wait_for(self._has_work, IDLE_SECONDS if stepped else None)
+                has_work = self._changed.wait_for(
+                    lambda: self.running or self.waiting or self._cancelled or self._closing,
+                    IDLE_SECONDS if stepped else None,
+                )
                 ended = self._closing and not (self.running or self.waiting)
             if ended:
                 self._batch.close()
@@ -225,10 +223,6 @@ class Scheduler:
         pacing = PrefillPacing(beside=beside) if self.engine.exactness.level == "bitwise" else None
         return self.engine.batch(self.limits.step, offloaded_chunks=OFFLOADED_CHUNKS, pacing=pacing)
 
-    def _has_work(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self.running or self.waiting or self._cancelled or self._closing)
-
     def _end_cancelled(self) -> None:
         while self._cancelled:
             self._end(self._cancelled.popleft(), "cancelled")
@@ -241,7 +235,6 @@ class Scheduler:
             self._end(scheduled, "deadline")
 
     def _admit(self) -> None:
-        """Start all requests that may start."""
         while True:
             with self._changed:
                 scheduled = self._admission.next()

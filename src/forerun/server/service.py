@@ -30,7 +30,7 @@ from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.middleware import HeldBytes
 from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
-from forerun.server.schema import ChatRequest, CompletionRequest, Extension, plain_text
+from forerun.server.schema import ChatRequest, CompletionRequest, Extension, GenerationBody, plain_text
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import drafting_namespace, private_namespace
 
@@ -80,7 +80,7 @@ class Service:
         self.grammars.close()
         self.scheduler.close(patience)
 
-    async def call(self, body: CompletionRequest | ChatRequest, tenant: str, number: str, held: HeldBytes) -> Call:
+    async def call(self, body: GenerationBody, tenant: str, number: str, held: HeldBytes) -> Call:
         """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first.
 
         Args:
@@ -120,14 +120,11 @@ class Service:
         return Call(self.scheduler, rows, number, self._loop_dispatcher(), *options)
 
     def check_model(self, name: str | None) -> None:
-        """Refuse another model's name."""
         if name not in (None, self.settings.served_name):
             message = f"there is no model {name!r} here; there is {self.settings.served_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _row(
-        self, body: CompletionRequest | ChatRequest, request: Request, prompt: EncodedPrompt, arrived: float
-    ) -> AnswerRow:
+    def _row(self, body: GenerationBody, request: Request, prompt: EncodedPrompt, arrived: float) -> AnswerRow:
         scored = _scores_prompt(body)
         echo = None
         if isinstance(body, CompletionRequest) and body.echo:
@@ -148,7 +145,7 @@ class Service:
         answer = AnswerText(self.tokenizer, prompt.ids, body.stops, keep, echo)
         return AnswerRow(request, answer, RequestMeter(self.metrics, request, arrived), logprobs, parser)
 
-    def _response_format(self, body: CompletionRequest | ChatRequest, prompt: str) -> dict[str, Any] | None:
+    def _response_format(self, body: GenerationBody, prompt: str) -> dict[str, Any] | None:
         """What the engine makes the whole text follow, reasoning and calls included."""
         if not isinstance(body, ChatRequest):
             return body.format
@@ -184,7 +181,7 @@ class Service:
             self._dispatcher = LoopDispatcher(loop)
         return self._dispatcher
 
-    def _check_cheap(self, body: CompletionRequest | ChatRequest) -> None:
+    def _check_cheap(self, body: GenerationBody) -> None:
         """Refuse all that can be refused without the prompt's tokens."""
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
         if body.texts > places:
@@ -199,13 +196,13 @@ class Service:
             raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
         self._budget(body.forerun)
 
-    def _default_tokens(self, body: CompletionRequest | ChatRequest) -> int:
+    def _default_tokens(self, body: GenerationBody) -> int:
         """The longest answer if the request names no limit."""
         return DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
 
     def _requests(
         self,
-        body: CompletionRequest | ChatRequest,
+        body: GenerationBody,
         tenant: str,
         prompts: Sequence[EncodedPrompt],
         response_format: dict[str, Any] | None,
@@ -277,21 +274,21 @@ class Service:
             request.stopping = _either(request.stopping, criterion)
 
 
-def _hold_logprobs(held: HeldBytes, body: CompletionRequest | ChatRequest, tokens: int) -> int:
+def _hold_logprobs(held: HeldBytes, body: GenerationBody, tokens: int) -> int:
     """Hold the bytes that the log-probabilities of tokens may take, and return how many they are."""
     nbytes = 0 if body.alternatives is None else tokens * (1 + body.alternatives) * LOGPROB_BYTES
     held.take(nbytes, "bytes of log-probabilities")
     return nbytes
 
 
-def _scores_prompt(body: CompletionRequest | ChatRequest) -> bool:
+def _scores_prompt(body: GenerationBody) -> bool:
     """Whether the prompt's tokens are part of the text that is decoded."""
     return (
         isinstance(body, CompletionRequest) and bool(body.echo) and (body.logprobs is not None or body.max_tokens == 0)
     )
 
 
-def _sampling(body: CompletionRequest | ChatRequest, choice: int, start: int) -> dict[str, Any]:
+def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
     """Options for the engine. Choices of one prompt have consecutive seeds, as with ``num_return_sequences``. The text
     begins at token number ``start``."""
     options: dict[str, Any] = {}
