@@ -38,10 +38,6 @@ class ClusterNode(NamedTuple):
     processors: float
     gpus: int
 
-    @classmethod
-    def of(cls, resources: Mapping[str, float]) -> ClusterNode:
-        return cls(resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
-
 
 class Resources(NamedTuple):
     """The processors and GPUs of one replica."""
@@ -116,7 +112,8 @@ def _joined(settings: ServerSettings) -> Iterator[None]:
 def _resources(settings: ServerSettings) -> Resources:
     import ray
 
-    nodes = [ClusterNode.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [ClusterNode(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in alive]
     return shared_resources(nodes, settings.replicas, settings.device)
 
 

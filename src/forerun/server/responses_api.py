@@ -15,12 +15,11 @@ from forerun.server.schema import (
     Count,
     FunctionName,
     NamedSchema,
-    ObjectFormat,
     Objects,
+    PlainFormat,
     StreamOptions,
     StrictModel,
     Text,
-    TextFormat,
     TranslatedRequest,
     joined_parts,
     one_error,
@@ -42,7 +41,7 @@ class FlatSchemaFormat(NamedSchema):
 class TextOptions(StrictModel):
     """How the answer's text looks; ``verbosity`` changes nothing."""
 
-    format: Annotated[TextFormat | ObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Any = None
 
 

@@ -153,16 +153,10 @@ class Extension(StrictModel):
     trace: bool = False
 
 
-class TextFormat(StrictModel):
-    """Any text."""
+class PlainFormat(StrictModel):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class ObjectFormat(StrictModel):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class NamedSchema(StrictModel):
@@ -195,9 +189,7 @@ class GrammarFormat(StrictModel):
     grammar: Annotated[str, Field(min_length=1)]
 
 
-ResponseFormat = Annotated[
-    TextFormat | ObjectFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")
-]
+ResponseFormat = Annotated[PlainFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")]
 
 
 class Part(StrictModel):
