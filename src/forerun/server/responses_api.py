@@ -218,7 +218,7 @@ class ResponsesFormat(BlockFormat):
             return [self._of_list("added")]
         item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
         added = self._of_list("added")
-        more = {"annotations": [], "logprobs": []} if kind == "text" else {}
+        more: Json = {"annotations": [], "logprobs": []} if kind == "text" else {}
         item["content"].append({"type": _part_type(kind), "text": "", **more})
         return [added, self._of_item("content_part.added", content_index=0, part=item["content"][0])]
 

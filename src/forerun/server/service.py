@@ -221,7 +221,7 @@ class Service:
             options["prediction"] = self.encode.text(text, special=False).ids
         requests = []
         for ids, _ in prompts:
-            tokens = self._answer_tokens(len(ids), body.token_limit, self._default_tokens(body))
+            tokens = self._answer_tokens(body, len(ids))
             read, new = (ids[:1], max(1, len(ids) - 1 + tokens)) if scored else (ids, tokens)
             for choice in range(body.n or 1):
                 sampling = _sampling(body, choice, len(ids))
@@ -249,17 +249,13 @@ class Service:
         except (ValueError, ModuleNotFoundError) as error:
             log.warning("no answer can be made to follow a schema: %s", error)
 
-    def _answer_tokens(self, prompt: int, wanted: int | None, default: int) -> int:
-        """The longest answer to a prompt, in tokens.
-
-        Args:
-            prompt: tokens of the prompt.
-            wanted: the request's limit.
-            default: where it has none.
+    def _answer_tokens(self, body: GenerationBody, prompt: int) -> int:
+        """The longest answer to a prompt of so many tokens.
 
         Raises:
             ApiError: for more than the model can take.
         """
+        wanted, default = body.token_limit, self._default_tokens(body)
         if self.positions is None:
             return default if wanted is None else wanted
         room, least = self.positions - prompt, 1 if wanted is None else wanted
