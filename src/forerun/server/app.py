@@ -171,7 +171,10 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
 
 async def _answer(
-    service: Service, body: GenerationBody | TranslatedRequest, request: HTTPRequest, kind: type[AnyFormat]
+    service: Service,
+    body: GenerationBody | TranslatedRequest,
+    request: HTTPRequest,
+    kind: Callable[[Any, str], AnyFormat],
 ) -> Response:
     """Start a call. Its answer is written by what this returns, when nothing holds the request's body any more."""
     state = request.scope["state"]

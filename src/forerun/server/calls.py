@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,8 +30,6 @@ from forerun.server.scheduler import Scheduler
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
-STEP_COUNTS = ("drafted", "accepted", "emitted")
-"""The first fields of ``Stats``."""
 PING_SECONDS = 15.0
 """Silence of a stream after which it shows that it is alive: proxies cut those that are silent for a minute."""
 
@@ -272,8 +269,12 @@ def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
 
 
 def _all_stats(rows: Sequence[AnswerRow]) -> Stats:
-    stats = [row.request.stats for row in rows]
-    return Stats(*(list(chain.from_iterable(getattr(each, name) for each in stats)) for name in STEP_COUNTS))
+    whole = Stats()
+    for stats in (row.request.stats for row in rows):
+        whole.drafted += stats.drafted
+        whole.accepted += stats.accepted
+        whole.emitted += stats.emitted
+    return whole
 
 
 def _speculative_metrics(rows: Sequence[AnswerRow], budget: int) -> Json:
