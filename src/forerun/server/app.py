@@ -87,13 +87,7 @@ def create_app(
     """An application that serves one engine; its ``state.service`` is the ``Service``.
 
     It fills the drafter's index first; see ``restore_index``. It starts a thread that decodes, which ends with the
-    application.
-
-    Args:
-        engine: with a tokenizer.
-        settings: names, keys and limits of requests.
-        limits: the scheduler's.
-        on_finished: see ``Scheduler``.
+    application. ``on_finished``: see ``Scheduler``.
 
     Raises:
         ValueError: for a wrong key, or a file that cannot fill the index.

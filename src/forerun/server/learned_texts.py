@@ -54,11 +54,7 @@ class Passage:
 
 
 def check_files(files: Iterable[Path], namespaces: int) -> None:
-    """Read all files through.
-
-    Args:
-        files: to learn from.
-        namespaces: that a tenant may have.
+    """Read all files through; ``namespaces`` is how many a tenant may have.
 
     Raises:
         ValueError: for a line that is not UTF-8 or no row, or one namespace too many, with file and line; or for a file
@@ -87,12 +83,8 @@ def passages(file: Path) -> Iterator[Passage]:
 
 
 def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
-    """Limit an engine's index, fill it from its folder and from files, and prepare its saving.
-
-    Args:
-        engine: with a tokenizer.
-        settings: the server's.
-        tenants: all of them learn from the files.
+    """Limit an engine's index, fill it from its folder and from files, and prepare its saving. All tenants learn from
+    the files.
 
     Returns:
         The saver of the index, if there is a folder for it; its ``start`` begins the saving.

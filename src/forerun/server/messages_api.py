@@ -106,12 +106,7 @@ def _turns(message: Json, where: str) -> list[Json]:
 
 
 class MessagesFormat(BlockFormat):
-    """The events and the whole of one message.
-
-    Args:
-        body: the request.
-        number: the request's name.
-    """
+    """The events and the whole of one message; ``number`` is the request's name."""
 
     def __init__(self, body: MessagesRequest, number: str) -> None:
         super().__init__()

@@ -56,12 +56,7 @@ class AnswerParts:
 
 
 class ReplyFormat(ABC):
-    """The form of one answer with a choice for each text.
-
-    Args:
-        body: the request.
-        number: the request's name.
-    """
+    """The form of one answer with a choice for each text; ``number`` is the request's name."""
 
     prefix: str
     kind: str

@@ -141,12 +141,7 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
 
 
 class ResponsesFormat(BlockFormat):
-    """The events and the whole of one response.
-
-    Args:
-        body: the request.
-        number: the request's name.
-    """
+    """The events and the whole of one response; ``number`` is the request's name."""
 
     def __init__(self, body: ResponsesRequest, number: str) -> None:
         super().__init__()

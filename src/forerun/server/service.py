@@ -45,14 +45,7 @@ NO_DRAFTER = "none"
 
 
 class Service:
-    """One engine for many clients.
-
-    Args:
-        engine: decodes; it has a tokenizer.
-        settings: the server's.
-        limits: the scheduler's.
-        on_finished: see ``Scheduler``.
-    """
+    """One engine, which has a tokenizer, for many clients. ``on_finished``: see ``Scheduler``."""
 
     def __init__(
         self,
@@ -81,13 +74,8 @@ class Service:
         self.scheduler.close(patience)
 
     async def call(self, body: GenerationBody, tenant: str, number: str, held: HeldBytes) -> Call:
-        """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first.
-
-        Args:
-            body: what is asked.
-            tenant: who asks.
-            number: names the call.
-            held: of the request; what its answer may take is added.
+        """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first. What its
+        log-probabilities may take is added to ``held``.
 
         Raises:
             ApiError: says what is refused, and why.
