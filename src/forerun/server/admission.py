@@ -128,6 +128,7 @@ class FairShare:
 
     @property
     def used(self) -> int:
+        """How much all tenants have together."""
         return sum(self._used.values())
 
     def of(self, tenant: str) -> int:
@@ -154,6 +155,7 @@ class FairShare:
             self._used[tenant] += amount
 
     def give(self, tenant: str, amount: int) -> None:
+        """Count what a tenant gives back."""
         self._used[tenant] -= amount
         if self._used[tenant] <= 0:
             del self._used[tenant]
@@ -192,6 +194,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
+        """How many requests wait."""
         return sum(map(len, self._queues.values()))
 
     @property

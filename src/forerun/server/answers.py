@@ -140,6 +140,7 @@ class AnswerText:
 
     @property
     def stopped(self) -> bool:
+        """Whether a stop string has come."""
         return self._stops.stopped
 
     def add(self, tokens: Iterable[int]) -> list[str]:

@@ -91,6 +91,7 @@ class ReplyFormat(ABC):
         return [*last, "data: [DONE]\n\n"]
 
     def error(self, error: ApiError) -> str:
+        """An event that ends a stream by an error."""
         return event(error.body)
 
     def add(self, delta: Delta) -> None:

@@ -149,6 +149,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether a request runs or waits."""
         with self._changed:
             return bool(self.running or self.waiting)
 
@@ -158,6 +159,7 @@ class Scheduler:
 
     @property
     def running(self) -> int:
+        """How many requests run."""
         return len(self._admission.running)
 
     @property

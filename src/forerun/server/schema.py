@@ -330,6 +330,7 @@ class Message(StrictModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
+        """The message as a chat template takes it."""
         more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"})
         more["tool_calls"] = [_with_object(call) for call in self.tool_calls or ()]
         given = {name: value for name, value in more.items() if value}

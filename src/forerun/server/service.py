@@ -108,6 +108,7 @@ class Service:
         return Call(self.scheduler, rows, number, self._loop_dispatcher(), *options)
 
     def check_model(self, name: str | None) -> None:
+        """Refuse another model's name."""
         if name not in (None, self.settings.served_name):
             message = f"there is no model {name!r} here; there is {self.settings.served_name!r}"
             raise ApiError(404, message, "model_not_found", "model")

@@ -36,6 +36,7 @@ class ApiKeys:
 
     @property
     def tenants(self) -> list[str]:
+        """All tenants."""
         return [_tenant_name(digest) for digest in self._digests] or [ONLY_TENANT]
 
     def tenant(self, authorization: bytes | None) -> str | None:
