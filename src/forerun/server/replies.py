@@ -196,11 +196,12 @@ class BlockFormat(ABC):
         """Give the last block its whole text; the events of its end."""
 
     def chunk(self, delta: Delta) -> str:
-        events: list[str] = []
+        going_on = [call for call in delta.calls if call.index == self._call]  # before new text, which ends the call
+        events = [self._grow(call.arguments) for call in going_on if call.arguments]
         for kind, text in (("reasoning", delta.reasoning), ("text", delta.text)):
             if text:
                 events += [*([] if kind == self._kind else self._switch(kind)), self._grow(text)]
-        for call in delta.calls:
+        for call in delta.calls[len(going_on) :]:
             if call.index != self._call:
                 self._call = call.index
                 events += self._switch("call", call)
