@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.server.levels import Level, arrivals
 from benchmarks.server.load_requests import Ask
@@ -45,6 +46,14 @@ class Door:
     def address(self) -> str:
         """What requests are posted to."""
         return "/v1/chat/completions" if self.chats else "/v1/completions"
+
+    def step_seconds(self) -> dict[str, float]:
+        """Where the time of the server's steps has gone so far, in seconds; empty if it is not Forerun's."""
+        if not self.ours:
+            return {}
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", timeout=PATIENCE).text)
+        samples = [sample for family in families for sample in family.samples]
+        return {each.labels["part"]: each.value for each in samples if each.name == "forerun:step_seconds_total"}
 
     def body(self, ask: Ask, extension: Extension) -> dict[str, Any]:
         """A request as JSON."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,10 @@ TIMES = {"first": "time to first token", "gap": "between chunks", "each": "per t
 """The times of an answer by their names in the figures, as tables have them."""
 PARTS = (50, 99)
 """The percentiles."""
+STEP_PARTS = ("read", "propose", "score", "verify", "other")
+"""What the time of Forerun's steps goes to, by the names in its metrics."""
+DECODING_PARTS = STEP_PARTS[1:4]
+NOT_SAID: Mapping[str, float] = MappingProxyType({})
 
 
 def percentile(values: Sequence[float], part: float) -> float | None:
@@ -23,13 +28,16 @@ def percentile(values: Sequence[float], part: float) -> float | None:
     return float(np.percentile(values, part)) if len(values) else None
 
 
-def figures(answers: Sequence[Answer], seconds: float, own_seconds: float) -> Row:
+def figures(
+    answers: Sequence[Answer], seconds: float, own_seconds: float, step_seconds: Mapping[str, float] = NOT_SAID
+) -> Row:
     """One load's figures as plain values; times in seconds.
 
     Args:
         answers: all of them, failed ones too, which count as errors alone.
         seconds: that the load took.
         own_seconds: of processor time that the clients took of them.
+        step_seconds: by ``STEP_PARTS``, of a server that says what its time goes to.
     """
     good = [answer for answer in answers if answer.error is None]
     tokens = sum(answer.tokens for answer in good)
@@ -43,6 +51,7 @@ def figures(answers: Sequence[Answer], seconds: float, own_seconds: float) -> Ro
         "client_share": own_seconds / seconds,
         **_times(good),
         **_speculation(good),
+        **_parts(step_seconds, seconds, tokens),
     }
 
 
@@ -69,6 +78,19 @@ def _speculation(good: Sequence[Answer]) -> Row:
     return {
         "acceptance": accepted / drafted if drafted else None,
         "tokens_per_step": tokens / steps if steps else None,
+    }
+
+
+def _parts(step_seconds: Mapping[str, float], seconds: float, tokens: int) -> Row:
+    """The parts of a load's seconds, and tokens for each second of decoding alone: without the reading of prompts, and
+    what is done between steps."""
+    if not step_seconds:
+        return dict.fromkeys((*STEP_PARTS, "idle", "decoding_per_second"))
+    decoding = sum(step_seconds[part] for part in DECODING_PARTS)
+    shares = {part: step_seconds[part] / seconds for part in STEP_PARTS}
+    return shares | {
+        "idle": 1 - sum(shares.values()),
+        "decoding_per_second": tokens / decoding if decoding else None,
     }
 
 

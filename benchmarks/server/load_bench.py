@@ -116,8 +116,10 @@ class ServeBench:
         texts: dict[str, str | None] = {}
         stint |= {"texts": texts, "reasons": {}}
         for level in one.levels:
+            before = door.step_seconds()
             run, answers = self._answers(door, level, {"namespace": level.name.replace(" ", "-")})
-            stint["levels"][level.name] = figures(answers, run.seconds, run.own_seconds)
+            parts = {part: seconds - before[part] for part, seconds in door.step_seconds().items()}
+            stint["levels"][level.name] = figures(answers, run.seconds, run.own_seconds, parts)
             texts |= {str(answer.ask.seed): answer.digest for answer in answers}
             stint["reasons"] |= reasons(answers)
             self.save(self.turns, False)

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.reporting.tables import Report, listing
 from benchmarks.server import load_plot as plot
 from benchmarks.server import load_rows as rows
-from benchmarks.server.figures import PARTS, TIMES
+from benchmarks.server.figures import PARTS, STEP_PARTS, TIMES
 from benchmarks.server.load_bench import Round
 from benchmarks.server.servers import PLAIN, TRANSFORMERS
 from forerun.bench.journal import Turn
@@ -26,6 +26,10 @@ RATES = HEAD | {
     "requests": "requests",
     "errors": "errors",
 }
+WHERE = HEAD | {part: f"{part}, %" for part in (*STEP_PARTS, "idle")} | {
+    "decoding_per_second": "decoding alone, tokens/s",
+    "decoding_of_plain": f"times {PLAIN}",
+}  # fmt: skip
 LONG = {
     "contestant": "server",
     "prompt": "prompt, tokens",
@@ -38,6 +42,10 @@ LONG = {
     "errors": "errors",
 }
 TEXTS = {"contestant": "server", "with": "compared with", "compared": "texts", "same": "the same"}
+DIVIDED = (
+    "*read*: prompts; a pass over prompts and drafts is divided by tokens. *other*: between passes. *idle*: the server "
+    "waited for requests, or the client for the last answer. Decoding alone is to propose, to score and to verify.\n"
+)
 GREEDY_ONLY = (
     f"`{TRANSFORMERS}` samples all texts as the first request says, which is greedy: it answers requests with a "
     "temperature greedily. Only texts that were asked for greedily are compared with it.\n"
@@ -58,6 +66,9 @@ def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plots: 
         report.add("load", f"Load: tokens per second of all clients, and times those of {PLAIN}", load,
                    pivot(load, "load", "contestant", _cell), listing(load, RATES), *_remarks(turns, load))  # fmt: skip
         report.add("times", "Times of requests, in milliseconds: p50 and p99", load, _times(load), _meaning())
+        if told := [row for row in load if row["read"] is not None]:
+            shown = [row | {part: 100 * row[part] for part in (*STEP_PARTS, "idle")} for row in told]
+            report.add("where", "Where the time of a load went", told, listing(shown, WHERE), DIVIDED)
         if plots:
             _plots(report, load)
     long, refused = rows.long_rows(turns), rows.refusals(turns)

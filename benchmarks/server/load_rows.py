@@ -14,6 +14,8 @@ from benchmarks.server.servers import PLAIN, TRANSFORMERS
 from forerun.bench.journal import Turn
 
 Row = dict[str, Any]
+OF_PLAIN = {"of_plain": "tokens_per_second", "decoding_of_plain": "decoding_per_second"}
+"""Figures that are compared with those of plain decoding, by the comparison's name."""
 
 
 def load_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
@@ -26,7 +28,8 @@ def load_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
                 continue
             middle = medians([turn[name]["levels"][level.name] for turn in measured])
             head = {"load": level.name, "kind": level.kind, "value": level.value, "contestant": name}
-            found.append(head | middle | {"of_plain": _of_plain(measured, level.name, name)})
+            ratios = {of: _of_plain(measured, level.name, name, figure) for of, figure in OF_PLAIN.items()}
+            found.append(head | middle | ratios)
     return found
 
 
@@ -97,13 +100,10 @@ def _names(turns: Sequence[Turn]) -> list[str]:
     return sorted(names, key=lambda name: (name == TRANSFORMERS, name != PLAIN, name))
 
 
-def _of_plain(turns: Sequence[Turn], level: str, name: str) -> float | None:
-    """Tokens a second beside plain decoding's of the same round: the median."""
-    ratios = [
-        turn[name]["levels"][level]["tokens_per_second"] / plain["tokens_per_second"]
-        for turn in turns
-        if (plain := turn.get(PLAIN, {}).get("levels", {}).get(level)) and plain["tokens_per_second"]
-    ]
+def _of_plain(turns: Sequence[Turn], level: str, name: str, figure: str) -> float | None:
+    """A figure beside plain decoding's of the same round: the median."""
+    pairs = [(turn[name]["levels"][level], turn.get(PLAIN, {}).get("levels", {}).get(level)) for turn in turns]
+    ratios = [mine[figure] / plain[figure] for mine, plain in pairs if plain and mine[figure] and plain[figure]]
     return median(ratios) if ratios else None
 
 

@@ -25,7 +25,7 @@ from benchmarks.server import load_rows as rows
 from benchmarks.server.answers import Answer, events, understand
 from benchmarks.server.client import Door, Reply
 from benchmarks.server.equality import sample
-from benchmarks.server.figures import figures, medians, percentile
+from benchmarks.server.figures import STEP_PARTS, figures, medians, percentile
 from benchmarks.server.held_up import overlapping
 from benchmarks.server.levels import TURNS, Level, arrivals, build, needed
 from benchmarks.server.load_bench import Round, ServeBench
@@ -132,6 +132,18 @@ def test_medians_are_over_rounds_and_counts_are_sums() -> None:
     assert (found["requests"], found["rounds"], found["gap_p50"]) == (3, 3, None)
 
 
+def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it() -> None:
+    (ask,) = asks(1)
+    parts = {"read": 1.0, "propose": 0.25, "score": 0.5, "verify": 0.25, "other": 0.5}
+    row = figures([answered(ask, [0.5], 4.0, 8)], 4.0, 0.0, parts)
+    assert [row[part] for part in STEP_PARTS] == [0.25, 0.0625, 0.125, 0.0625, 0.125]
+    assert (row["idle"], row["decoding_per_second"]) == (0.375, 8.0)
+    unknown = figures([answered(ask, [0.5], 4.0, 8)], 4.0, 0.0)
+    assert (
+        unknown.keys() == row.keys() and unknown["read"] is None and medians([unknown])["decoding_per_second"] is None
+    )
+
+
 def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window() -> None:
     (ask,) = asks(1)
     found = overlapping([answered(ask, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)], (2.0, 4.0))
@@ -180,6 +192,10 @@ def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_a
     turns = measured.run()
     assert started == [PLAIN.name, OURS.name, absent.name, OURS.name, PLAIN.name]
     found = json.loads((tmp_path / "serve.json").read_text())["parts"]
+    for row in found["where"]:
+        assert row["read"] > 0 and row["score"] > 0 and row["other"] > 0 and -0.02 < row["idle"] < 0.9
+        assert row["decoding_per_second"] > row["tokens_per_second"]
+    assert len(found["where"]) == len(found["load"])
     assert {(row["load"], row["contestant"]) for row in found["load"]} == {
         (level.name, each.name) for level in rounds[0].levels for each in (PLAIN, OURS)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_a_long_prompt_does_not_hold_up_the_others() -> None:
         finish(batch)
     assert all(sum(tokens) <= CHUNK + 2 for tokens in reads.passes)
     assert len(long.generated) == 3
+
+
+def test_the_parts_of_steps_come_to_the_time_that_they_take() -> None:
+    model, tokenizer = load("bundled", device="cpu")
+    one = Engine(model, "trie", tokenizer=tokenizer)
+    requests = [one.requests(["a, b, c, " * n], max_new_tokens=60, namespace="x")[0] for n in (100, 60, 3)]
+    parts, began = one.step_seconds, time.perf_counter()
+    with one.batch() as batch:
+        batch.admit(requests[0])
+        batch.step()
+        assert parts.read > 0 == parts.score
+        for request in requests[1:]:
+            batch.admit(request)
+        while batch.requests:
+            batch.step()
+    seconds = time.perf_counter() - began
+    assert min(parts.read, parts.propose, parts.score, parts.verify) > 0
+    assert 0.8 * seconds < parts.total < seconds
 
 
 def test_prompts_are_cut_at_the_same_places_whatever_shares_the_pass() -> None:

@@ -15,11 +15,14 @@ from support.live_server import LiveServer, PausableEngine, until
 
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
+from forerun.models.text.message_parser import CallDelta
 from forerun.models.text.processors import OccurrencePenalties
 from forerun.server import calls
+from forerun.server.answers import Delta
 from forerun.server.api_errors import ApiError
-from forerun.server.messages_api import MessagesRequest
+from forerun.server.messages_api import MessagesFormat, MessagesRequest
 from forerun.server.prompt_encoder import MIDDLE_TOKENS, PromptEncoder
+from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
 from forerun.server.schema import IGNORED_FIELDS, CompletionRequest
 
 pytest.importorskip("llguidance")
@@ -572,3 +575,22 @@ def test_a_message_calls_a_tool_and_takes_its_result(server: LiveServer) -> None
 )
 def test_what_a_message_cannot_be_is_refused(server: LiveServer, change: Json, said: str) -> None:
     assert said in error_of(server.post(messages(**change), "messages"))["message"]
+
+
+def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart() -> None:
+    usage = {
+        "prompt_tokens": 1,
+        "completion_tokens": 2,
+        "total_tokens": 3,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
+    response = ResponsesFormat(ResponsesRequest(model="m", input="x"), "1")
+    message = MessagesFormat(MessagesRequest(**messages()), "1")
+    for form in (response, message):
+        form.add(Delta(0, "", calls=[CallDelta(0, '{"a": ', "c0", "f")]))
+        form.add(Delta(0, "after", "stop", calls=[CallDelta(0, "1}")]))
+    call, text = json.loads(response.whole(usage, {}))["output"]
+    assert (call["arguments"], text["content"][0]["text"]) == ('{"a": 1}', "after")
+    call, text = json.loads(message.whole(usage, {}))["content"]
+    assert (call["input"], text["text"]) == ({"a": 1}, "after")

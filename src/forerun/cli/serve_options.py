@@ -23,121 +23,86 @@ class ServeOptions(DebugOptions):
     """
 
     config: Annotated[
-        Path | None, option("--config", panel=_WHO, help="Settings in TOML.", metavar="FILE", envvar="FORERUN_CONFIG")
+        Path | None, option(panel=_WHO, help="Settings in TOML.", metavar="FILE", envvar="FORERUN_CONFIG")
     ] = None
     model: Annotated[str | None, option("--model", "-m", panel="Model", help=MODEL_HELP, metavar="PATH|NAME")] = None
-    name: Annotated[
-        str | None, option("--name", panel="Model", help="What clients call it; else the end of its path.")
-    ] = None
+    name: Annotated[str | None, option(panel="Model", help="What clients call it; else the end of its path.")] = None
     drafter: Annotated[str | None, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = None
     draft_model: Annotated[
-        str | None,
-        option(
-            "--draft-model", panel="Model", help="The small model of triforce, the folder of a trained head, or mtp."
-        ),
+        str | None, option(panel="Model", help="The small model of triforce, the folder of a trained head, or mtp.")
     ] = None
     budget: Budget = None
-    dtype: Annotated[Dtype | None, option("--dtype", panel="Model", help="Of the weights; auto is the file's.")] = None
-    device: Annotated[str | None, option("--device", panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = None
+    dtype: Annotated[Dtype | None, option(panel="Model", help="Of the weights; auto is the file's.")] = None
+    device: Annotated[str | None, option(panel="Model", help="auto, cpu, cuda, cuda:1, ...")] = None
     trust_remote_code: Annotated[
         bool | None, option("--trust-remote-code", panel="Model", help="Run code that comes with the model.")
     ] = None
-    host: Annotated[str | None, option("--host", panel=_WHO, help="Where to listen; this computer alone.")] = None
-    port: Annotated[int | None, option("--port", panel=_WHO, help="8000 if nothing is set.", min=0, max=65535)] = None
+    host: Annotated[str | None, option(panel=_WHO, help="Where to listen; this computer alone.")] = None
+    port: Annotated[int | None, option(panel=_WHO, help="8000 if nothing is set.", min=0, max=65535)] = None
     api_key: Annotated[
         list[str] | None,
-        option("--api-key", panel=_WHO, help="A tenant's; may be repeated. Others see it: better FORERUN_API_KEYS."),
+        option(panel=_WHO, help="A tenant's; may be repeated. Others see it: better FORERUN_API_KEYS."),
     ] = None
-    admin_key: Annotated[
-        str | None, option("--admin-key", panel=_WHO, help="A key for /metrics, which no other key may read.")
-    ] = None
+    admin_key: Annotated[str | None, option(panel=_WHO, help="A key for /metrics, which no other key may read.")] = None
     allowed_host: Annotated[
-        list[str] | None,
-        option("--allowed-host", panel=_WHO, help="A name that clients may call it by; may be repeated, * is any."),
+        list[str] | None, option(panel=_WHO, help="A name that clients may call it by; may be repeated, * is any.")
     ] = None
     cors_origin: Annotated[
-        list[str] | None,
-        option("--cors-origin", panel=_WHO, help="A web page's origin that may ask; may be repeated, * is any."),
+        list[str] | None, option(panel=_WHO, help="A web page's origin that may ask; may be repeated, * is any.")
     ] = None
-    rows: Annotated[int | None, option("--rows", panel=_MUCH, help="Texts decoded at once.", min=1)] = None
-    waiting: Annotated[int | None, option("--waiting", panel=_MUCH, help="Texts that may wait.", min=0)] = None
-    step: Annotated[int | None, option("--step", panel=_MUCH, help="Tokens of prompts read in a step.", min=1)] = None
+    rows: Annotated[int | None, option(panel=_MUCH, help="Texts decoded at once.", min=1)] = None
+    waiting: Annotated[int | None, option(panel=_MUCH, help="Texts that may wait.", min=0)] = None
+    step: Annotated[int | None, option(panel=_MUCH, help="Tokens of prompts read in a step.", min=1)] = None
     kv_memory: Annotated[
-        str | None, option("--kv-memory", panel=_MUCH, help=f"For keys and values: half of what is free, or {_SIZE}")
+        str | None, option(panel=_MUCH, help=f"For keys and values: half of what is free, or {_SIZE}")
     ] = None
     kv_host_memory: Annotated[
-        str | None,
-        option("--kv-host-memory", panel=_MUCH, help="Then --kv-memory is the device's, and this the host's besides."),
+        str | None, option(panel=_MUCH, help="Then --kv-memory is the device's, and this the host's besides.")
     ] = None
     kv_folder: Annotated[
-        Path | None,
-        option("--kv-folder", panel=_MUCH, help="For files with what does not fit there either.", metavar="DIR"),
+        Path | None, option(panel=_MUCH, help="For files with what does not fit there either.", metavar="DIR")
     ] = None
     kv_folder_limit: Annotated[
-        str | None,
-        option("--kv-folder-limit", panel=_MUCH, help=f"Of these files: half of what is free there, or {_SIZE}"),
+        str | None, option(panel=_MUCH, help=f"Of these files: half of what is free there, or {_SIZE}")
     ] = None
     prefix_cache: Annotated[
-        str | None,
-        option("--prefix-cache", panel=_MUCH, help=f"For beginnings of prompts, kept for later ones; {_SIZE}"),
+        str | None, option(panel=_MUCH, help=f"For beginnings of prompts, kept for later ones; {_SIZE}")
     ] = None
     kv_store: Annotated[
-        Path | None,
-        option("--kv-store", panel=_MUCH, help="A folder that keeps beginnings of long prompts.", metavar="DIR"),
+        Path | None, option(panel=_MUCH, help="A folder that keeps beginnings of long prompts.", metavar="DIR")
     ] = None
     kv_store_limit: Annotated[
-        str | None,
-        option("--kv-store-limit", panel=_MUCH, help=f"Of that folder: a quarter of what is free there, or {_SIZE}"),
+        str | None, option(panel=_MUCH, help=f"Of that folder: a quarter of what is free there, or {_SIZE}")
     ] = None
     kv_store_expiry: Annotated[
-        float | None,
-        option("--kv-store-expiry", panel=_MUCH, help="Seconds without use after which what it keeps goes."),
+        float | None, option(panel=_MUCH, help="Seconds without use after which what it keeps goes.")
     ] = None
     kv_store_key: Annotated[
-        str | None, option("--kv-store-key", panel=_MUCH, help="Use nothing there that was written without this key.")
+        str | None, option(panel=_MUCH, help="Use nothing there that was written without this key.")
     ] = None
-    connections: Annotated[int | None, option("--connections", panel=_MUCH, help="Open at once, at most.", min=1)] = (
-        None
-    )
-    request_bytes: Annotated[
-        str | None, option("--request-bytes", panel=_MUCH, help=f"The largest request, {_SIZE}")
-    ] = None
-    max_tokens: Annotated[int | None, option("--max-tokens", panel=_MUCH, help="The longest answer.", min=1)] = None
-    namespaces: Annotated[int | None, option("--namespaces", panel=_MUCH, help="Of a tenant, at most.", min=1)] = None
-    share: Annotated[
-        bool | None, option("--share/--no-share", panel=_INDEX, help="Let all keys draft from each other's answers.")
-    ] = None
+    connections: Annotated[int | None, option(panel=_MUCH, help="Open at once, at most.", min=1)] = None
+    request_bytes: Annotated[str | None, option(panel=_MUCH, help=f"The largest request, {_SIZE}")] = None
+    max_tokens: Annotated[int | None, option(panel=_MUCH, help="The longest answer.", min=1)] = None
+    namespaces: Annotated[int | None, option(panel=_MUCH, help="Of a tenant, at most.", min=1)] = None
+    share: Annotated[bool | None, option(panel=_INDEX, help="Let all keys draft from each other's answers.")] = None
     warm: Annotated[
         list[Path] | None,
-        option("--warm", panel=_INDEX, metavar="FILE", help="Text or JSON lines to learn first; may be repeated."),
+        option(panel=_INDEX, metavar="FILE", help="Text or JSON lines to learn first; may be repeated."),
     ] = None
-    warm_seconds: Annotated[
-        float | None, option("--warm-seconds", panel=_INDEX, help="For all these files together.")
-    ] = None
+    warm_seconds: Annotated[float | None, option(panel=_INDEX, help="For all these files together.")] = None
     index: Annotated[
-        Path | None,
-        option("--index", panel=_INDEX, metavar="DIR", help="Keep what is learned here, and go on with it."),
+        Path | None, option(panel=_INDEX, metavar="DIR", help="Keep what is learned here, and go on with it.")
     ] = None
-    index_interval: Annotated[
-        float | None, option("--index-interval", panel=_INDEX, help="Seconds from a change to its save.")
-    ] = None
-    index_limit: Annotated[
-        str | None, option("--index-limit", panel=_INDEX, help=f"For what is learned, of all keys; {_SIZE}")
-    ] = None
-    timeout: Annotated[float | None, option("--timeout", panel=_MUCH, help="Seconds that a request may take.")] = None
-    drain: Annotated[
-        float | None, option("--drain", panel=_MUCH, help="Seconds for running requests at the end.", min=0)
-    ] = None
-    page: Annotated[
-        bool | None, option("--page/--no-page", panel=_WHO, help="Show a page to try the model at /; shown by default.")
-    ] = None
-    log_json: Annotated[
-        bool | None, option("--log-json/--no-log-json", panel=_WHO, help="Write each line of the log as JSON.")
-    ] = None
-    ray: Annotated[
-        bool | None, option("--ray/--no-ray", panel=_WHO, help="Serve by replicas on Ray; RAY_ADDRESS names a cluster.")
-    ] = None
-    replicas: Annotated[int | None, option("--replicas", panel=_WHO, help="With --ray: how many.", min=1)] = None
+    index_interval: Annotated[float | None, option(panel=_INDEX, help="Seconds from a change to its save.")] = None
+    index_limit: Annotated[str | None, option(panel=_INDEX, help=f"For what is learned, of all keys; {_SIZE}")] = None
+    timeout: Annotated[float | None, option(panel=_MUCH, help="Seconds that a request may take.")] = None
+    drain: Annotated[float | None, option(panel=_MUCH, help="Seconds for running requests at the end.", min=0)] = None
+    page: Annotated[bool | None, option(panel=_WHO, help="Show a page to try the model at /; shown by default.")] = None
+    log_json: Annotated[bool | None, option(panel=_WHO, help="Write each line of the log as JSON.")] = None
+    ray: Annotated[bool | None, option(panel=_WHO, help="Serve by replicas on Ray; RAY_ADDRESS names a cluster.")] = (
+        None
+    )
+    replicas: Annotated[int | None, option(panel=_WHO, help="With --ray: how many.", min=1)] = None
 
     def flags(self) -> dict[str, Any]:
         """The settings that were given, by their names there."""

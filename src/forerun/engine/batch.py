@@ -101,7 +101,7 @@ class Batch:
         row = Row(request, cache, self.chunk, self._step.target.reads_whole(cache), pass_tokens, self._fixed, own)
         self._rows[request.id] = row
         try:
-            with self._lock:
+            with self._lock, self._step.seconds.reading():
                 if request.drafts:
                     self._step.drafter.begin(request)
                 if own and not cache.offloaded:
@@ -143,7 +143,8 @@ class Batch:
         with self._lock:
             beside = any(row.begun for row in self._rows.values())
             working = self._pacing is None or self._pacing.works(beside)
-            worked, failed = self._catch_up(beside, resting) if working else (False, [])
+            with self._step.seconds.reading():
+                worked, failed = self._catch_up(beside, resting) if working else (False, [])
             commits = [Commit(row.request, [], 0) for row in failed]
             decoding, reading = self._schedule(beside, working, resting)
             if decoding or reading:

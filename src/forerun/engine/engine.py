@@ -22,7 +22,7 @@ from forerun.engine.batch import Batch
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, PrefixSharing
 from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, padding
-from forerun.engine.step import DecodingStep
+from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.gate import admit
@@ -114,6 +114,8 @@ class Engine:
         """Keys and values of prompts that are kept on disk."""
         self.tiers = None if kv_memory is None else self._tiers(kv_memory)
         """Where keys and values lie, if ``kv_memory`` bounds them."""
+        self.step_seconds = StepSeconds()
+        """Where the time of all steps went."""
         self._tokenizer, self._lock = tokenizer, FairLock()
         self._grammars: Grammars | None = None
         self._speller: PreTrainedTokenizerBase | None = tokenizer
@@ -369,7 +371,8 @@ class Engine:
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
             raise ValueError(f"limit is {limit}; it must be at least 1")
-        step, fixed = DecodingStep(self.target, self.drafter, self.budget), self.target.prompt_chunk
+        step = DecodingStep(self.target, self.drafter, self.budget, seconds=self.step_seconds)
+        fixed = self.target.prompt_chunk
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))
         anywhere = fixed is None and self.exactness.level == "bitwise"
         shared_chunk = min(SHARED_CHUNK_TOKENS, chunk) if anywhere else chunk

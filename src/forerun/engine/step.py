@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
@@ -169,6 +170,42 @@ class PassLimit:
         self.rows, self.steps = max(1, rows // 2), RETRY_STEPS
 
 
+@dataclass
+class StepSeconds:
+    """Where the time of an engine's steps went, all rows together. The parts do not overlap.
+
+    Attributes:
+        read: reading prompts, by the target and by the drafter. A pass over prompts and drafts is divided by tokens.
+        propose, score, verify: seconds of drafting, of passes over drafts, and of walking the trees and committing.
+    """
+
+    read: float = 0.0
+    propose: float = 0.0
+    score: float = 0.0
+    verify: float = 0.0
+
+    def add(self, propose: float, score: float, verify: float, prompts: float) -> None:
+        """Count a step; ``prompts``: the part of its pass's tokens that were of prompts."""
+        self.read += prompts * score
+        self.propose += propose
+        self.score += (1 - prompts) * score
+        self.verify += verify
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count what is done in this context as the reading of prompts."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.read += time.perf_counter() - began
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.read + self.propose + self.score + self.verify
+
+
 @dataclass(frozen=True)
 class DecodingStep:
     """One pass for every row: of a chunk of its prompt, or of its draft.
@@ -178,12 +215,14 @@ class DecodingStep:
         drafter: proposes the trees.
         budget: maximum number of nodes of a row's tree, without the tokens that a grammar forces.
         limit: of the rows in a pass.
+        seconds: where the time of its steps is counted.
     """
 
     target: Scorer
     drafter: Drafter
     budget: int
     limit: PassLimit = field(default_factory=PassLimit)
+    seconds: StepSeconds = field(default_factory=StepSeconds)
 
     @torch.inference_mode()
     def __call__(
@@ -208,6 +247,7 @@ class DecodingStep:
         rows = [*decoding, *reading]
         blocks = [row.block(tree) for row, tree in zip(decoding, trees, strict=True)]
         blocks += [row.prompt_block(tokens) for row, tokens in reading.items()]
+        prompts = sum(reading.values()) + sum(len(row.pending) for row in decoding if not row.begun)
         results = self._score(rows, blocks)
         choices = self._choices(decoding, trees, results)
         scored = time.perf_counter()
@@ -224,9 +264,11 @@ class DecodingStep:
                 row.read(block)
                 self._record_states(row.request, block, [], result.states)
         verified = time.perf_counter()
+        times = proposed - began, scored - proposed, verified - scored
+        self.seconds.add(*times, prompts / sum(map(len, blocks)))
         for row, outcome in zip(decoding, outcomes, strict=True):
             if outcome is not None:
-                row.record_times(proposed - began, scored - proposed, verified - scored)
+                row.record_times(*times)
         commits = [
             _commit(row.request, length, outcome, verified - began)
             for row, length, outcome in zip(rows, lengths, [*outcomes, *[None] * len(reading)], strict=True)

@@ -38,11 +38,6 @@ class ClusterNode(NamedTuple):
     processors: float
     gpus: int
 
-    @classmethod
-    def of(cls, resources: Mapping[str, float]) -> ClusterNode:
-        """From Ray's description."""
-        return cls(resources.get("CPU", 0.0), int(resources.get("GPU", 0)))
-
 
 class Resources(NamedTuple):
     """The processors and GPUs of one replica."""
@@ -83,8 +78,7 @@ def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -
     ready, ended = threading.Event(), threading.Event()
     with suppress(KeyboardInterrupt), _signals(ready, ended), _joined(settings):
         ray.serve.start(http_options={"host": settings.host, "port": settings.port})
-        plain = ServerSettings.model_construct(**dict(settings))  # its class may be one of this process alone
-        ray.serve.run(_application(plain, build), name=RAY_APP, route_prefix="/")
+        ray.serve.run(_application(settings, build), name=RAY_APP, route_prefix="/")
         log.info("%d replicas answer at http://%s:%d", settings.replicas, settings.host, settings.port)
         ready.set()
         ended.wait()
@@ -118,7 +112,8 @@ def _joined(settings: ServerSettings) -> Iterator[None]:
 def _resources(settings: ServerSettings) -> Resources:
     import ray
 
-    nodes = [ClusterNode.of(node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [ClusterNode(each.get("CPU", 0.0), int(each.get("GPU", 0))) for each in alive]
     return shared_resources(nodes, settings.replicas, settings.device)
 
 

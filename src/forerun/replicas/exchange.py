@@ -42,17 +42,14 @@ class LearnedText(NamedTuple):
 
     @classmethod
     def of(cls, namespace: str, tokens: IntArray) -> LearnedText:
-        """From token ids."""
         return cls(namespace, tokens.astype(np.int32).tobytes())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return TEXT_OVERHEAD_BYTES + len(self.tokens)
 
     @property
     def ids(self) -> list[int]:
-        """Token ids."""
         return [int(token) for token in np.frombuffer(self.tokens, np.int32)]
 
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from forerun.replicas.prefix_index import digests
 from forerun.server.api_errors import ApiError
+from forerun.server.app import disconnected
 from forerun.server.replies import event
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,8 @@ REPLICA_KILLED = ApiError(
 MAX_REPLICAS_TRIED = 3
 """Replicas that may be lost under one request before it fails."""
 REMEMBERED_SUSPECTS = 1024
+PROVEN = 2
+"""Replicas that died under a request, which prove it guilty. One where it was alone counts for all."""
 METRICS_SECONDS = 10.0
 """Time for the metrics of the replicas to come."""
 
@@ -70,13 +73,6 @@ Forward = Callable[[ForwardedRequest], AsyncIterator[str | ResponseHead | bytes]
 """Sends a request to a replica, whose name comes first; closing the iterator cancels it."""
 
 
-class _Suspicion(NamedTuple):
-    """Replicas that died under a request, and whether it was alone on one of them."""
-
-    replicas: frozenset[str] = frozenset()
-    alone: bool = False
-
-
 class Suspects:
     """Which requests took a replica down.
 
@@ -87,28 +83,24 @@ class Suspects:
     def __init__(self) -> None:
         self._running: dict[str, list[bytes]] = {}
         self._deaths: OrderedDict[str, int] = OrderedDict()  # requests that a replica had when it died
-        self._suspected: OrderedDict[bytes, _Suspicion] = OrderedDict()
+        self._blame: OrderedDict[bytes, dict[str, int]] = OrderedDict()  # of a request, by replicas that died under it
 
     def blamed(self, request: bytes) -> bool:
         """Whether a request is to blame."""
-        died = self._suspected.get(request, _Suspicion())
-        return died.alone or len(died.replicas) > 1
+        return sum(self._blame.get(request, {}).values()) >= PROVEN
 
     def begin(self, request: bytes, replica: str) -> None:
-        """A replica has a request."""
         self._running.setdefault(replica, []).append(request)
 
     def die(self, request: bytes, replica: str) -> None:
         """A replica has died under a request."""
         crowd = self._deaths.setdefault(replica, len(set(self._running[replica])))
-        before = self._suspected.get(request, _Suspicion())
-        self._suspected[request] = _Suspicion(before.replicas | {replica}, before.alone or crowd == 1)
-        for kept in (self._deaths, self._suspected):
+        self._blame.setdefault(request, {})[replica] = PROVEN if crowd == 1 else 1
+        for kept in (self._deaths, self._blame):
             while len(kept) > REMEMBERED_SUSPECTS:
                 kept.popitem(last=False)
 
     def end(self, request: bytes, replica: str) -> None:
-        """A replica has a request no more."""
         self._running[replica].remove(request)
         if not self._running[replica]:
             del self._running[replica]
@@ -137,7 +129,6 @@ class Front:
         self._suspects = Suspects()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as an ASGI application does."""
         if scope["type"] == "lifespan":
             await _run_lifespan(receive, send)
         elif scope["type"] == "http" and scope["path"] == "/health":
@@ -166,7 +157,7 @@ class Front:
             scope["method"], scope["path"], scope["query_string"], headers, body, tenant, beginnings
         )
         relaying = asyncio.create_task(self._relay(request, send))
-        leaving = asyncio.create_task(_disconnected(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             await asyncio.wait([relaying, leaving], return_when=asyncio.FIRST_COMPLETED)
             if relaying.done():
@@ -231,12 +222,6 @@ async def _send_head(head: ResponseHead, send: Send) -> None:
 
 def _is_stream(head: ResponseHead) -> bool:
     return any(name.lower() == b"content-type" and b"event-stream" in value for name, value in head.headers)
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Return when the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _run_lifespan(receive: Receive, send: Send) -> None:

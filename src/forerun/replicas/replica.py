@@ -107,15 +107,10 @@ async def responses(app: ASGIApp, request: ForwardedRequest) -> AsyncIterator[Me
     }  # fmt: skip
     task = asyncio.ensure_future(app(scope, receive, sent.put))
     task.add_done_callback(lambda _: sent.put_nowait(None))
-    _active_answers.add(task)
-    task.add_done_callback(_active_answers.discard)
     try:
         while (message := await sent.get()) is not None:
             yield message
         task.result()
     finally:
         gone.set()
-
-
-_active_answers: set[asyncio.Future[None]] = set()
-"""The event loop keeps only weak references to its tasks."""
+        await asyncio.wait([task])  # it ends soon: nobody listens

@@ -132,7 +132,6 @@ class FairShare:
         return sum(self._used.values())
 
     def of(self, tenant: str) -> int:
-        """How much a tenant has."""
         return self._used[tenant]
 
     def share(self, tenant: str) -> float:
@@ -152,7 +151,6 @@ class FairShare:
         return not mine or mine + amount <= self.share(tenant)
 
     def take(self, tenant: str, amount: int) -> None:
-        """Count what a tenant takes."""
         if amount:
             self._used[tenant] += amount
 
@@ -176,7 +174,8 @@ class Admission:
 
     Args:
         limits: the scheduler's.
-        tiers: the engine's, which count keys and values themselves; None to count them here.
+        tiers: the engine's, which count the caches themselves; draft levels lie on the device and are charged here.
+            None to count all here.
     """
 
     def __init__(self, limits: SchedulerLimits, tiers: Tiers | None = None) -> None:
@@ -187,8 +186,10 @@ class Admission:
         self._places = FairShare(limits.waiting, limits.tenants)
         self._rows = FairShare(limits.rows, limits.tenants, kept=1)
         self._starting = False
-        self._tiers = None if tiers is None else TieredRoom(tiers, self._free_rows)
-        memory = limits.memory if self._tiers is None else self._tiers.capacity
+        self._tiers, memory = tiers, float(limits.memory)
+        if tiers is not None:
+            memory = sum(tiers.memory.limits.values())
+            tiers.device_reserve = self._left_to_others
         self._memory = FairShare(memory, limits.tenants, kept=memory / limits.rows)
 
     @property
@@ -199,7 +200,11 @@ class Admission:
     @property
     def usage(self) -> float:
         """The used part of all memory for keys and values."""
-        return self._memory.used / self._memory.capacity if self._tiers is None else self._tiers.usage
+        if self._tiers is None:
+            return self._memory.used / self._memory.capacity
+        limits, used = self._tiers.memory.limits, self._tiers.taken
+        bounded = {tier: size for tier, size in limits.items() if size != math.inf}
+        return sum(used[tier] for tier in bounded) / max(1.0, sum(bounded.values()))
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         return iter([*self.running.values(), *(each for queue in self._queues.values() for each in queue)])
@@ -211,7 +216,10 @@ class Admission:
             ValueError: with the numbers.
         """
         if self._tiers is not None:
-            self._tiers.check(request)
+            try:
+                self._tiers.placement(request.tokens, request.drafting, empty=True)
+            except NoRoomError as error:
+                raise ValueError(f"{error}; {SMALLER_REQUEST}") from None
         elif request.needs > self._memory.capacity:
             raise ValueError(
                 f"the request needs {request.needs:,} bytes for keys and values, and there are "
@@ -323,56 +331,19 @@ class Admission:
         if self._tiers is not None:
             self._tiers.charge(request.drafting)
 
-    def _free_rows(self) -> int:
-        """Rows but for those of earlier requests."""
-        return self.limits.rows - len(self.running) + self._starting
+    def _left_to_others(self, tokens: int) -> int:
+        """Device bytes that a new text leaves free: the buffers of later texts of the same length."""
+        assert self._tiers is not None
+        each = min_device_bytes(self._tiers.shape, tokens)
+        reserved = int(RESERVED_DEVICE_FRACTION * self._tiers.memory.device) // each
+        return each * max(0, min(self.limits.rows - len(self.running) + self._starting - 1, reserved))
 
     def _has_room(self, request: ScheduledRequest) -> bool:
         """Whether its keys and values fit now."""
-        if self._tiers is not None:
-            return self._tiers.fits(request)
-        return self._memory.used + request.needs <= self._memory.capacity
-
-
-class TieredRoom:
-    """Bytes of all tiers. The engine's ``Tiers`` count the caches themselves. Draft levels lie on the device and are
-    counted here.
-
-    Args:
-        tiers: the engine's.
-        places: how many more requests may start now.
-    """
-
-    def __init__(self, tiers: Tiers, places: Callable[[], int]) -> None:
-        self._tiers, self._places = tiers, places
-        self._limits = {tier: size for tier, size in tiers.memory.limits.items() if size != math.inf}
-        self.capacity = math.inf if len(self._limits) < len(tiers.memory.limits) else sum(self._limits.values())
-        self.charge = tiers.charge
-        tiers.device_reserve = self._left_to_others
-
-    def check(self, request: ScheduledRequest) -> None:
-        """Refuse a request that can never fit; see ``Admission.check``."""
-        try:
-            self._tiers.placement(request.tokens, request.drafting, empty=True)
-        except NoRoomError as error:
-            raise ValueError(f"{error}; {SMALLER_REQUEST}") from None
-
-    def fits(self, request: ScheduledRequest) -> bool:
-        """Whether there is room now."""
+        if self._tiers is None:
+            return self._memory.used + request.needs <= self._memory.capacity
         try:
             self._tiers.placement(request.tokens, request.drafting)
         except NoRoomError:
             return False
         return True
-
-    @property
-    def usage(self) -> float:
-        """The used part of the tiers that have limits."""
-        used = self._tiers.taken
-        return sum(used[tier] for tier in self._limits) / max(1.0, sum(self._limits.values()))
-
-    def _left_to_others(self, tokens: int) -> int:
-        """Device bytes that a new text leaves free: the buffers of later texts of the same length."""
-        each = min_device_bytes(self._tiers.shape, tokens)
-        reserved = int(RESERVED_DEVICE_FRACTION * self._tiers.memory.device) // each
-        return each * max(0, min(self._places() - 1, reserved))

@@ -78,29 +78,29 @@ class StopStrings:
 
     def add(self, text: str) -> str:
         """The text that may be sent now."""
-        return "".join(map(self._add, text)) if self._strings else text
+        if self.stopped:
+            return ""
+        text = self._pending + text
+        found = [(at + len(string), at) for string in self._strings if (at := text.find(string)) >= 0]
+        self.stopped = bool(found)
+        cut = (
+            min(found)[1]
+            if found
+            else len(text) - max((self._overlap(text, each) for each in self._strings), default=0)
+        )
+        self._pending = "" if found else text[cut:]
+        return text[:cut]
 
     def flush(self) -> str:
         """The text that still waits, at the end of an answer."""
         rest, self._pending = self._pending, ""
         return rest
 
-    def _add(self, character: str) -> str:
-        if self.stopped:
-            return ""
-        self._pending += character
-        complete = [len(string) for string in self._strings if self._pending.endswith(string)]
-        self.stopped = bool(complete)
-        keep = max(complete or map(self._overlap, self._strings))
-        sent, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
-        if self.stopped:
-            self._pending = ""
-        return sent
-
-    def _overlap(self, string: str) -> int:
-        """Characters of the longest beginning of a stop string with which the pending text ends."""
-        lengths = range(min(len(self._pending), len(string) - 1), 0, -1)
-        return next((length for length in lengths if self._pending.endswith(string[:length])), 0)
+    @staticmethod
+    def _overlap(text: str, string: str) -> int:
+        """Characters of the longest beginning of a stop string with which a text ends."""
+        lengths = range(min(len(text), len(string) - 1), 0, -1)
+        return next((length for length in lengths if text.endswith(string[:length])), 0)
 
 
 class Echo(NamedTuple):

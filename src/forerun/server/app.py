@@ -30,7 +30,15 @@ from forerun.server.messages_api import MessagesFormat, MessagesRequest
 from forerun.server.middleware import OPEN_ADDRESSES, GuardMiddleware
 from forerun.server.replies import ChatFormat, CompletionFormat, ReplyFormat
 from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
-from forerun.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, field_names
+from forerun.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationBody,
+    TokenizeRequest,
+    TranslatedRequest,
+    field_names,
+)
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import ApiKeys
@@ -48,11 +56,7 @@ SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
 STATIC = Path(__file__).parent / "static"
 PAGE_FILES = {
     "/": STATIC / "index.html",
-    "/page/page.css": STATIC / "page.css",
-    "/page/page.js": STATIC / "page.js",
-    "/page/column.js": STATIC / "column.js",
-    "/page/stream.js": STATIC / "stream.js",
-    "/page/icon.svg": STATIC / "icon.svg",
+    **{f"/page/{name}": STATIC / name for name in ("page.css", "page.js", "column.js", "stream.js", "icon.svg")},
     "/page/prompts.json": Path(forerun.reference.__file__).parent / "demo.json",
 }
 """The page's addresses and files. They need no key, as nothing in them is secret."""
@@ -83,13 +87,7 @@ def create_app(
     """An application that serves one engine; its ``state.service`` is the ``Service``.
 
     It fills the drafter's index first; see ``restore_index``. It starts a thread that decodes, which ends with the
-    application.
-
-    Args:
-        engine: with a tokenizer.
-        settings: names, keys and limits of requests.
-        limits: the scheduler's.
-        on_finished: see ``Scheduler``.
+    application. ``on_finished``: see ``Scheduler``.
 
     Raises:
         ValueError: for a wrong key, or a file that cannot fill the index.
@@ -151,36 +149,35 @@ def _keys(settings: ServerSettings) -> ApiKeys:
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", response_model=None)
     async def completions(body: CompletionRequest, request: HTTPRequest) -> Response:
-        form = CompletionFormat(body.model, _number(request), body.texts, body.with_usage, body.padded)
-        return await _answer(service, body, request, form)
+        return await _answer(service, body, request, CompletionFormat)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatRequest, request: HTTPRequest) -> Response:
-        form = ChatFormat(body.model, _number(request), body.texts, body.with_usage, body.padded)
-        return await _answer(service, body, request, form)
+        return await _answer(service, body, request, ChatFormat)
 
     @app.post("/v1/responses", response_model=None)
     async def responses(body: ResponsesRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body.chat(), request, ResponsesFormat(body, _number(request)))
+        return await _answer(service, body, request, ResponsesFormat)
 
     @app.post("/v1/messages", response_model=None)
     async def messages(body: MessagesRequest, request: HTTPRequest) -> Response:
-        return await _answer(service, body.chat(), request, MessagesFormat(body, _number(request)))
-
-
-def _number(request: HTTPRequest) -> str:
-    return str(request.scope["state"]["request_id"])
+        return await _answer(service, body, request, MessagesFormat)
 
 
 async def _answer(
-    service: Service, body: CompletionRequest | ChatRequest, request: HTTPRequest, form: AnyFormat
+    service: Service,
+    body: GenerationBody | TranslatedRequest,
+    request: HTTPRequest,
+    kind: Callable[[Any, str], AnyFormat],
 ) -> Response:
     """Start a call. Its answer is written by what this returns, when nothing holds the request's body any more."""
     state = request.scope["state"]
-    tenant, deadline = state["tenant"], service.deadline()
-    watcher = asyncio.create_task(_disconnected(request.receive))
+    tenant, number, deadline = state["tenant"], state["request_id"], service.deadline()
+    form = kind(body, number)
+    asked = body.chat() if isinstance(body, TranslatedRequest) else body
+    watcher = asyncio.create_task(disconnected(request.receive))
     try:
-        call = await service.call(body, tenant, _number(request), state["held"])
+        call = await service.call(asked, tenant, number, state["held"])
         watcher.add_done_callback(lambda _: call.cancel())
         await call.start(tenant, deadline)
     except BaseException:
@@ -189,7 +186,7 @@ async def _answer(
     for parsed in ("_body", "_json"):  # the framework would keep them as long as the answer takes
         request.__dict__.pop(parsed, None)
     state["held"].release(keep=call.nbytes)
-    if body.stream:
+    if asked.stream:
         return StreamingResponse(_events(call, form, watcher), 200, STREAM_HEADERS, "text/event-stream")
     return _WholeResponse(call, form, watcher)
 
@@ -236,7 +233,7 @@ async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> A
         watcher.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
     """Return when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -310,24 +307,20 @@ def _page_file(file: Path) -> Callable[[], Awaitable[Response]]:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def api_error(request: HTTPRequest, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response()
-
-    async def invalid(request: HTTPRequest, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return validation_error(error.errors(), field_names()).response()
-
-    async def http_error(request: HTTPRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
-
-    async def bug(request: HTTPRequest, error: Exception) -> Response:
-        response = SERVER_FAILED.response()
+    async def answer(request: HTTPRequest, error: Exception) -> Response:
+        response = _as_api_error(error).response()
         response.headers["x-request-id"] = request.scope["state"]["request_id"]
         return response
 
-    app.add_exception_handler(ApiError, api_error)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(Exception, bug)
+    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return validation_error(error.errors(), field_names())
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    return SERVER_FAILED

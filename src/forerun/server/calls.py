@@ -6,14 +6,17 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from forerun.core.request import Request
+from forerun.core.stats import Stats
 from forerun.engine.result import Commit
 from forerun.kv.offloaded import OffloadError
 from forerun.models.text.grammar import GrammarError
@@ -191,10 +194,10 @@ class Call:
 
     def figures(self) -> tuple[Json, Json]:
         """The usage of the ended requests, and what drafts were worth in the words of vLLM's ``metrics``."""
-        usage = usage_of(self.rows, self._prompts)
+        usage = _usage(self.rows, self._prompts)
         if self._shared:
             del usage["forerun"]
-        return usage, {} if self._shared else speculative_metrics(self.rows, self._budget)
+        return usage, {} if self._shared else _speculative_metrics(self.rows, self._budget)
 
     def _last_delta(self, index: int, how: Ending) -> Delta:
         row = self.rows[index]
@@ -240,22 +243,19 @@ class Call:
         self._events.put_nowait(event)
 
 
-def usage_of(rows: Sequence[AnswerRow], prompts: int) -> Json:
+def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
     """The usage of ended requests: equally many for each of so many prompts, one prompt after the other. ``forerun``
     says what drafts were worth, over all texts."""
-    stats = [row.request.stats for row in rows]
+    stats = _all_stats(rows)
     read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
     written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.goes_on)
-    steps = sum(each.steps for each in stats)
-    drafted, accepted = (sum(sum(getattr(each, name)) for each in stats) for name in ("drafted", "accepted"))
-    emitted = [tokens for each in stats for tokens in each.emitted]
     speculation = {
-        "steps": steps,
-        "drafted": drafted,
-        "accepted": accepted,
-        "mean_acceptance_length": round(sum(emitted) / steps, 4) if steps else 0.0,
-        "acceptance_rate": round(accepted / drafted, 4) if drafted else 0.0,
-        "histogram": {tokens: emitted.count(tokens) for tokens in sorted(set(emitted))},
+        "steps": stats.steps,
+        "drafted": sum(stats.drafted),
+        "accepted": sum(stats.accepted),
+        "mean_acceptance_length": round(stats.tokens_per_step, 4),
+        "acceptance_rate": round(stats.acceptance, 4),
+        "histogram": stats.histogram(),
     }
     cached = sum(row.request.cached_tokens for row in rows[:: len(rows) // prompts])
     return {
@@ -268,20 +268,27 @@ def usage_of(rows: Sequence[AnswerRow], prompts: int) -> Json:
     }
 
 
-def speculative_metrics(rows: Sequence[AnswerRow], budget: int) -> Json:
+def _all_stats(rows: Sequence[AnswerRow]) -> Stats:
+    whole = Stats()
+    for stats in (row.request.stats for row in rows):
+        whole.drafted += stats.drafted
+        whole.accepted += stats.accepted
+        whole.emitted += stats.emitted
+    return whole
+
+
+def _speculative_metrics(rows: Sequence[AnswerRow], budget: int) -> Json:
     """What drafts were worth, in the words of vLLM's ``metrics``: of the steps that had a draft, of up to ``budget``
     tokens."""
-    stats = [row.request.stats for row in rows]
-    steps = [pair for each in stats for pair in zip(each.drafted, each.accepted, strict=False) if pair[0]]
-    drafted, accepted = (sum(each[place] for each in steps) for place in (0, 1))
-    counts = Counter(each[1] for each in steps)
+    stats = _all_stats(rows)
+    steps = [accepted for drafted, accepted in zip(stats.drafted, stats.accepted, strict=False) if drafted]
     figures = {
-        "mean_acceptance_length": 1 + accepted / len(steps) if steps else 0.0,
-        "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-        "acceptance_histogram": [counts[tokens] for tokens in range(max(counts, default=-1) + 1)],
+        "mean_acceptance_length": 1 + sum(steps) / len(steps) if steps else 0.0,
+        "draft_acceptance_rate": stats.acceptance,
+        "acceptance_histogram": np.bincount(steps).tolist() if steps else [],
         "num_spec_steps": len(steps),
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": sum(steps),
+        "num_draft_tokens": sum(stats.drafted),
         "num_spec_tokens": budget,
     }
     return {"speculative_decoding": figures}

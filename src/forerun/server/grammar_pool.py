@@ -55,12 +55,7 @@ class GrammarPool:
         self._closed = False
 
     async def prepare(self, response_format: Any, tenant: str, namespace: str) -> None:
-        """Compile the grammar of a response format, if it is not kept already.
-
-        Args:
-            response_format: see ``Grammars.of``; None for plain text.
-            tenant: whose request it is.
-            namespace: see ``Grammars.of``.
+        """Compile the grammar of a response format, if there is one and it is not kept already; see ``Grammars.of``.
 
         Raises:
             SchemaError: see ``Grammars.of``; or if it takes too much time or memory.

@@ -9,7 +9,8 @@ import gc
 import logging
 import math
 import socket
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Literal
 
 import h11
 import uvicorn
@@ -46,8 +47,7 @@ class BoundedConnection(H11Protocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._limit, self.limit_concurrency = self.limit_concurrency, None
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._reading_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -56,29 +56,28 @@ class BoundedConnection(H11Protocol):
             if len(self.connections) > self._limit + REFUSED_CONNECTIONS:
                 transport.abort()
                 return
-        self._wait_for_head()
+        self._watch("head", self.head_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._head_timer, self._reading_timer):
-            if timer is not None:
-                timer.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._wait_for_reading()
+        self._watch("reading", self.reading_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._reading_timer is not None:
-            self._reading_timer.cancel()
+        if "reading" in self._timers:
+            self._timers["reading"].cancel()
 
     def on_response_complete(self) -> None:
         """Called by uvicorn when an answer has been sent; the next request may have begun."""
         answered = self.cycle
         super().on_response_complete()
         if self.cycle is answered:
-            self._wait_for_head()
+            self._watch("head", self.head_seconds)
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for bytes that are no HTTP. In the midst of an answer there is nothing to say."""
@@ -92,26 +91,17 @@ class BoundedConnection(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _wait_for_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(self.head_seconds, self._check_head, self.cycle, self._unread)
+    def _watch(self, what: Literal["head", "reading"], seconds: float) -> None:
+        """Look at the client in ``seconds``, and drop it if it is silent, or reads too slowly what waits for it."""
+        if what in self._timers:
+            self._timers[what].cancel()
+        self._timers[what] = self.loop.call_later(seconds, self._check, what, seconds, self.cycle, self._unread)
 
-    def _check_head(self, last: object, unread: int) -> None:
-        """Drop the connection if no request has come since the last one, and its answer is not being read."""
-        if self.cycle is not last:
+    def _check(self, what: Literal["head", "reading"], seconds: float, last: object, unread: int) -> None:
+        if what == "head" and self.cycle is not last:  # a request has come
             return
-        if self._is_reading(unread, self.head_seconds):
-            self._wait_for_head()
-        else:
-            self.transport.abort()
-
-    def _wait_for_reading(self) -> None:
-        self._reading_timer = self.loop.call_later(self.reading_seconds, self._check_reading, self._unread)
-
-    def _check_reading(self, unread: int) -> None:
-        if self._is_reading(unread, self.reading_seconds):
-            self._wait_for_reading()
+        if unread > 0 and self._unread <= max(0, unread - MIN_READING_RATE * seconds):
+            self._watch(what, seconds)
         else:
             self.transport.abort()
 
@@ -119,10 +109,6 @@ class BoundedConnection(H11Protocol):
     def _unread(self) -> int:
         """Bytes that wait for the client."""
         return self.transport.get_write_buffer_size()
-
-    def _is_reading(self, unread: int, seconds: float) -> bool:
-        """Whether a client for whom ``unread`` bytes waited has read enough of them in these seconds."""
-        return self._unread <= max(0, unread - MIN_READING_RATE * seconds) and unread > 0
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,24 +189,25 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
         OSError: if the host is not this computer's, or the port is busy.
     """
     sockets: list[socket.socket] = []
-    missing: OSError | None = None
-    try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, (address, _, *rest) in dict.fromkeys(addresses):
-            try:
-                sockets.append(_bound_socket(family, kind, protocol, (address, port, *rest)))
-            except OSError as error:  # a computer without IPv6 may know IPv6 addresses
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise
-                missing = error
-                continue
-            port = port or sockets[0].getsockname()[1]
-        if missing is not None and not sockets:
-            raise missing
-    except OSError as error:
-        for one in sockets:
-            one.close()
-        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+    with ExitStack() as opened:
+        try:
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            missing: OSError | None = None
+            for family, kind, protocol, _, (address, _, *rest) in dict.fromkeys(addresses):
+                try:
+                    one = _bound_socket(family, kind, protocol, (address, port, *rest))
+                except OSError as error:  # a computer without IPv6 may know IPv6 addresses
+                    if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                        raise
+                    missing = error
+                    continue
+                sockets.append(opened.enter_context(one))
+                port = port or one.getsockname()[1]
+            if missing is not None and not sockets:
+                raise missing
+        except OSError as error:
+            raise OSError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+        opened.pop_all()
     return sockets
 
 

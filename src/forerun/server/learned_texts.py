@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -54,11 +54,7 @@ class Passage:
 
 
 def check_files(files: Iterable[Path], namespaces: int) -> None:
-    """Read all files through.
-
-    Args:
-        files: to learn from.
-        namespaces: that a tenant may have.
+    """Read all files through; ``namespaces`` is how many a tenant may have.
 
     Raises:
         ValueError: for a line that is not UTF-8 or no row, or one namespace too many, with file and line; or for a file
@@ -87,12 +83,8 @@ def passages(file: Path) -> Iterator[Passage]:
 
 
 def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
-    """Limit an engine's index, fill it from its folder and from files, and prepare its saving.
-
-    Args:
-        engine: with a tokenizer.
-        settings: the server's.
-        tenants: all of them learn from the files.
+    """Limit an engine's index, fill it from its folder and from files, and prepare its saving. All tenants learn from
+    the files.
 
     Returns:
         The saver of the index, if there is a folder for it; its ``start`` begins the saving.
@@ -105,21 +97,14 @@ def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[st
     if trie is None:
         return None
     assert tokenizer is not None
-
-    def learners(name: str) -> list[str]:
-        return list(dict.fromkeys(drafting_namespace(tenant, name, settings.share) for tenant in tenants))
-
-    def encode(text: str) -> list[int]:
-        return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
     trie.bound(int(settings.index_limit), MAX_NAMESPACES, settings.namespaces * (len(tenants) if settings.share else 1))
     if settings.index is None:
-        _learn(trie, encode, [], settings, learners)
+        _learn(trie, tokenizer, [], settings, tenants)
         return None
     folder = Folder(settings.index, vocabulary_of(tokenizer))
     try:
         kept = folder.read()
-        changed = _learn(trie, encode, kept, settings, learners)
+        changed = _learn(trie, tokenizer, kept, settings, tenants)
     except BaseException:
         folder.close()
         raise
@@ -138,23 +123,12 @@ def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
 
 
 def _learn(
-    trie: Trie,
-    encode: Callable[[str], list[int]],
-    kept: Sequence[Content],
-    settings: ServerSettings,
-    learners: Callable[[str], list[str]],
+    trie: Trie, tokenizer: Any, kept: Sequence[Content], settings: ServerSettings, tenants: Sequence[str]
 ) -> set[str]:
     """Fill an empty index from files and from a folder.
 
     Texts of the files that the folder has too are not learned again. The others come before those of the folder: these
     were generated, so they are the ones to stay where there is no room for both.
-
-    Args:
-        trie: learns.
-        encode: from a text to its tokens.
-        kept: what the folder has; see ``Folder.read``.
-        settings: name the files and their time.
-        learners: from a file's namespace to the trie's namespaces that learn it.
 
     Returns:
         Namespaces that learned texts which the folder does not have.
@@ -166,8 +140,9 @@ def _learn(
             message = "%s:%d and all after it was not learned: the %g seconds of warm_seconds are over"
             log.warning(message, passage.file, passage.line, settings.warm_seconds)
             break
-        tokens = np.array(encode(passage.text), np.int64)
-        for name in learners(passage.namespace):
+        encoded = tokenizer(passage.text, add_special_tokens=False, verbose=False)
+        tokens = np.array(encoded["input_ids"], np.int64)
+        for name in dict.fromkeys(drafting_namespace(each, passage.namespace, settings.share) for each in tenants):
             if _text_digest(tokens) not in known.get(name, ()):
                 trie.warm(name, [tokens])
                 changed.add(name)

@@ -1,7 +1,4 @@
-"""Anthropic's ``/v1/messages``, without a memory: a request becomes a chat, and the chat's answer becomes blocks.
-
-A whole message is what the events of its stream add up to.
-"""
+"""Anthropic's ``/v1/messages``, without a memory: a request becomes a chat, and the chat's answer becomes blocks."""
 
 from __future__ import annotations
 
@@ -10,25 +7,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from forerun.server.answers import Delta
+from forerun.models.text.message_parser import CallDelta
+from forerun.server.answers import Finish
 from forerun.server.api_errors import ApiError
-from forerun.server.replies import Json, compact, event
+from forerun.server.replies import BlockFormat, Json, compact, event
 from forerun.server.schema import (
-    FAIL_FAST,
-    ChatRequest,
     Count,
-    Extension,
     Objects,
     Stop,
     StrictModel,
-    Temperature,
     Text,
-    chat_request,
+    TopK,
+    TranslatedRequest,
+    joined_parts,
     one_error,
     only,
-)
+)  # fmt: skip
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS: dict[Finish | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 ANTHROPIC_ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
@@ -45,69 +41,45 @@ class ToolChoiceOptions(StrictModel):
     disable_parallel_tool_use: bool = False
 
 
-class MessagesRequest(StrictModel):
+class MessagesRequest(TranslatedRequest):
     """To ``/v1/messages``."""
 
-    ignores = True
-    model: str
     messages: Annotated[Objects, Field(min_length=1)]
     max_tokens: Count
     system: Annotated[Text | Objects | None, one_error("must be text or a list of text blocks")] = None
-    stop_sequences: Annotated[Stop, one_error("must be a list of up to four strings")] = None
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    tools: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
+    stop_sequences: Stop = None
+    top_k: TopK | None = None
     tool_choice: ToolChoiceOptions | None = None
     thinking: Any = None
     container: Annotated[Any, AfterValidator(only(None))] = None
-    forerun: Extension = Extension()
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat.
-
-        Raises:
-            ApiError: if it cannot be one.
-        """
-        choice = self.tool_choice
-        named = {"type": "function", "function": {"name": choice.name}} if choice is not None else None
+    def _chat_fields(self) -> Json:
+        choice = self.tool_choice or ToolChoiceOptions(type="auto")
+        named = {"type": "function", "function": {"name": choice.name}}
         words = {"auto": "auto", "any": "required", "none": "none", "tool": named}
-        fields: Json = {
-            "model": self.model,
-            "messages": self._messages(),
+        system = (
+            [{"role": "system", "content": joined_parts(self.system, "system", BLOCK_TYPES)}] if self.system else []
+        )
+        turns = [turn for place, each in enumerate(self.messages) for turn in _turns(each, f"messages.{place}")]
+        return {
+            "messages": [*system, *turns],
             "max_completion_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
             "stop": self.stop_sequences,
-            "stream": self.stream,
             "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or ())] or None,
-            "tool_choice": None if choice is None else words[choice.type],
-            "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
-            "forerun": self.forerun.model_dump(),
+            "tool_choice": words[choice.type],
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
         }
-        return chat_request(fields)
-
-    def _messages(self) -> list[Json]:
-        messages: list[Json] = []
-        if self.system:
-            messages.append({"role": "system", "content": _plain(self.system, "system")})
-        for number, message in enumerate(self.messages):
-            messages += _turns(message, f"messages.{number}")
-        return messages
 
 
 def _tool(number: int, tool: Json) -> Json:
     if tool.get("type", "custom") != "custom":
         message = f"tool {number} is run by Anthropic's servers; this one takes tools with an input_schema"
         raise ApiError(400, message, "unsupported", f"tools.{number}")
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description"),
-        "parameters": tool.get("input_schema"),
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    return {
+        "type": "function",
+        "function": {ours: tool[name] for name, ours in names.items() if tool.get(name) is not None},
     }
-    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 def _turns(message: Json, where: str) -> list[Json]:
@@ -121,7 +93,7 @@ def _turns(message: Json, where: str) -> list[Json]:
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result":
-            result = _plain(block.get("content") or "", where)
+            result = joined_parts(block.get("content") or "", where, BLOCK_TYPES)
             turns.append({"role": "tool", "content": result, "tool_call_id": block.get("tool_use_id")})
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": compact(block.get("input") or {})}
@@ -129,112 +101,69 @@ def _turns(message: Json, where: str) -> list[Json]:
         elif kind == "thinking":
             own["reasoning_content"] = own.get("reasoning_content", "") + str(block.get("thinking", ""))
         else:
-            own["content"] += _plain([block], where)
+            own["content"] += joined_parts([block], where, BLOCK_TYPES)
     return [*turns, own] if own["content"] or len(own) > 2 or not turns else turns
 
 
-def _plain(content: Any, where: str) -> str:
-    """Text, or blocks of it, as text."""
-    if isinstance(content, str):
-        return content
-    texts = [block.get("text") if isinstance(block, dict) else None for block in content or [None]]
-    if any(not isinstance(text, str) for text in texts):
-        message = f"{where}: must be text, or blocks of type {', '.join(BLOCK_TYPES)}"
-        raise ApiError(400, message, "invalid_value", where)
-    return "".join(map(str, texts))
-
-
-class MessagesFormat:
-    """The events and the whole of one message.
-
-    Args:
-        body: the request.
-        number: the request's name.
-    """
+class MessagesFormat(BlockFormat):
+    """The events and the whole of one message; ``number`` is the request's name."""
 
     def __init__(self, body: MessagesRequest, number: str) -> None:
-        self._blocks: list[Json] = []
-        self._call = -1
-        self._arguments: list[str] = []
+        super().__init__()
         self._head: Json = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": body.model}
-        self._reason: str | None = None
 
     def begin(self) -> list[str]:
-        """The first event."""
         usage = {"input_tokens": 0, "output_tokens": 0}
-        return [_event("message_start", message={**self._ended(), "usage": usage})]
-
-    def chunk(self, delta: Delta) -> str:
-        """The events of new text."""
-        events: list[str] = []
-        if delta.reasoning:
-            events += self._add("thinking", "thinking", delta.reasoning)
-        if delta.text:
-            events += self._add("text", "text", delta.text)
-        for call in delta.calls:
-            if call.index != self._call:
-                self._call = call.index
-                events += self._open({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-                self._arguments.append("")
-            if call.arguments:
-                self._arguments[-1] += call.arguments
-                events.append(self._delta({"type": "input_json_delta", "partial_json": call.arguments}))
-        if delta.finish_reason is not None:
-            self._reason = STOP_REASONS[delta.finish_reason]
-            events += self._close()
-        return "".join(events)
+        return [_event("message_start", message={**self._message, "usage": usage})]
 
     def end(self, usage: Json, metrics: Json) -> list[str]:
-        """The last events."""
-        delta = {"stop_reason": self._reason, "stop_sequence": None}
+        delta = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
         return [_event("message_delta", delta=delta, usage=_usage(usage)), _event("message_stop")]
 
     def error(self, error: ApiError) -> str:
-        """An event that ends a stream by an error."""
         kind = ANTHROPIC_ERRORS.get(error.status, "api_error")
         return _event("error", error={"type": kind, "message": error.message})
 
-    def add(self, delta: Delta) -> None:
-        """Add new text to the whole message."""
-        self.chunk(delta)
+    @property
+    def _message(self) -> Json:
+        reason = STOP_REASONS.get(self._reason)
+        return {**self._head, "content": self._blocks, "stop_reason": reason, "stop_sequence": None}
 
-    def whole(self, usage: Json, metrics: Json) -> str:
-        """The whole message."""
-        return compact({**self._ended(), "usage": _usage(usage), "metrics": metrics})
+    def _ended(self, usage: Json, metrics: Json) -> Json:
+        return {**self._message, "usage": _usage(usage), "metrics": metrics}
 
-    def _ended(self) -> Json:
-        return {**self._head, "content": self._blocks, "stop_reason": self._reason, "stop_sequence": None}
-
-    def _add(self, kind: str, field: str, text: str) -> list[str]:
-        events: list[str] = []
-        if not self._blocks or self._blocks[-1]["type"] != kind:
-            signature = {"signature": ""} if kind == "thinking" else {}
-            events += self._open({"type": kind, field: "", **signature})
-        self._blocks[-1][field] += text
-        return [*events, self._delta({"type": f"{kind}_delta", field: text})]
-
-    def _open(self, block: Json) -> list[str]:
-        events = self._close()
+    def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
+        block: Json = {"type": "text", "text": ""}
+        if call is not None:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        elif kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
         self._blocks.append(block)
-        return [*events, _event("content_block_start", index=len(self._blocks) - 1, content_block=block)]
+        return [self._of_block("start", content_block=block)]
 
-    def _delta(self, delta: Json) -> str:
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+    def _grown(self, kind: str, text: str) -> str:
+        name, field = {
+            "call": ("input_json_delta", "partial_json"),
+            "reasoning": ("thinking_delta", "thinking"),
+            "text": ("text_delta", "text"),
+        }[kind]
+        return self._of_block("delta", delta={"type": name, field: text})
 
-    def _close(self) -> list[str]:
-        """End the open block; the input of a call is an object where its text is one."""
-        if not self._blocks:
-            return []
-        if self._blocks[-1]["type"] == "tool_use":
-            self._blocks[-1]["input"] = _object(self._arguments[-1])
-        return [_event("content_block_stop", index=len(self._blocks) - 1)]
+    def _closed(self, kind: str, text: str) -> list[str]:
+        field = {"call": "input", "reasoning": "thinking", "text": "text"}[kind]
+        self._blocks[-1][field] = _object(text) if kind == "call" else text
+        return [self._of_block("stop")]
+
+    def _of_block(self, what: str, **fields: Any) -> str:
+        return _event(f"content_block_{what}", index=len(self._blocks) - 1, **fields)
 
 
 def _object(arguments: str) -> Json:
+    """The input of a call is an object where its text is one."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return {"arguments": arguments}
+        value = arguments
     return value if isinstance(value, dict) else {"arguments": value}
 
 

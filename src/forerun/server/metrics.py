@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -11,7 +13,6 @@ from prometheus_client.registry import Collector
 
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
-from forerun.kv.kv_tiers import Tiers
 from forerun.server.admission import Ending
 from forerun.server.scheduler import Scheduler
 
@@ -49,63 +50,56 @@ class Metrics:
         self.between = seconds("time_per_output_token_seconds", "Between steps, by the tokens that the step gave.")
         self.whole = seconds("e2e_request_latency_seconds", "From a request's arrival to its end.")
 
-        def gauge(name: str, help_text: str) -> Gauge:
-            return Gauge(f"forerun:{name}", help_text, registry=registry)
-
-        gauge("num_requests_running", "Requests that decode.").set_function(lambda: scheduler.running)
-        gauge("num_requests_waiting", "Requests that wait.").set_function(lambda: scheduler.waiting)
-        gauge("kv_cache_usage_perc", "Part of the memory for keys and values that is taken; 1 is all.").set_function(
-            lambda: scheduler.usage
-        )
-        gauge("index_bytes", "Bytes of what the drafter learned, of all namespaces.").set_function(
-            lambda: engine.drafter.nbytes
-        )
-        registry.register(_PrefixCollector(engine))
-        if engine.tiers is not None:
-            registry.register(_TierCollector(engine.tiers))
+        for name, help_text, now in (
+            ("num_requests_running", "Requests that decode.", lambda: scheduler.running),
+            ("num_requests_waiting", "Requests that wait.", lambda: scheduler.waiting),
+            ("kv_cache_usage_perc", "Taken part of the memory for keys and values; 1 is all.", lambda: scheduler.usage),
+            ("index_bytes", "Bytes of what the drafter learned, of all namespaces.", lambda: engine.drafter.nbytes),
+        ):
+            Gauge(f"forerun:{name}", help_text, registry=registry).set_function(now)
+        registry.register(_EngineCollector(engine, scheduler))
 
     def text(self) -> bytes:
-        """All figures in Prometheus's format."""
         return generate_latest(self.registry)
 
 
-class _PrefixCollector(Collector):
-    """Tokens of prompts, in whole chunks, that were looked up in the prefix cache and found there."""
+class _EngineCollector(Collector):
+    """What the engine and the scheduler count themselves."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._prefixes = engine.prefixes
+    def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
+        self._engine, self._scheduler = engine, scheduler
 
     def collect(self) -> Iterator[Metric]:
-        hits, misses = self._prefixes.hits, self._prefixes.misses
+        seconds = {**asdict(self._engine.step_seconds), "other": self._scheduler.other_seconds}
+        yield _family(CounterMetricFamily, "step_seconds", "Time of steps by what it went to.", "part", seconds)
+        hits, misses = self._engine.prefixes.hits, self._engine.prefixes.misses
         for name, help_text, tokens in (
-            ("queries", "Tokens of prompts that were looked up in the prefix cache.", hits + misses),
+            ("queries", "Tokens of prompts, in whole chunks, that were looked up in the prefix cache.", hits + misses),
             ("hits", "Tokens of prompts that were found there.", hits),
         ):
             yield CounterMetricFamily(f"forerun:prefix_cache_{name}", help_text, value=tokens)
+        if (tiers := self._engine.tiers) is not None:
+            bounded = {tier: size for tier, size in tiers.memory.limits.items() if size != math.inf}
+            copied = {"in": tiers.copy_engine.fetched, "out": tiers.copy_engine.written}
+            for family, name, help_text, label, values in (
+                (GaugeMetricFamily, "bytes", "Bytes that running texts take of a tier.", "tier", tiers.taken),
+                (GaugeMetricFamily, "limit_bytes", "Bytes that they may take.", "tier", bounded),
+                (CounterMetricFamily, "copied_bytes", "Bytes copied to the device, and away from it.", "way", copied),
+            ):
+                yield _family(family, f"kv_tier_{name}", help_text, label, values)
 
 
-class _TierCollector(Collector):
-    """Bytes of keys and values by tier, and those that were copied between the device and the rest."""
-
-    def __init__(self, tiers: Tiers) -> None:
-        self._tiers = tiers
-
-    def collect(self) -> Iterator[Metric]:
-        limits, copy_engine = self._tiers.memory.limits, self._tiers.copy_engine
-        bounded = {tier: size for tier, size in limits.items() if size != float("inf")}
-        for name, help_text, values in (
-            ("kv_tier_bytes", "Bytes that running texts take of a tier.", self._tiers.taken),
-            ("kv_tier_limit_bytes", "Bytes that they may take.", bounded),
-        ):
-            gauge = GaugeMetricFamily(f"forerun:{name}", help_text, labels=["tier"])
-            for tier, value in values.items():
-                gauge.add_metric([tier], value)
-            yield gauge
-        help_text = "Bytes of keys and values that were copied to the device, and away from it."
-        counter = CounterMetricFamily("forerun:kv_tier_copied_bytes", help_text, labels=["way"])
-        for way, value in (("in", copy_engine.fetched), ("out", copy_engine.written)):
-            counter.add_metric([way], value)
-        yield counter
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    help_text: str,
+    label: str,
+    values: Mapping[str, float],
+) -> Metric:
+    family = kind(f"forerun:{name}", help_text, labels=[label])
+    for of, value in values.items():
+        family.add_metric([of], value)
+    return family
 
 
 class RequestMeter:
@@ -137,7 +131,6 @@ class RequestMeter:
         self._count_steps()
 
     def end(self, how: Ending, now: float) -> None:
-        """Count the end of the request."""
         self._count_steps()
         self._metrics.ended.labels(self._request.finish_reason or how).inc()
         self._metrics.whole.observe(now - self._arrived)

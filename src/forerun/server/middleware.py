@@ -107,7 +107,6 @@ class GuardMiddleware:
         self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), KEPT_BODIES * body_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer as an ASGI application does."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -8,7 +8,7 @@ from forerun.core.fair_lock import FairLock
 from forerun.models.text.message_formats import knows_tools, with_tools_as_text
 from forerun.models.text.prompts import apply_template, encode, rendered
 from forerun.server.api_errors import ApiError
-from forerun.server.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from forerun.server.schema import ChatRequest, GenerationBody, TokenizeRequest
 
 FIRST_LOOK_CHARACTERS = 2
 """Characters for each of the model's positions. The beginning of a longer text is counted before the whole is encoded;
@@ -45,7 +45,7 @@ class PromptEncoder:
         self._tokenizer, self._positions = tokenizer, positions
         self._lock = FairLock()
 
-    def __call__(self, body: CompletionRequest | ChatRequest) -> list[EncodedPrompt]:
+    def __call__(self, body: GenerationBody) -> list[EncodedPrompt]:
         """The prompts.
 
         Raises:
@@ -70,7 +70,6 @@ class PromptEncoder:
             return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
-        """A conversation."""
         messages = [message.for_template() for message in body.messages or ()]
         options, tools = body.template_options, body.template_tools
         if tools and not knows_tools(self._tokenizer):

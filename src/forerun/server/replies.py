@@ -1,7 +1,5 @@
-"""Answers as OpenAI's clients read them: completions and chat completions, whole and in chunks.
-
-A whole answer is the fold over its stream. A field without a value is not sent.
-"""
+"""Answers as clients read them, whole and in chunks: OpenAI's completions and chat completions, and what answers in
+blocks have in common. A whole answer is the fold over its stream. A field without a value is not sent."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from typing import Any
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Delta, Finish, TokenLogprob
 from forerun.server.api_errors import ApiError
+from forerun.server.schema import GenerationRequest, StreamOptions
 
 Json = dict[str, Any]
 
@@ -50,7 +49,6 @@ class AnswerParts:
 
     @property
     def logprobs(self) -> str:
-        """As JSON."""
         if self._logprobs is None:
             return "null"
         lists = {name: "null" if each is None else f"[{','.join(each)}]" for name, each in self._logprobs.items()}
@@ -58,24 +56,16 @@ class AnswerParts:
 
 
 class ReplyFormat(ABC):
-    """The form of one answer at one address.
-
-    Args:
-        model: the model's name.
-        number: the request's.
-        texts: how many the answer has.
-        usage: whether the last chunk has the usage; then all others say so.
-        padded: whether chunks are padded, so that their sizes do not tell what is in them.
-    """
+    """The form of one answer with a choice for each text; ``number`` is the request's name."""
 
     prefix: str
     kind: str
     part: str
 
-    def __init__(self, model: str, number: str, texts: int = 1, usage: bool = False, padded: bool = False) -> None:
-        self._head = {"id": f"{self.prefix}-{number}", "created": int(time.time()), "model": model}
-        self._usage, self._padded = usage, padded
-        self._parts = [AnswerParts() for _ in range(texts)]
+    def __init__(self, body: GenerationRequest, number: str) -> None:
+        self._head = {"id": f"{self.prefix}-{number}", "created": int(time.time()), "model": body.model}
+        self._options = body.stream_options or StreamOptions()
+        self._parts = [AnswerParts() for _ in range(body.texts)]
 
     @abstractmethod
     def _choice(self, delta: Delta) -> Json:
@@ -90,16 +80,14 @@ class ReplyFormat(ABC):
         """Log-probabilities as lists."""
 
     def begin(self) -> list[str]:
-        """Events before the first token."""
         return []
 
     def chunk(self, delta: Delta) -> str:
-        """An event with new text of one choice."""
-        return self._event([self._piece(delta)], None, delta.trace)
+        return self._event([self._piece(delta)], trace=delta.trace)
 
     def end(self, usage: Json, metrics: Json) -> list[str]:
         """The last events, with the usage if it is wanted."""
-        last = [self._event([], usage, None, metrics)] if self._usage else []
+        last = [self._event([], usage, metrics=metrics)] if self._options.include_usage else []
         return [*last, "data: [DONE]\n\n"]
 
     def error(self, error: ApiError) -> str:
@@ -107,11 +95,9 @@ class ReplyFormat(ABC):
         return event(error.body)
 
     def add(self, delta: Delta) -> None:
-        """Add new text to the whole answer."""
         self._parts[delta.index].add(delta, None if delta.logprobs is None else self._logprobs(delta.logprobs))
 
     def whole(self, usage: Json, metrics: Json) -> str:
-        """The whole answer: the fold over all deltas of a stream."""
         choices = []
         for index, parts in enumerate(self._parts):
             choices.append(f'{compact(self._choice(parts.whole(index)))[:-1]},"logprobs":{parts.logprobs}}}')
@@ -119,12 +105,12 @@ class ReplyFormat(ABC):
         return f'{compact(head)[:-1]},"choices":[{",".join(choices)}]}}'
 
     def _event(
-        self, choices: Sequence[Json], usage: Json | None, trace: Json | None = None, metrics: Json | None = None
+        self, choices: Sequence[Json], usage: Json | None = None, trace: Json | None = None, metrics: Json | None = None
     ) -> str:
-        more = ({"usage": usage} if self._usage else {}) | ({"forerun": trace} if trace else {})
-        more |= {"metrics": metrics} if metrics else {}
+        more: Json = {"usage": usage} if self._options.include_usage else {}  # all chunks have it, if any has
+        more |= {name: value for name, value in (("forerun", trace), ("metrics", metrics)) if value}
         body = {**self._head, "object": self.part, "choices": choices, **more}
-        return event(padded(body) if self._padded else body)
+        return event(_padded(body) if self._options.include_obfuscation else body)
 
 
 class CompletionFormat(ReplyFormat):
@@ -155,7 +141,7 @@ class ChatFormat(ReplyFormat):
     def begin(self) -> list[str]:
         """One event for each text, with the answer's role."""
         message = {"role": "assistant", "content": ""}
-        return [self._event([self._chunk_choice(Delta(index, ""), message)], None) for index in range(len(self._parts))]
+        return [self._event([self._chunk_choice(Delta(index, ""), message)]) for index in range(len(self._parts))]
 
     def _choice(self, delta: Delta) -> Json:
         message = {"role": "assistant", **_message(delta)}
@@ -185,17 +171,83 @@ class ChatFormat(ReplyFormat):
         return {"content": content, "refusal": None}
 
 
+class BlockFormat(ABC):
+    """The form of one answer in blocks that follow each other: ``reasoning``, ``text``, and each ``call`` its own."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Json] = []
+        self._kind, self._text, self._call = "", "", -1
+        self._reason: Finish | None = None
+
+    @abstractmethod
+    def _ended(self, usage: Json, metrics: Json) -> Json:
+        """The whole answer."""
+
+    @abstractmethod
+    def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
+        """Add an empty block; its events."""
+
+    @abstractmethod
+    def _grown(self, kind: str, text: str) -> str:
+        """The event of new text of the last block."""
+
+    @abstractmethod
+    def _closed(self, kind: str, text: str) -> list[str]:
+        """Give the last block its whole text; the events of its end."""
+
+    def chunk(self, delta: Delta) -> str:
+        going_on = [call for call in delta.calls if call.index == self._call]  # before new text, which ends the call
+        events = [self._grow(call.arguments) for call in going_on if call.arguments]
+        for kind, text in (("reasoning", delta.reasoning), ("text", delta.text)):
+            if text:
+                events += [*([] if kind == self._kind else self._switch(kind)), self._grow(text)]
+        for call in delta.calls[len(going_on) :]:
+            if call.index != self._call:
+                self._call = call.index
+                events += self._switch("call", call)
+            if call.arguments:
+                events.append(self._grow(call.arguments))
+        if delta.finish_reason is not None:
+            self._reason = delta.finish_reason
+            events += self._finish()
+        return "".join(events)
+
+    def add(self, delta: Delta) -> None:
+        """Add new text to the whole answer: it is what the events of its stream add up to."""
+        self.chunk(delta)
+
+    def whole(self, usage: Json, metrics: Json) -> str:
+        """The whole answer."""
+        return compact(self._ended(usage, metrics))
+
+    def _finish(self) -> list[str]:
+        return self._close()
+
+    def _switch(self, kind: str, call: CallDelta | None = None) -> list[str]:
+        events = self._close()
+        self._kind, self._text = kind, ""
+        return events + self._opened(kind, call)
+
+    def _grow(self, text: str) -> str:
+        self._text += text
+        return self._grown(self._kind, text)
+
+    def _close(self) -> list[str]:
+        kind, self._kind = self._kind, ""
+        return self._closed(kind, self._text) if kind else []
+
+
 def _message(delta: Delta) -> Json:
     """The content of a whole message; None beside calls without any."""
     message: Json = {"content": delta.text if delta.text or not delta.calls else None}
     if delta.reasoning:
         message["reasoning_content"] = delta.reasoning
     if delta.calls:
-        message["tool_calls"] = whole_calls(delta.calls)
+        message["tool_calls"] = _whole_calls(delta.calls)
     return message
 
 
-def whole_calls(pieces: Sequence[CallDelta]) -> list[Json]:
+def _whole_calls(pieces: Sequence[CallDelta]) -> list[Json]:
     """Calls from all their pieces."""
     calls: dict[int, list[CallDelta]] = {}
     for piece in pieces:
@@ -222,7 +274,7 @@ def event(body: Mapping[str, Any], name: str | None = None) -> str:
     return f"event: {name}\ndata: {compact(body)}\n\n" if name else f"data: {compact(body)}\n\n"
 
 
-def padded(body: Json) -> Json:
+def _padded(body: Json) -> Json:
     """The same with ``obfuscation``, after which its size is one of a few."""
     spaces = PADDED_BYTES - (len(compact(body)) + len(',"obfuscation":""')) % PADDED_BYTES
     return {**body, "obfuscation": "x" * spaces}

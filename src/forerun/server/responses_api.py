@@ -1,7 +1,4 @@
-"""OpenAI's ``/v1/responses``, without a memory: a request becomes a chat, and the chat's answer becomes items.
-
-A whole response is what the events of its stream add up to.
-"""
+"""OpenAI's ``/v1/responses``, without a memory: a request becomes a chat, and the chat's answer becomes items."""
 
 from __future__ import annotations
 
@@ -11,29 +8,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from forerun.server.answers import Delta
+from forerun.models.text.message_parser import CallDelta
 from forerun.server.api_errors import ApiError
-from forerun.server.replies import Json, compact, event
+from forerun.server.replies import BlockFormat, Json, event
 from forerun.server.schema import (
-    FAIL_FAST,
-    ChatRequest,
     Count,
-    Extension,
+    FunctionName,
     NamedSchema,
-    ObjectFormat,
     Objects,
+    PlainFormat,
     StreamOptions,
     StrictModel,
-    Temperature,
     Text,
-    TextFormat,
-    chat_request,
+    TranslatedRequest,
+    joined_parts,
     one_error,
     only,
-)
+)  # fmt: skip
 
-TEXT_PARTS = ("input_text", "output_text", "text")
+TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+ITEMS = {"text": ("message", "msg"), "reasoning": ("reasoning", "rs"), "call": ("function_call", "fc")}
+"""Types of an answer's items and what their ids begin with, by the kind of block."""
 
 
 class FlatSchemaFormat(NamedSchema):
@@ -45,7 +41,7 @@ class FlatSchemaFormat(NamedSchema):
 class TextOptions(StrictModel):
     """How the answer's text looks; ``verbosity`` changes nothing."""
 
-    format: Annotated[TextFormat | ObjectFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Any = None
 
 
@@ -57,34 +53,26 @@ class ReasoningOptions(StrictModel):
     generate_summary: Any = None
 
 
-class ChosenFunction(StrictModel):
+class ChosenFunction(FunctionName):
     """The one tool that must be called."""
 
     type: Literal["function"]
-    name: str
 
 
 FLAT_CHOICES = 'must be auto, none, required, or {"type": "function", "name": ...}'
 
 
-class ResponsesRequest(StrictModel):
+class ResponsesRequest(TranslatedRequest):
     """To ``/v1/responses``. Nothing is kept, so there is no earlier response to go on with."""
 
-    ignores = True
-    model: str
     input: Annotated[Text | Objects, one_error("must be text or a list of items")]
     instructions: Text | None = None
     max_output_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[dict[str, Any]], FAIL_FAST] | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | ChosenFunction, one_error(FLAT_CHOICES)] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    forerun: Extension = Extension()
     include: Any = None
     max_tool_calls: Any = None
     truncation: Annotated[Any, AfterValidator(only(None, "disabled", "auto"))] = None
@@ -94,29 +82,18 @@ class ResponsesRequest(StrictModel):
     conversation: Annotated[Any, AfterValidator(only(None))] = None
     prompt: Annotated[Any, AfterValidator(only(None))] = None
 
-    def chat(self) -> ChatRequest:
-        """The same as a chat.
-
-        Raises:
-            ApiError: if it cannot be one.
-        """
-        named = isinstance(self.tool_choice, ChosenFunction)
-        choice = {"type": "function", "function": {"name": self.tool_choice.name}} if named else self.tool_choice  # type: ignore[union-attr]
-        fields: Json = {
-            "model": self.model,
+    def _chat_fields(self) -> Json:
+        choice: Any = self.tool_choice
+        if isinstance(choice, ChosenFunction):
+            choice = {"type": "function", "function": {"name": choice.name}}
+        return {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
-            "tools": [self._tool(number, tool) for number, tool in enumerate(self.tools or ())] or None,
+            "tools": [_tool(number, tool) for number, tool in enumerate(self.tools or ())] or None,
             "tool_choice": choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "forerun": self.forerun.model_dump(),
         }
-        return chat_request(fields)
 
     def _format(self) -> Json | None:
         form = None if self.text is None else self.text.format
@@ -124,71 +101,51 @@ class ResponsesRequest(StrictModel):
             return None if form is None else {"type": form.type}
         return {"type": "json_schema", "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
 
-    @staticmethod
-    def _tool(number: int, tool: Json) -> Json:
-        if tool.get("type") != "function":
-            message = f"tool {number} is of another type; allowed is function"
-            raise ApiError(400, message, "unsupported", f"tools.{number}")
-        function = {name: value for name, value in tool.items() if name not in ("type", "strict") and value is not None}
-        return {"type": "function", "function": function}
-
     def _messages(self) -> list[Json]:
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for number, item in enumerate(self.input):
-            self._add_item(messages, number, item)
+            _add_item(messages, item, f"input.{number}")
         return messages
 
-    def _add_item(self, messages: list[Json], number: int, item: Json) -> None:
-        kind = item.get("type", "message")
-        where = f"input.{number}"
-        if kind == "message":
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append({"role": role, "content": _plain(item.get("content"), where)})
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-            if last is None:
-                messages.append(last := {"role": "assistant", "content": ""})
-            last.setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            content = _plain(item.get("output"), where)
-            messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
-        elif kind == "reasoning":
-            if text := _plain(item.get("content") or "", where):
-                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-        else:
-            raise ApiError(400, f"{where}: the type must be one of {', '.join(ITEM_TYPES)}", "invalid_value", where)
+
+def _tool(number: int, tool: Json) -> Json:
+    if tool.get("type") != "function":
+        message = f"tool {number} is of another type; allowed is function"
+        raise ApiError(400, message, "unsupported", f"tools.{number}")
+    function = {name: value for name, value in tool.items() if name not in ("type", "strict") and value is not None}
+    return {"type": "function", "function": function}
 
 
-def _plain(content: Any, where: str) -> str:
-    """Text, or parts of it, as text."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        wrong = [part for part in content if part.get("type") not in (*TEXT_PARTS, "reasoning_text")]
-        if not wrong:
-            return "".join(part["text"] for part in content)
-    raise ApiError(400, f"{where}: must be text, or parts of type {' or '.join(TEXT_PARTS)}", "invalid_value", where)
+def _add_item(messages: list[Json], item: Json, where: str) -> None:
+    """Add what an item says to the turns of a chat."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = "system" if item.get("role") == "developer" else item.get("role")
+        messages.append({"role": role, "content": joined_parts(item.get("content"), where, TEXT_PARTS)})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = joined_parts(item.get("output"), where, TEXT_PARTS)
+        messages.append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
+    elif kind == "reasoning":
+        if text := joined_parts(item.get("content") or "", where, TEXT_PARTS):
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    else:
+        raise ApiError(400, f"{where}: the type must be one of {', '.join(ITEM_TYPES)}", "invalid_value", where)
 
 
-class ResponsesFormat:
-    """The events and the whole of one response.
-
-    Args:
-        body: the request.
-        number: the request's name.
-    """
+class ResponsesFormat(BlockFormat):
+    """The events and the whole of one response; ``number`` is the request's name."""
 
     def __init__(self, body: ResponsesRequest, number: str) -> None:
+        super().__init__()
         self._sequence = 0
-        self._items: list[Json] = []
-        self._kind = ""
-        self._call = -1
         self._head: Json = {
             "id": f"resp_{number}",
             "object": "response",
@@ -212,51 +169,23 @@ class ResponsesFormat:
         }
 
     def begin(self) -> list[str]:
-        """The first events."""
         response = {"response": self._response("in_progress")}
         return [self._event("response.created", response), self._event("response.in_progress", response)]
 
-    def chunk(self, delta: Delta) -> str:
-        """The events of new text."""
-        events: list[str] = []
-        if delta.reasoning:
-            events += self._switch("reasoning") + self._add_text("response.reasoning_text.delta", delta.reasoning)
-        if delta.text:
-            events += self._switch("message") + self._add_text("response.output_text.delta", delta.text)
-        for call in delta.calls:
-            if call.index != self._call:
-                self._call = call.index
-                events += self._switch("function_call", call_id=call.id, name=call.name, arguments="")
-            if call.arguments:
-                self._items[-1]["arguments"] += call.arguments
-                events.append(self._of_item("response.function_call_arguments.delta", delta=call.arguments))
-        if delta.finish_reason is not None:
-            if not self._items:
-                events += self._switch("message")
-            events += self._close("incomplete" if delta.finish_reason == "length" else "completed")
-        return "".join(events)
-
     def end(self, usage: Json, metrics: Json) -> list[str]:
-        """The last event."""
         response = self._ended(usage, metrics)
         return [self._event(f"response.{response['status']}", {"response": response})]
 
-    def add(self, delta: Delta) -> None:
-        """Add new text to the whole response."""
-        self.chunk(delta)
-
-    def whole(self, usage: Json, metrics: Json) -> str:
-        """The whole response."""
-        return compact(self._ended(usage, metrics))
-
     def error(self, error: ApiError) -> str:
-        """An event that ends a stream by an error."""
         return self._event("error", {"code": error.code, "message": error.message, "param": error.param})
 
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reason == "length" else "completed"
+
     def _ended(self, usage: Json, metrics: Json) -> Json:
-        status = "incomplete" if any(item["status"] == "incomplete" for item in self._items) else "completed"
-        response = self._response(status)
-        if status == "incomplete":
+        response = self._response(self._status)
+        if self._reason == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
@@ -266,64 +195,65 @@ class ResponsesFormat:
             "total_tokens": usage["total_tokens"],
             "forerun": usage.get("forerun"),
         }
-        response["metrics"] = metrics
-        return response
+        return {**response, "metrics": metrics}
 
     def _response(self, status: str) -> Json:
-        return {**self._head, "status": status, "output": self._items, "usage": None}
+        return {**self._head, "status": status, "output": self._blocks, "usage": None}
 
-    def _switch(self, kind: str, **more: Any) -> list[str]:
-        """Go on with an item of a kind: the open one, or a new one. Each call is a new one."""
-        if kind == self._kind and kind != "function_call":
-            return []
-        events = self._close("completed")
-        self._kind = kind
-        prefix = {"message": "msg", "function_call": "fc", "reasoning": "rs"}[kind]
-        item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **more}
-        if kind == "message":
-            item |= {"role": "assistant", "content": []}
-        elif kind == "reasoning":
-            item |= {"summary": [], "content": []}
-        self._items.append(item)
-        events.append(self._event("response.output_item.added", {"output_index": self._place, "item": item}))
-        if kind != "function_call":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            item["content"].append(part if kind == "message" else {"type": "reasoning_text", "text": ""})
-            events.append(self._of_item("response.content_part.added", content_index=0, part=item["content"][0]))
-        return events
+    def _finish(self) -> list[str]:
+        """An answer has an item, also if it has no text."""
+        return [*([] if self._blocks else self._switch("text")), *super()._finish()]
 
-    def _add_text(self, name: str, text: str) -> list[str]:
-        self._items[-1]["content"][0]["text"] += text
-        more: Json = {"logprobs": []} if name == "response.output_text.delta" else {}
-        return [self._of_item(name, content_index=0, delta=text, **more)]
+    def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
+        name, prefix = ITEMS[kind]
+        item: Json = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": name, "status": "in_progress"}
+        self._blocks.append(item)
+        if call is not None:
+            item |= {"call_id": call.id, "name": call.name, "arguments": ""}
+            return [self._of_list("added")]
+        item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
+        added = self._of_list("added")
+        more: Json = {"annotations": [], "logprobs": []} if kind == "text" else {}
+        item["content"].append({"type": _part_type(kind), "text": "", **more})
+        return [added, self._of_item("content_part.added", content_index=0, part=item["content"][0])]
 
-    def _close(self, status: str) -> list[str]:
-        """End the open item."""
-        if not self._kind:
-            return []
-        item, kind = self._items[-1], self._kind
-        item["status"], self._kind = status, ""
-        if kind == "function_call":
-            arguments = {"arguments": item["arguments"], "name": item["name"]}
-            events = [self._of_item("response.function_call_arguments.done", **arguments)]
+    def _grown(self, kind: str, text: str) -> str:
+        if kind == "call":
+            return self._of_item("function_call_arguments.delta", delta=text)
+        return self._of_item(f"{_part_type(kind)}.delta", content_index=0, delta=text, **_no_logprobs(kind))
+
+    def _closed(self, kind: str, text: str) -> list[str]:
+        item = self._blocks[-1]
+        item["status"] = self._status
+        if kind == "call":
+            item["arguments"] = text
+            events = [self._of_item("function_call_arguments.done", arguments=text, name=item["name"])]
         else:
-            part = item["content"][0]
-            name = "output_text" if kind == "message" else "reasoning_text"
-            more: Json = {"logprobs": []} if kind == "message" else {}
+            (part,) = item["content"]
+            part["text"] = text
             events = [
-                self._of_item(f"response.{name}.done", content_index=0, text=part["text"], **more),
-                self._of_item("response.content_part.done", content_index=0, part=part),
+                self._of_item(f"{_part_type(kind)}.done", content_index=0, text=text, **_no_logprobs(kind)),
+                self._of_item("content_part.done", content_index=0, part=part),
             ]
-        return [*events, self._event("response.output_item.done", {"output_index": self._place, "item": item})]
+        return [*events, self._of_list("done")]
 
-    @property
-    def _place(self) -> int:
-        return len(self._items) - 1
+    def _of_list(self, what: str) -> str:
+        place = {"output_index": len(self._blocks) - 1, "item": self._blocks[-1]}
+        return self._event(f"response.output_item.{what}", place)
 
-    def _of_item(self, event_type: str, **more: Any) -> str:
-        return self._event(event_type, {"item_id": self._items[-1]["id"], "output_index": self._place, **more})
+    def _of_item(self, what: str, **more: Any) -> str:
+        place = {"item_id": self._blocks[-1]["id"], "output_index": len(self._blocks) - 1}
+        return self._event(f"response.{what}", {**place, **more})
 
     def _event(self, name: str, body: Json) -> str:
         text = event({"type": name, "sequence_number": self._sequence, **body}, name)
         self._sequence += 1
         return text
+
+
+def _part_type(kind: str) -> str:
+    return "output_text" if kind == "text" else "reasoning_text"
+
+
+def _no_logprobs(kind: str) -> Json:
+    return {"logprobs": []} if kind == "text" else {}

@@ -50,12 +50,13 @@ class Scheduler:
 
     Attributes:
         failed: true once it cannot go on. All requests have ended then, and it takes no more.
+        other_seconds: what it did beside the engine's steps while requests ran: who is next, and handing tokens out.
     """
 
     def __init__(
         self, engine: Engine, limits: SchedulerLimits, on_finished: Callable[[Request], None] | None = None
     ) -> None:
-        self.engine, self.limits, self.failed = engine, limits, False
+        self.engine, self.limits, self.failed, self.other_seconds = engine, limits, False, 0.0
         self._on_finished = on_finished
         self._batch = self._new_batch()
         self._admission, self._shares = Admission(limits, engine.tiers), StepShares()
@@ -144,7 +145,6 @@ class Scheduler:
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests."""
         return self._thread.is_alive() and not self._closing
 
     @property
@@ -155,7 +155,6 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
         return self._admission.waiting
 
     @property
@@ -170,7 +169,6 @@ class Scheduler:
 
     @property
     def usage(self) -> float:
-        """The used part of all memory for keys and values."""
         return self._admission.usage
 
     def _check_open(self) -> None:
@@ -199,17 +197,23 @@ class Scheduler:
         stepped = False
         while True:
             with self._changed:
-                has_work = self._changed.wait_for(self._has_work, IDLE_SECONDS if stepped else None)
+                has_work = self._changed.wait_for(
+                    lambda: self.running or self.waiting or self._cancelled or self._closing,
+                    IDLE_SECONDS if stepped else None,
+                )
                 ended = self._closing and not (self.running or self.waiting)
             if ended:
                 self._batch.close()
                 return
+            began, stepping = time.perf_counter(), self.engine.step_seconds.total
             self._end_cancelled()
             self._end_late()
             self._admit()
             if self.running:
                 self._step()
                 stepped = True
+                stepping = self.engine.step_seconds.total - stepping
+                self.other_seconds += max(0.0, time.perf_counter() - began - stepping)
             elif self.waiting:  # another user of the engine holds the memory
                 time.sleep(MEMORY_POLL_SECONDS)
             elif not has_work:
@@ -220,10 +224,6 @@ class Scheduler:
         beside = STEPS_BESIDE if self.limits.tenants == 1 else MAX_SLOWDOWN
         pacing = PrefillPacing(beside=beside) if self.engine.exactness.level == "bitwise" else None
         return self.engine.batch(self.limits.step, offloaded_chunks=OFFLOADED_CHUNKS, pacing=pacing)
-
-    def _has_work(self) -> bool:
-        """Whether there is anything to do."""
-        return bool(self.running or self.waiting or self._cancelled or self._closing)
 
     def _end_cancelled(self) -> None:
         while self._cancelled:
@@ -237,7 +237,6 @@ class Scheduler:
             self._end(scheduled, "deadline")
 
     def _admit(self) -> None:
-        """Start all requests that may start."""
         while True:
             with self._changed:
                 scheduled = self._admission.next()

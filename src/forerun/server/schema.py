@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from forerun.models.text.prompts import RESERVED_VARIABLES
-from forerun.server.api_errors import validation_error
+from forerun.server.api_errors import ApiError, validation_error
 from forerun.server.tenants import NAMESPACE_PATTERN
 
 MAX_CHOICES = 128
@@ -66,15 +66,6 @@ def one_error(message: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _check_stops(stop: Any) -> Any:
-    strings = [stop] if isinstance(stop, str) else stop or []
-    if len(strings) > 4:
-        raise PydanticCustomError("stop", "there may be four strings at most")
-    if "" in strings:
-        raise PydanticCustomError("stop", "an empty string would stop everywhere")
-    return stop
-
-
 def _check_unicode(text: str) -> str:
     try:
         text.encode()
@@ -93,10 +84,10 @@ Nothing = Annotated[Any, AfterValidator(only(None, {}, "", []))]
 One = Annotated[Any, AfterValidator(only(None, 1))]
 FAIL_FAST = Field(fail_fast=True)
 """A list stops at its first error. Four million errors took half a minute and 6 GiB."""
+StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
-    str | Annotated[list[str], FAIL_FAST] | None,
-    one_error("must be a string or a list of strings"),
-    AfterValidator(_check_stops),
+    StopString | Annotated[list[StopString], Field(max_length=4), FAIL_FAST] | None,
+    one_error("must be a string or a list of up to four strings, none of them empty: it would stop everywhere"),
 ]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, AfterValidator(_check_unicode)]
@@ -118,6 +109,8 @@ Biases = Annotated[
     one_error(f"must have token ids and numbers from -100 to 100, {MAX_BIASES} of them at most"),
 ]
 Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 class StrictModel(BaseModel):
@@ -160,16 +153,10 @@ class Extension(StrictModel):
     trace: bool = False
 
 
-class TextFormat(StrictModel):
-    """Any text."""
+class PlainFormat(StrictModel):
+    """Any text, or any JSON object."""
 
-    type: Literal["text"]
-
-
-class ObjectFormat(StrictModel):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    type: Literal["text", "json_object"]
 
 
 class NamedSchema(StrictModel):
@@ -202,9 +189,7 @@ class GrammarFormat(StrictModel):
     grammar: Annotated[str, Field(min_length=1)]
 
 
-ResponseFormat = Annotated[
-    TextFormat | ObjectFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")
-]
+ResponseFormat = Annotated[PlainFormat | SchemaFormat | RegexFormat | GrammarFormat, Field(discriminator="type")]
 
 
 class Part(StrictModel):
@@ -237,7 +222,7 @@ class GenerationRequest(StrictModel):
     ignores = True
     model: str
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = None
     seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
     stop: Stop = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -246,7 +231,7 @@ class GenerationRequest(StrictModel):
     max_tokens: Count | None = None
     forerun: Extension = Extension()
     response_format: ResponseFormat | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     frequency_penalty: Penalty | None = None
@@ -276,18 +261,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def texts(self) -> int:
-        """How many texts are asked for."""
         return self.n or 1
-
-    @property
-    def padded(self) -> bool:
-        """Whether a stream's chunks are padded."""
-        return self.stream_options is not None and bool(self.stream_options.include_obfuscation)
-
-    @property
-    def with_usage(self) -> bool:
-        """Whether the last chunk of a stream has the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
     def _check_streamed(self) -> GenerationRequest:
@@ -357,16 +331,10 @@ class Message(StrictModel):
 
     def for_template(self) -> dict[str, Any]:
         """The message as a chat template takes it."""
-        calls = [_with_object(call) for call in self.tool_calls or ()]
-        more = {
-            "name": self.name,
-            "tool_calls": calls,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }
-        return {"role": self.role, "content": plain_text(self.content)} | {
-            key: value for key, value in more.items() if value
-        }
+        more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"})
+        more["tool_calls"] = [_with_object(call) for call in self.tool_calls or ()]
+        given = {name: value for name, value in more.items() if value}
+        return {"role": self.role, "content": plain_text(self.content), **given}
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
@@ -490,6 +458,9 @@ class ChatRequest(GenerationRequest):
         return self
 
 
+GenerationBody = CompletionRequest | ChatRequest
+
+
 class TokenizeRequest(StrictModel):
     """To ``/tokenize``: a ``prompt``, or ``messages`` as the chat template writes them."""
 
@@ -531,13 +502,45 @@ def field_names(model: type[BaseModel] = StrictModel) -> set[str]:
     return own.union(*map(field_names, model.__subclasses__()))
 
 
-def chat_request(fields: dict[str, Any]) -> ChatRequest:
-    """A chat from the fields of a request at another address; those that are None are left out.
+class TranslatedRequest(StrictModel):
+    """A request at another address that is a chat in other words."""
+
+    ignores = True
+    model: str
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    stream: bool | None = None
+    tools: Objects | None = None
+    forerun: Extension = Extension()
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat.
+
+        Raises:
+            ApiError: if it cannot be one.
+        """
+        same = ("model", "temperature", "top_p", "stream", "top_k", "parallel_tool_calls", "forerun")
+        fields = self.model_dump(include={*same}) | self._chat_fields()
+        try:
+            return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
+        except ValidationError as error:
+            raise validation_error(error.errors(), field_names()) from None
+
+    def _chat_fields(self) -> dict[str, Any]:
+        """The fields that a chat has under another name or in another form."""
+        raise NotImplementedError
+
+
+def joined_parts(content: Any, where: str, types: Sequence[str]) -> str:
+    """Text, or parts of some types that have text, as one text.
 
     Raises:
-        ApiError: if they are wrong.
+        ApiError: for anything else; it names ``where`` in the request that is.
     """
-    try:
-        return ChatRequest.model_validate({name: value for name, value in fields.items() if value is not None})
-    except ValidationError as error:
-        raise validation_error(error.errors(), field_names()) from None
+    parts = [{"type": types[0], "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list) or not all(
+        isinstance(part, dict) and part.get("type") in types and isinstance(part.get("text"), str) for part in parts
+    ):
+        message = f"{where}: must be text, or parts of type {' or '.join(types)}"
+        raise ApiError(400, message, "invalid_value", where)
+    return "".join(part["text"] for part in parts)

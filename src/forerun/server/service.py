@@ -30,7 +30,7 @@ from forerun.server.metrics import Metrics, RequestMeter
 from forerun.server.middleware import HeldBytes
 from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
-from forerun.server.schema import ChatRequest, CompletionRequest, Extension, plain_text
+from forerun.server.schema import ChatRequest, CompletionRequest, Extension, GenerationBody, plain_text
 from forerun.server.settings import ServerSettings
 from forerun.server.tenants import drafting_namespace, private_namespace
 
@@ -45,14 +45,7 @@ NO_DRAFTER = "none"
 
 
 class Service:
-    """One engine for many clients.
-
-    Args:
-        engine: decodes; it has a tokenizer.
-        settings: the server's.
-        limits: the scheduler's.
-        on_finished: see ``Scheduler``.
-    """
+    """One engine, which has a tokenizer, for many clients. ``on_finished``: see ``Scheduler``."""
 
     def __init__(
         self,
@@ -80,14 +73,9 @@ class Service:
         self.grammars.close()
         self.scheduler.close(patience)
 
-    async def call(self, body: CompletionRequest | ChatRequest, tenant: str, number: str, held: HeldBytes) -> Call:
-        """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first.
-
-        Args:
-            body: what is asked.
-            tenant: who asks.
-            number: names the call.
-            held: of the request; what its answer may take is added.
+    async def call(self, body: GenerationBody, tenant: str, number: str, held: HeldBytes) -> Call:
+        """Prepare an answer without holding up the event loop. What is cheap to find wrong is refused first. What its
+        log-probabilities may take is added to ``held``.
 
         Raises:
             ApiError: says what is refused, and why.
@@ -125,9 +113,7 @@ class Service:
             message = f"there is no model {name!r} here; there is {self.settings.served_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
-    def _row(
-        self, body: CompletionRequest | ChatRequest, request: Request, prompt: EncodedPrompt, arrived: float
-    ) -> AnswerRow:
+    def _row(self, body: GenerationBody, request: Request, prompt: EncodedPrompt, arrived: float) -> AnswerRow:
         scored = _scores_prompt(body)
         echo = None
         if isinstance(body, CompletionRequest) and body.echo:
@@ -148,7 +134,7 @@ class Service:
         answer = AnswerText(self.tokenizer, prompt.ids, body.stops, keep, echo)
         return AnswerRow(request, answer, RequestMeter(self.metrics, request, arrived), logprobs, parser)
 
-    def _response_format(self, body: CompletionRequest | ChatRequest, prompt: str) -> dict[str, Any] | None:
+    def _response_format(self, body: GenerationBody, prompt: str) -> dict[str, Any] | None:
         """What the engine makes the whole text follow, reasoning and calls included."""
         if not isinstance(body, ChatRequest):
             return body.format
@@ -184,7 +170,7 @@ class Service:
             self._dispatcher = LoopDispatcher(loop)
         return self._dispatcher
 
-    def _check_cheap(self, body: CompletionRequest | ChatRequest) -> None:
+    def _check_cheap(self, body: GenerationBody) -> None:
         """Refuse all that can be refused without the prompt's tokens."""
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
         if body.texts > places:
@@ -199,13 +185,13 @@ class Service:
             raise ApiError(400, message, "max_tokens_exceeded", "max_tokens")
         self._budget(body.forerun)
 
-    def _default_tokens(self, body: CompletionRequest | ChatRequest) -> int:
+    def _default_tokens(self, body: GenerationBody) -> int:
         """The longest answer if the request names no limit."""
         return DEFAULT_COMPLETION_TOKENS if isinstance(body, CompletionRequest) else self.settings.max_tokens
 
     def _requests(
         self,
-        body: CompletionRequest | ChatRequest,
+        body: GenerationBody,
         tenant: str,
         prompts: Sequence[EncodedPrompt],
         response_format: dict[str, Any] | None,
@@ -224,7 +210,7 @@ class Service:
             options["prediction"] = self.encode.text(text, special=False).ids
         requests = []
         for ids, _ in prompts:
-            tokens = self._answer_tokens(len(ids), body.token_limit, self._default_tokens(body))
+            tokens = self._answer_tokens(body, len(ids))
             read, new = (ids[:1], max(1, len(ids) - 1 + tokens)) if scored else (ids, tokens)
             for choice in range(body.n or 1):
                 sampling = _sampling(body, choice, len(ids))
@@ -252,17 +238,13 @@ class Service:
         except (ValueError, ModuleNotFoundError) as error:
             log.warning("no answer can be made to follow a schema: %s", error)
 
-    def _answer_tokens(self, prompt: int, wanted: int | None, default: int) -> int:
-        """The longest answer to a prompt, in tokens.
-
-        Args:
-            prompt: tokens of the prompt.
-            wanted: the request's limit.
-            default: where it has none.
+    def _answer_tokens(self, body: GenerationBody, prompt: int) -> int:
+        """The longest answer to a prompt of so many tokens.
 
         Raises:
             ApiError: for more than the model can take.
         """
+        wanted, default = body.token_limit, self._default_tokens(body)
         if self.positions is None:
             return default if wanted is None else wanted
         room, least = self.positions - prompt, 1 if wanted is None else wanted
@@ -277,21 +259,21 @@ class Service:
             request.stopping = _either(request.stopping, criterion)
 
 
-def _hold_logprobs(held: HeldBytes, body: CompletionRequest | ChatRequest, tokens: int) -> int:
+def _hold_logprobs(held: HeldBytes, body: GenerationBody, tokens: int) -> int:
     """Hold the bytes that the log-probabilities of tokens may take, and return how many they are."""
     nbytes = 0 if body.alternatives is None else tokens * (1 + body.alternatives) * LOGPROB_BYTES
     held.take(nbytes, "bytes of log-probabilities")
     return nbytes
 
 
-def _scores_prompt(body: CompletionRequest | ChatRequest) -> bool:
+def _scores_prompt(body: GenerationBody) -> bool:
     """Whether the prompt's tokens are part of the text that is decoded."""
     return (
         isinstance(body, CompletionRequest) and bool(body.echo) and (body.logprobs is not None or body.max_tokens == 0)
     )
 
 
-def _sampling(body: CompletionRequest | ChatRequest, choice: int, start: int) -> dict[str, Any]:
+def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
     """Options for the engine. Choices of one prompt have consecutive seeds, as with ``num_return_sequences``. The text
     begins at token number ``start``."""
     options: dict[str, Any] = {}

@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import ByteSize, Field, SecretStr, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-    TomlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from forerun.kv.kv_tiers import KVMemory
 from forerun.server.admission import SchedulerLimits
@@ -141,24 +136,13 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
         ValueError: names each wrong setting, without the value, which may be a key; or for a file that is not TOML.
         FileNotFoundError: if there is no such file.
     """
-    if file is not None and not file.is_file():
-        raise FileNotFoundError(2, "there is no such settings file", str(file))
-
-    class Sourced(ServerSettings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            in_file = () if file is None else (TomlConfigSettingsSource(settings_cls, file),)
-            return init_settings, env_settings, *in_file
-
+    in_file = {} if file is None else tomllib.loads(file.read_text("utf-8"))
+    in_environment = {name.upper() for name in os.environ}
+    unset = {
+        name: given for name, given in in_file.items() if (ENVIRONMENT_PREFIX + name).upper() not in in_environment
+    }
     try:
-        return Sourced(**flags)
+        return ServerSettings(**{**unset, **flags})
     except ValidationError as error:
         wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_input=False)]
         raise ValueError(f"settings: {'; '.join(wrong)}") from None
