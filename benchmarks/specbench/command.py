@@ -26,9 +26,9 @@ from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.contestants import LOOKUP_TOKENS, Bench
 from forerun.bench.journal import Journal, TurnKey, about
-from forerun.bench.machine import plain_values
+from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import TemplateEncoder
-from forerun.bench.report import Row, pivot, summarise
+from forerun.bench.report import pivot, summarise
 from forerun.bench.rounds import BASELINE, PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
 from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import Drafters, ModelOptions, Out, OutputOptions, option

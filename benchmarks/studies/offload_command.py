@@ -73,7 +73,8 @@ def run(options: OffloadOptions) -> None:
     delivery = Delivery(report, options.out, "offload", options.json)
     bench = OffloadBench(drafters, subject.settings, options.rounds, report, delivery.save, say)
     for context in contexts:
-        device = options.kv_memory or min_device_bytes(shape, context + _room(options))
+        least = min_device_bytes(shape, context + _room(options))
+        device = least if options.kv_memory is None else options.kv_memory
         memory = KVMemory(device, options.kv_host_memory, options.kv_folder, bandwidth)
         engine = Engine(model, "none", tokenizer=subject.tokenizer, kv_memory=memory)
         subject.read(bench, engine, context)

@@ -21,9 +21,9 @@ from benchmarks.tasks.questions import Files
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Journal, about
-from forerun.bench.machine import footer, plain_values
+from forerun.bench.machine import Row, footer, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
-from forerun.bench.report import BenchResult, Row, equality_table, pivot, speed_table, summarise, warnings, write
+from forerun.bench.report import BenchResult, equality_table, pivot, speed_table, summarise, warnings, write
 from forerun.bench.rounds import Decode, PromptSet, Tokens
 from forerun.cli.models import check_drafters, load_target
 from forerun.cli.options import (

@@ -10,9 +10,9 @@ import typer
 
 from forerun.bench.contestants import Bench
 from forerun.bench.journal import Journal, about
-from forerun.bench.machine import plain_values
+from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
-from forerun.bench.report import BenchResult, Row, changed, summarise, write
+from forerun.bench.report import BenchResult, changed, summarise, write
 from forerun.bench.rounds import PromptSet
 from forerun.cli.models import check_drafters, load_target, settings
 from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
